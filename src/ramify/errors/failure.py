@@ -1,0 +1,101 @@
+"""The wire form of a failure: plain data that turns back into the exception it came from.
+
+An exception dies with its process, and pickling it would need the sender's code on the other side. A `Failure` is what
+remains true elsewhere: the name with its blame, the message, the traceback where code raised it, and the causes.
+`Failure.of` runs while something is already going wrong, so it never raises: causes are bounded and may loop,
+messages may be unprintable or not unicode, stacks may be a thousand frames deep.
+"""
+
+import traceback
+
+import msgspec
+
+from ramify.errors.base import Blame, RamifyError, registry
+from ramify.errors.taxonomy import UnknownFailure
+
+MAX_LINKS = 16  # failure and causes together
+MAX_FRAMES = 32  # the innermost ones are kept: they are where it was raised
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One failure and, through `cause`, what led to it.
+
+    The name of an exception that is not ours is its full one (`builtins.ValueError`). Names of ours have no dot, so the
+    two cannot be confused.
+    """
+
+    name: str
+    message: str
+    blame: Blame
+    retryable: bool
+    traceback: str | None = None
+    cause: "Failure | None" = None
+
+    @classmethod
+    def of(cls, exc: BaseException, *, default: type[RamifyError] | None = None) -> "Failure":
+        """The wire form of `exc` and its causes.
+
+        An exception that is not ours says nothing about blame; only the caller knows whose code was running. With
+        `default` (an env server says `EnvironmentFault` around hooks) it becomes the cause of such a failure. Without,
+        it is reported under its own full name, blamed on the system and not retried.
+        """
+        failure: Failure | None = None
+        for link in reversed(_chain(exc)):
+            failure = _one(link, failure)
+        assert failure is not None  # a chain holds at least `exc`
+        if default is None or isinstance(exc, RamifyError):
+            return failure
+        message = f"{type(exc).__name__}: {failure.message}"
+        return Failure(default.name, message, default.blame, default.retryable, cause=failure)
+
+    def error(self) -> RamifyError:
+        """The exception again, of the class that bears the name, or an `UnknownFailure` that keeps the name."""
+        known = registry().get(self.name)
+        if known is None or known is UnknownFailure:
+            error = UnknownFailure(self.message, name=self.name, blame=self.blame, retryable=self.retryable)
+        else:
+            error = known(self.message)
+        error.__cause__ = None if self.cause is None else self.cause.error()
+        if self.traceback is not None:
+            error.remote_traceback = self.traceback
+            error.add_note(f"raised in another process:\n{self.traceback}")
+        return error
+
+
+def _chain(exc: BaseException) -> list[BaseException]:
+    """`exc` and its causes, outermost first, as Python itself would print them."""
+    chain: list[BaseException] = []
+    link: BaseException | None = exc
+    while link is not None and len(chain) < MAX_LINKS and not any(link is seen for seen in chain):
+        chain.append(link)
+        implied = None if link.__suppress_context__ else link.__context__
+        link = implied if link.__cause__ is None else link.__cause__
+    return chain
+
+
+def _one(exc: BaseException, cause: Failure | None) -> Failure:
+    if isinstance(exc, RamifyError):
+        # The first raise tells more than the place where a received failure was raised again.
+        where = exc.remote_traceback or _stack(exc)
+        return Failure(exc.name, _message(exc), exc.blame, exc.retryable, where, cause)
+    kind = type(exc)
+    return Failure(f"{kind.__module__}.{kind.__qualname__}", _message(exc), "system", False, _stack(exc), cause)
+
+
+def _stack(exc: BaseException) -> str | None:
+    if exc.__traceback__ is None:
+        return None
+    frames = traceback.format_tb(exc.__traceback__, limit=-MAX_FRAMES)
+    return _unicode(f"Traceback (most recent call last):\n{''.join(frames)}{type(exc).__name__}: {_message(exc)}\n")
+
+
+def _message(exc: BaseException) -> str:
+    try:
+        return _unicode(str(exc.message if isinstance(exc, RamifyError) else exc))
+    except Exception as broken:  # noqa: BLE001 - the exception's own __str__ may do anything
+        return f"<{type(exc).__name__} that cannot print itself: {type(broken).__name__}>"
+
+
+def _unicode(text: str) -> str:
+    """`text` without lone surrogates (from undecodable file names), which no encoder accepts."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

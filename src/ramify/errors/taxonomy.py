@@ -1,0 +1,176 @@
+"""The names. Each docstring says what happened and, after a blank line, what to do; `docs/errors.md` repeats both.
+
+*Policy* failures are things the agent did: the rollout is finished, scored and trained on. *System* failures are things
+that happened to it: the attempt says nothing about the policy, so it is run again or leaves its group. `retryable` says
+whether doing the same thing once more can succeed.
+"""
+
+from ramify.errors.base import Blame, RamifyError
+
+
+class ContextOverflow(RamifyError, blame="policy", retryable=False):
+    """The conversation no longer fits the model's context.
+
+    Nothing if it is rare; otherwise raise `seq_len`, or use a harness that compacts its history.
+    """
+
+
+class BudgetExceeded(RamifyError, blame="policy", retryable=False):
+    """The rollout used up its turns or tokens.
+
+    Nothing if it is rare; otherwise raise the budget of the source, or reward finishing early.
+    """
+
+
+class RolloutDeadline(RamifyError, blame="policy", retryable=False):
+    """The rollout took longer than the time its task or harness allows.
+
+    Raise the harness timeout if agents are slow but right; look at the timing of the trace first.
+    """
+
+
+class MalformedCall(RamifyError, blame="policy", retryable=False):
+    """The policy wrote a tool call or reply that could not be parsed, and the harness gave up on it.
+
+    Read the last message of the trace; check that renderer and tool format fit the model.
+    """
+
+
+class AgentExit(RamifyError, blame="policy", retryable=False):
+    """The agent program ended with an error of its own.
+
+    Read the exit code and the end of its output in the message; run the harness alone to reproduce it.
+    """
+
+
+class ProviderError(RamifyError, blame="system", retryable=True):
+    """A model server answered with an error, or not at all.
+
+    Check the server's health and log; the attempt is run again.
+    """
+
+
+class WorkerDied(RamifyError, blame="system", retryable=True):
+    """A worker process exited or hung while it held the attempt.
+
+    Look for its exit code and stack in the log, often memory; the attempt is run again elsewhere.
+    """
+
+
+class SandboxError(RamifyError, blame="system", retryable=True):
+    """The runtime could not start, reach or keep the box an agent runs in.
+
+    Run `ramify doctor`, and check image, resources and free disk; the attempt is run again.
+    """
+
+
+class JudgeError(RamifyError, blame="system", retryable=True):
+    """A judge could not be reached, or its verdict could not be read, so a reward is missing.
+
+    Check the judge's endpoint and its prompt; the attempt is run again.
+    """
+
+
+class EnvironmentFault(RamifyError, blame="system", retryable=True):
+    """Code of the environment raised: a reward, a tool, a setup or another hook.
+
+    Read the traceback of the cause and fix that code; `ramify validate` runs it without a model.
+    """
+
+
+class DeadlineExceeded(RamifyError, blame="system", retryable=True):
+    """A wait of ours passed its deadline.
+
+    The message names what was waited for and its owner; look there, not here.
+    """
+
+
+class TokensRequired(RamifyError, blame="system", retryable=False):
+    """A source is trained on, but its endpoint gives no token ids and logprobs.
+
+    Serve the policy with an engine that does, or use the endpoint for evals only.
+    """
+
+
+class TokenizerMismatch(RamifyError, blame="system", retryable=False):
+    """Two parts that must share one tokenizer have different ones.
+
+    Point trainer, engine and renderer at the same model.
+    """
+
+
+class ConfigInvalid(RamifyError, blame="system", retryable=False):
+    """The configuration has keys or values that cannot be used; commands exit with code 2.
+
+    The message lists every problem with its key, and the nearest valid key; fix them and start again.
+    """
+
+
+class TraceInvalid(RamifyError, blame="system", retryable=False):
+    """An operation would break the message graph.
+
+    Fix the caller: the message names the rule, what was expected and what was found.
+    """
+
+
+class TraceCorrupt(RamifyError, blame="system", retryable=False):
+    """Bytes that should be an encoded trace are cut short, changed, or something else.
+
+    Read the trace from another copy; if there is none, the attempt has to be run again.
+    """
+
+
+class SchemaUnsupported(RamifyError, blame="system", retryable=False):
+    """A trace was written with a newer schema than this version reads.
+
+    Upgrade Ramify on the reading side.
+    """
+
+
+class ValueRefused(RamifyError, blame="system", retryable=False):
+    """A value was set on a trace that cannot be encoded.
+
+    The message names key and type; store plain data there: numbers, text, lists, tables.
+    """
+
+
+class CallConflict(RamifyError, blame="system", retryable=False):
+    """One call id came with two different contents.
+
+    Fix the sender: a repeat must be equal, and a new sample needs a new call id.
+    """
+
+
+class DeltaLost(RamifyError, blame="system", retryable=True):
+    """A part of a growing trace never arrived, or arrived before the one it follows.
+
+    Ask the sender for the whole trace again.
+    """
+
+
+class DeltaRepeated(RamifyError, blame="system", retryable=False):
+    """A part of a growing trace arrived a second time.
+
+    Drop it: it was already applied. Many of them mean that acknowledgements get lost.
+    """
+
+
+class UnknownFailure(RamifyError, blame="system", retryable=False):
+    """A failure without a class here: a name from another version, or an exception that is not ours.
+
+    Its `name`, blame and retryable are those it was sent with; upgrade the older side, or read the traceback.
+    """
+
+    def __init__(
+        self, message: str, *, name: str | None = None, blame: Blame | None = None, retryable: bool | None = None
+    ) -> None:
+        super().__init__(message)
+        if name is not None:
+            self.name = name
+        if blame is not None:
+            self.blame = blame
+        if retryable is not None:
+            self.retryable = retryable
+
+    def __str__(self) -> str:
+        return self.message if self.name == "UnknownFailure" else f"{self.name}: {self.message}"
