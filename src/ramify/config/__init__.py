@@ -1,0 +1,11 @@
+"""Configuration: typed models, filled from defaults, then `@ file.toml` from left to right, then flags.
+
+One idea: all three are layers of one plain table, and everything is judged once, when the table is complete. So a flag
+reaches whatever a file reaches (entries of lists, variants, plugin tables), and one message lists every problem.
+"""
+
+from ramify.config.base import Config
+from ramify.config.entry import parse, switch
+from ramify.config.output import dry_run, dump, write
+
+__all__ = ["Config", "dry_run", "dump", "parse", "switch", "write"]

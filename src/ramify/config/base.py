@@ -1,0 +1,55 @@
+"""The base of every configuration model: unknown keys are errors, and a default is a layer like any other.
+
+Pydantic takes a section either whole from its default or whole from the input. With `optim: Optim = Optim(lr=3e-4)` a
+file that sets only `optim.warmup_steps` would silently put `lr` back to the default of the class. Here the input lies
+*over* the default, as it lies over an earlier file: what the default set explicitly stays unless it is set again.
+"""
+
+import copy
+from types import NoneType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+
+from ramify.config.schema import TAG, is_dict, options
+
+NONE = "None"  # how a TOML file, which has no null, says None
+
+
+class Config(BaseModel):
+    """A section of the configuration."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, data: Any) -> Any:
+        if not is_dict(data):
+            return data
+        fields = cls.model_fields
+        return {key: _complete(fields[key], value) if key in fields else value for key, value in data.items()}
+
+
+def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `under`, table by table; both are left as they are."""
+    merged = copy.deepcopy(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if is_dict(below) and is_dict(value) else copy.deepcopy(value)
+    return merged
+
+
+def _complete(field: FieldInfo, value: Any) -> Any:
+    """`value` with what the field's default says where the value is silent."""
+    if value == NONE and {NoneType, Any, object} & set(options(field.annotation)):
+        return None
+    if not is_dict(value) or field.default_factory_takes_validated_data:
+        return value
+    default: Any = field.get_default(call_default_factory=True, validated_data=None)
+    if not isinstance(default, BaseModel):
+        return value
+    tag = {TAG: getattr(default, TAG)} if TAG in type(default).model_fields else {}
+    if value.get(TAG, tag.get(TAG)) != tag.get(TAG):
+        return value  # another variant: the default has nothing to say about it
+    return merge({**default.model_dump(exclude_unset=True), **tag}, value)

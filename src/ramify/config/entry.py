@@ -1,0 +1,81 @@
+"""From the arguments of a command to its configuration, or to one message with everything that is wrong.
+
+The library `pydantic_config` supplies the help page and the last step (aliases, validation). It is handed one finished
+table, because its own reading of flags stops at the doors of lists and union variants, and of TOML it needs another
+parser than the standard one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import pydantic_config  # pyright: ignore[reportMissingTypeStubs]
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ramify.config.arguments import File, Flag, Unreadable, split
+from ramify.config.base import Config
+from ramify.config.layers import Layers
+from ramify.config.problems import explain
+from ramify.errors import ConfigInvalid
+
+C = TypeVar("C", bound=Config)
+
+# Its overloads leave out `prog`, and ask for a default of the very class; any model does.
+_cli: Callable[..., Any] = pydantic_config.cli
+
+
+class _Said(BaseModel):
+    """What files and flags said, in the form in which the library takes a layer under its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None) -> C:
+    """The configuration that `args` describe: `@ file.toml ... --key value ...`, over the defaults of `cls`.
+
+    Raises ConfigInvalid with every problem found. `--help` prints the keys and exits.
+    """
+    if "--help" in args or "-h" in args:
+        _cli(cls, args=["--help"], prog=prog)
+    layers = Layers(cls)
+    arguments = split(cls, args)
+    files = [argument for argument in arguments if isinstance(argument, File)]
+    flags = [argument for argument in arguments if isinstance(argument, Flag)]
+    unreadable = [argument for argument in arguments if isinstance(argument, Unreadable)]
+
+    bad_files = _collect(layers.add_file, files)
+    if bad_files:  # without them nothing can be said about the rest
+        _refuse([(problem.key, problem.reason) for problem in unreadable + bad_files])
+    unreadable += _collect(layers.add_flag, flags)
+    problems = [(problem.key, problem.reason) for problem in unreadable]
+    try:
+        config: C = _cli(cls, args=[], default=_Said.model_validate(layers.data))
+    except pydantic_config.ConfigFileError as error:
+        if not isinstance(error.__cause__, ValidationError):
+            raise
+        known = {key for key, _ in problems}
+        problems += [(key, text) for key, text in explain(error.__cause__, layers).items() if key not in known]
+        _refuse(problems)
+    if problems:
+        _refuse(problems)
+    return config
+
+
+def switch(args: Sequence[str], flag: str) -> tuple[bool, list[str]]:
+    """Whether a command's own bare flag (`--dry-run`, no part of its configuration) is there, and the other args."""
+    return flag in args, [arg for arg in args if arg != flag]
+
+
+def _collect(add: Callable[[Any], None], arguments: Sequence[Any]) -> list[Unreadable]:
+    problems: list[Unreadable] = []
+    for argument in arguments:
+        try:
+            add(argument)
+        except Unreadable as problem:
+            problems.append(problem)
+    return problems
+
+
+def _refuse(problems: list[tuple[str, str]]) -> NoReturn:
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"
+    lines = [f"  {key}: {text}" if key else f"  {text}" for key, text in problems]
+    raise ConfigInvalid("\n".join([count, *lines])) from None

@@ -1,0 +1,72 @@
+"""The resolved configuration as a file: every key, so that a run can be read and repeated from it alone.
+
+TOML has no null. A key that is None is written as `"None"`, which `Config` reads back, rather than left out: left out
+it would mean "the default", which another version may change. Reading the file gives an equal configuration.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel
+
+from ramify.config.base import NONE, Config
+from ramify.config.schema import Key, dotted, is_array, is_dict
+from ramify.errors import ConfigInvalid
+
+
+def dump(config: Config) -> str:
+    """The configuration as TOML."""
+    return tomli_w.dumps(_section((), config, config.model_dump(mode="json")))
+
+
+def write(config: Config, path: Path) -> None:
+    """Write the configuration to `path`; a reader sees the old file or the new one, never a part."""
+    text = dump(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def dry_run(config: Config, directory: Path, plan: Sequence[str]) -> None:
+    """What `--dry-run` does in place of the work: write the resolved configuration and print the plan."""
+    path = directory / "config.toml"
+    write(config, path)
+    for line in plan:
+        print(line)
+    print(f"dry run: nothing was started; the resolved configuration is in {path}")
+
+
+def _section(key: Key, model: BaseModel, dumped: dict[str, Any]) -> dict[str, Any]:
+    """The dumped section with its Nones spelled out; only a field of a model can read them back."""
+    fields = type(model).model_fields
+    table: dict[str, Any] = {}
+    for name, value in dumped.items():
+        spelled = value is None and name in fields
+        table[name] = NONE if spelled else _value((*key, name), getattr(model, name), value)
+    return table
+
+
+def _value(key: Key, value: Any, dumped: Any) -> Any:
+    if dumped is None:
+        raise ConfigInvalid(f"{dotted(key)}: None cannot be written to a TOML file; leave the key out")
+    if isinstance(value, BaseModel):
+        return _section(key, value, dumped)
+    if is_dict(dumped):
+        inner = value.values() if is_dict(value) else dumped.values()
+        return {name: _value((*key, name), one, item) for one, (name, item) in zip(inner, dumped.items())}
+    if is_array(dumped):
+        inner = value if is_array(value) else dumped
+        return [_value((*key, place), one, item) for place, (one, item) in enumerate(zip(inner, dumped))]
+    return dumped

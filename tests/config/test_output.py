@@ -1,0 +1,119 @@
+"""The resolved configuration as a file: complete, and read back as exactly the same configuration."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.config import Config, dry_run, dump, parse, switch, write
+from ramify.errors import ConfigInvalid
+from tests.config.example import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
+
+text = st.text(max_size=20)
+integer = st.integers(-(2**62), 2**62)
+number = st.floats(allow_nan=False, allow_infinity=False)
+plain = st.recursive(
+    st.booleans() | integer | number | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def optional(inner: st.SearchStrategy) -> st.SearchStrategy:
+    return st.none() | inner
+
+
+pools = st.builds(Elastic, min=integer, max=optional(integer)) | st.builds(
+    Static, workers=integer, cores=st.lists(integer, max_size=3)
+)
+sources = st.builds(
+    Source,
+    name=optional(text),
+    taskset=st.dictionaries(text, plain, max_size=3),
+    sampling=st.builds(Sampling, temperature=number, max_tokens=optional(integer)),
+    pool=pools,
+    tags=st.lists(text, max_size=3),
+    shuffle=st.booleans(),
+)
+runs = st.builds(
+    Run,
+    name=text,
+    max_steps=integer,
+    output=st.builds(Path, st.from_regex(r"[a-z/.]{1,10}", fullmatch=True)),
+    memory=number | st.just("auto"),
+    trainer=st.builds(
+        Trainer,
+        optim=st.builds(Optim, lr=number, warmup_steps=integer, betas=st.lists(number, max_size=3)),
+        compile=st.booleans(),
+    ),
+    pool=pools,
+    wandb=optional(st.builds(Wandb, project=text, entity=optional(text))),
+    train=st.lists(sources, max_size=3),
+    eval=st.lists(sources, max_size=3),
+)
+
+
+@given(config=runs)
+def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / f"run-{os.getpid()}.toml"
+    write(config, path)
+    assert parse(Run, ["@", str(path)]) == config
+    assert dump(parse(Run, ["@", str(path)])) == dump(config)
+
+
+def test_the_written_config_holds_every_key_defaults_included():
+    written = dump(Run(name="x"))
+    assert "max_steps = 120" in written
+    assert "[trainer.optim]" in written
+    assert 'wandb = "None"' in written
+
+
+def test_infinity_survives(tmp_path):
+    config = Run(name="x", trainer=Trainer(optim=Optim(lr=math.inf)))
+    write(config, tmp_path / "c.toml")
+    assert parse(Run, ["@", str(tmp_path / "c.toml")]) == config
+
+
+def test_a_value_toml_cannot_hold_is_refused_by_its_key():
+    with pytest.raises(ConfigInvalid, match=r"train\.0\.taskset\.split: None"):
+        dump(Run(name="x", train=[Source(taskset={"split": None})]))
+    with pytest.raises(ConfigInvalid, match=r"train\.0\.taskset\.seeds\.1: None"):
+        dump(Run(name="x", train=[Source(taskset={"seeds": [1, None]})]))
+
+
+def test_writing_makes_the_directory_and_leaves_nothing_else_behind(tmp_path):
+    path = tmp_path / "outputs" / "x" / "config.toml"
+    write(Run(name="x"), path)
+    write(Run(name="y"), path)
+    assert list(path.parent.iterdir()) == [path]
+    assert parse(Run, ["@", str(path)]).name == "y"
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path):
+    path = tmp_path / "config.toml"
+    write(Run(name="x"), path)
+    with pytest.raises(ConfigInvalid):
+        write(Run(name="y", train=[Source(taskset={"split": None})]), path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert parse(Run, ["@", str(path)]).name == "x"
+
+
+def test_a_dry_run_writes_the_config_and_prints_the_plan(tmp_path, capsys):
+    class Command(Config):
+        steps: int = 3
+
+    asked, args = switch(["--steps", "4", "--dry-run"], "--dry-run")
+    assert asked
+    config = parse(Command, args)
+    dry_run(config, tmp_path / "out", ["trainer: 1 process", "engine: 1 process"])
+    assert parse(Command, ["@", str(tmp_path / "out" / "config.toml")]) == config
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["trainer: 1 process", "engine: 1 process"]
+    assert str(tmp_path / "out" / "config.toml") in shown[-1]
+
+
+def test_a_switch_that_is_not_there_changes_nothing():
+    assert switch(["--steps", "4"], "--dry-run") == (False, ["--steps", "4"])

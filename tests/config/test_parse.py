@@ -1,0 +1,210 @@
+"""Precedence: defaults, then files from left to right, then flags; a flag reaches every corner a file reaches."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.config import Config, parse
+from ramify.errors import ConfigInvalid
+from tests.config.example import Elastic, Run, Sampling, Source, Static, Wandb
+
+RUN = """
+name = "reverse-text"
+max_steps = 10
+
+[trainer.optim]
+warmup_steps = 20
+
+[[train]]
+name = "reverse"
+taskset = { id = "reverse-text", max_chars = 8 }
+sampling = { temperature = 0.9 }
+pool = { type = "static", workers = 2 }
+
+[[train]]
+name = "sort"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    return toml(tmp_path / "run.toml", RUN)
+
+
+def toml(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_hold_where_nothing_is_said():
+    assert parse(Run, ["--name", "x"]) == Run(name="x")
+
+
+def test_a_file_overrides_defaults(run):
+    config = parse(Run, ["@", run])
+    assert (config.name, config.max_steps, config.trainer.optim.warmup_steps) == ("reverse-text", 10, 20)
+    assert config.train[0].pool == Static(workers=2)
+    assert config.train[0].sampling == Sampling(temperature=0.9)
+    assert config.train[1] == Source(name="sort")
+
+
+def test_later_files_are_merged_over_earlier_ones_key_by_key(run, tmp_path):
+    more = toml(tmp_path / "more.toml", "max_steps = 11\n[trainer.optim]\nlr = 0.5\n")
+    config = parse(Run, ["@", run, "@", more])
+    assert (config.name, config.max_steps) == ("reverse-text", 11)
+    assert (config.trainer.optim.lr, config.trainer.optim.warmup_steps) == (0.5, 20)
+    assert parse(Run, ["@", more, "@", run]).max_steps == 10
+
+
+def test_flags_override_files_wherever_they_stand(run):
+    assert parse(Run, ["--max-steps", "7", "@", run]).max_steps == 7
+    assert parse(Run, ["@", run, "--max-steps", "7"]).max_steps == 7
+
+
+@pytest.mark.parametrize("sign", [["@", "{}"], ["@{}"]])
+def test_a_section_can_come_from_a_file_of_its_own(run, tmp_path, sign):
+    optim = toml(tmp_path / "optim.toml", "lr = 0.25\n")
+    config = parse(Run, ["@", run, "--trainer.optim", *(part.format(optim) for part in sign)])
+    assert (config.trainer.optim.lr, config.trainer.optim.warmup_steps) == (0.25, 20)
+
+
+def test_a_list_entry_can_come_from_a_file_of_its_own(run, tmp_path):
+    entry = toml(tmp_path / "entry.toml", "sampling = { max_tokens = 64 }\n")
+    config = parse(Run, ["@", run, "--train.0", "@", entry])
+    assert config.train[0].sampling == Sampling(temperature=0.9, max_tokens=64)
+
+
+def test_a_switch_before_a_file_does_not_swallow_it(run):
+    config = parse(Run, ["--trainer.compile", "@", run])
+    assert (config.trainer.compile, config.name) == (True, "reverse-text")
+
+
+def test_an_explicit_default_of_a_section_outlives_its_neighbours(run):
+    assert Run(name="x").trainer.optim.lr == 3e-4
+    assert parse(Run, ["@", run]).trainer.optim.lr == 3e-4
+    assert parse(Run, ["--name", "x", "--trainer.optim.warmup-steps", "3"]).trainer.optim.lr == 3e-4
+
+
+def test_a_table_without_type_is_the_default_variant():
+    assert parse(Run, ["--name", "x", "--pool.min", "2"]).pool == Elastic(min=2)
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--max-steps", "7"], "max_steps", 7),
+        (["--max-steps=7"], "max_steps", 7),
+        (["--max_steps", "7"], "max_steps", 7),
+        (["--max-steps", "7", "--max-steps", "8"], "max_steps", 8),
+        (["--name=--odd"], "name", "--odd"),
+        (["--name=a=b"], "name", "a=b"),
+        (["--name", "7"], "name", "7"),
+        (["--name=@home"], "name", "@home"),
+        (["--memory", "0.5"], "memory", 0.5),
+        (["--memory", "auto"], "memory", "auto"),
+        (["--output", "some/where"], "output", Path("some/where")),
+        (["--trainer.optim.lr", "-1e-3"], "trainer.optim.lr", -1e-3),
+        (["--trainer.optim.lr=1"], "trainer.optim.lr", 1.0),
+        (["--trainer.compile"], "trainer.compile", True),
+        (["--trainer.compile", "false"], "trainer.compile", False),
+        (["--trainer.compile=true"], "trainer.compile", True),
+        (["--no-trainer.compile"], "trainer.compile", False),
+        (["--trainer.optim.betas", "0.8", "0.9"], "trainer.optim.betas", [0.8, 0.9]),
+        (["--trainer.optim.betas=0.8"], "trainer.optim.betas", [0.8]),
+        (["--trainer.optim.betas", "[0.8, 0.9]"], "trainer.optim.betas", [0.8, 0.9]),
+        (["--trainer.optim.betas", "[]"], "trainer.optim.betas", []),
+        (["--trainer.optim.betas.1", "0.99"], "trainer.optim.betas", [0.9, 0.99]),
+        (["--pool.type", "static"], "pool", Static()),
+        (["--pool.workers", "3", "--pool.type", "static"], "pool", Static(workers=3)),
+        (["--pool.type=static", "--pool.cores", "0", "1"], "pool", Static(cores=[0, 1])),
+        (["--pool", '{"type": "static", "workers": 9}'], "pool", Static(workers=9)),
+        (["--wandb"], "wandb", Wandb()),
+        (["--wandb.project=p"], "wandb", Wandb(project="p")),
+        (["--wandb", "None"], "wandb", None),
+        (["--wandb.project=p", "--no-wandb"], "wandb", None),
+        (["--train", '[{"name": "a"}]'], "train", [Source(name="a")]),
+        (["--eval.0.shuffle", "false"], "eval", [Source(name="held-out", shuffle=False)]),
+    ],
+)
+def test_a_flag_sets_its_key(flags, key, value):
+    found = parse(Run, ["--name", "x", *flags])
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_list_entry_is_overridden_by_index_and_keeps_the_rest(run):
+    config = parse(
+        Run, ["@", run, "--train.0.sampling.temperature", "0.7", "--train.1.tags=a", "--train.0.tags", "b", "c"]
+    )
+    assert config.train[0].sampling == Sampling(temperature=0.7)
+    assert config.train[0].name == "reverse"
+    assert [source.tags for source in config.train] == [["b", "c"], ["a"]]
+
+
+def test_values_in_free_tables_are_read_as_json_or_else_as_text(run):
+    flags = ["--train.0.taskset.max_chars", "9", "--train.0.taskset.split", "eval", "--train.0.taskset.deep.x=[1]"]
+    taskset = parse(Run, ["@", run, *flags]).train[0].taskset
+    assert taskset == {"id": "reverse-text", "max_chars": 9, "split": "eval", "deep": {"x": [1]}}
+
+
+def test_text_in_a_file_stays_text(tmp_path):
+    file = toml(tmp_path / "run.toml", 'name = "None of it"\n[[train]]\ntaskset = { id = "a", port = "8000" }\n')
+    config = parse(Run, ["@", file])
+    assert config.name == "None of it"
+    assert config.train[0].taskset == {"id": "a", "port": "8000"}
+
+
+def test_none_can_be_written_in_a_file(tmp_path):
+    file = toml(tmp_path / "run.toml", 'name = "x"\n[[train]]\nsampling = { max_tokens = "None" }\n')
+    assert parse(Run, ["@", file]).train[0].sampling.max_tokens is None
+
+
+def test_the_word_none_is_a_name_where_none_is_not_allowed():
+    assert parse(Run, ["--name", "None"]).name == "None"
+
+
+def test_parsing_leaves_the_defaults_of_the_class_alone():
+    parse(Run, ["--name", "x", "--eval.0.tags", "a", "--trainer.optim.betas.0", "0.1"])
+    assert Run(name="x").eval[0].tags == []
+    assert Run(name="x").trainer.optim.betas == [0.9, 0.95]
+
+
+# -- help and import --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_the_flags_and_exits_zero(capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        parse(Run, ["--max-steps", "3", flag], prog="ramify rl")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "ramify rl" in shown
+    assert "--trainer.optim.warmup-steps" in shown
+
+
+def test_a_config_refuses_unknown_keys_in_python_too():
+    class Small(Config):
+        a: int = 1
+
+    with pytest.raises(ValueError, match="b"):
+        Small(b=2)  # pyright: ignore[reportCallIssue]
+
+
+def test_configuration_does_not_load_torch():
+    script = "import sys, ramify.config; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_every_problem_is_a_config_invalid():
+    with pytest.raises(ConfigInvalid):
+        parse(Run, [])

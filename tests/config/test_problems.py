@@ -1,0 +1,242 @@
+"""Errors: one message that lists every problem by its full key, what was expected, and what to write instead."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import model_validator
+
+from ramify.config import Config, parse
+from ramify.errors import ConfigInvalid
+from tests.config.example import Run
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    def write(text: str, name: str = "run.toml") -> str:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def problems(args: list[str], cls: type[Config] = Run) -> str:
+    with pytest.raises(ConfigInvalid) as caught:
+        parse(cls, args)
+    return str(caught.value)
+
+
+def one(args: list[str], cls: type[Config] = Run) -> str:
+    """The only problem."""
+    text = problems(args, cls)
+    head, *lines = text.splitlines()
+    assert len(lines) == 1, text
+    assert head.startswith("1 problem")
+    return lines[0].strip()
+
+
+# -- unknown keys -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "nearest"),
+    [
+        (["--max-step", "3"], "max_step", "max_steps"),
+        (["--trainer.optim.warmup", "3"], "trainer.optim.warmup", "trainer.optim.warmup_steps"),
+        (["--trainer.optm.lr", "3"], "trainer.optm", "trainer.optim"),
+        (["--wandb.projct", "p"], "wandb.projct", "wandb.project"),
+        (["--pool.wrkers", "3", "--pool.type", "static"], "pool.wrkers", "pool.workers"),
+        (["--pool.mn=3"], "pool.mn", "pool.min"),
+        (["--eval.0.sampling.temprature", "3"], "eval.0.sampling.temprature", "eval.0.sampling.temperature"),
+        (["--eval.0.pool.mi", "3"], "eval.0.pool.mi", "eval.0.pool.min"),
+        (["--lr", "3"], "lr", "trainer.optim.lr"),
+        (["--temperature", "3"], "temperature", "train.0.sampling.temperature"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_its_nearest_key(flags, key, nearest):
+    line = one(["--name", "x", *flags])
+    assert line.startswith(f"{key}: unknown key")
+    assert f"did you mean {nearest}?" in line
+    assert flags[0].split("=")[0] in line
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("max_step = 3", "max_step", "max_steps"),
+        ("[trainer.optim]\nwarmup_step = 3", "trainer.optim.warmup_step", "trainer.optim.warmup_steps"),
+        ("[[train]]\n[[train]]\nsamplin = {}", "train.1.samplin", "train.1.sampling"),
+        ("[[train]]\npool = { type = 'static', worker = 2 }", "train.0.pool.worker", "train.0.pool.workers"),
+        ("[[train]]\npool = { minn = 2 }", "train.0.pool.minn", "train.0.pool.min"),
+        ("[pool]\ntype = 'static'\nstatc = 1", "pool.statc", None),
+    ],
+)
+def test_an_unknown_key_in_a_file_is_named_with_its_nearest_key_and_the_file(file, text, key, nearest):
+    path = file(f"name = 'x'\n{text}\n")
+    line = one(["@", path])
+    assert line.startswith(f"{key}: unknown key")
+    assert nearest is None or f"did you mean {nearest}?" in line
+    assert path in line
+
+
+def test_a_key_like_nothing_else_gets_the_list_of_valid_ones():
+    line = one(["--name", "x", "--wandb.zzz", "1"])
+    assert "valid here: project, entity" in line
+
+
+def test_a_key_of_another_variant_is_unknown(file):
+    line = one(["@", file("name = 'x'\n[pool]\nmin = 2\n"), "--pool.type", "static"])
+    assert line.startswith("pool.min: unknown key; pool with type = 'static' has type, workers, cores")
+
+
+def test_the_file_named_is_the_one_that_set_the_key(file):
+    good, bad = file("name = 'x'\nmax_steps = 3\n", "good.toml"), file("max_steps = 'many'\n", "bad.toml")
+    line = one(["@", good, "@", bad])
+    assert bad in line
+    assert good not in line
+
+
+# -- wrong values -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-steps", "many"], ["max_steps", "integer", "'many'"]),
+        (["--trainer.compile", "perhaps"], ["trainer.compile", "boolean", "'perhaps'"]),
+        (["--eval.0.sampling.temperature", "hot"], ["eval.0.sampling.temperature", "number", "'hot'"]),
+        (["--pool.type", "statc"], ["pool.type", "'elastic'", "'static'", "'statc'"]),
+        (["--memory", "lots"], ["memory", "number", "'auto'", "'lots'"]),
+        (["--trainer.optim.betas", "a", "b"], ["trainer.optim.betas.0", "number", "'a'"]),
+        (["--trainer", "big"], ["trainer", "section", "'big'"]),
+        (["--train", "[{"], ["train", "[{"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(flags, said):
+    text = problems(["--name", "x", *flags])
+    for word in said:
+        assert word in text
+
+
+def test_a_missing_key_is_named():
+    assert one([]) == "name: required, but not given"
+
+
+def test_every_problem_is_listed_once(file):
+    text = problems(["@", file("max_step = 3\n[[train]]\nshuffle = 7\n"), "--trainer.optim.lr", "fast", "--eval.3.x=1"])
+    assert text.splitlines()[0].startswith("5 problems")
+    for key in ("max_step:", "train.0.shuffle:", "trainer.optim.lr:", "eval.3:", "name:"):
+        assert text.count(f"  {key}") == 1
+
+
+def test_a_rule_of_the_config_itself_reads_like_the_others():
+    class Window(Config):
+        low: int = 0
+        high: int = 1
+
+        @model_validator(mode="after")
+        def ordered(self) -> "Window":
+            if self.low > self.high:
+                raise ValueError(f"low ({self.low}) is above high ({self.high})")
+            return self
+
+    class Outer(Config):
+        window: Window = Window()
+
+    assert one(["--window.low", "5"], Outer).startswith("window: low (5) is above high (1)")
+    assert one(["--low", "5"], Window).startswith("low (5) is above high (1)")
+
+
+# -- flags that cannot be read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-steps"], "max_steps: needs a value"),
+        (["--max-steps", "1", "2"], "max_steps: takes one value"),
+        (["--trainer.optim.betas"], "trainer.optim.betas: needs a value"),
+        (["stray"], "'stray'"),
+        (["-x"], "'-x'"),
+        (["--"], "'--'"),
+        (["--name.first", "x"], "name.first: name is a value, not a section"),
+        (["--eval.1.tags=a"], "eval.1: eval has 1 entry (0)"),
+        (["--train.0.tags=a"], "train.0: train has no entries"),
+        (["--eval.first.tags=a"], "eval.first: entries of eval are numbered"),
+        (["@"], "@ needs a file"),
+        (["--trainer", "@"], "@ needs a file"),
+    ],
+)
+def test_a_flag_that_cannot_be_read_says_why(flags, said):
+    assert said in one(["--name", "x", *flags])
+
+
+# -- files that cannot be read ----------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named():
+    assert "nowhere.toml" in one(["@", "nowhere.toml"])
+
+
+def test_bad_toml_is_named_with_its_line(file):
+    path = file("name = 'x'\nmax_steps = \n")
+    line = one(["@", path])
+    assert path in line
+    assert "line 2" in line
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"name = '\xff'\n")
+    assert str(path) in one(["@", str(path)])
+
+
+def test_a_directory_is_not_a_file(tmp_path):
+    assert str(tmp_path) in one(["@", str(tmp_path)])
+
+
+def test_several_bad_files_are_listed_together(file):
+    bad = file("= 3\n")
+    text = problems(["@", bad, "@", "nowhere.toml"])
+    assert bad in text
+    assert "nowhere.toml" in text
+
+
+# -- whatever is typed ------------------------------------------------------------------------------------------------
+
+anything = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4)  # as argv can hold
+known = [
+    "name",
+    "train",
+    "eval",
+    "0",
+    "1",
+    "pool",
+    "type",
+    "trainer",
+    "optim",
+    "betas",
+    "taskset",
+    "wandb",
+    "max-steps",
+]
+paths = st.lists(st.sampled_from(known) | anything, max_size=4).map(".".join)
+words = st.sampled_from(["static", "None", "true", "[1]", "{}", '{"a": [null]}', "-1", "@", "x=y"]) | anything
+flags = st.builds("--{}{}".format, st.sampled_from(["", "no-"]), paths)
+tokens = st.one_of(words, flags, st.builds("{}={}".format, flags, words))
+
+
+@given(st.lists(tokens, max_size=8))
+def test_no_command_line_does_worse_than_a_config_invalid(args):
+    try:
+        config = parse(Run, ["--name", "x", *args])
+    except ConfigInvalid as error:
+        assert re.match(r"\d+ problems? in the configuration:\n  ", str(error))
+    except SystemExit as stop:
+        assert stop.code == 0
+        assert {"--help", "-h"} & set(args)
+    else:
+        assert isinstance(config, Run)
