@@ -1,0 +1,333 @@
+"""The message graph: nodes in arrival order, stored by column, and the search for the path a new prompt continues.
+
+Nodes that continue the node before them form a *run*: a chain whose tokens are one slice of the token column. A
+conversation without forks is one run, so finding and proving its prefix is one vectorised compare however long it is;
+Python works per fork, not per node or token.
+
+    nodes   0 system   1 user   2 reply   3 tool   4 reply      5 reply (a second sample after node 3)
+    runs   [0 ........................................... 4]   [5] hanging off node 3
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ramify.errors import TraceInvalid, ValueRefused
+from ramify.trace.columns import MEDIA, NODE, VERSION, Column, Floats, Ints
+from ramify.trace.message import Call, Media, MediaRef, Message, Record, VersionRun
+
+_encode_record = msgspec.msgpack.Encoder().encode
+_decode_record = msgspec.msgpack.Decoder(Record).decode
+
+Placed = Sequence[tuple[int, int, str]]  # media in a token sequence: (start, stop, hash), in order
+
+
+class Graph:
+    """Columns of nodes, tokens, logprobs, records, weight versions and media, plus the runs they form."""
+
+    __slots__ = (
+        "_forks",
+        "_run_depth",
+        "_run_first",
+        "arrays",
+        "logprobs",
+        "media",
+        "media_refs",
+        "nodes",
+        "policies",
+        "records",
+        "tokens",
+        "versions",
+    )
+
+    def __init__(self) -> None:
+        self.nodes = Column(np.empty(0, NODE))
+        self.tokens = Column(np.empty(0, np.int32))
+        self.logprobs = Column(np.empty(0, np.float32))
+        self.records = Column(np.empty(0, np.uint8))
+        self.versions = Column(np.empty(0, VERSION))
+        self.media_refs = Column(np.empty(0, MEDIA))
+        self.policies: list[str] = []
+        self.media: list[Media] = []
+        self.arrays: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._run_first: list[int] = []  # the run's first node
+        self._run_depth: list[int] = []  # tokens on the path before the run
+        self._forks: dict[int, list[int]] = {}  # run (-1: none) -> runs that hang off one of its nodes
+
+    def __len__(self) -> int:
+        return self.nodes.size
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def start(self, node: int) -> int:
+        """Where the node's tokens begin in the token column."""
+        return int(self.nodes.view["stop"][node - 1]) if node > 0 else 0
+
+    def stop(self, node: int) -> int:
+        return int(self.nodes.view["stop"][node]) if node >= 0 else 0
+
+    def depth(self, node: int) -> int:
+        """Tokens on the path before the node."""
+        run = self.run_of(node)
+        return self._run_depth[run] + self.start(node) - self.start(self._run_first[run])
+
+    def end(self, node: int) -> int:
+        """Tokens on the path up to and with the node; 0 for node -1."""
+        return self.depth(node) + self.stop(node) - self.start(node) if node >= 0 else 0
+
+    def depths(self, nodes: Sequence[int]) -> Ints:
+        """`depth` of many nodes at once."""
+        own = np.array(nodes, np.int32)
+        runs = np.searchsorted(self._run_first, own, "right") - 1
+        firsts = np.array(self._run_first, np.int32)[runs]
+        starts = np.concatenate([np.zeros(1, np.int32), self.nodes.view["stop"]])
+        return np.array(self._run_depth, np.int32)[runs] + starts[own] - starts[firsts]
+
+    def before(self, node: int) -> int:
+        """The token before the node's first on its path, as an index into the token column; -1 if there is none."""
+        while node >= 0:
+            first = self._run_first[self.run_of(node)]
+            if self.start(node) > self.start(first):
+                return self.start(node) - 1
+            node = int(self.nodes.view["parent"][first])
+            if node >= 0 and self.stop(node) > self.start(node):
+                return self.stop(node) - 1
+        return -1
+
+    def record(self, node: int) -> Record:
+        stops = self.nodes.view["record_stop"]
+        return _decode_record(self.records.view[stops[node - 1] if node else 0 : stops[node]].data)
+
+    def version_runs(self, node: int) -> tuple[VersionRun, ...]:
+        rows = _rows(self.versions.view, node, node)
+        return tuple(VersionRun(self.policies[p], i, s, c) for _, p, i, s, c in rows)
+
+    def refs(self, node: int) -> tuple[MediaRef, ...]:
+        return tuple(MediaRef(*row[1:]) for row in _rows(self.media_refs.view, node, node))
+
+    def images(self, first: int = 0, last: int | None = None) -> list[tuple[int, int, Media]]:
+        """(start, stop, media) of all media of nodes first to last, placed in the token column."""
+        rows = _rows(self.media_refs.view, first, len(self) - 1 if last is None else last)
+        starts = ((self.start(node), media, start, stop) for node, _, media, start, stop in rows)
+        return [(begin + start, begin + stop, self.media[media]) for begin, media, start, stop in starts]
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """(first, last) node of each run, in arrival order."""
+        firsts = [*self._run_first, len(self)]
+        return ((first, after - 1) for first, after in pairwise(firsts))
+
+    def run_of(self, node: int) -> int:
+        return bisect_right(self._run_first, node) - 1
+
+    def run_depth(self, run: int) -> int:
+        """Tokens on the path before the run."""
+        return self._run_depth[run]
+
+    def slices(self, node: int) -> list[slice]:
+        """The path's tokens, root first, as slices of the token column: one per run it passes through."""
+        found: list[slice] = []
+        while node >= 0:
+            first = self._run_first[self.run_of(node)]
+            found.append(slice(self.start(first), self.stop(node)))
+            node = int(self.nodes.view["parent"][first])
+        return found[::-1]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to `node`."""
+        found: list[int] = []
+        while node >= 0:
+            first = self._run_first[self.run_of(node)]
+            found.extend(range(node, first - 1, -1))
+            node = int(self.nodes.view["parent"][first])
+        return found[::-1]
+
+    def path_tokens(self, node: int) -> Ints:
+        parts = [self.tokens.view[part] for part in self.slices(node)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def children(self, node: int) -> list[int]:
+        """The nodes that continue `node` (-1: the roots), in arrival order."""
+        run = self.run_of(node) if node >= 0 else -1
+        found = [node + 1] if node >= 0 and node < self._last(run) else []
+        forks = (self._run_first[fork] for fork in self._forks.get(run, ()))
+        return found + [first for first in forks if self.nodes.view["parent"][first] == node]
+
+    # -- growing ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        parent: int,
+        message: Message,
+        tokens: npt.ArrayLike = (),
+        *,
+        sampled: tuple[int, int] = (0, 0),
+        content: tuple[int, int] = (0, 0),
+        logprobs: npt.ArrayLike = (),
+        versions: Sequence[VersionRun] = (),
+        media: Sequence[MediaRef] = (),
+        arrays: Mapping[str, npt.NDArray[Any]] | None = None,
+        call: Call | None = None,
+        trainable: bool = True,
+    ) -> int:
+        """Append a node and return its index; nothing is appended if any part of it is wrong."""
+        ids = token_ids(tokens)
+        sampler: Floats = np.asarray(logprobs, np.float32)
+        node, n, count = len(self), len(ids), sampled[1] - sampled[0]
+        _require(-1 <= parent < node, f"parent {parent} of node {node} must come before it")
+        for name, (start, stop) in {"sampled": sampled, "content": content}.items():
+            _require(0 <= start <= stop <= n, f"{name} span [{start}, {stop}) of node {node} leaves its {n} tokens")
+        _require(sampler.shape == (count,), f"node {node} samples {count} tokens but has logprobs {sampler.shape}")
+        runs = sum(run.count for run in versions)
+        _require(not versions or runs == count, f"node {node} samples {count} tokens but its versions cover {runs}")
+        self._check_media(node, media, n)
+        kept = {name: _array(name, node, array, n, count) for name, array in (arrays or {}).items()}
+        record = _record_bytes(message, call)
+
+        self.tokens.extend(ids)
+        self.logprobs.extend(sampler)
+        self.records.extend(np.frombuffer(record, np.uint8))
+        rows = [(node, self._policy(run.policy), run.incarnation, run.step, run.count) for run in versions]
+        self.versions.extend(np.array(rows, VERSION))
+        self.media_refs.extend(np.array([(node, *ref) for ref in media], MEDIA))
+        if kept:
+            self.arrays[node] = kept
+        stops = (self.tokens.size, self.logprobs.size, self.records.size)
+        self.nodes.reserve(1)[0] = (parent, *stops, *sampled, *content, trainable)
+        self._extend_runs(node, parent)
+        return node
+
+    def index(self, first: int = 0) -> None:
+        """Bring the runs up to date with nodes from `first` on that were put into the columns directly."""
+        parents = self.nodes.view["parent"]
+        if first == 0 and len(self):
+            self._extend_runs(0, -1)
+        before = np.arange(first - 1, len(self) - 1, dtype=np.int32)
+        for node in (np.flatnonzero(parents[first:] != before) + first).tolist():
+            self._extend_runs(node, int(parents[node]))
+
+    # -- searching -------------------------------------------------------------------------------------------------
+
+    def match(self, prompt: Ints, placed: Placed = (), after: int = -1) -> tuple[int, int]:
+        """The longest path of whole nodes whose tokens and media are an exact prefix of what the engine saw.
+
+        `prompt` holds what follows the path of `after`, and so does the returned length. Returns (node, length); the
+        node is the earliest of equals, and never a node without tokens: such nodes carry no evidence in the prompt.
+        """
+        best, best_length = after, 0
+        todo = [(fork, 0) for fork in self._forks.get(-1, ())]
+        if after >= 0:
+            run = self.run_of(after)
+            todo = [(run, self.start(self._run_first[run]) - self.stop(after))]
+        tokens: Ints = self.tokens.view
+        stops: Ints = self.nodes.view["stop"]
+        while todo:
+            run, offset = todo.pop()
+            first, last = self._run_first[run], self._last(run)
+            begin, skip = self.start(first), max(0, -offset)
+            same = skip + _common(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
+            if placed or self.media_refs.size:
+                same = min(same, self._common_media(first, last, offset, placed))
+            whole = int(np.searchsorted(stops[first : last + 1], begin + same, "right")) - 1 + first
+            if whole < first:
+                continue
+            length = offset + int(stops[whole]) - begin
+            node = int(np.searchsorted(stops[first : last + 1], int(stops[whole]), "left")) + first
+            if length > best_length or (length == best_length > 0 and node < best):
+                best, best_length = node, length
+            for fork in self._forks.get(run, ()):
+                parent = int(self.nodes.view["parent"][self._run_first[fork]])
+                if parent <= whole and (after < 0 or parent >= after or run != self.run_of(after)):
+                    todo.append((fork, offset + self.stop(parent) - begin))
+        return best, best_length
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _last(self, run: int) -> int:
+        return self._run_first[run + 1] - 1 if run + 1 < len(self._run_first) else len(self) - 1
+
+    def _extend_runs(self, node: int, parent: int) -> None:
+        if parent == node - 1 and self._run_first:
+            return
+        self._run_depth.append(self.end(parent))
+        self._run_first.append(node)
+        self._forks.setdefault(self.run_of(parent) if parent >= 0 else -1, []).append(len(self._run_first) - 1)
+
+    def _policy(self, name: str) -> int:
+        if name not in self.policies:
+            self.policies.append(name)
+        return self.policies.index(name)
+
+    def _check_media(self, node: int, media: Sequence[MediaRef], n: int) -> None:
+        before = 0
+        for ref in media:
+            _require(0 <= ref.media < len(self.media), f"node {node} shows media {ref.media} of {len(self.media)}")
+            _require(
+                before <= ref.start < ref.stop <= n, f"media [{ref.start}, {ref.stop}) of node {node} out of place"
+            )
+            before = ref.stop
+
+    def _common_media(self, first: int, last: int, offset: int, placed: Placed) -> int:
+        """How many of the run's tokens may match when equal placeholders must also stand for equal media."""
+        begin = self.start(first)
+        spans = ((start - begin, stop - begin, media.hash) for start, stop, media in self.images(first, last))
+        ours = [span for span in spans if span[0] + offset >= 0]
+        theirs = [(start - offset, stop - offset, digest) for start, stop, digest in placed if start >= offset]
+        differ = (pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
+        starts = (min(span[0] for span in pair if span is not None) for pair in differ)
+        return next(starts, self.stop(last) - begin)
+
+
+def token_ids(values: npt.ArrayLike) -> Ints:
+    """Token ids as int32; floats and ids that do not fit are refused rather than rounded."""
+    found = np.asarray(values)
+    if found.dtype == np.int32 or found.size == 0:
+        return found.astype(np.int32, copy=False).reshape(-1)
+    _require(found.ndim == 1 and found.dtype.kind in "iu", f"token ids must be a row of ints, found {found.dtype}")
+    _require(int(found.min()) >= 0 and int(found.max()) < 2**31, "token ids must lie in [0, 2**31)")
+    return found.astype(np.int32)
+
+
+def _common(ours: Ints, theirs: Ints) -> int:
+    """Length of the common prefix."""
+    n = min(len(ours), len(theirs))
+    if n == 0 or ours[0] != theirs[0]:
+        return 0
+    differ = ours[:n] != theirs[:n]
+    at = int(differ.argmax())
+    return at if differ[at] else n
+
+
+def _rows(table: npt.NDArray[Any], first: int, last: int) -> list[tuple[int, int, int, int, int]]:
+    """The rows of a table that belong to nodes first to last."""
+    low, high = np.searchsorted(table["node"], (first, last + 1))
+    return table[low:high].tolist()
+
+
+def _record_bytes(message: Message, call: Call | None) -> bytes:
+    try:
+        record = _encode_record(Record(message, call))
+        _decode_record(record)
+    except (TypeError, ValueError, OverflowError, msgspec.ValidationError) as error:
+        raise ValueRefused(f"message or call of a node cannot be encoded: {error}") from error
+    return record
+
+
+def _array(name: str, node: int, array: npt.NDArray[Any], tokens: int, sampled: int) -> npt.NDArray[Any]:
+    found = np.asarray(array)
+    if found.dtype.hasobject:
+        raise ValueRefused(f"arrays.{name} of node {node}: dtype {found.dtype} cannot be encoded")
+    fits = found.ndim > 0 and len(found) in (tokens, sampled)
+    _require(fits, f"arrays.{name} of node {node}: {found.shape} is neither {tokens} tokens nor {sampled} sampled ones")
+    return found
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise TraceInvalid(problem)

@@ -1,0 +1,105 @@
+"""Plain data: what may travel in a trace without the package that made it.
+
+A value is checked the moment it is set, where the code that set it is still on the stack; finding out when the rollout
+is sent home would blame the wrong line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from ramify.errors import ValueRefused
+
+_INT64 = range(-(2**63), 2**64)
+
+
+def plain(value: object, key: str) -> Any:
+    """`value` as None, bool, int, float, str, list and dict; anything else is refused naming `key` and its type."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value, key)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, np.generic):
+        return plain(cast(object, value.item()), key)
+    if isinstance(value, int):
+        if value not in _INT64:
+            raise ValueRefused(f"{key}: an int of {value.bit_length()} bits does not fit into 64")
+        return int(value)
+    if isinstance(value, Mapping):
+        items = cast(Mapping[object, object], value)
+        return PlainDict(key, {_name(name, key): item for name, item in items.items()})
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{key}[{i}]") for i, item in enumerate(cast(Iterable[object], value))]
+    kind = type(value).__qualname__
+    raise ValueRefused(f"{key}: a {kind} cannot be encoded; use None, bool, int, float, str, list or dict")
+
+
+def score(value: object, key: str) -> Any:
+    """A reward: (score, weight), or None for one that was due and did not run."""
+    if value is None:
+        return None
+    if isinstance(value, tuple | list) and len(cast(Sequence[object], value)) == 2:
+        first, second = cast(Sequence[object], value)
+        return (number(first, key), number(second, f"weight of {key}"))
+    raise ValueRefused(f"{key}: expected (score, weight) or None, found {_found(cast(object, value))}")
+
+
+def number(value: object, key: str) -> float:
+    """A finite number as a float."""
+    found = cast(object, value.item()) if isinstance(value, np.generic) else value
+    if isinstance(found, bool | int | float) and math.isfinite(found):
+        return float(found)
+    raise ValueRefused(f"{key}: expected a finite number, found {_found(cast(object, value))}")
+
+
+class PlainDict(dict[str, Any]):
+    """A dict that checks each value as it is set; `path` is what errors call it."""
+
+    __slots__ = ("_check", "_path")
+
+    def __init__(self, path: str, items: Mapping[str, object] | None = None, check: Callable[..., Any] = plain) -> None:
+        super().__init__()
+        self._path = path
+        self._check = check
+        self.update(items or {})
+
+    def __setitem__(self, key: str, value: object) -> None:
+        super().__setitem__(_name(key, self._path), self._check(value, f"{self._path}.{key}"))
+
+    def update(self, *others: Mapping[str, object] | Iterable[tuple[str, object]], **named: object) -> None:  # type: ignore[override]
+        for key, value in dict(*others, **named).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: object = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Mapping[str, object]) -> PlainDict:  # type: ignore[override]
+        self.update(other)
+        return self
+
+
+def _found(value: object) -> str:
+    return f"{value!r:.80} of type {type(value).__qualname__}"
+
+
+def _name(key: object, path: str) -> str:
+    if not isinstance(key, str):
+        raise ValueRefused(f"{path}: key {key!r} is a {type(key).__qualname__}; keys are str")
+    return _text(key, path)
+
+
+def _text(value: str, key: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueRefused(f"{key}: a str that is not valid Unicode: {error.reason} at {error.start}") from None
+    return str(value)

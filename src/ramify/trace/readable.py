@@ -1,0 +1,45 @@
+"""The JSON form of a trace, for people: every message and count, no token ids and no tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ramify.trace.trace import SCHEMA, Node, Trace
+
+
+def to_json(trace: Trace, *, indent: int | None = None) -> str:
+    """The trace as JSON text. It is for reading and searching; only the binary form can be decoded again."""
+    text = msgspec.json.encode(to_dict(trace))
+    return (msgspec.json.format(text, indent=indent) if indent is not None else text).decode()
+
+
+def to_dict(trace: Trace) -> dict[str, Any]:
+    header: dict[str, Any] = msgspec.to_builtins(trace.header)
+    media = [{"hash": item.hash, "mime": item.mime, "bytes": len(item.data)} for item in trace.graph.media]
+    nodes = [_node(node) for node in trace.nodes]
+    return {"schema": SCHEMA, **header, "reward": trace.reward, "media": media, "nodes": nodes}
+
+
+def _node(node: Node) -> dict[str, Any]:
+    start, stop = node.sampled
+    found: dict[str, Any] = {
+        "index": node.index,
+        "parent": node.parent,
+        "message": msgspec.to_builtins(node.message),
+        "tokens": len(node.tokens),
+        "sampled": stop - start,
+    }
+    if node.call is not None:
+        call = node.call
+        names = ("id", "requested", "served", "sampling", "finish", "start", "end")
+        found["call"] = {name: getattr(call, name) for name in names}
+        found["call"]["usage"] = {name: getattr(call.usage, name) for name in ("prompt", "completion", "cached")}
+        found["versions"] = [msgspec.structs.asdict(run) for run in node.versions]
+        found["trainable"] = node.trainable
+    if node.media:
+        found["media"] = [ref._asdict() for ref in node.media]
+    if node.arrays:
+        found["arrays"] = {name: f"{array.dtype}{list(array.shape)}" for name, array in node.arrays.items()}
+    return found

@@ -1,0 +1,310 @@
+"""One rollout of one agent: a header of plain data and a graph of messages.
+
+`Trace` owns the columns; `Node` and `Branch` are views that know a trace and an index and hold nothing. What can be
+computed (reward, branches, turns, lengths) is computed when asked for and never stored or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ramify.errors import Failure, TraceInvalid
+from ramify.trace.columns import Floats, Ints, ranges
+from ramify.trace.graph import Graph
+from ramify.trace.message import Call, Media, MediaRef, Message, VersionRun
+from ramify.trace.plain import PlainDict, number, plain, score
+
+SCHEMA = 1
+
+Reward = tuple[float, float] | None
+
+
+class Timing(msgspec.Struct, omit_defaults=True):
+    """Seconds spent in each phase of a rollout."""
+
+    boot: float = 0.0
+    setup: float = 0.0
+    model: float = 0.0
+    harness: float = 0.0
+    finalize: float = 0.0
+    scoring: float = 0.0
+
+
+class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a trace says about the rollout as a whole; all of it plain data, readable without the environment."""
+
+    id: str
+    episode: str = ""
+    group: str = ""
+    attempt: int = 0
+    agent: str = ""
+    env: str = ""
+    task: dict[str, Any] = {}  # the task's wire form
+    rewards: dict[str, Reward] = {}  # (score, weight); None was due and did not run
+    metrics: dict[str, float] = {}
+    info: dict[str, Any] = {}
+    errors: list[Failure] = []
+    stop: str = ""
+    timing: Timing = msgspec.field(default_factory=Timing)
+    harness: dict[str, Any] = {}
+    runtime: dict[str, Any] = {}
+    sampler: dict[str, Any] = {}
+
+
+_PLAIN = ("task", "info", "harness", "runtime", "sampler")
+_CHECKS = {"rewards": score, "metrics": number} | dict.fromkeys(_PLAIN, plain)
+
+
+class Trace(Header, kw_only=True, eq=False):
+    """A rollout: the header's fields, checked as they are set, and the message graph."""
+
+    graph: Graph = msgspec.field(default_factory=Graph)
+
+    def __post_init__(self) -> None:
+        for name in _CHECKS:
+            setattr(self, name, getattr(self, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = _CHECKS.get(name)
+        super().__setattr__(name, PlainDict(name, value, check) if check else value)
+
+    @property
+    def header(self) -> Header:
+        return Header(**{name: getattr(self, name) for name in Header.__struct_fields__})
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        return _Nodes(self)
+
+    @property
+    def leaves(self) -> list[int]:
+        """Nodes that nothing continues, in arrival order."""
+        alone = np.ones(len(self.graph), bool)
+        parents = self.graph.nodes.view["parent"]
+        alone[parents[parents >= 0]] = False
+        return np.flatnonzero(alone).tolist()
+
+    @property
+    def branches(self) -> list[Branch]:
+        return [Branch(self, leaf) for leaf in self.leaves]
+
+    @property
+    def calls(self) -> list[int]:
+        """Nodes that the policy sampled."""
+        table = self.graph.nodes.view
+        return np.flatnonzero(table["sampled_stop"] > table["sampled_start"]).tolist()
+
+    @property
+    def reward(self) -> float | None:
+        """The weighted sum of the rewards; None while one of them is due."""
+        if any(entry is None for entry in self.rewards.values()):
+            return None
+        return sum(entry[0] * entry[1] for entry in self.rewards.values() if entry is not None)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some call ended at its length limit."""
+        return any(node.call is not None and node.call.finish == "length" for node in self.nodes)
+
+    @property
+    def last_reply(self) -> str:
+        """The text of the newest assistant message, "" if there is none."""
+        return next((node.message.text for node in reversed(self.nodes) if node.message.role == "assistant"), "")
+
+    def add_media(self, media: Media) -> int:
+        """The index of `media` in the media table; equal bytes are one entry."""
+        table = self.graph.media
+        for index, known in enumerate(table):
+            if known.hash == media.hash:
+                return index
+        table.append(media)
+        return len(table) - 1
+
+    def add(
+        self,
+        parent: int,
+        message: Message,
+        tokens: npt.ArrayLike = (),
+        *,
+        sampled: tuple[int, int] = (0, 0),
+        content: tuple[int, int] = (0, 0),
+        logprobs: npt.ArrayLike = (),
+        versions: Sequence[VersionRun] = (),
+        media: Sequence[MediaRef] = (),
+        arrays: Mapping[str, npt.NDArray[Any]] | None = None,
+        call: Call | None = None,
+        trainable: bool = True,
+    ) -> int:
+        """Append one node as it is; `attach` is the way to record a model call."""
+        return self.graph.add(
+            parent,
+            message,
+            tokens,
+            sampled=sampled,
+            content=content,
+            logprobs=logprobs,
+            versions=versions,
+            media=media,
+            arrays=arrays,
+            call=call,
+            trainable=trainable,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Node:
+    """A view of one node: message, tokens and where they came from."""
+
+    trace: Trace
+    index: int
+
+    @property
+    def parent(self) -> int:
+        return int(self.trace.graph.nodes.view["parent"][self.index])
+
+    @property
+    def message(self) -> Message:
+        return self.trace.graph.record(self.index).message
+
+    @property
+    def call(self) -> Call | None:
+        return self.trace.graph.record(self.index).call
+
+    @property
+    def tokens(self) -> Ints:
+        graph = self.trace.graph
+        return graph.tokens.view[graph.start(self.index) : graph.stop(self.index)]
+
+    @property
+    def sampled(self) -> tuple[int, int]:
+        return self._span("sampled")
+
+    @property
+    def content(self) -> tuple[int, int]:
+        return self._span("content")
+
+    @property
+    def logprobs(self) -> Floats:
+        stops = self.trace.graph.nodes.view["logprobs_stop"]
+        return self.trace.graph.logprobs.view[stops[self.index - 1] if self.index else 0 : stops[self.index]]
+
+    @property
+    def versions(self) -> tuple[VersionRun, ...]:
+        return self.trace.graph.version_runs(self.index)
+
+    @property
+    def media(self) -> tuple[MediaRef, ...]:
+        return self.trace.graph.refs(self.index)
+
+    @property
+    def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+        return self.trace.graph.arrays.get(self.index, {})
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self.trace.graph.nodes.view["trainable"][self.index])
+
+    @property
+    def children(self) -> list[int]:
+        return self.trace.graph.children(self.index)
+
+    def _span(self, name: str) -> tuple[int, int]:
+        row = self.trace.graph.nodes.view[self.index]
+        return int(row[f"{name}_start"]), int(row[f"{name}_stop"])
+
+
+@dataclass(slots=True, frozen=True)
+class Branch:
+    """A view of one path from a root to `leaf` (any node may be looked at as one)."""
+
+    trace: Trace
+    leaf: int
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [Node(self.trace, index) for index in self.trace.graph.path(self.leaf)]
+
+    @property
+    def messages(self) -> list[Message]:
+        return [node.message for node in self.nodes]
+
+    @property
+    def token_ids(self) -> Ints:
+        return self.trace.graph.path_tokens(self.leaf)
+
+    @property
+    def sampled_mask(self) -> npt.NDArray[np.bool_]:
+        mask = np.zeros(len(self), bool)
+        mask[self._sampled()[0]] = True
+        return mask
+
+    @property
+    def logprobs(self) -> Floats:
+        """The sampler's logprob of each token, NaN where the policy did not sample it."""
+        places, column = self._sampled()
+        found = np.full(len(self), np.nan, np.float32)
+        found[places] = self.trace.graph.logprobs.view[column]
+        return found
+
+    def _sampled(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The sampled tokens: where on the path, and where in the logprob column."""
+        graph = self.trace.graph
+        path = graph.path(self.leaf)
+        rows = graph.nodes.view[path]
+        sizes = rows["stop"] - graph.nodes.view["stop"][np.subtract(path, 1)]
+        if path[0] == 0:
+            sizes[0] = rows["stop"][0]
+        starts = np.cumsum(sizes) - sizes + rows["sampled_start"]
+        counts = rows["sampled_stop"] - rows["sampled_start"]
+        return ranges(starts, counts), ranges(rows["logprobs_stop"] - counts, counts)
+
+    @property
+    def turns(self) -> int:
+        return sum(node.call is not None for node in self.nodes)
+
+    def __len__(self) -> int:
+        return self.trace.graph.end(self.leaf)
+
+
+class _Nodes(Sequence[Node]):
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def __len__(self) -> int:
+        return len(self._trace.graph)
+
+    @overload
+    def __getitem__(self, index: int) -> Node: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Node]: ...
+    def __getitem__(self, index: int | slice) -> Node | list[Node]:
+        found = range(len(self))[index]
+        return Node(self._trace, found) if isinstance(found, int) else [Node(self._trace, i) for i in found]
+
+    def __iter__(self) -> Iterator[Node]:
+        return (Node(self._trace, index) for index in range(len(self)))
+
+
+@dataclass(slots=True, frozen=True)
+class Episode:
+    """What one attempt returns: one trace per agent, usually one."""
+
+    traces: tuple[Trace, ...]
+
+    def __post_init__(self) -> None:
+        origins = {(trace.episode, trace.group, trace.attempt) for trace in self.traces}
+        if len(origins) != 1:
+            raise TraceInvalid(f"the traces of an episode share episode, group and attempt, found {sorted(origins)}")
+        agents = [trace.agent for trace in self.traces]
+        if len(set(agents)) < len(agents):
+            raise TraceInvalid(f"the traces of an episode are of different agents, found {agents}")
+
+    @property
+    def id(self) -> str:
+        return self.traces[0].episode

@@ -1,0 +1,175 @@
+"""Recording a model call: where a turn hangs in the graph.
+
+The engine saw a prompt and sampled a reply. The prompt's longest prefix that is already a path of whole nodes is kept
+as it is; what follows becomes new nodes, one per message, and the reply is the last of them. Where the prompt differs
+from every known path, it forks there. Only token ids (and images at their placeholders) decide: two conversations that
+read the same but were tokenized differently are different histories.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.errors import CallConflict, TraceInvalid
+from ramify.trace.columns import Ints
+from ramify.trace.graph import Graph, token_ids
+from ramify.trace.message import Call, Media, MediaRef, Message, VersionRun
+from ramify.trace.trace import Trace
+
+
+@dataclass(slots=True, frozen=True)
+class PlacedMedia:
+    """An image in the prompt: part `part` of message `span`, standing at prompt tokens [start, stop)."""
+
+    media: Media
+    span: int
+    part: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """A message of the prompt and its tokens: from the end of the message before it up to `stop`.
+
+    `body` is the part that is message text rather than template scaffold, in prompt tokens like `stop`.
+    """
+
+    message: Message
+    stop: int
+    body: tuple[int, int]
+
+
+@dataclass(slots=True, frozen=True)
+class Turn:
+    """One model call as the engine saw it.
+
+    `prompt` is every token the engine was given, and `spans` says which message each part of it is; what follows the
+    last span is the generation prompt and belongs to the reply. A renderer that kept a node's path verbatim may name
+    the node in `after` as proof: `prompt` and `spans` then hold only what comes after that path, and nothing before it
+    is compared.
+
+    Example, ids as letters, one user message "hi" and the reply "yo":
+
+        prompt = < u h i > < a      spans = [Span(user, stop=5, body=(2, 4))]      reply_ids = y o >
+        nodes:   [< u h i >]  [< a y o >]       the reply's sampled span is [2, 5) of its own tokens
+    """
+
+    call: Call
+    prompt: npt.ArrayLike
+    spans: Sequence[Span]
+    reply: Message
+    reply_ids: npt.ArrayLike
+    logprobs: npt.ArrayLike
+    reply_body: tuple[int, int] | None = None  # within reply_ids; all of them unless said
+    versions: Sequence[VersionRun] = ()
+    media: Sequence[PlacedMedia] = ()  # in the order of their places
+    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
+    trainable: bool = True
+    after: int = -1
+
+
+class TurnBuilder:
+    """Attaches turns to a trace, each call id once."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._nodes = {node.call.id: node.index for node in trace.nodes if node.call is not None}
+
+    def attach(self, turn: Turn) -> int:
+        """Record the turn and return the reply's node; a call id seen before returns the node it already has.
+
+        The work in Python is in the messages that are new, however long the prompt. A reply that is refused leaves its
+        prompt recorded, for the next try to continue.
+        """
+        graph = self._trace.graph
+        prompt, ids = token_ids(turn.prompt), token_ids(turn.reply_ids)
+        if not -1 <= turn.after < len(graph):
+            raise TraceInvalid(f"call {turn.call.id!r} continues node {turn.after} of a trace with {len(graph)} nodes")
+        if turn.call.id in self._nodes:
+            node = self._nodes[turn.call.id]
+            _check_repeat(graph, node, turn, prompt, ids)
+            return node
+        node, start, known = _place(graph, turn, prompt)
+        _check(turn, known, len(prompt))
+        for number in range(known, len(turn.spans)):
+            span = turn.spans[number]
+            body = (max(span.body[0], start) - start, max(span.body[1], start) - start)
+            media = self._refs(turn.media, number, start)
+            node = graph.add(node, span.message, prompt[start : span.stop], content=body, media=media)
+            start = span.stop
+        lead = len(prompt) - start
+        body = turn.reply_body or (0, len(ids))
+        node = graph.add(
+            node,
+            turn.reply,
+            np.concatenate([prompt[start:], ids]),
+            sampled=(lead, lead + len(ids)),
+            content=(lead + body[0], lead + body[1]),
+            logprobs=turn.logprobs,
+            versions=turn.versions,
+            arrays=turn.arrays,
+            call=turn.call,
+            trainable=turn.trainable,
+        )
+        self._nodes[turn.call.id] = node
+        return node
+
+    def _refs(self, media: Sequence[PlacedMedia], span: int, start: int) -> list[MediaRef]:
+        """The media of one message, placed from its first new token on."""
+        mine = (item for item in media if item.span == span and item.start >= start)
+        return [MediaRef(m.part, self._trace.add_media(m.media), m.start - start, m.stop - start) for m in mine]
+
+
+def _place(graph: Graph, turn: Turn, prompt: Ints) -> tuple[int, int, int]:
+    """The node to continue, how much of the prompt its path covers, and the first message that is new after it."""
+    placed = [(item.start, item.stop, item.media.hash) for item in turn.media]
+    node, matched = graph.match(prompt, placed, turn.after)
+    spans = turn.spans
+    known = bisect_left(spans, matched, key=lambda span: span.stop)
+    if known < len(spans) and _covered(spans, known, matched):
+        known += 1
+    # Messages without tokens leave no mark in the prompt: they are recognised by what they say.
+    while known < len(spans) and spans[known].stop == matched:
+        said = spans[known].message
+        empty = (child for child in graph.children(node) if graph.start(child) == graph.stop(child))
+        found = next((child for child in empty if graph.record(child).message == said), None)
+        if found is None:
+            break
+        node, known = found, known + 1
+    return node, matched, known
+
+
+def _covered(spans: Sequence[Span], i: int, matched: int) -> bool:
+    """Whether a path that ends in message i holds all of it, but perhaps for closing scaffold."""
+    start = spans[i - 1].stop if i else 0
+    return start < matched and spans[i].body[1] <= matched
+
+
+def _check(turn: Turn, known: int, n: int) -> None:
+    before = turn.spans[known - 1].stop if known else 0
+    for i, span in enumerate(turn.spans[known:], known):
+        low, high = span.body
+        if not before <= low <= high <= span.stop <= n:
+            raise TraceInvalid(
+                f"message {i} of call {turn.call.id!r}: body [{low}, {high}) and stop {span.stop} must lie in order "
+                f"between {before} and the prompt's {n} tokens"
+            )
+        before = span.stop
+    for item in turn.media:
+        low = turn.spans[item.span - 1].stop if item.span else 0
+        if not low <= item.start < item.stop <= turn.spans[item.span].stop:
+            raise TraceInvalid(f"media [{item.start}, {item.stop}) of call {turn.call.id!r} leaves message {item.span}")
+
+
+def _check_repeat(graph: Graph, node: int, turn: Turn, prompt: Ints, ids: Ints) -> None:
+    path = graph.path_tokens(node)
+    told = np.concatenate([prompt, ids])
+    if not np.array_equal(path[graph.end(turn.after) :], told):
+        raise CallConflict(f"call {turn.call.id!r} was recorded as node {node} with other tokens")
