@@ -1,0 +1,102 @@
+"""Cutting a tree that is larger than the budget.
+
+A piece is a union of whole root-to-leaf paths, so every target keeps its full context; what pieces share is repeated,
+and repeated context carries no targets. Subtrees that fit are never torn: only a segment too large for a piece is
+entered, and its subtrees are then gathered in depth-first order, where neighbours share most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.trace.columns import Ints
+from ramify.trace.forest import Forest, Table
+
+
+def cut(forest: Forest, budget: int) -> list[Forest]:
+    """Pieces of at most `budget` tokens that together hold every target exactly once.
+
+    All targets of one model call stay in one piece, in the first that holds its last token. A single path over the
+    budget becomes a piece of its own.
+    """
+    if len(forest) <= budget:
+        return [forest] if len(forest) else []
+    table = forest.segments
+    pieces = _gather(table, _units(table, budget), budget)
+    owner = np.full(len(table) + 1, -1, np.int32)
+    for number, units in enumerate(pieces):
+        for unit in units:
+            owner[unit : int(table["last"][unit])] = number
+    # A segment that was entered belongs to the piece of its first subtree.
+    for segment in np.flatnonzero(owner[:-1] < 0)[::-1].tolist():
+        owner[segment] = owner[segment + 1]
+    first, *rest = (
+        forest.select(_kept(table, units), mine)
+        for units, mine in zip(pieces, _assign(forest, owner, len(pieces)), strict=True)
+    )
+    return [replace(first, dropped=forest.dropped), *rest]  # told once
+
+
+def _units(table: Table, budget: int) -> list[int]:
+    """The largest subtrees that fit the budget together with the path above them, in depth-first order."""
+    units: list[int] = []
+    starts = np.append(table["start"], table["start"][-1] + table["length"][-1])
+    sizes = (table["depth"] + starts[table["last"]] - table["start"]).tolist()
+    last = table["last"].tolist()
+    at = 0
+    while at < len(table):
+        if sizes[at] <= budget or last[at] == at + 1:
+            units.append(at)
+            at = last[at]
+        else:
+            at += 1
+    return units
+
+
+def _gather(table: Table, units: list[int], budget: int) -> list[list[int]]:
+    """Neighbouring units of one tree together, as long as they fit."""
+    starts = np.append(table["start"], table["start"][-1] + table["length"][-1])
+    pieces: list[list[int]] = []
+    size = 0
+    for unit in units:
+        depth = int(table["depth"][unit])
+        own = int(starts[table["last"][unit]] - table["start"][unit])
+        shared = _shared(table, pieces[-1][-1], unit) if pieces else 0
+        if shared and size + own + depth - shared <= budget:
+            pieces[-1].append(unit)
+            size += own + depth - shared
+        else:
+            pieces.append([unit])
+            size = own + depth
+    return pieces
+
+
+def _shared(table: Table, left: int, right: int) -> int:
+    """Tokens on the path that two subtrees hang from in common."""
+    above = int(table["parent"][right])
+    while above > left or (above >= 0 and int(table["last"][above]) <= left):
+        above = int(table["parent"][above])
+    return int(table["depth"][above] + table["length"][above]) if above >= 0 else 0
+
+
+def _kept(table: Table, units: list[int]) -> Ints:
+    kept = np.zeros(len(table), np.int32)
+    for unit in units:
+        kept[unit : int(table["last"][unit])] = table["length"][unit : int(table["last"][unit])]
+        above = int(table["parent"][unit])
+        while above >= 0 and not kept[above]:
+            kept[above] = table["length"][above]
+            above = int(table["parent"][above])
+    return kept
+
+
+def _assign(forest: Forest, owner: Ints, pieces: int) -> list[npt.NDArray[np.bool_]]:
+    """For each piece which targets are its own: a call follows its last token."""
+    last = np.zeros(len(forest.sequences), np.int32)
+    np.maximum.at(last, forest.targets.sequence, forest.targets.index)
+    segment = np.searchsorted(forest.segments["start"], last, "right") - 1
+    mine = owner[segment][forest.targets.sequence]
+    return [mine == piece for piece in range(pieces)]
