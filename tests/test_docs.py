@@ -1,0 +1,44 @@
+"""The Python blocks of the docs run, and print what the block after them says.
+
+They run in an empty directory, beside the TOML blocks that begin with a name (`# run.toml`).
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(page: Path) -> list[tuple[str, str | None]]:
+    """(code, expected output) of each Python block; the output is None where no text block follows."""
+    blocks = BLOCK.findall(page.read_text())
+    following = [*blocks[1:], ("", "")]
+    return [
+        (code, after if kind == "text" else None)
+        for (language, code), (kind, after) in zip(blocks, following, strict=True)
+        if language == "python"
+    ]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"^```toml\n# (\S+\.toml)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        Path(name).write_text(text)
+    names: dict[str, object] = {}
+    for code, expected in python_blocks(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page.name, "exec"), names)
+        if expected is not None:
+            assert printed.getvalue() == expected
+
+
+def test_the_architecture_page_shows_trace_and_forest_with_their_output() -> None:
+    blocks = python_blocks(DOCS / "architecture.md")
+    assert sum(expected is not None for _, expected in blocks) >= 4
