@@ -1,0 +1,135 @@
+"""What every benchmark script shares: medians of three, one table, and `--check`.
+
+A script measures, builds `Row`s and hands them to `finish`. Without `--check` it only prints. With `--check` the exit
+status speaks: 0 when every target is met, 1 with one line per missed target, 3 with one line when a competitor the
+comparison needs was not given. A competitor runs in an interpreter of its own (its dependencies are its business) and
+answers with one JSON object, so this module needs nothing but the standard library and serves both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+REPETITIONS = 3
+TARGET_MISSED = 1
+NO_COMPETITOR = 3
+COMPETITOR_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured quantity. Without a target it is shown and not checked."""
+
+    name: str
+    ours: float
+    reference: float | None
+    unit: str
+    target: float | None = None
+    at_least: bool = False
+    """Whether the target is a floor (throughput) instead of a ceiling (time, bytes)."""
+
+    @property
+    def met(self) -> bool:
+        if self.target is None:
+            return True
+        return self.ours >= self.target if self.at_least else self.ours <= self.target
+
+    @property
+    def gain(self) -> str:
+        """How many times better than the reference."""
+        if self.reference is None or not self.ours or not self.reference:
+            return ""
+        return f"{self.ours / self.reference if self.at_least else self.reference / self.ours:.3g}x"
+
+    @property
+    def bound(self) -> str:
+        return "" if self.target is None else f"{'>=' if self.at_least else '<='} {self.target:.4g}"
+
+
+def median(measure: Callable[[], float]) -> float:
+    """The median of three runs of `measure`, which returns what it measured."""
+    return statistics.median(measure() for _ in range(REPETITIONS))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The flags every script takes; a script may add its own."""
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--check", action="store_true", help="exit 1 naming each missed target")
+    flags.add_argument("--json", type=Path, metavar="FILE", help="also save the results here")
+    flags.add_argument("--verifiers-python", metavar="PYTHON", help="an interpreter with verifiers==0.4.0 installed")
+    return flags
+
+
+def competitor(python: str | None, script: str, requirement: str, flag: str, check: bool) -> dict[str, Any] | None:
+    """What `script`, run by the second interpreter, measured; None where none was given and nothing is checked."""
+    if python is None:
+        if check:
+            _without_competitor(f"{requirement} is needed for the comparison: give {flag} an interpreter that has it")
+        return None
+    command = [python, str(Path(__file__).with_name(script))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPETITOR_TIMEOUT_S, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+    except FileNotFoundError:
+        _without_competitor(f"{flag}: there is no interpreter {python}")
+    except subprocess.TimeoutExpired:
+        _without_competitor(f"{script} did not finish in {COMPETITOR_TIMEOUT_S} s")
+    except subprocess.CalledProcessError as failure:
+        said = failure.stderr.strip().splitlines() or ["nothing on stderr"]
+        _without_competitor(f"{script} failed in the interpreter given with {flag}: {said[-1]}")
+    except (IndexError, ValueError):
+        _without_competitor(f"{script} printed no JSON object in the interpreter given with {flag}")
+
+
+def _without_competitor(why: str) -> NoReturn:
+    print(why, file=sys.stderr)
+    raise SystemExit(NO_COMPETITOR)
+
+
+def cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def machine() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores, {cpu_model()}, Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Plain aligned columns: numbers to the right, words to the left."""
+    cells = [("", "ours", "reference", "gain", "unit", "target", "")]
+    for row in rows:
+        reference = "" if row.reference is None else f"{row.reference:.4g}"
+        missed = "" if row.met else "MISSED"
+        cells.append((row.name, f"{row.ours:.4g}", reference, row.gain, row.unit, row.bound, missed))
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>>><<<", widths))
+    return "\n".join(form.format(*line).rstrip() for line in cells)
+
+
+def finish(title: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
+    """Print the table, save it where asked, and return the exit status."""
+    print(f"{title}\n{machine()}\n\n{table(rows)}")
+    if args.json:
+        saved = {"title": title, "machine": machine(), "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(saved, indent=2) + "\n")
+    missed = [row for row in rows if not row.met]
+    if not args.check or not missed:
+        return 0
+    for row in missed:
+        print(f"missed: {row.name}: {row.ours:.4g} {row.unit}, target {row.bound} {row.unit}", file=sys.stderr)
+    return TARGET_MISSED
