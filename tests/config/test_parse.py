@@ -197,7 +197,7 @@ def test_a_config_refuses_unknown_keys_in_python_too():
         a: int = 1
 
     with pytest.raises(ValueError, match="b"):
-        Small(b=2)  # pyright: ignore[reportCallIssue]
+        Small(b=2)
 
 
 def test_configuration_does_not_load_torch():

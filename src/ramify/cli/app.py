@@ -1,0 +1,77 @@
+"""The entry point: find the command, run it, turn what went wrong into an exit code.
+
+A command is a line in a table. Its module is imported when it is asked for, so the cost of one command is never paid by
+another, and help costs nothing. A module offers `run(args) -> int`, takes `--help` itself, and raises failures by name:
+0 done, 1 a named failure, 2 a command line or configuration that cannot be used, 130 interrupted.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from ramify import __version__
+from ramify.errors import ConfigInvalid, RamifyError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Where a command lives, and one line about it."""
+
+    module: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "doctor": Command("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except ConfigInvalid as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RamifyError as error:
+        print(f"{error.name}: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if args[0] == "--version":
+        print(f"ramify {__version__}")
+        return 0
+    name, *rest = args
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        advice = f"did you mean 'ramify {near[0]}'?" if near else "'ramify --help' lists the commands"
+        raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
+    return import_module(COMMANDS[name].module).run(rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: ramify COMMAND [ARGS]",
+            "",
+            "Reinforcement learning for language-model agents.",
+            "",
+            "commands:",
+            *(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()),
+            "",
+            "options:",
+            "  -h, --help  show this; 'ramify COMMAND --help' shows a command's own",
+            "  --version   show the version",
+        ]
+    )

@@ -1,0 +1,56 @@
+"""Ask another program a question, with a deadline that holds.
+
+A program may hang, and so may what it started: killing only the child leaves the rest running with our pipes open. So
+each question runs in a session of its own, and the whole session ends with it when time is up.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """What the program printed, or why there is no answer."""
+
+    ok: bool
+    text: str
+
+
+def ask(command: Sequence[str], *, deadline: float) -> Answer:
+    """Run `command` for at most `deadline` seconds; every outcome is an answer."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(False, f"{command[0]} cannot be started: {error.strerror}")
+    try:
+        out, err = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        return Answer(False, f"no answer within {deadline:g} s")
+    finally:
+        _end(process)
+    if process.returncode == 0:
+        return Answer(True, out.strip())
+    lines = (err.strip() or out.strip()).splitlines()
+    return Answer(False, lines[-1] if lines else f"exit code {process.returncode}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1.0)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,109 @@
+"""The `ramify` command: what it shows, and what its exit codes mean."""
+
+import subprocess
+import sys
+
+import pytest
+
+import ramify
+from ramify.cli import app
+from tests.cli.command import ramify_command
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """A command whose body is the given lines of Python."""
+
+    def define(*body: str) -> None:
+        name = f"scratch_command_{tmp_path.name.replace('-', '_')}"
+        lines = "\n    ".join(body)
+        (tmp_path / f"{name}.py").write_text(f"def run(args):\n    {lines}\n", encoding="utf-8")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setitem(app.COMMANDS, "scratch", app.Command(name, "a command of this test"))
+
+    return define
+
+
+def test_version():
+    done = ramify_command("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"ramify {ramify.__version__}")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], []])
+def test_help_lists_every_command_with_a_line_about_it(args):
+    done = ramify_command(*args)
+    assert done.returncode == 0
+    for name, command in app.COMMANDS.items():
+        assert f"  {name}" in done.stdout
+        assert command.help in done.stdout
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "ramify", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == ramify_command("--version").stdout
+
+
+def test_help_loads_neither_torch_nor_any_other_library():
+    script = "import sys; before = set(sys.modules); from ramify.cli import main; main(['--help']); " + (
+        "print(*sorted(set(sys.modules) - before), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    loaded = {name.split(".")[0] for name in done.stderr.split()}
+    assert "ramify" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
+
+
+def test_an_unknown_command_is_refused_with_the_nearest_one():
+    done = ramify_command("docter")
+    assert done.returncode == 2
+    assert "unknown command 'docter'" in done.stderr
+    assert "ramify doctor" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_option_is_refused():
+    done = ramify_command("--nonsense")
+    assert done.returncode == 2
+    assert "--nonsense" in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(app.COMMANDS))
+def test_every_command_has_help(name):
+    done = ramify_command(name, "--help")
+    assert done.returncode == 0
+    assert f"ramify {name}" in done.stdout
+
+
+def test_a_command_gets_its_arguments_and_gives_the_exit_code(command):
+    command("return len(args)")
+    assert app.main(["scratch", "a", "b", "c"]) == 3
+
+
+def test_a_bad_configuration_is_exit_2_with_the_message_alone(command, capsys):
+    command("from ramify.errors import ConfigInvalid", "raise ConfigInvalid('max_step: unknown key')")
+    assert app.main(["scratch"]) == 2
+    assert capsys.readouterr().err == "max_step: unknown key\n"
+
+
+def test_a_failure_is_exit_1_with_its_name(command, capsys):
+    command("from ramify.errors import WorkerDied", "raise WorkerDied('exit code -9')")
+    assert app.main(["scratch"]) == 1
+    assert capsys.readouterr().err == "WorkerDied: exit code -9\n"
+
+
+def test_a_failure_from_another_version_is_named_once(command, capsys):
+    command("from ramify.errors import Failure", "raise Failure('Newer', 'what', 'system', False).error()")
+    assert app.main(["scratch"]) == 1
+    assert capsys.readouterr().err == "Newer: what\n"
+
+
+def test_an_interrupt_is_exit_130(command, capsys):
+    command("raise KeyboardInterrupt")
+    assert app.main(["scratch"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(command):
+    command("return 1 // 0")
+    with pytest.raises(ZeroDivisionError):
+        app.main(["scratch"])

@@ -1,0 +1,31 @@
+"""`import ramify` is the public face: it shows what there is, and loads only what is used."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import ramify
+
+
+def test_the_version_is_the_one_of_the_package():
+    assert ramify.__version__ == version("ramify")
+
+
+@pytest.mark.parametrize("name", ramify.__all__)
+def test_every_public_name_can_be_used(name):
+    assert getattr(ramify, name) is not None
+    assert name in dir(ramify)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="Rollout"):
+        ramify.Rollout  # noqa: B018
+
+
+def test_importing_the_face_loads_no_other_package():
+    script = "import sys; before = set(sys.modules); import ramify; print(*sorted(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    packages = {name.split(".")[0] for name in loaded.stdout.split()}
+    assert packages - set(sys.stdlib_module_names) == {"ramify"}
