@@ -6,12 +6,14 @@ The columns follow the head in a fixed order, each aligned to 8 bytes, exactly a
 join, decoding hands out numpy views over the received bytes. The checksum covers every byte but itself, so a flipped or
 missing one is refused before anything is believed.
 
-A frame holds the nodes from `first` on. A whole trace is the frame that starts at 0; a delta is one that does not have
-to (see `delta`). Offsets in the node table always count from the start of the trace.
+A frame holds what came after the mark `since`. A whole trace is the frame that starts at 0; a delta is one that does
+not have to (see `delta`). Offsets in the node table always count from the start of the trace.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import SchemaUnsupported, TraceCorrupt, TraceInvalid
+from ramify.errors import SchemaUnsupported, TraceCorrupt, TraceInvalid, ValueRefused
+from ramify.trace.checks import ARRAY_KINDS
 from ramify.trace.columns import MEDIA, NODE, VERSION, Column
 from ramify.trace.graph import Graph
 from ramify.trace.message import Media
@@ -31,8 +34,11 @@ _PREFIX = struct.Struct("<4sHHQII")
 _MAGIC = b"RMFY"
 _CRC_AT = _PREFIX.size - 4
 _ALIGN = 8
+_DTYPE = re.compile(rf"[<|][{ARRAY_KINDS}][1-9]\d{{0,4}}(\[\w+\])?")
 
 FRAME, EPISODE = 0, 1
+
+Rows = npt.NDArray[Any]
 
 # The columns in the order they travel.
 _COLUMNS = {
@@ -117,7 +123,10 @@ def decode(data: bytes | bytearray | memoryview) -> Trace:
 
 
 def make_trace(header: Header, graph: Graph) -> Trace:
-    return Trace(**{name: getattr(header, name) for name in Header.__struct_fields__}, graph=graph)
+    try:
+        return Trace(**{name: getattr(header, name) for name in Header.__struct_fields__}, graph=graph)
+    except ValueRefused as error:
+        raise TraceCorrupt(f"the header of trace {header.id!r} makes no sense: {error}") from error
 
 
 def encode_episode(episode: Episode) -> bytes:
@@ -129,9 +138,9 @@ def decode_episode(data: bytes | bytearray | memoryview) -> Episode:
     head, body = _open(data, EPISODE)
     try:
         lengths = _decode_episode(head)
-    except msgspec.DecodeError as error:
-        raise TraceCorrupt(f"the head of the episode cannot be read: {error}") from error
-    return Episode(tuple(decode(part) for part in _split(body, lengths)))
+        return Episode(tuple(decode(part) for part in _split(body, lengths)))
+    except (msgspec.MsgspecError, TraceInvalid) as error:
+        raise TraceCorrupt(f"these are not the traces of an episode: {error}") from error
 
 
 # -- frames: the nodes of a trace from some mark on ----------------------------------------------------------------
@@ -170,21 +179,19 @@ def open_frame(data: bytes | bytearray | memoryview) -> tuple[Head, list[npt.NDA
     encoded, body = _open(data, FRAME)
     try:
         head = _decode_head(encoded)
-        extras = [(np.dtype(entry.dtype), entry.shape) for entry in head.arrays]
-    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        _check_head(head)
+        layout = [(dtype, (getattr(head.until, name) - getattr(head.since, name),)) for name, dtype in _COLUMNS.items()]
+        layout += [(np.dtype(entry.dtype), entry.shape) for entry in head.arrays]
+        views = _split(body, [dtype.itemsize * math.prod(shape) for dtype, shape in layout])
+        parts = zip(views, layout, strict=True)
+        return head, [np.frombuffer(view, dtype).reshape(shape) for view, (dtype, shape) in parts]
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise TraceCorrupt(f"the head of the frame cannot be read: {error}") from error
-    shapes = [(dtype, (getattr(head.until, name) - getattr(head.since, name),)) for name, dtype in _COLUMNS.items()]
-    layout = shapes + extras
-    if any(size < 0 for _, shape in layout for size in shape) or any(dtype.hasobject for dtype, _ in layout):
-        raise TraceCorrupt(f"the columns of the frame cannot grow from {head.since} to {head.until}")
-    lengths = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in layout]
-    views = _split(body, lengths)
-    return head, [np.frombuffer(view, dtype).reshape(shape) for view, (dtype, shape) in zip(views, layout, strict=True)]
 
 
 def load_frame(graph: Graph, head: Head, columns: Sequence[npt.NDArray[Any]]) -> None:
     """Put a frame's nodes behind those of `graph`, which must have grown exactly to where the frame begins."""
-    _check_nodes(head, columns[0])
+    _check_columns(head, *columns[: len(_COLUMNS)])
     for name, values in zip(_COLUMNS, columns, strict=False):
         column: Column = getattr(graph, name)
         if column.size:
@@ -198,27 +205,72 @@ def load_frame(graph: Graph, head: Head, columns: Sequence[npt.NDArray[Any]]) ->
     graph.index(head.since.nodes)
 
 
-def _check_nodes(head: Head, nodes: npt.NDArray[Any]) -> None:
-    """The invariants of the graph, as far as the node table shows them."""
+def _check_head(head: Head) -> None:
+    """What a head promises about its columns and tables."""
+    since, until = msgspec.structs.astuple(head.since), msgspec.structs.astuple(head.until)
+    grown = (until[-2] - since[-2], until[-1] - since[-1])
+    if any(start < 0 or stop < start for start, stop in zip(since, until, strict=True)):
+        raise TraceCorrupt(f"the columns of the frame cannot grow from {head.since} to {head.until}")
+    if grown != (len(head.policies), len(head.media)):
+        raise TraceCorrupt(f"expected {grown} new policies and media, found {len(head.policies)} and {len(head.media)}")
+    if head.header is not None and (head.header.id, head.header.attempt) != (head.trace, head.attempt):
+        raise TraceCorrupt(f"a frame of {head.trace!r} carries the header of {head.header.id!r}")
+    if len({(entry.node, entry.name) for entry in head.arrays}) < len(head.arrays):
+        raise TraceCorrupt("an array of a node comes twice")
+    for entry in head.arrays:
+        sizes = entry.shape
+        if not _DTYPE.fullmatch(entry.dtype) or not 1 <= len(sizes) <= 32 or min(sizes) < 0:
+            raise TraceCorrupt(f"array {entry.name!r} of node {entry.node} cannot be {entry.dtype!r} of shape {sizes}")
+
+
+def _check_columns(
+    head: Head, nodes: Rows, tokens: Rows, logprobs: Rows, records: Rows, versions: Rows, media: Rows
+) -> None:
+    """The invariants of the graph, as far as the numbers show them; a record is judged when it is read."""
     own = np.arange(head.since.nodes, head.until.nodes)
-    good = (nodes["parent"] >= -1) & (nodes["parent"] < own)
-    for stop, since, until in (
-        ("stop", head.since.tokens, head.until.tokens),
-        ("logprobs_stop", head.since.logprobs, head.until.logprobs),
-        ("record_stop", head.since.records, head.until.records),
-    ):
-        sizes = np.diff(nodes[stop], prepend=since)
-        good &= sizes >= 0
-        if (int(nodes[stop][-1]) if len(nodes) else since) != until:
-            raise TraceCorrupt(f"the nodes' {stop} does not end at {until}")
-    sizes = np.diff(nodes["stop"], prepend=head.since.tokens)
+    parent, trainable = nodes["parent"], nodes["trainable"]
+    good = (parent >= -1) & (parent < own) & (trainable >= 0) & (trainable <= 1)
+    sizes = _sizes(nodes["stop"], head.since.tokens, head.until.tokens)
+    samples = _sizes(nodes["logprobs_stop"], head.since.logprobs, head.until.logprobs)
+    good &= (sizes >= 0) & (samples >= 0) & (_sizes(nodes["record_stop"], head.since.records, head.until.records) >= 0)
     for span in ("sampled", "content"):
-        good &= (nodes[f"{span}_start"] >= 0) & (nodes[f"{span}_start"] <= nodes[f"{span}_stop"])
-        good &= nodes[f"{span}_stop"] <= sizes
-    sampled = nodes["sampled_stop"] - nodes["sampled_start"]
-    good &= sampled == np.diff(nodes["logprobs_stop"], prepend=head.since.logprobs)
+        start, stop = nodes[f"{span}_start"], nodes[f"{span}_stop"]
+        good &= (start >= 0) & (start <= stop) & (stop <= sizes)
+    good &= nodes["sampled_stop"] - nodes["sampled_start"] == samples
     if not good.all():
         raise TraceCorrupt(f"node {int(own[~good][0])} breaks the rules of the message graph")
+    if len(tokens) and int(tokens.min()) < 0:
+        raise TraceCorrupt("a token id is negative")
+    at = _owners(head, versions)
+    fits = (versions["policy"] >= 0) & (versions["policy"] < head.until.policies) & (versions["count"] >= 0)
+    counts = np.bincount(at, versions["count"], len(nodes))
+    if not fits.all() or (counts != samples)[at].any():
+        raise TraceCorrupt("the weight versions do not fit the sampled tokens")
+    at = _owners(head, media)
+    before = np.where(np.diff(at, prepend=-1) == 0, np.roll(media["stop"], 1), 0)
+    fits = (media["media"] >= 0) & (media["media"] < head.until.media)
+    fits &= (before <= media["start"]) & (media["start"] < media["stop"]) & (media["stop"] <= sizes[at])
+    if not fits.all():
+        raise TraceCorrupt("the media do not fit their table or their nodes")
+    for entry in head.arrays:
+        node = entry.node - head.since.nodes
+        if not 0 <= node < len(nodes) or entry.shape[0] not in (sizes[node], samples[node]):
+            raise TraceCorrupt(f"array {entry.name!r} of shape {entry.shape} does not fit node {entry.node}")
+
+
+def _sizes(stops: Rows, since: int, until: int) -> Rows:
+    """The length of each node's share of a column."""
+    if (int(stops[-1]) if len(stops) else since) != until:
+        raise TraceCorrupt(f"the nodes' share of a column does not end at {until}")
+    return np.diff(stops.astype(np.int64), prepend=since)
+
+
+def _owners(head: Head, rows: Rows) -> Rows:
+    """The nodes that rows of a table belong to, counted from the frame's first."""
+    found = rows["node"].astype(np.int64)
+    if len(found) and (found[0] < head.since.nodes or found[-1] >= head.until.nodes or (np.diff(found) < 0).any()):
+        raise TraceCorrupt("the rows of a table are not in the order of the frame's nodes")
+    return found - head.since.nodes
 
 
 # -- the envelope --------------------------------------------------------------------------------------------------
@@ -252,6 +304,8 @@ def _open(data: bytes | bytearray | memoryview, expected: int) -> tuple[memoryvi
         raise TraceCorrupt(f"the checksum of the {length} bytes does not match")
     if schema > SCHEMA:
         raise SchemaUnsupported(f"this trace has schema {schema}; this version of ramify reads up to {SCHEMA}")
+    if schema < 1:
+        raise TraceCorrupt(f"there is no schema {schema}")
     if kind != expected:
         raise TraceCorrupt(f"expected a {('frame', 'episode')[expected]}, found kind {kind}")
     head_stop = _PREFIX.size + head_length

@@ -62,7 +62,14 @@ class Column:
 
     def extend(self, values: npt.ArrayLike) -> None:
         array = np.asarray(values, self._buffer.dtype)
-        self.reserve(len(array))[:] = array
+        if len(array):
+            self.reserve(len(array))[:] = array
+
+
+def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, which nobody can write to from now on."""
+    array.flags.writeable = False
+    return array
 
 
 def ranges(starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

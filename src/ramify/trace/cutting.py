@@ -34,7 +34,7 @@ def cut(forest: Forest, budget: int) -> list[Forest]:
     for segment in np.flatnonzero(owner[:-1] < 0)[::-1].tolist():
         owner[segment] = owner[segment + 1]
     first, *rest = (
-        forest.select(_kept(table, units), mine)
+        forest.select(_chosen(table, units), mine)
         for units, mine in zip(pieces, _assign(forest, owner, len(pieces)), strict=True)
     )
     return [replace(first, dropped=forest.dropped), *rest]  # told once
@@ -82,15 +82,16 @@ def _shared(table: Table, left: int, right: int) -> int:
     return int(table["depth"][above] + table["length"][above]) if above >= 0 else 0
 
 
-def _kept(table: Table, units: list[int]) -> Ints:
-    kept = np.zeros(len(table), np.int32)
+def _chosen(table: Table, units: list[int]) -> npt.NDArray[np.bool_]:
+    """The segments of a piece: its subtrees and the paths above them."""
+    chosen = np.zeros(len(table), bool)
     for unit in units:
-        kept[unit : int(table["last"][unit])] = table["length"][unit : int(table["last"][unit])]
+        chosen[unit : int(table["last"][unit])] = True
         above = int(table["parent"][unit])
-        while above >= 0 and not kept[above]:
-            kept[above] = table["length"][above]
+        while above >= 0 and not chosen[above]:
+            chosen[above] = True
             above = int(table["parent"][above])
-    return kept
+    return chosen
 
 
 def _assign(forest: Forest, owner: Ints, pieces: int) -> list[npt.NDArray[np.bool_]]:

@@ -69,6 +69,8 @@ class TraceReader:
             raise DeltaRepeated(f"delta {head.sequence} of trace {head.trace!r} was applied already")
         if head.sequence > expected or head.since != Mark.of(graph) or (expected == 0 and head.header is None):
             raise DeltaLost(f"delta {expected} of trace {head.trace!r} is missing, found {head.sequence}")
+        if head.header is not None:
+            make_trace(head.header, graph)  # a header that makes no sense is refused before anything is changed
         load_frame(graph, head, columns)
         self._graph, self._expected = graph, expected + 1
         if head.header is not None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramify.trace.columns import Floats, Ints, ranges
+from ramify.trace.columns import Floats, Ints
 from ramify.trace.message import Media
 
 # One row per model call (or annotated message) that targets come from; `trace` and `env` point into the tables.
@@ -165,41 +165,44 @@ class Forest:
         index = np.arange(len(self))
         return (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
 
-    def select(self, kept: Ints, targets: npt.NDArray[np.bool_] | None = None) -> Forest:
-        """The forest of the first `kept[s]` tokens of each segment s, and the chosen targets (all unless said).
+    def select(self, chosen: npt.NDArray[np.bool_], targets: npt.NDArray[np.bool_]) -> Forest:
+        """The forest of the chosen segments and targets.
 
-        What is kept must be closed under ancestors and hold every token of the chosen targets.
+        The segments must be closed under ancestors and hold every token of the targets.
         """
         table = self.segments
-        before = np.concatenate([[0], np.cumsum(kept, dtype=np.int32)])
-        chosen = kept > 0
-        order = np.concatenate([[0], np.cumsum(chosen, dtype=np.int32)])
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        starts = table["start"][edges[::2]]  # neighbouring segments are one stretch of the layout
+        stops = (table["start"] + table["length"])[edges[1::2] - 1]
+        shift = np.cumsum(stops - starts, dtype=np.int32) - stops
+
+        def moved(at: npt.NDArray[Any]) -> Ints:
+            return at + shift[np.searchsorted(starts, at, "right") - 1]
+
+        def kept(array: Ints) -> Ints:
+            return np.concatenate([array[..., a:b] for a, b in zip(starts.tolist(), stops.tolist())], axis=-1)
+
+        order = np.cumsum(chosen, dtype=np.int32) - chosen
         segments = table[chosen]
-        segments["start"] = before[:-1][chosen]
-        segments["length"] = kept[chosen]
-        segments["last"] = order[segments["last"]]
+        segments["start"] = moved(segments["start"])
+        segments["last"] = np.append(order, len(segments))[segments["last"]]
         segments["parent"] = np.where(segments["parent"] >= 0, order[segments["parent"]], -1)
-        gather = ranges(table["start"], kept)
-        moved = np.empty(len(self), np.int32)  # where each kept token of ours lies there
-        moved[gather] = np.arange(len(gather), dtype=np.int32)
-        held = np.zeros(len(self), bool)
-        held[gather] = True
-        entries = self.targets if targets is None else self.targets.where(targets)
-        entries, sequences = drop_unused(entries, self.sequences)
+        entries, sequences = drop_unused(self.targets.where(targets), self.sequences)
+        whole = np.append(chosen, False)[np.searchsorted(table["start"], [m.start for m in self.media], "right") - 1]
+        media = [item for item, inside in zip(self.media, whole) if inside]
         return Forest(
-            ids=self.ids[gather],
-            position=self.position[..., gather],
+            ids=kept(self.ids),
+            position=kept(self.position),
             end=subtree_ends(segments),
-            targets=replace(entries, index=moved[entries.index], source=moved[entries.source]),
+            targets=replace(entries, index=moved(entries.index), source=moved(entries.source)),
             sequences=sequences,
             segments=segments,
             traces=self.traces,
             envs=self.envs,
             versions=self.versions,
             media=tuple(
-                MediaSpan(int(moved[item.start]), int(moved[item.start]) + item.stop - item.start, item.media)
-                for item in self.media
-                if held[item.start]
+                MediaSpan(int(at), int(at) + item.stop - item.start, item.media)
+                for item, at in zip(media, moved(np.array([item.start for item in media], np.int32)))
             ),
         )
 

@@ -19,12 +19,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TraceInvalid, ValueRefused
-from ramify.trace.columns import MEDIA, NODE, VERSION, Column, Floats, Ints
+from ramify.errors import TraceCorrupt
+from ramify.trace.checks import (
+    check_media,
+    check_node,
+    check_versions,
+    decode_record,
+    float_row,
+    node_array,
+    record_bytes,
+    rows_of,
+    token_ids,
+)
+from ramify.trace.columns import MEDIA, NODE, VERSION, Column, Ints, frozen
 from ramify.trace.message import Call, Media, MediaRef, Message, Record, VersionRun
-
-_encode_record = msgspec.msgpack.Encoder().encode
-_decode_record = msgspec.msgpack.Decoder(Record).decode
 
 Placed = Sequence[tuple[int, int, str]]  # media in a token sequence: (start, stop, hash), in order
 
@@ -103,7 +111,10 @@ class Graph:
 
     def record(self, node: int) -> Record:
         stops = self.nodes.view["record_stop"]
-        return _decode_record(self.records.view[stops[node - 1] if node else 0 : stops[node]].data)
+        try:
+            return decode_record(self.records.view[stops[node - 1] if node else 0 : stops[node]].data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise TraceCorrupt(f"the message of node {node} cannot be read: {error}") from error
 
     def version_runs(self, node: int) -> tuple[VersionRun, ...]:
         rows = _rows(self.versions.view, node, node)
@@ -150,7 +161,18 @@ class Graph:
 
     def path_tokens(self, node: int) -> Ints:
         parts = [self.tokens.view[part] for part in self.slices(node)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int32)
+        return frozen(parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts]))
+
+    def path_images(self, node: int) -> list[tuple[int, int, str]]:
+        """(start, stop, hash) of the media on the path to `node`, in tokens of the path."""
+        found: list[tuple[int, int, str]] = []
+        while node >= 0:
+            run = self.run_of(node)
+            shift = self._run_depth[run] - self.start(self._run_first[run])
+            mine = self.images(self._run_first[run], node)
+            found = [(start + shift, stop + shift, media.hash) for start, stop, media in mine] + found
+            node = int(self.nodes.view["parent"][self._run_first[run]])
+        return found
 
     def children(self, node: int) -> list[int]:
         """The nodes that continue `node` (-1: the roots), in arrival order."""
@@ -177,25 +199,24 @@ class Graph:
         trainable: bool = True,
     ) -> int:
         """Append a node and return its index; nothing is appended if any part of it is wrong."""
-        ids = token_ids(tokens)
-        sampler: Floats = np.asarray(logprobs, np.float32)
-        node, n, count = len(self), len(ids), sampled[1] - sampled[0]
-        _require(-1 <= parent < node, f"parent {parent} of node {node} must come before it")
-        for name, (start, stop) in {"sampled": sampled, "content": content}.items():
-            _require(0 <= start <= stop <= n, f"{name} span [{start}, {stop}) of node {node} leaves its {n} tokens")
-        _require(sampler.shape == (count,), f"node {node} samples {count} tokens but has logprobs {sampler.shape}")
-        runs = sum(run.count for run in versions)
-        _require(not versions or runs == count, f"node {node} samples {count} tokens but its versions cover {runs}")
-        self._check_media(node, media, n)
-        kept = {name: _array(name, node, array, n, count) for name, array in (arrays or {}).items()}
-        record = _record_bytes(message, call)
+        ids, sampler = token_ids(tokens), float_row(logprobs)
+        node, count = len(self), sampled[1] - sampled[0]
+        check_node(node, parent, ids, sampled, content, sampler)
+        check_versions(node, versions, count)
+        check_media(node, media, self.media, len(ids))
+        policies = list(dict.fromkeys([*self.policies, *(run.policy for run in versions)]))
+        runs = [(node, policies.index(run.policy), run.incarnation, run.step, run.count) for run in versions]
+        version_rows = rows_of(runs, VERSION, "versions")
+        media_rows = rows_of([(node, *ref) for ref in media], MEDIA, "media")
+        kept = {name: node_array(name, node, array, len(ids), count) for name, array in (arrays or {}).items()}
+        record = record_bytes(message, call)
 
+        self.policies = policies
         self.tokens.extend(ids)
         self.logprobs.extend(sampler)
         self.records.extend(np.frombuffer(record, np.uint8))
-        rows = [(node, self._policy(run.policy), run.incarnation, run.step, run.count) for run in versions]
-        self.versions.extend(np.array(rows, VERSION))
-        self.media_refs.extend(np.array([(node, *ref) for ref in media], MEDIA))
+        self.versions.extend(version_rows)
+        self.media_refs.extend(media_rows)
         if kept:
             self.arrays[node] = kept
         stops = (self.tokens.size, self.logprobs.size, self.records.size)
@@ -211,6 +232,20 @@ class Graph:
         before = np.arange(first - 1, len(self) - 1, dtype=np.int32)
         for node in (np.flatnonzero(parents[first:] != before) + first).tolist():
             self._extend_runs(node, int(parents[node]))
+
+    def retract(self, node: int, media: int) -> None:
+        """Take back the nodes from `node` on and the media from `media` on."""
+        while self._run_first and self._run_first[-1] >= node:
+            parent = int(self.nodes.view["parent"][self._run_first.pop()])
+            self._run_depth.pop()
+            self._forks[self.run_of(parent) if parent >= 0 else -1].pop()
+        for table in (self.versions, self.media_refs):
+            table.size = int(np.searchsorted(table.view["node"], node))
+        for column, stop in ((self.tokens, "stop"), (self.logprobs, "logprobs_stop"), (self.records, "record_stop")):
+            column.size = int(self.nodes.view[stop][node - 1]) if node else 0
+        self.arrays = {owner: arrays for owner, arrays in self.arrays.items() if owner < node}
+        self.nodes.size = node
+        del self.media[media:]
 
     # -- searching -------------------------------------------------------------------------------------------------
 
@@ -232,7 +267,7 @@ class Graph:
             first, last = self._run_first[run], self._last(run)
             begin, skip = self.start(first), max(0, -offset)
             same = skip + _common(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
-            if placed or self.media_refs.size:
+            if same > skip and (placed or self.media_refs.size):
                 same = min(same, self._common_media(first, last, offset, placed))
             whole = int(np.searchsorted(stops[first : last + 1], begin + same, "right")) - 1 + first
             if whole < first:
@@ -259,20 +294,6 @@ class Graph:
         self._run_first.append(node)
         self._forks.setdefault(self.run_of(parent) if parent >= 0 else -1, []).append(len(self._run_first) - 1)
 
-    def _policy(self, name: str) -> int:
-        if name not in self.policies:
-            self.policies.append(name)
-        return self.policies.index(name)
-
-    def _check_media(self, node: int, media: Sequence[MediaRef], n: int) -> None:
-        before = 0
-        for ref in media:
-            _require(0 <= ref.media < len(self.media), f"node {node} shows media {ref.media} of {len(self.media)}")
-            _require(
-                before <= ref.start < ref.stop <= n, f"media [{ref.start}, {ref.stop}) of node {node} out of place"
-            )
-            before = ref.stop
-
     def _common_media(self, first: int, last: int, offset: int, placed: Placed) -> int:
         """How many of the run's tokens may match when equal placeholders must also stand for equal media."""
         begin = self.start(first)
@@ -282,16 +303,6 @@ class Graph:
         differ = (pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
         starts = (min(span[0] for span in pair if span is not None) for pair in differ)
         return next(starts, self.stop(last) - begin)
-
-
-def token_ids(values: npt.ArrayLike) -> Ints:
-    """Token ids as int32; floats and ids that do not fit are refused rather than rounded."""
-    found = np.asarray(values)
-    if found.dtype == np.int32 or found.size == 0:
-        return found.astype(np.int32, copy=False).reshape(-1)
-    _require(found.ndim == 1 and found.dtype.kind in "iu", f"token ids must be a row of ints, found {found.dtype}")
-    _require(int(found.min()) >= 0 and int(found.max()) < 2**31, "token ids must lie in [0, 2**31)")
-    return found.astype(np.int32)
 
 
 def _common(ours: Ints, theirs: Ints) -> int:
@@ -308,26 +319,3 @@ def _rows(table: npt.NDArray[Any], first: int, last: int) -> list[tuple[int, int
     """The rows of a table that belong to nodes first to last."""
     low, high = np.searchsorted(table["node"], (first, last + 1))
     return table[low:high].tolist()
-
-
-def _record_bytes(message: Message, call: Call | None) -> bytes:
-    try:
-        record = _encode_record(Record(message, call))
-        _decode_record(record)
-    except (TypeError, ValueError, OverflowError, msgspec.ValidationError) as error:
-        raise ValueRefused(f"message or call of a node cannot be encoded: {error}") from error
-    return record
-
-
-def _array(name: str, node: int, array: npt.NDArray[Any], tokens: int, sampled: int) -> npt.NDArray[Any]:
-    found = np.asarray(array)
-    if found.dtype.hasobject:
-        raise ValueRefused(f"arrays.{name} of node {node}: dtype {found.dtype} cannot be encoded")
-    fits = found.ndim > 0 and len(found) in (tokens, sampled)
-    _require(fits, f"arrays.{name} of node {node}: {found.shape} is neither {tokens} tokens nor {sampled} sampled ones")
-    return found
-
-
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise TraceInvalid(problem)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ramify.errors import TraceInvalid
 from ramify.trace.annotation import Sample
 from ramify.trace.columns import Ints
-from ramify.trace.forest import Forest, MediaSpan, subtree_ends
+from ramify.trace.forest import Forest, MediaSpan, Targets, subtree_ends
 from ramify.trace.graph import Graph
 from ramify.trace.radix import ROOT, Keys, Layout, Place, Radix
 from ramify.trace.targets import find_targets
@@ -30,19 +30,21 @@ def grow(samples: Sequence[Sample], *, seq_len: int | None = None, overlong: Lit
     given = Counter(sample.trace.id for sample in samples)
     if twice := [name for name, count in given.items() if count > 1]:
         raise TraceInvalid(f"traces {twice} were given more than once: their targets would count more than once")
+    found = find_targets(samples, seq_len, overlong)
+    needed = _needed([sample.trace.graph for sample in samples], found.targets)
     radix = Radix()
     images: dict[tuple[str, bytes], int] = {}
-    places = [_insert(radix, sample.trace.graph, number, images) for number, sample in enumerate(samples)]
+    places = [_insert(radix, s.trace.graph, i, stops, images) for i, (s, stops) in enumerate(zip(samples, needed))]
     layout, ids = radix.layout([sample.trace.graph.tokens.view for sample in samples])
-    index = [_indices(sample.trace.graph, layout, ends) for sample, ends in zip(samples, places, strict=True)]
-    found = find_targets(samples, np.concatenate([np.empty(0, np.int32), *index]), ids, seq_len, overlong)
+    index = [_indices(s.trace.graph, layout, ends, stops) for s, ends, stops in zip(samples, places, needed)]
+    place = np.concatenate([np.empty(0, np.int32), *index])
     table = layout.table
     depth = np.repeat(table["depth"] - table["start"], table["length"]) + np.arange(len(ids), dtype=np.int32)
-    forest = Forest(
+    return Forest(
         ids=ids,
         position=_positions(samples, index, depth),
         end=subtree_ends(table),
-        targets=found.targets,
+        targets=replace(found.targets, index=place[found.targets.index], source=place[found.targets.source]),
         sequences=found.sequences,
         segments=table,
         traces=tuple(sample.trace.id for sample in samples),
@@ -51,19 +53,44 @@ def grow(samples: Sequence[Sample], *, seq_len: int | None = None, overlong: Lit
         media=_media(samples, index),
         dropped=found.dropped,
     )
-    kept = _needed(forest)
-    return forest if np.array_equal(kept, table["length"]) else replace(forest.select(kept), dropped=found.dropped)
 
 
-def _insert(radix: Radix, graph: Graph, number: int, images: dict[tuple[str, bytes], int]) -> list[Place]:
-    """Merge one trace into the trie; returns where each of its runs ends."""
+def _needed(graphs: Sequence[Graph], targets: Targets) -> list[list[int]]:
+    """Where each run of each trace may stop: behind it nothing is trained, and nothing trained hangs off it."""
+    ends = targets.sequence != np.append(targets.sequence[1:], -1)  # the last target of a node is its deepest
+    last = targets.index[ends]
+    found: list[list[int]] = []
+    shift = 0
+    for graph in graphs:
+        firsts = [first for first, _ in graph.runs()]
+        stops = [graph.start(first) for first in firsts]
+        mine: list[int] = (last[(last >= shift) & (last < shift + graph.tokens.size)] - shift).tolist()
+        owners = [bisect_right(stops, token) - 1 for token in mine]
+        for run, token in zip(owners, mine):
+            stops[run] = max(stops[run], token + 1)
+        needed = set(owners)
+        for run in reversed(range(len(firsts))):
+            parent = int(graph.nodes.view["parent"][firsts[run]])
+            if run in needed and parent >= 0:
+                above = graph.run_of(parent)
+                stops[above] = max(stops[above], graph.stop(parent))
+                needed.add(above)
+        found.append(stops)
+        shift += graph.tokens.size
+    return found
+
+
+def _insert(
+    radix: Radix, graph: Graph, number: int, stops: list[int], images: dict[tuple[str, bytes], int]
+) -> list[Place]:
+    """Merge what is needed of one trace into the trie; returns where each of its runs ends."""
     keys = _keys(graph, images)
     places: list[Place] = []
-    for run, (first, last) in enumerate(graph.runs()):
+    for run, (first, _) in enumerate(graph.runs()):
         parent = int(graph.nodes.view["parent"][first])
         after = Place(places[graph.run_of(parent)].segment, graph.run_depth(run)) if parent >= 0 else ROOT
         start = graph.start(first)
-        places.append(radix.insert(after, keys[start : graph.stop(last)], (number, start)))
+        places.append(radix.insert(after, keys[start : stops[run]], (number, start)) if stops[run] > start else after)
     return places
 
 
@@ -82,11 +109,11 @@ def _keys(graph: Graph, images: dict[tuple[str, bytes], int]) -> Keys:
     return keys
 
 
-def _indices(graph: Graph, layout: Layout, places: list[Place]) -> Ints:
-    """For each token of the trace its index in the layout."""
-    index = np.empty(graph.tokens.size, np.int32)
-    for run, ((first, last), place) in enumerate(zip(graph.runs(), places, strict=True)):
-        layout.fill(index[graph.start(first) : graph.stop(last)], place, graph.run_depth(run))
+def _indices(graph: Graph, layout: Layout, places: list[Place], stops: list[int]) -> Ints:
+    """For each token of the trace its index in the layout, -1 where it has none."""
+    index = np.full(graph.tokens.size, -1, np.int32)
+    for run, (first, _) in enumerate(graph.runs()):
+        layout.fill(index[graph.start(first) : stops[run]], places[run], graph.run_depth(run))
     return index
 
 
@@ -98,7 +125,8 @@ def _positions(samples: Sequence[Sample], index: list[Ints], depth: Ints) -> Int
         for node, arrays in graph.arrays.items():
             if AXES in arrays:
                 found = np.tile(depth, (3, 1)) if found is None else found
-                found[:, places[graph.start(node) : graph.stop(node)]] = arrays[AXES].T
+                at = places[graph.start(node) : graph.stop(node)]
+                found[:, at[at >= 0]] = arrays[AXES][at >= 0].T
     return depth if found is None else found
 
 
@@ -108,17 +136,6 @@ def _media(samples: Sequence[Sample], index: list[Ints]) -> tuple[MediaSpan, ...
     for sample, places in zip(samples, index, strict=True):
         for start, stop, media in sample.trace.graph.images():
             at = int(places[start])
-            found[at] = MediaSpan(at, at + stop - start, media)
+            if at >= 0:
+                found[at] = MediaSpan(at, at + stop - start, media)
     return tuple(found[at] for at in sorted(found))
-
-
-def _needed(forest: Forest) -> npt.NDArray[np.int32]:
-    """How much of each segment is trained or is context of something trained."""
-    table = forest.segments
-    kept = np.zeros(len(table), np.int32)
-    at = forest.targets.index
-    owner = np.searchsorted(table["start"], at, "right") - 1
-    np.maximum.at(kept, owner, at - table["start"][owner] + 1)
-    trained = np.concatenate([[0], np.cumsum(kept > 0)])
-    below = trained[table["last"]] > trained[np.arange(len(table)) + 1]
-    return np.where(below, table["length"], kept)

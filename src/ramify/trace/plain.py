@@ -8,34 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
 from ramify.errors import ValueRefused
 
-_INT64 = range(-(2**63), 2**64)
+DEEPEST = 64  # tables and lists inside each other; a value that holds itself has no end
 
 
-def plain(value: object, key: str) -> Any:
+def plain(value: object, key: str, depth: int = 0) -> Any:
     """`value` as None, bool, int, float, str, list and dict; anything else is refused naming `key` and its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return _text(value, key)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, np.generic):
+    if isinstance(value, float | np.floating):
+        return float(cast(float, value))
+    if isinstance(value, np.bool_ | np.integer):
         return plain(cast(object, value.item()), key)
     if isinstance(value, int):
-        if value not in _INT64:
+        if not -(2**63) <= value < 2**64:
             raise ValueRefused(f"{key}: an int of {value.bit_length()} bits does not fit into 64")
         return int(value)
+    if isinstance(value, Mapping | list | tuple) and depth == DEEPEST:
+        raise ValueRefused(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {DEEPEST} deep")
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
-        return PlainDict(key, {_name(name, key): item for name, item in items.items()})
+        inner = partial(plain, depth=depth + 1)
+        return PlainDict(key, {_name(name, key): item for name, item in items.items()}, inner)
     if isinstance(value, list | tuple):
-        return [plain(item, f"{key}[{i}]") for i, item in enumerate(cast(Iterable[object], value))]
+        return [plain(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(cast(Iterable[object], value))]
     kind = type(value).__qualname__
     raise ValueRefused(f"{key}: a {kind} cannot be encoded; use None, bool, int, float, str, list or dict")
 
@@ -52,9 +56,13 @@ def score(value: object, key: str) -> Any:
 
 def number(value: object, key: str) -> float:
     """A finite number as a float."""
-    found = cast(object, value.item()) if isinstance(value, np.generic) else value
-    if isinstance(found, bool | int | float) and math.isfinite(found):
-        return float(found)
+    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+        try:
+            found = float(cast(float, value))
+        except OverflowError:
+            raise ValueRefused(f"{key}: expected a finite number, found an int beyond any float") from None
+        if math.isfinite(found):
+            return found
     raise ValueRefused(f"{key}: expected a finite number, found {_found(cast(object, value))}")
 
 
@@ -73,8 +81,8 @@ class PlainDict(dict[str, Any]):
         super().__setitem__(_name(key, self._path), self._check(value, f"{self._path}.{key}"))
 
     def update(self, *others: Mapping[str, object] | Iterable[tuple[str, object]], **named: object) -> None:  # type: ignore[override]
-        for key, value in dict(*others, **named).items():
-            self[key] = value
+        found = dict(*others, **named)
+        super().update({_name(key, self._path): self._check(found[key], f"{self._path}.{key}") for key in found})
 
     def setdefault(self, key: str, default: object = None) -> Any:
         if key not in self:
@@ -102,4 +110,4 @@ def _text(value: str, key: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueRefused(f"{key}: a str that is not valid Unicode: {error.reason} at {error.start}") from None
-    return str(value)
+    return str.__str__(value)  # the text itself, where an enum or another subclass would print something else

@@ -21,6 +21,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Found(NamedTuple):
+    """What is trained of a group. `index` and `source` of the targets still count the joined tokens."""
+
     targets: Targets
     sequences: Table
     envs: tuple[str, ...]
@@ -28,21 +30,18 @@ class Found(NamedTuple):
     dropped: Dropped
 
 
-def find_targets(
-    samples: Sequence[Sample], index: Ints, ids: Ints, seq_len: int | None, overlong: Literal["drop", "cut"]
-) -> Found:
-    """The targets of traces whose tokens, one trace after the other, lie at layout indices `index`."""
+def find_targets(samples: Sequence[Sample], seq_len: int | None, overlong: Literal["drop", "cut"]) -> Found:
+    """The targets of the traces, those of one node together and in order."""
     notes = [note for sample in samples for note in _checked(sample)]
     joined = _Joined.of(samples)
     spans = _Spans.of(joined, samples, notes)
     tokens = ranges(spans.begins + spans.starts, spans.lengths)
     sources = _sources(joined, samples, spans, tokens)
     version, versions = _versions(joined, samples)
-    at = index[tokens]
     found = Targets(
-        token=ids[at],
-        index=at,
-        source=index[sources],
+        token=joined.tokens[tokens],
+        index=tokens.astype(np.int32),
+        source=sources,
         sequence=np.repeat(np.arange(len(notes), dtype=np.int32), spans.lengths),
         version=version[tokens],
         logprob=_logprobs(joined)[tokens],
@@ -85,6 +84,7 @@ class _Joined:
     nodes: Table
     starts: Ints  # of each node in the joined tokens
     sizes: Ints
+    tokens: Ints
     logprobs: Floats
     placeholders: Mask  # per token
     first_node: Ints  # of each trace
@@ -95,16 +95,17 @@ class _Joined:
         graphs = [sample.trace.graph for sample in samples]
         nodes = np.concatenate([np.empty(0, NODE), *(graph.nodes.view for graph in graphs)])
         counts = np.array([len(graph) for graph in graphs], np.int32)
-        tokens = np.array([graph.tokens.size for graph in graphs], np.int32)
-        first_node, first_token = (np.cumsum(sizes, dtype=np.int32) - sizes for sizes in (counts, tokens))
+        lengths = np.array([graph.tokens.size for graph in graphs], np.int32)
+        first_node, first_token = (np.cumsum(sizes, dtype=np.int32) - sizes for sizes in (counts, lengths))
         stops = nodes["stop"] + np.repeat(first_token, counts)
         starts = np.concatenate([np.zeros(1, np.int32), stops[:-1]])[: len(stops)]
-        placeholders = np.zeros(int(tokens.sum()), bool)
+        tokens = np.concatenate([np.empty(0, np.int32), *(graph.tokens.view for graph in graphs)])
+        placeholders = np.zeros(len(tokens), bool)
         for graph, shift in zip(graphs, first_token.tolist(), strict=True):
             for start, stop, _ in graph.images():
                 placeholders[shift + start : shift + stop] = True
         logprobs = np.concatenate([np.empty(0, np.float32), *(graph.logprobs.view for graph in graphs)])
-        return cls(nodes, starts, stops - starts, logprobs, placeholders, first_node, first_token)
+        return cls(nodes, starts, stops - starts, tokens, logprobs, placeholders, first_node, first_token)
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import Failure, TraceInvalid
-from ramify.trace.columns import Floats, Ints, ranges
+from ramify.errors import Failure, TraceInvalid, ValueRefused
+from ramify.trace.columns import Floats, Ints, frozen, ranges
 from ramify.trace.graph import Graph
 from ramify.trace.message import Call, Media, MediaRef, Message, VersionRun
 from ramify.trace.plain import PlainDict, number, plain, score
@@ -58,7 +58,15 @@ class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _PLAIN = ("task", "info", "harness", "runtime", "sampler")
-_CHECKS = {"rewards": score, "metrics": number} | dict.fromkeys(_PLAIN, plain)
+_TABLES = {"rewards": score, "metrics": number} | dict.fromkeys(_PLAIN, plain)
+_TEXTS = ("id", "episode", "group", "agent", "env", "stop")
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(_TEXTS, str),
+    **dict.fromkeys(_TABLES, Mapping),
+    "attempt": int,
+    "timing": Timing,
+    "errors": list,
+}
 
 
 class Trace(Header, kw_only=True, eq=False):
@@ -67,16 +75,16 @@ class Trace(Header, kw_only=True, eq=False):
     graph: Graph = msgspec.field(default_factory=Graph)
 
     def __post_init__(self) -> None:
-        for name in _CHECKS:
+        for name in _KINDS:
             setattr(self, name, getattr(self, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check = _CHECKS.get(name)
-        super().__setattr__(name, PlainDict(name, value, check) if check else value)
+        super().__setattr__(name, _checked(name, value) if name in _KINDS else value)
 
     @property
     def header(self) -> Header:
-        return Header(**{name: getattr(self, name) for name in Header.__struct_fields__})
+        """A copy of the header, checked once more: lists and records inside it may have changed since they were set."""
+        return Header(**{name: _checked(name, getattr(self, name)) for name in Header.__struct_fields__})
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -123,6 +131,11 @@ class Trace(Header, kw_only=True, eq=False):
         for index, known in enumerate(table):
             if known.hash == media.hash:
                 return index
+        for name, kind in {"hash": str, "mime": str, "data": bytes}.items():
+            value = getattr(media, name)
+            if not isinstance(value, kind):
+                raise ValueRefused(f"media.{name}: expected {kind.__name__}, found a {type(value).__qualname__}")
+        plain([media.hash, media.mime], "media")
         table.append(media)
         return len(table) - 1
 
@@ -157,6 +170,23 @@ class Trace(Header, kw_only=True, eq=False):
         )
 
 
+def _checked(name: str, value: Any) -> Any:
+    """The value of a header field as it may travel; refused naming the field and what was found."""
+    kind = _KINDS[name]
+    if not isinstance(value, kind):
+        raise ValueRefused(f"{name}: expected {kind.__name__}, found a {type(value).__qualname__}")
+    if name in _TABLES:
+        return PlainDict(name, value, _TABLES[name])
+    if isinstance(value, Timing):
+        return Timing(*(number(getattr(value, phase), f"{name}.{phase}") for phase in Timing.__struct_fields__))
+    if isinstance(value, list):
+        for error in cast(list[object], value):
+            if not isinstance(error, Failure):
+                raise ValueRefused(f"{name}: expected Failure, found a {type(error).__qualname__}")
+        return list(cast(list[Failure], value))
+    return kind(plain(value, name))
+
+
 @dataclass(slots=True, frozen=True)
 class Node:
     """A view of one node: message, tokens and where they came from."""
@@ -179,7 +209,7 @@ class Node:
     @property
     def tokens(self) -> Ints:
         graph = self.trace.graph
-        return graph.tokens.view[graph.start(self.index) : graph.stop(self.index)]
+        return frozen(graph.tokens.view[graph.start(self.index) : graph.stop(self.index)])
 
     @property
     def sampled(self) -> tuple[int, int]:
@@ -192,7 +222,7 @@ class Node:
     @property
     def logprobs(self) -> Floats:
         stops = self.trace.graph.nodes.view["logprobs_stop"]
-        return self.trace.graph.logprobs.view[stops[self.index - 1] if self.index else 0 : stops[self.index]]
+        return frozen(self.trace.graph.logprobs.view[stops[self.index - 1] if self.index else 0 : stops[self.index]])
 
     @property
     def versions(self) -> tuple[VersionRun, ...]:

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import CallConflict, TraceInvalid
+from ramify.trace.checks import float_row, token_ids
 from ramify.trace.columns import Ints
-from ramify.trace.graph import Graph, token_ids
+from ramify.trace.graph import Graph
 from ramify.trace.message import Call, Media, MediaRef, Message, VersionRun
 from ramify.trace.trace import Trace
 
@@ -80,22 +81,43 @@ class TurnBuilder:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._nodes = {node.call.id: node.index for node in trace.nodes if node.call is not None}
+        self._nodes: dict[str, int] = {}
+        self._read = 0  # nodes whose call ids are known
 
     def attach(self, turn: Turn) -> int:
         """Record the turn and return the reply's node; a call id seen before returns the node it already has.
 
-        The work in Python is in the messages that are new, however long the prompt. A reply that is refused leaves its
-        prompt recorded, for the next try to continue.
+        The work in Python is in the messages that are new, however long the prompt. A turn that is refused leaves no
+        mark.
         """
         graph = self._trace.graph
         prompt, ids = token_ids(turn.prompt), token_ids(turn.reply_ids)
         if not -1 <= turn.after < len(graph):
             raise TraceInvalid(f"call {turn.call.id!r} continues node {turn.after} of a trace with {len(graph)} nodes")
+        self._catch_up()
         if turn.call.id in self._nodes:
             node = self._nodes[turn.call.id]
             _check_repeat(graph, node, turn, prompt, ids)
             return node
+        nodes, media = len(graph), len(graph.media)
+        try:
+            node = self._add(turn, prompt, ids)
+        except BaseException:
+            graph.retract(nodes, media)
+            raise
+        self._nodes[turn.call.id] = node
+        self._read = len(graph)
+        return node
+
+    def _catch_up(self) -> None:
+        """Learn the call ids of nodes that came without this builder: decoded, added by hand or by another one."""
+        for node in self._trace.nodes[self._read :]:
+            if (call := node.call) is not None:
+                self._nodes[call.id] = node.index
+        self._read = len(self._trace.graph)
+
+    def _add(self, turn: Turn, prompt: Ints, ids: Ints) -> int:
+        graph = self._trace.graph
         node, start, known = _place(graph, turn, prompt)
         _check(turn, known, len(prompt))
         for number in range(known, len(turn.spans)):
@@ -106,7 +128,7 @@ class TurnBuilder:
             start = span.stop
         lead = len(prompt) - start
         body = turn.reply_body or (0, len(ids))
-        node = graph.add(
+        return graph.add(
             node,
             turn.reply,
             np.concatenate([prompt[start:], ids]),
@@ -118,8 +140,6 @@ class TurnBuilder:
             call=turn.call,
             trainable=turn.trainable,
         )
-        self._nodes[turn.call.id] = node
-        return node
 
     def _refs(self, media: Sequence[PlacedMedia], span: int, start: int) -> list[MediaRef]:
         """The media of one message, placed from its first new token on."""
@@ -133,8 +153,11 @@ def _place(graph: Graph, turn: Turn, prompt: Ints) -> tuple[int, int, int]:
     node, matched = graph.match(prompt, placed, turn.after)
     spans = turn.spans
     known = bisect_left(spans, matched, key=lambda span: span.stop)
-    if known < len(spans) and _covered(spans, known, matched):
+    if known < len(spans) and _covered(turn, known, matched):
         known += 1
+        # The node may be the message after it, where that has no body and began with the closing scaffold.
+        if _is_next(graph, node, turn, known, matched):
+            known += 1
     # Messages without tokens leave no mark in the prompt: they are recognised by what they say.
     while known < len(spans) and spans[known].stop == matched:
         said = spans[known].message
@@ -146,10 +169,23 @@ def _place(graph: Graph, turn: Turn, prompt: Ints) -> tuple[int, int, int]:
     return node, matched, known
 
 
-def _covered(spans: Sequence[Span], i: int, matched: int) -> bool:
+def _covered(turn: Turn, i: int, matched: int) -> bool:
     """Whether a path that ends in message i holds all of it, but perhaps for closing scaffold."""
-    start = spans[i - 1].stop if i else 0
-    return start < matched and spans[i].body[1] <= matched
+    start = turn.spans[i - 1].stop if i else 0
+    return start < matched and _content_stop(turn, i) <= matched
+
+
+def _content_stop(turn: Turn, i: int) -> int:
+    stop = turn.spans[i].body[1]
+    return max([stop, *(item.stop for item in turn.media if item.span == i)]) if turn.media else stop
+
+
+def _is_next(graph: Graph, node: int, turn: Turn, i: int, matched: int) -> bool:
+    """Whether the node a path ends in is message i, without body, behind the closing scaffold of the one before."""
+    if i == len(turn.spans) or _content_stop(turn, i) > matched:
+        return False
+    before = graph.depth(node) - graph.end(turn.after)
+    return _covered(turn, i - 1, before) and graph.record(node).message == turn.spans[i].message
 
 
 def _check(turn: Turn, known: int, n: int) -> None:
@@ -162,14 +198,32 @@ def _check(turn: Turn, known: int, n: int) -> None:
                 f"between {before} and the prompt's {n} tokens"
             )
         before = span.stop
+    before = 0
     for item in turn.media:
+        if not 0 <= item.span < len(turn.spans):
+            raise TraceInvalid(f"media of call {turn.call.id!r} is in message {item.span} of {len(turn.spans)}")
         low = turn.spans[item.span - 1].stop if item.span else 0
-        if not low <= item.start < item.stop <= turn.spans[item.span].stop:
-            raise TraceInvalid(f"media [{item.start}, {item.stop}) of call {turn.call.id!r} leaves message {item.span}")
+        if not max(low, before) <= item.start < item.stop <= turn.spans[item.span].stop:
+            raise TraceInvalid(
+                f"media [{item.start}, {item.stop}) of call {turn.call.id!r} leaves message {item.span} or its order"
+            )
+        before = item.stop
 
 
 def _check_repeat(graph: Graph, node: int, turn: Turn, prompt: Ints, ids: Ints) -> None:
-    path = graph.path_tokens(node)
-    told = np.concatenate([prompt, ids])
-    if not np.array_equal(path[graph.end(turn.after) :], told):
-        raise CallConflict(f"call {turn.call.id!r} was recorded as node {node} with other tokens")
+    known = graph.end(turn.after)
+    start, stop, begin = (
+        int(graph.nodes.view[node][name]) for name in ("sampled_start", "sampled_stop", "logprobs_stop")
+    )
+    placed = [(item.start + known, item.stop + known, item.media.hash) for item in turn.media]
+    logprobs = graph.logprobs.view[begin - (stop - start) : begin]
+    differs = {
+        "another path": turn.after >= 0 and turn.after not in graph.path(node),
+        "other tokens": not np.array_equal(graph.path_tokens(node)[known:], np.concatenate([prompt, ids])),
+        "another sample": stop - start != len(ids),
+        "other media": [image for image in graph.path_images(node) if image[0] >= known] != placed,
+        "other logprobs": not np.array_equal(float_row(turn.logprobs), logprobs, equal_nan=True),
+    }
+    found = [name for name, holds in differs.items() if holds]
+    if found:
+        raise CallConflict(f"call {turn.call.id!r} was recorded as node {node} with {' and '.join(found)}")

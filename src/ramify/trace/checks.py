@@ -1,0 +1,120 @@
+"""What may become part of a node, checked before anything is added, so that nothing is added by halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ramify.errors import TraceInvalid, ValueRefused
+from ramify.trace.columns import Floats, Ints, frozen
+from ramify.trace.message import Call, Media, MediaRef, Message, Record, VersionRun
+from ramify.trace.plain import plain
+
+ARRAY_KINDS = "biufcSUmM"  # dtypes that their name describes in full
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_record = msgspec.msgpack.Decoder(Record).decode
+
+
+def token_ids(values: npt.ArrayLike) -> Ints:
+    """Token ids as int32; floats and ids that do not fit are refused rather than rounded.
+
+    The sign of ids that are int32 already is left to `check_node`: most of a long prompt is known and needs no look.
+    """
+    found = np.asarray(values)
+    if found.dtype == np.int32 and found.ndim == 1:
+        return found
+    if found.size == 0:
+        return np.empty(0, np.int32)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise TraceInvalid(f"token ids must be a row of ints, found {found.dtype} of shape {found.shape}")
+    if int(found.min()) < 0 or int(found.max()) >= 2**31:
+        raise TraceInvalid("token ids must lie in [0, 2**31)")
+    return found.astype(np.int32)
+
+
+def float_row(values: npt.ArrayLike) -> Floats:
+    """Logprobs as float32; a missing one is refused rather than turned into NaN."""
+    found = np.asarray(values)
+    if found.dtype.kind not in "iuf":
+        raise TraceInvalid(f"logprobs must be a row of floats, found {found.dtype}")
+    return found.astype(np.float32, copy=False)
+
+
+def check_node(
+    node: int, parent: int, ids: Ints, sampled: tuple[int, int], content: tuple[int, int], logprobs: Floats
+) -> None:
+    """The numbers of a node fit together."""
+    if len(ids) and int(ids.min()) < 0:
+        raise TraceInvalid(f"token ids must lie in [0, 2**31), node {node} has a negative one")
+    if not -1 <= parent < node:
+        raise TraceInvalid(f"parent {parent} of node {node} must come before it")
+    for name, (start, stop) in (("sampled", sampled), ("content", content)):
+        if not 0 <= start <= stop <= len(ids):
+            raise TraceInvalid(f"{name} span [{start}, {stop}) of node {node} leaves its {len(ids)} tokens")
+    count = sampled[1] - sampled[0]
+    if logprobs.shape != (count,):
+        raise TraceInvalid(f"node {node} samples {count} tokens but has logprobs {logprobs.shape}")
+
+
+def check_versions(node: int, versions: Sequence[VersionRun], count: int) -> None:
+    covered = sum(run.count for run in versions)
+    if versions and covered != count:
+        raise TraceInvalid(f"node {node} samples {count} tokens but its versions cover {covered}")
+    if any(run.count < 0 for run in versions):
+        raise TraceInvalid(f"a version run of node {node} has a negative count")
+    for run in versions:
+        check_name(run.policy, "versions.policy")
+
+
+def check_media(node: int, media: Sequence[MediaRef], table: Sequence[Media], tokens: int) -> None:
+    before = 0
+    for ref in media:
+        if not 0 <= ref.media < len(table):
+            raise TraceInvalid(f"node {node} shows media {ref.media} of {len(table)}")
+        if not before <= ref.start < ref.stop <= tokens:
+            raise TraceInvalid(f"media [{ref.start}, {ref.stop}) of node {node} out of place")
+        before = ref.stop
+
+
+def check_name(name: object, key: str) -> None:
+    if not isinstance(name, str):
+        raise ValueRefused(f"{key}: expected str, found a {type(name).__qualname__}")
+    plain(name, key)
+
+
+def rows_of(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    """Rows of a table of 32-bit ints."""
+    try:
+        return np.array(rows, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceInvalid(f"{name}: expected ints of 32 bits, found {rows}") from error
+
+
+def record_bytes(message: Message, call: Call | None) -> bytes:
+    """The record of a node, known to be readable again."""
+    if isinstance(call, Call):
+        call = msgspec.structs.replace(call, sampling=plain(call.sampling, "sampling"))
+    try:
+        record = _encode(Record(message, call))
+        decode_record(record)
+    except (TypeError, ValueError, OverflowError, msgspec.ValidationError) as error:
+        raise ValueRefused(f"message or call of a node cannot be encoded: {error}") from error
+    return record
+
+
+def node_array(name: str, node: int, array: npt.NDArray[Any], tokens: int, sampled: int) -> npt.NDArray[Any]:
+    """A copy of an extra array that has one entry per token, or per sampled token, of its node."""
+    check_name(name, f"arrays of node {node}")
+    found = np.array(array)
+    if found.dtype.kind not in ARRAY_KINDS:
+        raise ValueRefused(f"arrays.{name} of node {node}: dtype {found.dtype} cannot be encoded")
+    if found.ndim == 0 or len(found) not in (tokens, sampled):
+        raise TraceInvalid(
+            f"arrays.{name} of node {node}: {found.shape} is neither {tokens} tokens nor {sampled} sampled ones"
+        )
+    return frozen(found)

@@ -1,0 +1,487 @@
+"""The binary form: it says the same after a round trip, shares memory with its bytes, and believes nothing damaged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.errors import Failure, SchemaUnsupported, TraceCorrupt, TraceInvalid
+from ramify.trace import (
+    SCHEMA,
+    Call,
+    Episode,
+    MediaRef,
+    Message,
+    Trace,
+    TraceReader,
+    TurnBuilder,
+    VersionRun,
+    decode,
+    decode_episode,
+    encode,
+    encode_episode,
+    to_json,
+)
+from tests.trace import frames, oracle
+from tests.trace.make_golden import GOLDEN, golden_episode, golden_trace
+from tests.trace.strategies import IMAGES, Script, decorate, replay, scripts
+
+RANDOM = st.randoms(use_true_random=False)
+
+
+def small_trace() -> Trace:
+    """Every column, table and header field in as few bytes as they take."""
+    trace = Trace(id="t", group="g", info={"a": 1}, rewards={"r": (1.0, 0.5), "due": None})
+    image = trace.add_media(IMAGES[0])
+    trace.add(-1, Message("u", "é"), [7, 0, 9], content=(1, 3), media=[MediaRef(0, image, 1, 2)])
+    versions = [VersionRun("p", 0, 1, 1), VersionRun("q", 0, 2, 1)]
+    for name in ("c", "d"):
+        trace.add(
+            0,
+            Message("a", "yo"),
+            [3, 4, 5],
+            sampled=(1, 3),
+            logprobs=[-0.5, -1.5],
+            versions=versions,
+            arrays={"x": np.arange(4, dtype=np.int16).reshape(2, 2)},
+            call=Call(name),
+        )
+    return trace
+
+
+def read_or_refuse(data: bytes) -> None:
+    """Whatever the bytes say, the only complaint is TraceCorrupt, at once or when the broken part is looked at."""
+    try:
+        trace = decode(data)
+        oracle.look_at_everything(trace)
+        to_json(trace)
+        TurnBuilder(trace)
+        encode(trace)
+    except TraceCorrupt:
+        return
+
+
+@given(scripts(), RANDOM)
+def test_a_round_trip_keeps_everything(script: Script, rng: random.Random):
+    trace, nodes = replay(script)
+    decorate(trace, rng)
+    data = encode(trace)
+    again = decode(data)
+    assert oracle.content(again) == oracle.content(trace)
+    assert encode(again) == data
+    assert list(again.graph.runs()) == list(trace.graph.runs())
+    oracle.assert_records_script(again, nodes, script)
+
+
+@given(scripts(max_turns=4), st.integers(0, 17), st.sampled_from([bytes, bytearray, memoryview]))
+def test_any_buffer_at_any_address_can_be_read(script: Script, offset: int, kind: type):
+    trace, _ = replay(script)
+    data = encode(trace)
+    inside = bytes(offset) + data + b"behind"
+    buffer = memoryview(bytearray(inside))[offset : offset + len(data)] if kind is memoryview else kind(data)
+    again = decode(buffer)
+    assert oracle.content(again) == oracle.content(trace)
+    assert encode(again) == data
+
+
+@given(scripts(max_turns=4))
+def test_arrays_are_read_only_views_of_the_received_bytes(script: Script):
+    buffer = bytearray(encode(replay(script)[0]))
+    memory = np.frombuffer(buffer, np.uint8)
+    trace = decode(buffer)
+    for node in trace.nodes:
+        for array in (node.tokens, node.logprobs, *node.arrays.values()):
+            assert not array.flags.writeable
+            assert not array.size or np.shares_memory(array, memory)
+    for branch in trace.branches:
+        if len(list(trace.graph.slices(branch.leaf))) == 1 and len(branch):
+            assert np.shares_memory(branch.token_ids, memory)
+
+
+@given(scripts(min_turns=2), st.data())
+def test_a_decoded_trace_grows_like_the_original(script: Script, data: st.DataObject):
+    at = data.draw(st.integers(0, len(script.turns)))
+    first, rest = Script(script.turns[:at]), Script(script.turns[at:])
+    received = bytearray(encode(replay(first)[0]))
+    kept = bytes(received)
+    trace, _ = replay(rest, decode(received))
+    assert encode(trace) == encode(replay(script)[0])
+    assert received == kept
+
+
+def test_empty_traces_and_empty_columns_travel():
+    assert encode(decode(encode(Trace(id="t")))) == encode(Trace(id="t"))
+    trace = Trace(id="")
+    trace.add(-1, Message(""), arrays={"none": np.zeros((0, 3))})
+    assert decode(encode(trace)).nodes[0].arrays["none"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "<u2", ">i4", "<f2", ">f8", "<c8", "<U3", "S2", "<M8[s]"])
+def test_arrays_of_any_plain_dtype_come_back(dtype: str):
+    array = np.array([0, 1, 1]).astype(dtype)
+    trace = Trace(id="t")
+    trace.add(-1, Message("u"), [1, 2, 3], arrays={"x": array, "strided": np.repeat(array, 2)[::2]})
+    again = decode(encode(trace)).nodes[0].arrays
+    for name in ("x", "strided"):
+        assert again[name].tolist() == array.tolist()
+        assert again[name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
+
+
+def test_failures_and_timing_travel_in_the_header():
+    trace = Trace(id="t", errors=[Failure.of(TraceInvalid("broken"))])
+    trace.timing.scoring = 1.5
+    again = decode(encode(trace))
+    assert (again.errors, again.timing) == (trace.errors, trace.timing)
+    assert isinstance(again.errors[0].error(), TraceInvalid)
+
+
+def test_logprobs_keep_their_bits():
+    odd = np.array([0x7FC00001, 0x80000000, 0xFF800000, 0x00000001], np.uint32).view(np.float32)[1:]
+    trace = Trace(id="t")
+    trace.add(-1, Message("a"), [1, 2, 3], sampled=(0, 3), logprobs=odd)
+    assert decode(encode(trace)).nodes[0].logprobs.tobytes() == odd.tobytes()
+
+
+# -- damage --------------------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_is_refused():
+    data = encode(small_trace())
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((TraceCorrupt, SchemaUnsupported)):
+            decode(damaged)
+
+
+def test_every_truncation_is_refused():
+    data = encode(small_trace())
+    for length in range(len(data)):
+        with pytest.raises(TraceCorrupt):
+            decode(data[:length])
+
+
+@pytest.mark.parametrize("more", [b"\0", bytes(8), bytes(4096), b"RMFY"])
+def test_appended_bytes_are_refused(more: bytes):
+    data = encode(small_trace())
+    for wrong in (data + more, more + data):
+        with pytest.raises(TraceCorrupt):
+            decode(wrong)
+
+
+@given(scripts(max_turns=5), RANDOM)
+def test_random_damage_is_refused(script: Script, rng: random.Random):
+    data = encode(replay(script)[0])
+    for _ in range(10):
+        damaged = bytearray(data)
+        start = rng.randint(0, len(data) - 1)
+        length = rng.randint(1, 16)
+        damaged[start : start + length] = bytes(rng.randint(0, 255) for _ in range(rng.choice([length, length, 0, 5])))
+        if damaged != data:
+            with pytest.raises((TraceCorrupt, SchemaUnsupported)):
+                decode(damaged)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_something_else_are_refused(data: bytes):
+    for wrong in (data, b"RMFY" + data):
+        with pytest.raises((TraceCorrupt, SchemaUnsupported)):
+            decode(wrong)
+
+
+@pytest.mark.parametrize("schema", [SCHEMA + 1, 255, 65535])
+def test_a_newer_schema_is_named(schema: int):
+    frame = frames.take_apart(encode(small_trace()))
+    frame.schema = schema
+    with pytest.raises(SchemaUnsupported, match=str(schema)):
+        decode(frame.sealed())
+
+
+def test_a_schema_before_the_first_is_refused():
+    frame = frames.take_apart(encode(small_trace()))
+    frame.schema = 0
+    with pytest.raises(TraceCorrupt):
+        decode(frame.sealed())
+
+
+def test_surgery_without_a_cut_changes_nothing():
+    data = encode(small_trace())
+    assert frames.reseal(data) == data
+    assert encode(decode(frames.take_apart(data).sealed())) == data
+
+
+# -- nonsense with a right checksum -------------------------------------------------------------------------------
+
+
+def test_no_single_byte_of_nonsense_breaks_the_reader():
+    """Every byte set to a few values, the checksum made right: refused, or readable to the last node."""
+    data = encode(small_trace())
+    for at in range(4, len(data)):
+        for value in {0, 0x7F, 0xFF} - {data[at]}:
+            if frames.PREFIX.size - 4 <= at < frames.PREFIX.size or at in (4, 5):
+                continue  # the checksum itself; the schema
+            read_or_refuse(frames.reseal(data[:at] + bytes([value]) + data[at + 1 :]))
+
+
+@given(scripts(max_turns=5), RANDOM)
+def test_no_nonsense_breaks_the_reader(script: Script, rng: random.Random):
+    data = encode(replay(script)[0])
+    for _ in range(5):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randint(frames.PREFIX.size, len(data) - 1)
+            damaged[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randint(0, 255)])
+        read_or_refuse(frames.reseal(bytes(damaged)))
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+NODE_NONSENSE = {
+    "a parent after its child": ("nodes", 1, "parent", 1),
+    "a parent below -1": ("nodes", 0, "parent", -2),
+    "a parent far away": ("nodes", 2, "parent", 2**31 - 1),
+    "tokens that run backwards": ("nodes", 1, "stop", 2),
+    "tokens that end early": ("nodes", 2, "stop", 8),
+    "logprobs that run backwards": ("nodes", 1, "logprobs_stop", -2),
+    "logprobs of an unsampled node": ("nodes", 0, "logprobs_stop", 1),
+    "records that run backwards": ("nodes", 1, "record_stop", 0),
+    "records that overflow": ("nodes", 1, "record_stop", -(2**31)),
+    "a sampled span that leaves its node": ("nodes", 1, "sampled_stop", 4),
+    "a sampled span that runs backwards": ("nodes", 1, "sampled_start", 3),
+    "a content span that leaves its node": ("nodes", 0, "content_stop", 4),
+    "a content span before its node": ("nodes", 0, "content_start", -1),
+    "trainable is neither yes nor no": ("nodes", 0, "trainable", 2),
+    "a version of no node": ("versions", 0, "node", 9),
+    "a version of a node before the first": ("versions", 0, "node", -1),
+    "versions out of order": ("versions", 0, "node", 2),
+    "a version of no policy": ("versions", 0, "policy", 2),
+    "a version of a policy before the first": ("versions", 0, "policy", -1),
+    "versions that cover too much": ("versions", 0, "count", 2),
+    "versions that count backwards": ("versions", 0, "count", -1),
+    "media of no node": ("media_refs", 0, "node", 3),
+    "media out of the table": ("media_refs", 0, "media", 1),
+    "media before the table": ("media_refs", 0, "media", -1),
+    "media that leaves its node": ("media_refs", 0, "stop", 4),
+    "media before its node": ("media_refs", 0, "start", -1),
+    "media that runs backwards": ("media_refs", 0, "start", 2),
+}
+
+
+@pytest.mark.parametrize("change", NODE_NONSENSE.values(), ids=NODE_NONSENSE.keys())
+def test_tables_that_make_no_sense_are_refused(change: tuple[str, int, str, int]):
+    frame = frames.take_apart(encode(small_trace())).row(*change)
+    for read in (decode, lambda data: TraceReader().apply(data)):
+        with pytest.raises(TraceCorrupt):
+            read(frame.sealed())
+
+
+def test_negative_token_ids_are_refused():
+    frame = frames.take_apart(encode(small_trace()))
+    frame.columns["tokens"].view("<i4")[1] = -5
+    with pytest.raises(TraceCorrupt):
+        decode(frame.sealed())
+
+
+def test_a_record_that_is_no_message_is_refused_when_it_is_read():
+    frame = frames.take_apart(encode(small_trace()))
+    frame.columns["records"][:] = 0xC1
+    with pytest.raises(TraceCorrupt):
+        oracle.look_at_everything(decode(frame.sealed()))
+
+
+HEAD_NONSENSE: dict[str, Callable[[dict], object]] = {
+    "no trace": lambda head: head.pop("trace"),
+    "another trace than its header": lambda head: head.update(trace="u"),
+    "another attempt than its header": lambda head: head.update(attempt=4),
+    "no header": lambda head: head.pop("header"),
+    "a header without id": lambda head: head["header"].pop("id"),
+    "a header that is a list": lambda head: head.update(header=[1]),
+    "a mark too short": lambda head: head.update(until=head["until"][:4]),
+    "a mark of text": lambda head: head.update(until=["x"] * 8),
+    "a mark before the start": lambda head: head.update(since=[-1] * 8),
+    "a mark in the middle": lambda head: head.update(since=[1, 0, 0, 0, 0, 0, 0, 0]),
+    "a mark that went back": lambda head: head["until"].__setitem__(0, -1),
+    "a huge mark": lambda head: head["until"].__setitem__(1, 2**62),
+    "a mark of more policies": lambda head: head["until"].__setitem__(6, 3),
+    "a mark of more media": lambda head: head["until"].__setitem__(7, 3),
+    "a policy too few": lambda head: head["policies"].pop(),
+    "a policy too many": lambda head: head["policies"].append("r"),
+    "a policy that is a number": lambda head: head["policies"].__setitem__(0, 3),
+    "media too few": lambda head: head.update(media=[]),
+    "an array of no node": lambda head: head["arrays"][0].__setitem__(0, 3),
+    "an array of a node before the first": lambda head: head["arrays"][0].__setitem__(0, -1),
+    "an array twice": lambda head: head["arrays"].__setitem__(1, head["arrays"][0]),
+    "an array of objects": lambda head: head["arrays"][0].__setitem__(2, "O"),
+    "an array of no dtype": lambda head: head["arrays"][0].__setitem__(2, "nonsense"),
+    "an array of half a dtype": lambda head: head["arrays"][0].__setitem__(2, "i4,("),
+    "an array of records": lambda head: head["arrays"][0].__setitem__(2, "V2"),
+    "an array of rows": lambda head: head["arrays"][0].__setitem__(2, "(2,2)i2"),
+    "an array of another length": lambda head: head["arrays"][0].__setitem__(3, [4, 1]),
+    "an array of no axis": lambda head: head["arrays"][0].__setitem__(3, []),
+    "an array of negative length": lambda head: head["arrays"][0].__setitem__(3, [-2, -2]),
+    "an array of a length that overflows": lambda head: head["arrays"][0].__setitem__(3, [2**33, 2**33]),
+    "an array of a length beyond 64 bits": lambda head: head["arrays"][0].__setitem__(3, [2**63, 2]),
+    "an array of too many axes": lambda head: head["arrays"][0].__setitem__(3, [2, 2] + [1] * 80),
+    "a reward that is no number": lambda head: head["header"]["rewards"].update(r=[float("nan"), 1.0]),
+    "a reward that is text": lambda head: head["header"]["rewards"].update(r="x"),
+    "a metric that is no number": lambda head: head["header"].update(metrics={"m": float("inf")}),
+    "info with bytes": lambda head: head["header"].update(info={"b": b"bytes"}),
+    "info with numbers for keys": lambda head: head["header"].update(info={"b": {1: 2}}),
+    "info with a time": lambda head: head["header"].update(info={"t": msgspec.msgpack.Ext(-1, bytes(4))}),
+    "info with an unknown type": lambda head: head["header"].update(info={"t": msgspec.msgpack.Ext(5, b"")}),
+}
+
+
+@pytest.mark.parametrize("change", HEAD_NONSENSE.values(), ids=HEAD_NONSENSE.keys())
+def test_heads_that_make_no_sense_are_refused(change: Callable[[dict], object]):
+    frame = frames.take_apart(encode(small_trace()))
+    change(frame.head)
+    with pytest.raises(TraceCorrupt):
+        decode(frame.sealed())
+
+
+def test_a_head_nested_without_end_is_refused():
+    head = msgspec.msgpack.encode({"trace": "t", "header": {"id": "t", "info": {"deep": 0}}})
+    assert head[-1] == 0
+    for depth in (1_000, 100_000):
+        with pytest.raises(TraceCorrupt):
+            decode(frames.seal(head[:-1] + b"\x91" * depth + b"\x00", []))
+
+
+def test_values_nested_as_deep_as_they_may_be_set_come_back():
+    trace = Trace(id="t", info={"deep": nested(50)})
+    assert decode(encode(trace)).info == trace.info
+
+
+# -- episodes ------------------------------------------------------------------------------------------------------
+
+
+def episode_of(*scripts: Script) -> Episode:
+    return Episode(tuple(replay(s, Trace(id=f"t{i}", episode="e", agent=str(i)))[0] for i, s in enumerate(scripts)))
+
+
+@given(scripts(max_turns=3), scripts(max_turns=3))
+def test_an_episode_keeps_its_traces(one: Script, two: Script):
+    episode = episode_of(one, two)
+    data = encode_episode(episode)
+    again = decode_episode(data)
+    assert again.id == "e"
+    assert [oracle.content(trace) for trace in again.traces] == [oracle.content(trace) for trace in episode.traces]
+    assert encode_episode(again) == data
+    memory = np.frombuffer(data, np.uint8)
+    assert all(
+        np.shares_memory(node.tokens, memory) for trace in again.traces for node in trace.nodes if len(node.tokens)
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"attempt": 2}, {"group": "h"}, {"episode": "f"}, {"agent": "a"}],
+    ids=lambda other: next(iter(other)),
+)
+def test_traces_of_another_attempt_or_the_same_agent_are_no_episode(other: dict[str, Any]):
+    def trace(**fields: Any) -> Trace:
+        return Trace(**{"id": "t", "episode": "e", "group": "g", "attempt": 1, **fields})
+
+    Episode((trace(agent="a"), trace(agent="b")))
+    with pytest.raises(TraceInvalid):
+        Episode((trace(agent="a"), trace(**{"agent": "b", **other})))
+
+
+def test_an_episode_without_traces_is_refused():
+    with pytest.raises(TraceInvalid):
+        Episode(())
+
+
+def test_damaged_episodes_are_refused():
+    trace = small_trace()
+    data = encode_episode(Episode((trace,)))
+    for bit in range(0, 8 * len(data), 3):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((TraceCorrupt, SchemaUnsupported)):
+            decode_episode(damaged)
+    for length in range(len(data)):
+        with pytest.raises(TraceCorrupt):
+            decode_episode(data[:length])
+    with pytest.raises(TraceCorrupt):
+        decode_episode(data + b"\0")
+
+
+def test_a_trace_is_not_an_episode_nor_the_reverse():
+    trace = small_trace()
+    with pytest.raises(TraceCorrupt):
+        decode_episode(encode(trace))
+    with pytest.raises(TraceCorrupt):
+        decode(encode_episode(Episode((trace,))))
+
+
+@pytest.mark.parametrize("lengths", [[-8], [2**40], [8, 8], [], "x", [0.5], [None]])
+def test_episodes_that_make_no_sense_are_refused(lengths: object):
+    with pytest.raises(TraceCorrupt):
+        decode_episode(frames.seal(msgspec.msgpack.encode(lengths), [encode(small_trace())], kind=1))
+
+
+def test_an_encoded_episode_of_strangers_is_refused():
+    parts = [encode(Trace(id="1", attempt=1)), encode(Trace(id="2", attempt=2))]
+    with pytest.raises(TraceCorrupt):
+        decode_episode(frames.seal(msgspec.msgpack.encode([len(part) for part in parts]), parts, kind=1))
+
+
+# -- old traces ----------------------------------------------------------------------------------------------------
+
+
+def test_the_golden_trace_stays_readable():
+    trace = decode((GOLDEN / "v1.trace").read_bytes())
+    assert to_json(trace, indent=2) + "\n" == (GOLDEN / "v1.json").read_text(encoding="utf-8")
+    assert [node.parent for node in trace.nodes] == [-1, 0, 1, 1, 3, 4, -1, 6]
+    assert trace.nodes[1].tokens.tolist() == [2, 11, 0, 0, 12, 3]
+    assert trace.nodes[2].tokens.tolist() == [2, 20, 31, 32, 3]
+    assert trace.nodes[2].sampled == (2, 5)
+    assert trace.nodes[2].logprobs.tolist() == [-0.5, -1.25, -0.0078125]
+    assert trace.nodes[2].versions == (VersionRun("policy", 1, 4, 2), VersionRun("policy", 1, 5, 1))
+    assert trace.nodes[3].arrays["experts"].tolist() == [[1, 2], [3, 4]]
+    assert trace.branches[1].token_ids.tolist() == [
+        1,
+        10,
+        3,
+        2,
+        11,
+        0,
+        0,
+        12,
+        3,
+        2,
+        20,
+        33,
+        3,
+        4,
+        2,
+        13,
+        3,
+        2,
+        20,
+        34,
+        3,
+    ]
+    assert trace.graph.media[0].data == b"not really a png"
+    assert oracle.content(trace) == oracle.content(golden_trace())
+
+
+def test_the_golden_episode_stays_readable():
+    episode = decode_episode((GOLDEN / "v1.episode").read_bytes())
+    assert [trace.agent for trace in episode.traces] == ["solver", "critic"]
+    expected = golden_episode()
+    assert [oracle.content(trace) for trace in episode.traces] == [oracle.content(trace) for trace in expected.traces]

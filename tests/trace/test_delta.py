@@ -1,0 +1,289 @@
+"""Deltas: in order they are the trace; one that is lost, repeated, overtaken or foreign is noticed and harmless."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from ramify.errors import DeltaLost, DeltaRepeated, RamifyError, SchemaUnsupported, TraceCorrupt, TraceInvalid
+from ramify.trace import Message, Trace, TraceReader, TraceWriter, TurnBuilder, decode, encode
+from tests.trace import frames, oracle
+from tests.trace.strategies import IMAGES, Script, big_script, decorate, scripts
+
+RANDOM = st.randoms(use_true_random=False)
+
+
+def growth(script: Script, rng: random.Random, trace: Trace) -> Iterator[None]:
+    """Record the script in `trace`, stopping at random points, with header changes, media and silence between."""
+    builder = TurnBuilder(trace)
+    yield
+    for turn in script.turns:
+        builder.attach(turn)
+        if rng.random() < 0.3:
+            decorate(trace, rng)
+        if rng.random() < 0.6:
+            yield
+        if rng.random() < 0.15:
+            decorate(trace, rng)
+            yield
+        if rng.random() < 0.1:
+            trace.add_media(rng.choice(IMAGES))
+            yield
+        if rng.random() < 0.1:
+            yield
+    yield
+
+
+def sent(script: Script, rng: random.Random, trace: Trace | None = None) -> tuple[Trace, list[bytes]]:
+    """The grown trace and the deltas that were sent on the way."""
+    trace = Trace(id="t") if trace is None else trace
+    writer = TraceWriter(trace)
+    deltas = [writer.delta() for _ in growth(script, rng, trace)]
+    return trace, [delta for delta in deltas if delta is not None]
+
+
+def received(deltas: list[bytes]) -> TraceReader:
+    reader = TraceReader()
+    for delta in deltas:
+        reader.apply(delta)
+    return reader
+
+
+def state(reader: TraceReader) -> bytes | None:
+    try:
+        return encode(reader.trace)
+    except TraceInvalid:  # nothing has arrived
+        return None
+
+
+def refused(reader: TraceReader, delta: bytes | bytearray, *errors: type[RamifyError]) -> None:
+    """The delta is refused by name and the reader is as it was."""
+    before = state(reader)
+    with pytest.raises(errors):
+        reader.apply(delta)
+    assert state(reader) == before
+
+
+@given(scripts(), RANDOM)
+def test_deltas_in_order_are_the_trace(script: Script, rng: random.Random):
+    trace, deltas = sent(script, rng)
+    event(f"deltas: {min(len(deltas), 10)}")
+    again = received(deltas).trace
+    assert encode(again) == encode(trace)
+    assert oracle.content(again) == oracle.content(trace)
+    oracle.look_at_everything(again)
+
+
+@given(scripts(max_turns=6), RANDOM)
+def test_the_reader_is_in_step_after_every_delta(script: Script, rng: random.Random):
+    trace, reader = Trace(id="t"), TraceReader()
+    writer = TraceWriter(trace)
+    for _ in growth(script, rng, trace):
+        before = encode(trace)
+        delta = writer.delta()
+        if delta is not None:
+            reader.apply(memoryview(delta))
+        assert encode(reader.trace) == before == encode(trace)
+        assert writer.delta() is None
+
+
+@given(scripts(min_turns=3, max_turns=6), RANDOM)
+def test_a_lost_delta_is_noticed(script: Script, rng: random.Random):
+    trace, deltas = sent(script, rng)
+    if len(deltas) < 2:
+        return
+    lost = rng.randint(0, len(deltas) - 2)
+    reader = received(deltas[:lost])
+    for later in deltas[lost + 1 :]:
+        refused(reader, later, DeltaLost)
+    for delta in deltas[lost:]:
+        reader.apply(delta)
+    assert encode(reader.trace) == encode(trace)
+
+
+@given(scripts(min_turns=3, max_turns=6), RANDOM)
+def test_a_repeated_delta_is_noticed(script: Script, rng: random.Random):
+    trace, deltas = sent(script, rng)
+    reader = TraceReader()
+    for i, delta in enumerate(deltas):
+        reader.apply(delta)
+        refused(reader, deltas[rng.randint(0, i)], DeltaRepeated)
+    assert encode(reader.trace) == encode(trace)
+
+
+@given(scripts(min_turns=3, max_turns=6), RANDOM)
+def test_any_disorder_is_noticed_and_the_right_order_still_works(script: Script, rng: random.Random):
+    trace, deltas = sent(script, rng)
+    arrivals = [rng.randint(0, len(deltas) - 1) for _ in range(2 * len(deltas))]
+    reader, expected = TraceReader(), 0
+    for number in arrivals:
+        if number == expected:
+            reader.apply(deltas[number])
+            expected += 1
+        else:
+            refused(reader, deltas[number], DeltaRepeated if number < expected else DeltaLost)
+    for delta in deltas[expected:]:
+        reader.apply(delta)
+    assert encode(reader.trace) == encode(trace)
+
+
+@given(scripts(max_turns=4), scripts(max_turns=4), RANDOM)
+def test_a_later_attempt_replaces_the_earlier_one(one: Script, two: Script, rng: random.Random):
+    _, old = sent(one, rng, Trace(id="t", attempt=1))
+    trace, new = sent(two, rng, Trace(id="t", attempt=2))
+    seen = rng.randint(1, len(old))
+    reader = received(old[:seen])
+    for later in new[1:]:
+        refused(reader, later, DeltaLost)
+    for delta in new:
+        reader.apply(delta)
+        refused(reader, rng.choice(old), DeltaRepeated)
+    assert encode(reader.trace) == encode(trace)
+
+
+@given(scripts(max_turns=4), RANDOM)
+def test_deltas_of_another_trace_are_refused(script: Script, rng: random.Random):
+    trace, deltas = sent(script, rng)
+    _, foreign = sent(script, rng, Trace(id="other"))
+    reader = received(deltas)
+    for delta in foreign:
+        refused(reader, delta, TraceInvalid)
+    assert encode(reader.trace) == encode(trace)
+
+
+@given(scripts(max_turns=3), RANDOM)
+def test_damaged_deltas_are_refused(script: Script, rng: random.Random):
+    trace, deltas = sent(script, rng)
+    reader = TraceReader()
+    for delta in deltas:
+        for _ in range(4):
+            damaged = bytearray(delta)
+            damaged[rng.randint(0, len(delta) - 1)] ^= 1 << rng.randint(0, 7)
+            refused(reader, damaged, TraceCorrupt, SchemaUnsupported)
+        refused(reader, delta[: rng.randint(0, len(delta) - 1)], TraceCorrupt)
+        refused(reader, delta + b"\0", TraceCorrupt)
+        reader.apply(delta)
+    assert encode(reader.trace) == encode(trace)
+
+
+@given(scripts(max_turns=4), RANDOM)
+def test_deltas_of_nonsense_are_refused_and_harmless(script: Script, rng: random.Random):
+    """With a right checksum: refused and without effect, or readable; never anything but a named error."""
+    _, deltas = sent(script, rng)
+    reader = TraceReader()
+    for delta in deltas:
+        nonsense = bytearray(delta)
+        for _ in range(rng.randint(1, 3)):
+            nonsense[rng.randint(frames.PREFIX.size, len(delta) - 1)] = rng.choice([0, 1, 0x7F, 0x80, 0xFF])
+        before = state(reader)
+        try:
+            reader.apply(frames.reseal(bytes(nonsense)))
+        except (TraceCorrupt, DeltaLost, DeltaRepeated, TraceInvalid):
+            assert state(reader) == before
+            reader.apply(delta)
+        else:
+            with contextlib.suppress(TraceCorrupt):  # a message nobody can read
+                oracle.look_at_everything(reader.trace)
+            return
+
+
+def test_a_delta_with_a_header_of_nonsense_is_refused_when_it_arrives():
+    trace = Trace(id="t", rewards={"r": (1.0, 1.0)})
+    delta = TraceWriter(trace).delta()
+    assert delta is not None
+    frame = frames.take_apart(delta)
+    frame.head["header"]["rewards"]["r"] = [float("nan"), 1.0]
+    reader = TraceReader()
+    refused(reader, frame.sealed(), TraceCorrupt)
+    reader.apply(delta)
+    assert encode(reader.trace) == encode(trace)
+
+
+def test_a_delta_that_names_what_the_trace_does_not_have_is_refused():
+    trace = Trace(id="t")
+    writer = TraceWriter(trace)
+    first = writer.delta()
+    assert first is not None
+    trace.add_media(IMAGES[0])
+    trace.add(-1, Message("user"), [1])
+    second = writer.delta()
+    assert second is not None
+    frame = frames.take_apart(second)
+    frame.head["media"] = []
+    reader = received([first])
+    refused(reader, frame.sealed(), TraceCorrupt)
+    reader.apply(second)
+    assert encode(reader.trace) == encode(trace)
+
+
+def test_no_news_is_no_delta():
+    trace = Trace(id="t")
+    writer = TraceWriter(trace)
+    assert writer.delta() is not None
+    assert writer.delta() is None
+    trace.info["a"] = 1
+    assert writer.delta() is not None
+    trace.info["a"] = 1
+    assert writer.delta() is None
+    trace.timing.model = 2.0
+    assert writer.delta() is not None
+
+
+def test_a_delta_carries_only_what_is_new():
+    trace = Trace(id="t")
+    writer = TraceWriter(trace)
+    trace.add(-1, Message("user", "x" * 1000), list(range(1000)))
+    trace.add_media(IMAGES[0])
+    assert len(writer.delta() or b"") > 5000
+    trace.add(0, Message("user", "y"), [5])
+    assert len(writer.delta() or b"") < 250
+
+
+def test_a_reader_that_has_nothing_says_so():
+    with pytest.raises(TraceInvalid):
+        _ = TraceReader().trace
+
+
+def test_a_delta_is_not_a_whole_trace_but_a_whole_trace_is_a_first_delta():
+    trace = Trace(id="t")
+    writer = TraceWriter(trace)
+    writer.delta()
+    trace.add(-1, Message("user"), [1])
+    delta = writer.delta()
+    assert delta is not None
+    with pytest.raises(TraceCorrupt):
+        decode(delta)
+    assert encode(received([encode(trace)]).trace) == encode(trace)
+
+
+def test_a_value_that_slipped_in_is_refused_by_name_and_the_writer_goes_on():
+    """A list inside `info` is an ordinary list; what was put into it afterwards is found when it is sent."""
+    trace = Trace(id="t", info={"log": [1]})
+    writer = TraceWriter(trace)
+    reader = received([writer.delta() or b""])
+    trace.info["log"].append(object())
+    for send in (writer.delta, lambda: encode(trace)):
+        with pytest.raises(RamifyError):
+            send()
+    trace.info["log"].pop()
+    trace.info["log"].append(2)
+    reader.apply(writer.delta() or b"")
+    assert encode(reader.trace) == encode(trace)
+
+
+def test_thousands_of_nodes_survive_growing_encoding_and_reassembly():
+    script = big_script(5, 1600)
+    trace, deltas = sent(script, random.Random(5))
+    assert len(trace.nodes) >= 3000 and len(list(trace.graph.runs())) > 1000 and len(deltas) > 1000
+    nodes = {node.call.id: node.index for node in trace.nodes if node.call is not None}
+    oracle.assert_records_script(trace, [nodes[turn.call.id] for turn in script.turns], script)
+    data = encode(trace)
+    again = decode(data)
+    assert encode(again) == data == encode(received(deltas).trace)
+    assert list(again.graph.runs()) == list(trace.graph.runs())
+    assert oracle.content(again) == oracle.content(trace)

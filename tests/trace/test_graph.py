@@ -1,0 +1,286 @@
+"""The message graph: what the search finds, what is stored, and what is refused without a mark left behind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from ramify.errors import RamifyError, TraceInvalid, ValueRefused
+from ramify.trace import Call, Media, MediaRef, Message, TextPart, Trace, TurnBuilder, VersionRun, encode
+from tests.trace import oracle
+from tests.trace.strategies import IMAGES, KINDS, PLACEHOLDER, Script, big_script, replay, scripts, write_script
+
+RANDOM = st.randoms(use_true_random=False)
+USER = Message("user", "hi")
+
+
+def nasty_prompt(rng: random.Random, script: Script) -> tuple[list[int], oracle.Images]:
+    """A prompt of the script, cut or lengthened or with another image, so that near misses are common."""
+    seen = rng.choice(script.seen)
+    prompt = (seen.prompt + seen.sampled)[: rng.randint(0, 30)] + [rng.randint(0, 3) for _ in range(rng.randint(0, 3))]
+    if prompt and rng.random() < 0.2:
+        prompt[rng.randint(0, len(prompt) - 1)] = rng.randint(0, 3)
+    images = [image for image in seen.images if image[1] <= len(prompt) and rng.random() < 0.9]
+    if images and rng.random() < 0.3:
+        at = rng.randint(0, len(images) - 1)
+        images[at] = (*images[at][:2], rng.choice(IMAGES).hash)
+    return prompt, images
+
+
+def found(trace: Trace, prompt: list[int], images: oracle.Images, after: int = -1) -> tuple[int, int]:
+    """What the graph's own search answers, as (node, length of its path)."""
+    skip = len(oracle.tokens_to(trace, after))
+    placed = [(a - skip, b - skip, digest) for a, b, digest in images if a >= skip]
+    node, length = trace.graph.match(np.array(prompt[skip:], np.int32), placed, after)
+    return node, skip + length
+
+
+@given(scripts(), RANDOM)
+def test_search_finds_the_longest_path_of_whole_nodes(script: Script, rng: random.Random):
+    trace, _ = replay(script)
+    for _ in range(5):
+        prompt, images = nasty_prompt(rng, script)
+        expected = oracle.longest_prefix(trace, prompt, images)
+        event(f"prefix: {'none' if expected[0] < 0 else 'whole' if expected[1] == len(prompt) else 'part'}")
+        assert found(trace, prompt, images) == expected
+
+
+@given(scripts(), RANDOM)
+def test_search_after_a_proven_node_looks_only_below_it(script: Script, rng: random.Random):
+    trace, _ = replay(script)
+    for _ in range(5):
+        after = rng.randint(0, len(trace.nodes) - 1)
+        below, shown = oracle.tokens_to(trace, after), oracle.images_to(trace, after)
+        prompt, images = nasty_prompt(rng, script)
+        if not oracle.is_prefix(trace, after, prompt, images):
+            shift = len(below)
+            prompt = below + prompt
+            images = shown + [(a + shift, b + shift, digest) for a, b, digest in images]
+        assert found(trace, prompt, images, after) == oracle.longest_prefix(trace, prompt, images, after)
+
+
+@given(scripts())
+def test_every_step_of_a_matched_path_proves_the_rest(script: Script):
+    trace, _ = replay(script)
+    for seen in script.seen[-3:]:
+        expected = found(trace, seen.prompt, seen.images)
+        for step in oracle.path(trace, expected[0]):
+            assert found(trace, seen.prompt, seen.images, step.index) == expected
+
+
+@given(scripts())
+def test_parents_precede_children_and_lengths_add_up(script: Script):
+    trace, _ = replay(script)
+    graph = trace.graph
+    for node in trace.nodes:
+        assert -1 <= node.parent < node.index
+        assert node.children == oracle.children(trace, node.index)
+        before = oracle.tokens_to(trace, node.parent)
+        assert (graph.depth(node.index), graph.end(node.index)) == (len(before), len(before) + len(node.tokens))
+        assert [step.index for step in oracle.path(trace, node.index)] == graph.path(node.index)
+        assert (graph.tokens.view[graph.before(node.index)] == before[-1]) if before else graph.before(node.index) == -1
+    assert graph.children(-1) == oracle.children(trace, -1)
+    assert trace.leaves == [node.index for node in trace.nodes if not oracle.children(trace, node.index)]
+    assert [branch.leaf for branch in trace.branches] == trace.leaves
+
+
+@given(scripts())
+def test_runs_are_the_chains_of_neighbours(script: Script):
+    trace, _ = replay(script)
+    covered: list[int] = []
+    for run, (first, last) in enumerate(trace.graph.runs()):
+        nodes = list(range(first, last + 1))
+        assert nodes and all(trace.nodes[node].parent == node - 1 for node in nodes[1:])
+        assert trace.graph.run_depth(run) == len(oracle.tokens_to(trace, trace.nodes[first].parent))
+        assert all(trace.graph.run_of(node) == run for node in nodes)
+        covered += nodes
+    assert covered == list(range(len(trace.nodes)))
+
+
+@given(scripts())
+def test_nothing_is_stored_twice(script: Script):
+    """A turn adds what its longest known prefix leaves over; equal neighbours are samples, never context."""
+    trace = Trace(id="t")
+    builder = TurnBuilder(trace)
+    for turn, seen in zip(script.turns, script.seen, strict=True):
+        _, known = oracle.longest_prefix(trace, seen.prompt, seen.images)
+        before = trace.graph.tokens.size
+        builder.attach(turn)
+        assert trace.graph.tokens.size - before == len(seen.prompt) - known + len(seen.sampled)
+    for parent in range(-1, len(trace.nodes)):
+        stored: set[object] = set()
+        for child in map(trace.nodes.__getitem__, oracle.children(trace, parent)):
+            refs = tuple((ref.start, ref.stop, ref.media) for ref in child.media)
+            key = (tuple(child.tokens.tolist()), refs, None if len(child.tokens) else child.message)
+            assert key not in stored or child.call is not None
+            stored.add(key)
+
+
+@given(scripts())
+def test_views_handed_out_survive_growth(script: Script):
+    trace = Trace(id="t")
+    builder = TurnBuilder(trace)
+    kept: list[tuple[np.ndarray, list[int]]] = []
+    for turn in script.turns:
+        view = trace.nodes[builder.attach(turn)].tokens
+        kept.append((view, view.tolist()))
+    assert all(view.tolist() == values for view, values in kept)
+
+
+def test_views_cannot_change_the_trace():
+    trace = Trace(id="t")
+    trace.add(-1, USER, [1, 2], sampled=(0, 2), logprobs=[-1, -2], arrays={"x": np.zeros(2)})
+    node, branch = trace.nodes[0], trace.branches[0]
+    for view in (node.tokens, node.logprobs, node.arrays["x"], branch.token_ids):
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 9
+
+
+def test_arrays_belong_to_the_trace_from_the_moment_they_are_given():
+    trace = Trace(id="t")
+    tokens, logprobs, extra = np.array([1, 2], np.int32), np.zeros(2, np.float32), np.zeros(2)
+    trace.add(-1, USER, tokens, sampled=(0, 2), logprobs=logprobs, arrays={"extra": extra})
+    before = encode(trace)
+    for array in (tokens, logprobs, extra):
+        array[:] = 7
+    assert encode(trace) == before
+
+
+VALID = {"tokens": [1, 2, 3], "sampled": (1, 3), "logprobs": [-1.0, -2.0], "content": (1, 2)}
+WRONG_NODES = {
+    "parent is itself": {"parent": 1},
+    "parent below -1": {"parent": -2},
+    "sampled leaves the tokens": {"sampled": (2, 4)},
+    "sampled runs backwards": {"sampled": (3, 1)},
+    "sampled starts before the node": {"sampled": (-1, 1)},
+    "content leaves the tokens": {"content": (0, 4)},
+    "a logprob too few": {"logprobs": [-1.0]},
+    "logprobs of two axes": {"logprobs": [[-1.0], [-2.0]]},
+    "logprobs that are text": {"logprobs": ["x", "y"]},
+    "a logprob is missing": {"logprobs": [None, -1.0]},
+    "ids are fractions": {"tokens": [1.0, 2.0, 3.0]},
+    "an id is negative": {"tokens": [1, -2, 3]},
+    "an int32 id is negative": {"tokens": np.array([1, -2, 3], np.int32)},
+    "an id is too large": {"tokens": [1, 2**31, 3]},
+    "ids are text": {"tokens": "abc"},
+    "ids of two axes": {"tokens": np.array([[1, 2, 3]], np.int32)},
+    "versions cover too little": {"versions": [VersionRun("p", 0, 0, 1)]},
+    "versions have a negative count": {"versions": [VersionRun("p", 0, 0, 3), VersionRun("p", 0, 1, -1)]},
+    "a version does not fit": {"versions": [VersionRun("p", 2**40, 0, 2)]},
+    "a step does not fit": {"versions": [VersionRun("p", 0, 2**31, 2)]},
+    "a policy is not a name": {"versions": [VersionRun(5, 0, 0, 2)]},  # pyright: ignore[reportArgumentType]
+    "a policy is not unicode": {"versions": [VersionRun("\ud800", 0, 0, 2)]},
+    "media that is not there": {"media": [MediaRef(0, 1, 0, 1)]},
+    "media before the table": {"media": [MediaRef(0, -1, 0, 1)]},
+    "media leaves the tokens": {"media": [MediaRef(0, 0, 2, 4)]},
+    "media overlaps": {"media": [MediaRef(0, 0, 0, 2), MediaRef(0, 0, 1, 3)]},
+    "media is empty": {"media": [MediaRef(0, 0, 1, 1)]},
+    "media is a part too far": {"media": [MediaRef(2**40, 0, 1, 2)]},
+    "an array is of another length": {"arrays": {"x": np.zeros(5)}},
+    "an array has no axis": {"arrays": {"x": np.float32(1)}},
+    "an array holds objects": {"arrays": {"x": np.array([object()] * 3)}},
+    "an array holds records": {"arrays": {"x": np.zeros(3, [("a", "i4"), ("b", "f4")])}},
+    "an array's name is no name": {"arrays": {5: np.zeros(3)}},
+    "an array's name is not unicode": {"arrays": {"\ud800": np.zeros(3)}},
+    "a role is a number": {"message": Message(5)},  # pyright: ignore[reportArgumentType]
+    "text is not unicode": {"message": Message("user", "\ud800")},
+    "a part is not unicode": {"message": Message("user", (TextPart("\udfff"),))},
+    "content is a number": {"message": Message("user", 7)},  # pyright: ignore[reportArgumentType]
+    "no message": {"message": None},
+    "a call without name": {"call": Call(5)},  # pyright: ignore[reportArgumentType]
+    "sampling holds an object": {"call": Call("c", sampling={"seed": object()})},
+    "sampling holds a set": {"call": Call("c", sampling={"stop": {1, 2}})},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_NODES.values(), ids=WRONG_NODES.keys())
+def test_a_wrong_node_is_refused_by_name_and_leaves_no_mark(wrong: dict):
+    trace = Trace(id="t")
+    trace.add_media(IMAGES[0])
+    trace.add(-1, USER, [9])
+    before = encode(trace)
+    node = {"parent": 0, "message": USER} | VALID | wrong
+    with pytest.raises((TraceInvalid, ValueRefused)):
+        trace.add(node.pop("parent"), node.pop("message"), node.pop("tokens"), **node)
+    assert encode(trace) == before
+    assert trace.add(0, USER, [1]) == 1
+    oracle.look_at_everything(trace)
+
+
+def test_sampling_that_cannot_be_encoded_is_refused_by_key_and_type():
+    with pytest.raises(ValueRefused, match=r"seed.*complex"):
+        Trace(id="t").add(-1, USER, call=Call("c", sampling={"seed": 1j}))
+
+
+def test_a_number_from_numpy_is_a_number_in_a_call():
+    trace = Trace(id="t")
+    trace.add(-1, USER, call=Call("c", sampling={"temperature": np.float32(0.5), "seed": np.int64(3)}))
+    call = trace.nodes[0].call
+    assert call is not None and call.sampling == {"temperature": 0.5, "seed": 3}
+
+
+@pytest.mark.parametrize("wrong", [("h", None, b""), ("\ud800", "x", b""), ("h", "x", "text")], ids=repr)
+def test_media_that_cannot_be_encoded_is_refused_when_added(wrong: tuple[Any, Any, Any]):
+    trace = Trace(id="t")
+    with pytest.raises(RamifyError):
+        trace.add_media(Media(*wrong))
+    assert trace.graph.media == []
+
+
+def test_equal_media_are_one_entry():
+    trace = Trace(id="t")
+    assert [trace.add_media(image) for image in (*IMAGES, *IMAGES)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_same_placeholders_with_another_image_are_another_history():
+    trace = Trace(id="t")
+    first, second = (trace.add_media(image) for image in IMAGES[:2])
+    trace.add(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, first, 1, 2)])
+    prompt = np.array([1, PLACEHOLDER, 2], np.int32)
+    assert trace.graph.match(prompt, [(1, 2, IMAGES[0].hash)]) == (0, 3)
+    assert trace.graph.match(prompt, [(1, 2, IMAGES[1].hash)]) == (-1, 0)
+    assert trace.graph.match(prompt) == (-1, 0)
+    trace.add(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, second, 1, 2)])
+    assert trace.graph.match(prompt, [(1, 2, IMAGES[1].hash)]) == (1, 3)
+
+
+HAPPENED = {"forks", "equal_samples", "other_image", "empty_nodes", "empty_samples", "roots", "partly_known"}
+
+
+def happened(script: Script) -> Counter[str]:
+    """What really came out of a script: counted in the trace, not promised by the generator."""
+    trace, nodes = replay(script)
+    counts: Counter[str] = Counter()
+    for parent in range(-1, len(trace.nodes)):
+        family = [trace.nodes[child] for child in oracle.children(trace, parent)]
+        counts["roots" if parent < 0 else "forks"] += max(0, len(family) - 1)
+        for i, one in enumerate(family):
+            twins = [other for other in family[:i] if len(one.tokens) and np.array_equal(one.tokens, other.tokens)]
+            counts["equal_samples"] += any(one.call and other.call for other in twins)
+            counts["other_image"] += any(one.media != other.media for other in twins)
+    counts["empty_nodes"] = sum(not len(node.tokens) for node in trace.nodes)
+    counts["empty_samples"] = sum(node.call is not None and not len(node.logprobs) for node in trace.nodes)
+    for node, turn in zip(nodes, script.turns, strict=True):
+        edges = {span.stop for span in turn.spans} | {0}
+        ends = {len(oracle.tokens_to(trace, step.index)) for step in oracle.path(trace, node)[:-1]}
+        counts["partly_known"] += bool(ends - edges)
+    return counts
+
+
+def test_the_generator_makes_every_kind_of_thing_happen():
+    totals: Counter[str] = Counter()
+    kinds: set[str] = set()
+    for seed in range(30):
+        script = write_script(random.Random(seed), 10)
+        kinds |= {kind for kind, count in script.kinds.items() if count}
+        totals.update({name for name, count in happened(script).items() if count})
+    assert set(KINDS) <= kinds
+    assert all(totals[name] >= 5 for name in HAPPENED), totals
+    big = big_script(1, 300)
+    assert all(big.kinds[kind] > 3 for kind in KINDS)

@@ -1,0 +1,179 @@
+"""Packing trees into rows: nothing lost, nothing invented, padding nobody sees."""
+
+import os
+from collections import Counter
+from random import Random
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.trace import Annotation, concat, cut, filler, grow, pack
+from tests.trace.forests import (
+    Attempt,
+    Paths,
+    Planned,
+    Size,
+    calls_of,
+    check_layout,
+    entries_of,
+    expected,
+    group,
+    leaves,
+    parents,
+)
+
+
+@st.composite
+def batches(draw):
+    """Attempts of some groups, their trees cut to a budget that some still exceed, and that budget."""
+    rng = draw(st.randoms(use_true_random=False))
+    attempts = [group(rng, Size(traces=2, nodes=5), f"g{number}-") for number in range(rng.randint(0, 4))]
+    budget = rng.randint(1, 40)
+    trees = [piece for each in attempts for piece in cut(grow([attempt.sample() for attempt in each]), budget)]
+    return [attempt for each in attempts for attempt in each], trees, budget
+
+
+@given(batches(), st.integers(1, 8))
+def test_nothing_is_lost_and_nothing_invented(batch, bucket):
+    attempts, trees, budget = batch
+    paths = Paths()
+    found: Counter = Counter()
+    for row in pack(trees, budget, bucket):
+        check_layout(row)
+        found += entries_of(row, paths)
+    assert found == expected(attempts, paths)[0]
+
+
+@given(batches(), st.integers(1, 8))
+def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
+    _, trees, budget = batch
+    rows = pack(trees, budget, bucket)
+
+    def shapes(forests):
+        """What each root and its subtree look like."""
+        found: Counter = Counter()
+        for forest in forests:
+            roots = [i for i, parent in enumerate(parents(forest)) if parent < 0 and i < forest.tokens]
+            for start, stop in zip(roots, [*roots[1:], forest.tokens], strict=True):
+                assert not forest.visible()[start:stop, :start].any()
+                media = tuple(
+                    (item.start - start, item.stop - start, item.media.hash)
+                    for item in forest.media
+                    if start <= item.start < stop
+                )
+                found[tuple(forest.ids[start:stop]), tuple(forest.end[start:stop] - start), media] += 1
+        return found
+
+    assert shapes(rows) == shapes(trees)
+    assert sum(row.tokens for row in rows) == sum(tree.tokens for tree in trees)
+    assert sum(row.flat_tokens for row in rows) == sum(tree.flat_tokens for tree in trees)
+
+
+@given(batches(), st.integers(1, 8))
+def test_rows_keep_to_the_budget_and_pad_only_up_to_the_bucket(batch, bucket):
+    _, trees, budget = batch
+    rows = pack(trees, budget, bucket)
+    oversize = Counter(len(tree) for tree in trees if len(tree) > budget)
+    assert Counter(row.tokens for row in rows if row.tokens > budget) == oversize
+    for row in rows:
+        assert row.tokens > 0
+        assert len(row) % bucket == 0
+        assert len(row) - row.tokens < bucket
+        padding = np.arange(len(row)) >= row.tokens
+        seen = row.visible()
+        assert np.array_equal(seen[padding], np.eye(len(row), dtype=bool)[padding])
+        assert np.array_equal(seen[:, padding], np.eye(len(row), dtype=bool)[:, padding])
+        assert not padding[row.targets.index].any()
+        assert not padding[row.targets.source].any()
+
+
+@given(batches())
+def test_tables_of_a_row_are_those_of_its_trees(batch):
+    _, trees, _ = batch
+    row = concat(trees)
+    for name in ("traces", "envs", "versions"):
+        names = getattr(row, name)
+        assert len(set(names)) == len(names)
+        assert set(names) == {entry for tree in trees for entry in getattr(tree, name)}
+    assert calls_of(row) == [call for tree in trees for call in calls_of(tree)]
+    assert [item.media for item in row.media] == [item.media for tree in trees for item in tree.media]
+    assert row.counts() == {name: sum(tree.counts()[name] for tree in trees) for name in ("rl", "ce", "ref_kl")}
+
+
+def test_rows_are_filled_well():
+    """Best fit by size leaves at most one row half empty."""
+    rng = Random(0)
+    trees = []
+    for number in range(60):
+        reply = tuple(rng.randrange(5) for _ in range(rng.randint(1, 60)))
+        nodes = (Planned(-1, (1,)), Planned(0, reply, (0, len(reply)), (-1.0,) * len(reply)))
+        trees.append(grow([Attempt(f"t{number}", nodes, (Annotation(f"t{number}", 1),)).sample()]))
+    rows = pack(trees, 100)
+    assert sum(row.tokens * 2 <= 100 for row in rows) <= 1
+    assert any(len(row.traces) > 2 for row in rows)
+
+
+def test_a_filler_has_no_targets_and_its_tokens_see_only_themselves():
+    row = filler(5)
+    assert len(row) == row.pairs == 5
+    assert (row.tokens, row.flat_tokens, len(row.targets), len(row.sequences)) == (0, 0, 0, 0)
+    assert row.counts() == {"rl": 0, "ce": 0, "ref_kl": 0}
+    assert np.array_equal(row.visible(), np.eye(5, dtype=bool))
+
+
+def test_no_trees_are_no_rows():
+    assert pack([], 8) == []
+    assert len(concat([])) == 0
+
+
+SMALL, LARGE = Size(), Size(traces=8, nodes=12, tokens=8)
+
+
+def test_from_traces_to_rows_all_mechanisms_at_work():
+    """Many seeds through the whole way; the counters say that every mechanism was met."""
+    met: Counter = Counter()
+    for seed in range(2000 if os.environ.get("RAMIFY_FULL") else 400):
+        rng, paths = Random(seed), Paths()
+        attempts = group(rng, rng.choice([SMALL, LARGE]))
+        budget, seq_len = rng.randint(8, 80), rng.choice([None, rng.randint(4, 40)])
+        overlong: Literal["drop", "cut"] = rng.choice(["drop", "cut"])
+        forest = grow([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong=overlong)
+        pieces = cut(forest, budget)
+        rows = pack(pieces, 2 * budget, rng.choice([1, 8]))
+        entries, too_long, past = expected(attempts, paths, seq_len, overlong)
+        found: Counter = Counter()
+        for row in rows:
+            check_layout(row)
+            found += entries_of(row, paths)
+        assert found == entries, seed
+        assert all(len(piece) <= budget or leaves(piece) == 1 for piece in pieces), seed
+        assert forest.dropped.cut_tokens == past, seed
+        assert Counter(forest.dropped.too_long) == too_long, seed
+        met["several roots"] += int(np.count_nonzero(forest.position == 0)) > 1
+        met["shared targets"] += len(np.unique(forest.targets.index)) < len(forest.targets)
+        met["source elsewhere"] += bool((forest.targets.source < forest.targets.index - 1).any())
+        met["cut"] += len(pieces) > 1
+        met["cut with images"] += len(pieces) > 1 and any(piece.media for piece in pieces)
+        met["image shown twice"] += len({item.media.hash for item in forest.media}) < len(forest.media)
+        met["over the budget"] += any(len(piece) > budget for piece in pieces)
+        met["packed"] += len(rows) < len(pieces)
+        met["padded"] += any(len(row) > row.tokens for row in rows)
+        met["too long"] += len(forest) > 0 and len(too_long) > 0
+        met["end cut"] += past > 0
+    assert len(met) == 11
+    assert min(met.values()) >= 5, met
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_thousands_of_nodes(seed):
+    paths, rng = Paths(), Random(seed)
+    attempts = group(rng, Size(traces=2, nodes=2000, fewest=1500, tokens=3, parting=0.2))
+    found: Counter = Counter()
+    rows = pack(cut(grow([attempt.sample() for attempt in attempts]), 500), 1000)
+    for row in rows:
+        found += entries_of(row, paths)
+    assert found == expected(attempts, paths)[0]
+    assert len(rows) > 1

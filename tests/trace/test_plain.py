@@ -1,0 +1,340 @@
+"""Plain data: what cannot travel is refused where it is set, by key and type; what can comes back as it was."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.errors import RamifyError, TraceInvalid, ValueRefused
+from ramify.trace import Trace, decode, encode, to_json
+
+DICTS = ("task", "info", "harness", "runtime", "sampler")
+
+
+class Unknown:
+    """A type of some environment package."""
+
+
+class Color(str, enum.Enum):  # noqa: UP042 - the mixin is what people have
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Name(str):
+    def __str__(self) -> str:
+        return "something else"
+
+
+def as_any(value: Any) -> Any:
+    """The value of the wrong type that a test wants to give."""
+    return value
+
+
+def trace_with(name: str, value: Any) -> Trace:
+    fields: dict[str, Any] = {"id": "t", name: value}
+    return Trace(**fields)
+
+
+UNPLAIN = {
+    "Unknown": Unknown(),
+    "set": {1},
+    "bytes": b"x",
+    "complex": 1j,
+    "Decimal": Decimal(1),
+    "datetime": datetime(2026, 1, 1),
+    "PosixPath": Path("/x"),
+    "ndarray": np.zeros(2),
+    "generator": (x for x in "ab"),
+    "type": int,
+    "builtin_function_or_method": len,
+}
+SETTERS: dict[str, Callable[[Trace, str, Any], object]] = {
+    "item": lambda trace, name, value: getattr(trace, name).__setitem__("bad", value),
+    "update": lambda trace, name, value: getattr(trace, name).update({"good": 1, "bad": value}),
+    "update with pairs": lambda trace, name, value: getattr(trace, name).update([("bad", value)]),
+    "update by name": lambda trace, name, value: getattr(trace, name).update(bad=value),
+    "setdefault": lambda trace, name, value: getattr(trace, name).setdefault("bad", value),
+    "or": lambda trace, name, value: getattr(trace, name).__ior__({"bad": value}),
+    "attribute": lambda trace, name, value: setattr(trace, name, {"bad": value}),
+    "constructor": lambda trace, name, value: trace_with(name, {"bad": value}),
+}
+
+plain_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), plain_values, max_size=4))
+def test_plain_values_come_back_equal_and_of_the_same_type(values: dict):
+    trace = Trace(id="t", info=values)
+    assert trace.info == values
+    again = decode(encode(trace)).info
+    assert again == values
+    assert repr(again) == repr(values)
+
+
+@pytest.mark.parametrize("name", DICTS)
+@pytest.mark.parametrize("how", SETTERS)
+def test_a_value_that_cannot_travel_is_refused_where_it_is_set(name: str, how: str):
+    trace = Trace(id="t")
+    with pytest.raises(ValueRefused, match=rf"{name}\.bad.*Unknown"):
+        SETTERS[how](trace, name, Unknown())
+    assert "bad" not in getattr(trace, name)
+    decode(encode(trace))
+
+
+@pytest.mark.parametrize("kind", UNPLAIN)
+def test_the_refusal_names_key_and_type(kind: str):
+    trace = Trace(id="t")
+    with pytest.raises(ValueRefused, match=rf"info\.bad.*\b{kind}\b"):
+        trace.info["bad"] = UNPLAIN[kind]
+    assert trace.info == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": {"b": Unknown()}}, r"info\.x\.a\.b"),
+        ([1, [2, Unknown()]], r"info\.x\[1\]\[1\]"),
+        ({"a": [{"b": Unknown()}]}, r"info\.x\.a\[0\]\.b"),
+        (({"a": (Unknown(),)},), r"info\.x\[0\]\.a\[0\]"),
+    ],
+)
+def test_the_refusal_names_the_nested_place(value: object, where: str):
+    with pytest.raises(ValueRefused, match=rf"{where}.*Unknown"):
+        Trace(id="t").info["x"] = value
+
+
+def test_tables_inside_tables_check_what_is_set_later():
+    trace = Trace(id="t", info={"a": {"b": {}}, "rows": [{"c": 1}]})
+    with pytest.raises(ValueRefused, match=r"info\.a\.b\.c.*Unknown"):
+        trace.info["a"]["b"]["c"] = Unknown()
+    with pytest.raises(ValueRefused, match=r"info\.rows\[0\]\.c.*Unknown"):
+        trace.info["rows"][0]["c"] = Unknown()
+    with pytest.raises(ValueRefused, match=r"info\.a\.b\.c.*Unknown"):
+        trace.info["a"]["b"] |= {"c": Unknown()}
+    assert trace.info == {"a": {"b": {}}, "rows": [{"c": 1}]}
+
+
+def test_a_table_is_copied_when_it_is_set():
+    mine = {"a": {"b": 1}, "l": [1]}
+    trace = Trace(id="t", info=mine)
+    before = encode(trace)
+    mine["a"]["b"] = Unknown()
+    mine["l"].append(Unknown())
+    mine["c"] = Unknown()
+    assert encode(trace) == before
+
+
+@pytest.mark.parametrize("key", [1, None, (1, 2), b"x", "\ud800"])
+def test_keys_are_text(key: object):
+    trace = Trace(id="t")
+    with pytest.raises(ValueRefused, match="info"):
+        trace.info[as_any(key)] = 1
+    with pytest.raises(ValueRefused, match=r"info\.x"):
+        trace.info["x"] = {key: 1}
+    assert trace.info == {}
+
+
+@pytest.mark.parametrize("text", ["\ud800", "fine until \udfff"])
+def test_text_that_is_not_unicode_is_refused(text: str):
+    with pytest.raises(ValueRefused, match=r"info\.x"):
+        Trace(id="t").info["x"] = text
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
+def test_ints_beyond_64_bits_are_refused(number: int):
+    with pytest.raises(ValueRefused, match=r"info\.x.*int"):
+        Trace(id="t").info["x"] = number
+
+
+def test_values_without_end_are_refused():
+    table: dict = {}
+    table["again"] = table
+    row: list = []
+    row.append(row)
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    for endless in (table, row, deep):
+        with pytest.raises(ValueRefused, match=r"info\.x"):
+            Trace(id="t").info["x"] = endless
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.float64(0.1), 0.1),
+        (np.int8(-3), -3),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.bool_(True), True),
+        (np.str_("x"), "x"),
+        (np.float16(2), 2.0),
+        (np.longdouble(1.5), 1.5),
+        (Color.RED, "red"),
+        (Level.HIGH, 3),
+        (Name("kept"), "kept"),
+        (True, True),
+        ((1, (2,)), [1, [2]]),
+        (OrderedDict(a=1), {"a": 1}),
+        (MappingProxyType({"a": np.int64(1)}), {"a": 1}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_scalars_of_other_libraries_become_plain(value: object, expected: object):
+    trace = Trace(id="t", info={"x": value})
+    for found in (trace.info["x"], decode(encode(trace)).info["x"]):
+        assert found == expected
+        assert type(found) is type(expected) or isinstance(found, dict)
+
+
+@pytest.mark.parametrize("name", [*DICTS, "rewards", "metrics"])
+@pytest.mark.parametrize("value", [5, 0, "ab", "", Unknown(), [1], [], False], ids=lambda value: type(value).__name__)
+def test_a_table_is_replaced_only_by_a_table(name: str, value: object):
+    trace = Trace(id="t")
+    getattr(trace, name).update({"kept": 1} if name not in ("rewards",) else {"kept": (1, 1)})
+    before = encode(trace)
+    with pytest.raises(ValueRefused, match=rf"{name}.*{type(value).__name__}"):
+        setattr(trace, name, value)
+    with pytest.raises(ValueRefused, match=rf"{name}.*{type(value).__name__}"):
+        trace_with(name, value)
+    assert encode(trace) == before
+
+
+# -- rewards and metrics -------------------------------------------------------------------------------------------
+
+NO_NUMBERS = {
+    "str": "1.0",
+    "nan": float("nan"),
+    "inf": float("-inf"),
+    "NoneType": None,
+    "Unknown": Unknown(),
+    "list": [1.0],
+    "complex": 1j,
+    "int": 10**400,
+    "ndarray": np.ones(1),
+    "float32": np.float32("nan"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+@pytest.mark.parametrize("how", SETTERS)
+def test_a_metric_is_a_finite_number(how: str, kind: str):
+    if how == "setdefault" and kind == "NoneType":
+        pytest.skip("setdefault(key) without a default is None by itself")
+    trace = Trace(id="t")
+    with pytest.raises(ValueRefused, match=rf"metrics\.bad.*{kind}"):
+        SETTERS[how](trace, "metrics", NO_NUMBERS[kind])
+    assert "bad" not in trace.metrics
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_score_and_weight_are_finite_numbers(kind: str):
+    trace = Trace(id="t")
+    for pair in ((NO_NUMBERS[kind], 1.0), (1.0, NO_NUMBERS[kind])):
+        with pytest.raises(ValueRefused, match=rf"rewards\.bad.*{kind}"):
+            trace.rewards["bad"] = pair
+    assert trace.rewards == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["ab", 1.0, (1.0,), (1.0, 1.0, 1.0), {"score": 1}, {1, 2}, np.ones(2)],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_reward_is_score_and_weight_or_none(value: object):
+    with pytest.raises(ValueRefused, match=rf"rewards\.bad.*{type(value).__name__}"):
+        Trace(id="t").rewards["bad"] = as_any(value)
+
+
+def test_rewards_add_up_by_weight():
+    trace = Trace(id="t")
+    assert trace.reward == 0
+    trace.rewards = {"a": (0.5, 2), "b": (True, 0.25)}
+    trace.rewards["c"] = as_any([np.int64(-1), np.float32(1.0)])
+    assert trace.reward == pytest.approx(0.25)
+    assert decode(encode(trace)).rewards == {"a": (0.5, 2.0), "b": (1.0, 0.25), "c": (-1.0, 1.0)}
+    trace.rewards["d"] = None
+    assert trace.reward is None
+    assert decode(encode(trace)).reward is None
+
+
+# -- the rest of the header ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("id", 5),
+        ("stop", None),
+        ("stop", Unknown()),
+        ("agent", "\ud800"),
+        ("env", b"x"),
+        ("group", ["g"]),
+        ("attempt", "1"),
+        ("attempt", 1.5),
+        ("attempt", 2**70),
+        ("timing", None),
+        ("timing", {"model": 1.0}),
+        ("errors", None),
+        ("errors", [Unknown()]),
+        ("errors", ["text"]),
+    ],
+)
+def test_header_fields_are_refused_by_name_when_they_are_set(name: str, value: object):
+    trace = Trace(id="t")
+    before = encode(trace)
+    with pytest.raises(ValueRefused, match=name):
+        setattr(trace, name, value)
+    assert encode(trace) == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda trace: trace.errors.append("text"),
+        lambda trace: setattr(trace.timing, "model", "long"),
+        lambda trace: trace.info["log"].append(Unknown()),
+        lambda trace: trace.info["log"].append(b"bytes"),
+        lambda trace: trace.info["log"].append({1: 2}),
+    ],
+    ids=["errors", "timing", "object in a list", "bytes in a list", "table in a list"],
+)
+def test_what_slips_in_unseen_is_refused_by_name_when_it_is_encoded(spoil: Callable[[Trace], object]):
+    """Never bytes that nobody can read: a rollout must not be lost to its last log line."""
+    trace = Trace(id="t", info={"log": []})
+    try:
+        spoil(trace)
+        data = encode(trace)
+    except (TraceInvalid, ValueRefused):
+        return
+    assert encode(decode(data)) == data
+    pytest.fail("a value of the wrong type was accepted")
+
+
+def test_text_of_every_script_travels():
+    trace = Trace(id="ü", info={"größe": "🌳 \0 \u2028"})
+    assert decode(encode(trace)).info == trace.info
+    assert json.loads(to_json(trace))["info"] == trace.info
+
+
+def test_refusals_are_errors_of_ours():
+    assert issubclass(ValueRefused, RamifyError) and ValueRefused.blame == "system"

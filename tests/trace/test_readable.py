@@ -1,0 +1,129 @@
+"""The JSON form: all that a person wants to read, nothing that only a trainer wants."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.errors import Failure, WorkerDied
+from ramify.trace import Call, Media, MediaRef, Message, TextPart, ToolCall, Trace, to_json
+from tests.trace.strategies import Script, decorate, replay, scripts
+
+RANDOM = st.randoms(use_true_random=False)
+
+
+def texts(message: Message) -> list[str]:
+    """Every piece of text a message says."""
+    found = [message.role, message.text, message.reasoning or "", message.tool_call_id or ""]
+    return found + [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+
+
+def strings(value: Any) -> list[str]:
+    """Every string anywhere in a JSON value."""
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+@given(scripts(), RANDOM)
+def test_it_tells_every_message_count_and_reward(script: Script, rng: random.Random):
+    trace, _ = replay(script)
+    decorate(trace, rng)
+    told = json.loads(to_json(trace))
+    assert told["id"] == "t" and told["reward"] == trace.reward
+    assert len(told["nodes"]) == len(trace.nodes)
+    for node, entry in zip(trace.nodes, told["nodes"], strict=True):
+        assert (entry["index"], entry["parent"]) == (node.index, node.parent)
+        assert entry["tokens"] == len(node.tokens)
+        assert entry["sampled"] == len(node.logprobs)
+        assert set(texts(node.message)) - {""} <= set(strings(entry["message"]))
+        assert entry["message"]["role"] == node.message.role
+        assert (node.call is None) == ("call" not in entry)
+        if node.call is not None:
+            assert entry["call"]["id"] == node.call.id
+            assert entry["trainable"] is node.trainable
+
+
+def numbers(value: Any) -> set[float]:
+    if isinstance(value, dict):
+        return {number for item in value.values() for number in numbers(item)}
+    if isinstance(value, list):
+        return {number for item in value for number in numbers(item)}
+    return {value} if isinstance(value, int | float) and not isinstance(value, bool) else set()
+
+
+def test_token_ids_logprobs_arrays_and_media_bytes_stay_out():
+    trace = Trace(id="t")
+    data = b"\x89PNG secret bytes"
+    image = trace.add_media(Media.of(data, "image/png"))
+    trace.add(-1, Message("user", (TextPart("look"),)), [70001, 70002, 70003], media=[MediaRef(0, image, 1, 2)])
+    trace.add(
+        0,
+        Message("assistant", "seen"),
+        [70004, 70005],
+        sampled=(0, 2),
+        logprobs=[-0.8125, -0.15625],
+        arrays={"experts": np.full((2, 2), 80001)},
+        call=Call("c"),
+    )
+    text = to_json(trace)
+    told = json.loads(text)
+    assert not numbers(told) & {70001, 70002, 70003, 70004, 70005, 80001, -0.8125, -0.15625}
+    assert "secret" not in text
+    assert told["media"][0]["bytes"] == len(data) and told["media"][0]["mime"] == "image/png"
+    assert "experts" in told["nodes"][1]["arrays"]
+
+
+def test_the_header_is_told_in_full():
+    trace = Trace(
+        id="t",
+        episode="e",
+        group="g",
+        attempt=3,
+        agent="a",
+        env="env",
+        task={"prompt": "hi"},
+        rewards={"r": (1.0, 0.5), "due": None},
+        metrics={"m": 2.0},
+        info={"i": [1]},
+        errors=[Failure.of(WorkerDied("gone"))],
+        stop="done",
+        harness={"id": "chat"},
+        runtime={"id": "local"},
+        sampler={"id": "native"},
+    )
+    told = json.loads(to_json(trace))
+    assert told["schema"] == 1
+    assert told["reward"] is None
+    assert told["rewards"] == {"r": [1.0, 0.5], "due": None}
+    assert told["errors"][0]["name"] == "WorkerDied" and told["errors"][0]["message"] == "gone"
+    plain = ("episode", "group", "attempt", "agent", "env", "task", "metrics", "info", "stop")
+    for name in (*plain, "harness", "runtime", "sampler"):
+        assert told[name] == getattr(trace, name)
+
+
+@pytest.mark.parametrize("indent", [None, 0, 2])
+def test_it_is_json_however_it_is_laid_out(indent: int | None):
+    trace = Trace(id="t", info={"odd": [float("inf"), float("nan"), '\0\u2028"\\'], "big": 2**63})
+    trace.add(-1, Message("user", "größe 🌳", tool_calls=(ToolCall("1", "f", '{"a": "b"}'),)))
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    told = json.loads(to_json(trace, indent=indent), parse_constant=refuse)
+    assert told["nodes"][0]["message"]["content"] == "größe 🌳"
+    assert told["info"]["big"] == 2**63
+
+
+def test_info_cannot_hide_what_the_trace_says():
+    trace = Trace(id="t", info={"reward": 9, "nodes": []}, rewards={"r": (1.0, 1.0)})
+    told = json.loads(to_json(trace))
+    assert told["reward"] == 1.0 and told["nodes"] == []
