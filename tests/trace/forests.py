@@ -169,7 +169,8 @@ def expected(
                     cut += 1
                     continue
                 start, stop = node.sampled
-                logprob = node.logprobs[offset - start] if start <= offset < stop else np.nan
+                on_policy = row["rl"] or row["ref_kl"]
+                logprob = node.logprobs[offset - start] if on_policy and start <= offset < stop else np.nan
                 numbers = [logprob, *(row[name] for name in NUMBERS[1:]), attempt.temperature]
                 entries[
                     Entry(
@@ -277,6 +278,17 @@ def entries_of(forest: Forest, paths: Paths) -> Counter[Entry]:
     return found
 
 
+def flat_tokens(attempts: Iterable[Attempt]) -> int:
+    """Tokens of every trained path on its own: from its root to the last trained token that nothing trained follows."""
+    total = 0
+    for attempt in attempts:
+        rows = {note.node: attempt.values(note) for note in attempt.notes}
+        trained = [node for node, values in rows.items() if values]
+        inner = {above for node in trained for above in attempt.path(node)[:-1]}
+        total += sum(attempt.depth(node) + rows[node][-1][0] + 1 for node in trained if node not in inner)
+    return total
+
+
 def calls_of(forest: Forest) -> list[Call]:
     """The model calls that `sequences` lists, in its order."""
     return [(forest.traces[row["trace"]], int(row["node"])) for row in forest.sequences]
@@ -286,8 +298,6 @@ def check_layout(forest: Forest) -> None:
     """What holds for every forest, grown, cut or packed: mask rule, segments, whole image runs, one row per call."""
     assert np.array_equal(forest.visible(), ancestors(forest))
     assert forest.pairs == np.count_nonzero(forest.visible())
-    ends = set(range(forest.tokens)) - set(parents(forest))
-    assert forest.flat_tokens == sum(int(forest.position[end]) + 1 for end in ends)
     calls = calls_of(forest)
     assert len(set(calls)) == len(calls)
     assert set(forest.targets.sequence.tolist()) == set(range(len(calls)))

@@ -112,7 +112,7 @@ def scripts(*, max_turns: int = 10, min_turns: int = 1, images: bool = True) -> 
 
 def big_script(seed: int, turns: int = 1500, *, images: bool = True, vocabulary: int = 5) -> Script:
     """A long script from a seed: about two nodes a turn, with every kind of thing in it many times."""
-    return write_script(random.Random(seed), turns, vocabulary=vocabulary, images=images, longest=24)
+    return write_script(random.Random(seed), turns, vocabulary=vocabulary, images=images, longest=16)
 
 
 def decorate(trace: Trace, rng: random.Random) -> None:
@@ -142,6 +142,8 @@ class _Writer:
     def _act(self) -> None:
         rng = self.rng
         roll = rng.randint(0, 9) if self.lines else 9
+        if roll == 9 and len(self.lines) > 100 and rng.random() < 0.7:
+            roll = 0  # enough roots
         if roll <= 3:
             recent = self.lines[-1] if rng.random() < 0.7 else rng.choice(self.lines)
             self._count("go_on")

@@ -69,7 +69,7 @@ def refused(reader: TraceReader, delta: bytes | bytearray, *errors: type[RamifyE
     assert state(reader) == before
 
 
-@given(scripts(), RANDOM)
+@given(scripts(max_turns=8), RANDOM)
 def test_deltas_in_order_are_the_trace(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     event(f"deltas: {min(len(deltas), 10)}")
@@ -109,17 +109,19 @@ def test_a_lost_delta_is_noticed(script: Script, rng: random.Random):
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
 def test_a_repeated_delta_is_noticed(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
-    reader = TraceReader()
-    for i, delta in enumerate(deltas):
+    again = rng.randint(0, len(deltas) - 1)
+    reader = received(deltas[: again + 1])
+    for delta in deltas[: again + 1]:
+        refused(reader, delta, DeltaRepeated)
+    for delta in deltas[again + 1 :]:
         reader.apply(delta)
-        refused(reader, deltas[rng.randint(0, i)], DeltaRepeated)
     assert encode(reader.trace) == encode(trace)
 
 
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
 def test_any_disorder_is_noticed_and_the_right_order_still_works(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
-    arrivals = [rng.randint(0, len(deltas) - 1) for _ in range(2 * len(deltas))]
+    arrivals = [rng.randint(0, len(deltas) - 1) for _ in range(len(deltas))]
     reader, expected = TraceReader(), 0
     for number in arrivals:
         if number == expected:

@@ -19,6 +19,7 @@ from tests.trace.forests import (
     check_layout,
     entries_of,
     expected,
+    flat_tokens,
     groups,
     parents,
     paths_of,
@@ -305,6 +306,30 @@ def test_what_cannot_be_trained_is_refused_by_name(nodes, notes, named):
         with pytest.raises(TraceInvalid) as refusal:
             grow(samples)
         assert all(word in str(refusal.value) for word in named), refusal.value
+
+
+@given(groups())
+def test_flat_tokens_count_every_trained_path_whole(attempts):
+    assert grow([attempt.sample() for attempt in attempts]).flat_tokens == flat_tokens(attempts)
+
+
+def test_sixteen_equal_attempts_are_sixteen_flat_paths():
+    attempts = [Attempt(f"t{i}", PLAIN, (rl(f"t{i}", 1),)) for i in range(16)]
+    forest = grow([attempt.sample() for attempt in attempts])
+    assert forest.flat_tokens == 16 * forest.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, np.inf])
+def test_a_temperature_must_be_above_zero(temperature):
+    with pytest.raises(TraceInvalid, match="temperature"):
+        grow([Attempt("t", PLAIN, (rl("t", 1),), temperature).sample()])
+
+
+def test_ref_kl_is_refused_at_another_temperature_than_one():
+    note = Annotation("t", 1, ref_kl=1.0, reference=np.array([-1.0, -1.0], np.float32))
+    grow([Attempt("t", PLAIN, (note,)).sample()])
+    with pytest.raises(TraceInvalid, match=r"node 1.*'t'.*ref_kl.*temperature"):
+        grow([Attempt("t", PLAIN, (note,), 0.7).sample()])
 
 
 def test_one_trace_given_twice_is_refused():

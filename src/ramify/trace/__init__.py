@@ -23,7 +23,7 @@ from ramify.trace.message import (
 )
 from ramify.trace.packing import balance, pack
 from ramify.trace.readable import to_json
-from ramify.trace.trace import SCHEMA, Branch, Episode, Node, Timing, Trace
+from ramify.trace.trace import SCHEMA, Branch, Episode, Flat, Node, Timing, Trace
 from ramify.trace.turn import PlacedMedia, Span, Turn, TurnBuilder
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Call",
     "Dropped",
     "Episode",
+    "Flat",
     "Forest",
     "Media",
     "MediaPart",

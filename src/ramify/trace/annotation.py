@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy.typing as npt
-
 from ramify.trace.columns import Floats
 from ramify.trace.trace import Trace
 
@@ -30,7 +28,7 @@ class Annotation:
     rl: Weight = 1.0
     ce: Weight = 0.0
     ref_kl: Weight = 0.0
-    reference: npt.ArrayLike | None = None  # logprobs under the reference model
+    reference: Floats | None = None  # logprobs under the reference model
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -33,11 +33,9 @@ def cut(forest: Forest, budget: int) -> list[Forest]:
     # A segment that was entered belongs to the piece of its first subtree.
     for segment in np.flatnonzero(owner[:-1] < 0)[::-1].tolist():
         owner[segment] = owner[segment + 1]
-    first, *rest = (
-        forest.select(_chosen(table, units), mine)
-        for units, mine in zip(pieces, _assign(forest, owner, len(pieces)), strict=True)
-    )
-    return [replace(first, dropped=forest.dropped), *rest]  # told once
+    calls = _assign(forest, owner, len(pieces))
+    first, *rest = (forest.select(_chosen(table, units), mine) for units, mine in zip(pieces, calls, strict=True))
+    return [replace(first, flat_tokens=forest.flat_tokens, dropped=forest.dropped), *rest]
 
 
 def _units(table: Table, budget: int) -> list[int]:
@@ -94,10 +92,9 @@ def _chosen(table: Table, units: list[int]) -> npt.NDArray[np.bool_]:
     return chosen
 
 
-def _assign(forest: Forest, owner: Ints, pieces: int) -> list[npt.NDArray[np.bool_]]:
-    """For each piece which targets are its own: a call follows its last token."""
-    last = np.zeros(len(forest.sequences), np.int32)
-    np.maximum.at(last, forest.targets.sequence, forest.targets.index)
-    segment = np.searchsorted(forest.segments["start"], last, "right") - 1
-    mine = owner[segment][forest.targets.sequence]
-    return [mine == piece for piece in range(pieces)]
+def _assign(forest: Forest, owner: Ints, pieces: int) -> list[Ints]:
+    """For each piece which model calls are its own: a call follows its last token."""
+    last = forest.targets.index[np.searchsorted(forest.targets.sequence, np.arange(len(forest.sequences)), "right") - 1]
+    piece = owner[np.searchsorted(forest.segments["start"], last, "right") - 1]
+    by_piece = np.argsort(piece, kind="stable").astype(np.int32)
+    return np.split(by_piece, np.searchsorted(piece[by_piece], np.arange(1, pieces)))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramify.trace.columns import Floats, Ints
+from ramify.trace.columns import Floats, Ints, join_tables, ranges
 from ramify.trace.message import Media
 
 # One row per model call (or annotated message) that targets come from; `trace` and `env` point into the tables.
@@ -61,7 +61,7 @@ class Targets:
     source: Ints
     sequence: Ints  # which model call, a row of `Forest.sequences`
     version: Ints  # which weights, an entry of `Forest.versions`; -1 where none is known
-    logprob: Floats  # the sampler's; NaN where it did not sample the token
+    logprob: Floats  # the sampler's; NaN where only ce applies
     advantage: Floats
     rl: Floats
     ce: Floats
@@ -71,9 +71,7 @@ class Targets:
     def __len__(self) -> int:
         return len(self.token)
 
-    def where(self, mask: npt.NDArray[np.bool_]) -> Targets:
-        """The entries that `mask` chooses."""
-        chosen = np.flatnonzero(mask)
+    def take(self, chosen: npt.NDArray[np.int64]) -> Targets:
         return Targets(*(getattr(self, name).take(chosen) for name in _COLUMNS))
 
     @classmethod
@@ -108,7 +106,11 @@ class Dropped:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Forest:
-    """Trees laid out depth first, the targets on them, and the tables the targets point into."""
+    """Trees laid out depth first, the targets on them, and the tables the targets point into.
+
+    Targets of one sequence stand together and in order of depth, sequences in the order of their table. The tables of
+    names (traces, envs, versions) may hold more than this forest uses.
+    """
 
     ids: Ints
     position: Ints  # [N], or [3, N] where rotary positions have several axes
@@ -120,6 +122,7 @@ class Forest:
     envs: tuple[str, ...] = ()
     versions: tuple[Version, ...] = ()
     media: tuple[MediaSpan, ...] = ()
+    flat_tokens: int = 0  # what the same paths would be, each laid out whole; a tree that is cut tells it once
     dropped: Dropped = field(default_factory=Dropped)
 
     def __len__(self) -> int:
@@ -129,13 +132,6 @@ class Forest:
     def tokens(self) -> int:
         """Tokens that are not padding."""
         return int(self.segments["length"].sum())
-
-    @property
-    def flat_tokens(self) -> int:
-        """Tokens of the same paths laid out one by one, each whole."""
-        table = self.segments
-        leaves = table["last"] == np.arange(1, len(table) + 1)
-        return int((table["depth"] + table["length"])[leaves].sum())
 
     @property
     def pairs(self) -> int:
@@ -165,8 +161,8 @@ class Forest:
         index = np.arange(len(self))
         return (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
 
-    def select(self, chosen: npt.NDArray[np.bool_], targets: npt.NDArray[np.bool_]) -> Forest:
-        """The forest of the chosen segments and targets.
+    def select(self, chosen: npt.NDArray[np.bool_], calls: Ints) -> Forest:
+        """The forest of the chosen segments and of the targets of `calls`, rows of `sequences` in rising order.
 
         The segments must be closed under ancestors and hold every token of the targets.
         """
@@ -187,15 +183,22 @@ class Forest:
         segments["start"] = moved(segments["start"])
         segments["last"] = np.append(order, len(segments))[segments["last"]]
         segments["parent"] = np.where(segments["parent"] >= 0, order[segments["parent"]], -1)
-        entries, sequences = drop_unused(self.targets.where(targets), self.sequences)
+        first = np.searchsorted(self.targets.sequence, calls)
+        counts = np.searchsorted(self.targets.sequence, calls, "right") - first
+        entries = self.targets.take(ranges(first, counts))
         whole = np.append(chosen, False)[np.searchsorted(table["start"], [m.start for m in self.media], "right") - 1]
         media = [item for item, inside in zip(self.media, whole) if inside]
         return Forest(
             ids=kept(self.ids),
             position=kept(self.position),
             end=subtree_ends(segments),
-            targets=replace(entries, index=moved(entries.index), source=moved(entries.source)),
-            sequences=sequences,
+            targets=replace(
+                entries,
+                index=moved(entries.index),
+                source=moved(entries.source),
+                sequence=np.repeat(np.arange(len(calls), dtype=np.int32), counts),
+            ),
+            sequences=self.sequences[calls],
             segments=segments,
             traces=self.traces,
             envs=self.envs,
@@ -205,16 +208,6 @@ class Forest:
                 for item, at in zip(media, moved(np.array([item.start for item in media], np.int32)))
             ),
         )
-
-
-def drop_unused(targets: Targets, sequences: Table) -> tuple[Targets, Table]:
-    """The targets and only those sequences that have one, so that a mean over a sequence is never one over nothing."""
-    used = np.zeros(len(sequences), bool)
-    used[targets.sequence] = True
-    if used.all():
-        return targets, sequences
-    renumbered = np.cumsum(used, dtype=np.int32) - 1
-    return replace(targets, sequence=renumbered[targets.sequence]), sequences[used]
 
 
 def subtree_ends(segments: Table) -> Ints:
@@ -266,12 +259,13 @@ def concat(forests: Sequence[Forest]) -> Forest:
         position=_join_positions([forest.position for forest in forests]),
         end=np.concatenate(ends),
         targets=Targets.join(targets),
-        sequences=np.concatenate(sequences),
-        segments=np.concatenate(segments),
+        sequences=join_tables(sequences, SEQUENCE),
+        segments=join_tables(segments, SEGMENT),
         traces=tuple(traces.values),
         envs=tuple(envs.values),
         versions=tuple(versions.values),
         media=tuple(media),
+        flat_tokens=sum(forest.flat_tokens for forest in forests),
         dropped=Dropped(
             tuple(call for forest in forests for call in forest.dropped.too_long),
             sum(forest.dropped.cut_tokens for forest in forests),

@@ -31,7 +31,7 @@ def grow(samples: Sequence[Sample], *, seq_len: int | None = None, overlong: Lit
     if twice := [name for name, count in given.items() if count > 1]:
         raise TraceInvalid(f"traces {twice} were given more than once: their targets would count more than once")
     found = find_targets(samples, seq_len, overlong)
-    needed = _needed([sample.trace.graph for sample in samples], found.targets)
+    needed, flat_tokens = _needed([sample.trace.graph for sample in samples], found.targets)
     radix = Radix()
     images: dict[tuple[str, bytes], int] = {}
     places = [_insert(radix, s.trace.graph, i, stops, images) for i, (s, stops) in enumerate(zip(samples, needed))]
@@ -51,16 +51,20 @@ def grow(samples: Sequence[Sample], *, seq_len: int | None = None, overlong: Lit
         envs=found.envs,
         versions=found.versions,
         media=_media(samples, index),
+        flat_tokens=flat_tokens,
         dropped=found.dropped,
     )
 
 
-def _needed(graphs: Sequence[Graph], targets: Targets) -> list[list[int]]:
-    """Where each run of each trace may stop: behind it nothing is trained, and nothing trained hangs off it."""
+def _needed(graphs: Sequence[Graph], targets: Targets) -> tuple[list[list[int]], int]:
+    """Where each run of each trace may stop: behind it nothing is trained, and nothing trained hangs off it.
+
+    Also how many tokens the trained paths have together, each counted whole.
+    """
     ends = targets.sequence != np.append(targets.sequence[1:], -1)  # the last target of a node is its deepest
     last = targets.index[ends]
     found: list[list[int]] = []
-    shift = 0
+    shift = flat_tokens = 0
     for graph in graphs:
         firsts = [first for first, _ in graph.runs()]
         stops = [graph.start(first) for first in firsts]
@@ -68,16 +72,20 @@ def _needed(graphs: Sequence[Graph], targets: Targets) -> list[list[int]]:
         owners = [bisect_right(stops, token) - 1 for token in mine]
         for run, token in zip(owners, mine):
             stops[run] = max(stops[run], token + 1)
-        needed = set(owners)
+        forks: dict[int, int] = dict.fromkeys(owners, -1)  # needed runs: where the last one that is needed forks off
         for run in reversed(range(len(firsts))):
             parent = int(graph.nodes.view["parent"][firsts[run]])
-            if run in needed and parent >= 0:
+            if run not in forks:
+                continue
+            if stops[run] > forks[run]:
+                flat_tokens += graph.run_depth(run) + stops[run] - graph.start(firsts[run])
+            stops[run] = max(stops[run], forks[run])
+            if parent >= 0:
                 above = graph.run_of(parent)
-                stops[above] = max(stops[above], graph.stop(parent))
-                needed.add(above)
+                forks[above] = max(forks.get(above, -1), graph.stop(parent))
         found.append(stops)
         shift += graph.tokens.size
-    return found
+    return found, flat_tokens
 
 
 def _insert(
@@ -124,6 +132,8 @@ def _positions(samples: Sequence[Sample], index: list[Ints], depth: Ints) -> Int
         graph = sample.trace.graph
         for node, arrays in graph.arrays.items():
             if AXES in arrays:
+                if arrays[AXES].shape != (graph.stop(node) - graph.start(node), 3):
+                    raise TraceInvalid(f"arrays.{AXES} of node {node} of trace {sample.trace.id!r} must be [tokens, 3]")
                 found = np.tile(depth, (3, 1)) if found is None else found
                 at = places[graph.start(node) : graph.stop(node)]
                 found[:, at[at >= 0]] = arrays[AXES][at >= 0].T

@@ -16,7 +16,8 @@ from ramify.trace.forest import Forest, concat, filler
 def pack(trees: Sequence[Forest], budget: int, bucket: int = 1) -> list[Forest]:
     """Rows of at most `budget` tokens that hold each tree once (a tree over the budget has a row to itself).
 
-    Each tree goes, the largest first, where it leaves the least room. Rows are padded to a multiple of `bucket`.
+    Each tree goes, the largest first, where it leaves the least room. Rows are padded to a multiple of `bucket`, but
+    not beyond the budget.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
@@ -30,11 +31,12 @@ def pack(trees: Sequence[Forest], budget: int, bucket: int = 1) -> list[Forest]:
             rows.append([])
         rows[row].append(tree)
         insort(room, (left - size, row))
-    return [_row([trees[i] for i in sorted(row)], bucket) for row in rows]
+    return [_row([trees[i] for i in sorted(row)], budget, bucket) for row in rows]
 
 
-def _row(trees: list[Forest], bucket: int) -> Forest:
-    padding = -sum(len(tree) for tree in trees) % bucket
+def _row(trees: list[Forest], budget: int, bucket: int) -> Forest:
+    size = sum(len(tree) for tree in trees)
+    padding = -size % bucket if size > budget else min(-size % bucket, budget - size)
     return concat([*trees, filler(padding)] if padding else trees)
 
 

@@ -6,7 +6,7 @@ The traces' columns are joined end to end first, so that each step below is one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from ramify.errors import TraceInvalid
 from ramify.trace.annotation import Annotation, Sample
-from ramify.trace.columns import NODE, VERSION, Floats, Ints, ranges
-from ramify.trace.forest import COMPONENTS, SEQUENCE, Dropped, Table, Targets, Version, drop_unused
+from ramify.trace.columns import NODE, VERSION, Floats, Ints, join_tables, ranges
+from ramify.trace.forest import COMPONENTS, SEQUENCE, Dropped, Table, Targets, Version
 
 Mask = npt.NDArray[np.bool_]
 
@@ -51,8 +51,9 @@ def find_targets(samples: Sequence[Sample], seq_len: int | None, overlong: Liter
         ref_kl=_spread(notes, "ref_kl", spans.lengths),
         reference=_spread(notes, "reference", spans.lengths),
     )
-    trained = (found.rl != 0) | (found.ce != 0) | (found.ref_kl != 0)
-    _check(joined, notes, spans, tokens, sources, found, trained)
+    on_policy = (found.rl != 0) | (found.ref_kl != 0)
+    trained = on_policy | (found.ce != 0)
+    _check(joined, samples, notes, spans, tokens, sources, found, trained)
     dropped = Dropped()
     if seq_len is not None:
         depth = np.repeat(spans.depths - spans.begins, spans.lengths) + tokens
@@ -72,9 +73,12 @@ def find_targets(samples: Sequence[Sample], seq_len: int | None, overlong: Liter
     for trace, note in zip(map(int, spans.traces), notes, strict=True):
         sample = samples[trace]
         rows.append((trace, note.node, envs.setdefault(sample.env, len(envs)), sample.temperature))
-    targets = found if trained.all() else found.where(trained)
-    targets, sequences = drop_unused(targets, np.array(rows, SEQUENCE))
-    return Found(targets, sequences, tuple(envs), versions, dropped)
+    if not on_policy.all():
+        found = replace(found, logprob=np.where(on_policy, found.logprob, np.float32(np.nan)))
+    targets = found if trained.all() else found.take(np.flatnonzero(trained))
+    used = np.bincount(targets.sequence, minlength=len(notes)) > 0  # a call without a target is no sequence
+    targets = replace(targets, sequence=(np.cumsum(used, dtype=np.int32) - 1)[targets.sequence])
+    return Found(targets, np.array(rows, SEQUENCE)[used], tuple(envs), versions, dropped)
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,7 +97,7 @@ class _Joined:
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> _Joined:
         graphs = [sample.trace.graph for sample in samples]
-        nodes = np.concatenate([np.empty(0, NODE), *(graph.nodes.view for graph in graphs)])
+        nodes = join_tables((graph.nodes.view for graph in graphs), NODE)
         counts = np.array([len(graph) for graph in graphs], np.int32)
         lengths = np.array([graph.tokens.size for graph in graphs], np.int32)
         first_node, first_token = (np.cumsum(sizes, dtype=np.int32) - sizes for sizes in (counts, lengths))
@@ -143,6 +147,8 @@ class _Spans:
 
 def _checked(sample: Sample) -> Sequence[Annotation]:
     """The sample's annotations, each of another node of this very trace."""
+    if not 0 < sample.temperature < float("inf"):
+        raise TraceInvalid(f"trace {sample.trace.id!r} has temperature {sample.temperature}: it must be above 0")
     seen: set[int] = set()
     for note in sample.annotations:
         if note.trace != sample.trace.id:
@@ -198,24 +204,25 @@ def _logprobs(joined: _Joined) -> Floats:
 
 def _versions(joined: _Joined, samples: Sequence[Sample]) -> tuple[Ints, tuple[Version, ...]]:
     """For each token which version sampled it, -1 where none is known; and the versions."""
-    names: dict[Version, int] = {}
+    names: dict[tuple[str, int, int], int] = {}
     numbers: list[int] = []
-    tables: list[Table] = [np.empty(0, VERSION)]
+    tables: list[Table] = []
     for sample, shift in zip(samples, joined.first_node.tolist(), strict=True):
         graph = sample.trace.graph
         rows = graph.versions.view.copy()
-        for _, policy, incarnation, step, _ in rows.tolist():
-            numbers.append(names.setdefault(Version(graph.policies[policy], incarnation, step), len(names)))
+        told: list[tuple[int, int, int, int, int]] = rows.tolist()
+        for _, policy, incarnation, step, _ in told:
+            numbers.append(names.setdefault((graph.policies[policy], incarnation, step), len(names)))
         rows["node"] += shift
         tables.append(rows)
-    rows = np.concatenate(tables)
+    rows = join_tables(tables, VERSION)
     first = np.ones(len(rows), bool)
     first[1:] = rows["node"][1:] != rows["node"][:-1]
     nodes = rows["node"][first]
     starts, stops = joined.nodes["sampled_start"][nodes], joined.nodes["sampled_stop"][nodes]
     found = np.full(len(joined.placeholders), -1, np.int32)
     found[ranges(joined.starts[nodes] + starts, stops - starts)] = np.repeat(np.array(numbers, np.int32), rows["count"])
-    return found, tuple(names)
+    return found, tuple(Version(*name) for name in names)
 
 
 def _spread(notes: Sequence[Annotation], name: str, lengths: Ints) -> Floats:
@@ -237,6 +244,7 @@ def _spread(notes: Sequence[Annotation], name: str, lengths: Ints) -> Floats:
 
 def _check(
     joined: _Joined,
+    samples: Sequence[Sample],
     notes: Sequence[Annotation],
     spans: _Spans,
     tokens: npt.NDArray[np.int64],
@@ -247,6 +255,7 @@ def _check(
     """Refuse targets that no loss could use, naming the token."""
     on_policy = (found.rl != 0) | (found.ref_kl != 0)
     foreign = joined.nodes["trainable"][spans.nodes] == 0
+    heated = np.array([sample.temperature != 1 for sample in samples], bool)[spans.traces]
     finite = np.isfinite(found.advantage)
     for name in COMPONENTS:
         finite &= np.isfinite(getattr(found, name))
@@ -256,6 +265,7 @@ def _check(
         "has a ref_kl weight but no finite reference": lambda: (found.ref_kl != 0) & ~np.isfinite(found.reference),
         "has an rl or ref_kl weight but its node is not trainable": lambda: on_policy & foreign[found.sequence],
         "has an advantage or weight that is not finite": lambda: ~finite,
+        "has a ref_kl weight at a temperature that is not 1": lambda: (found.ref_kl != 0) & heated[found.sequence],
         "is an image placeholder": lambda: trained & joined.placeholders[tokens],
     }
     for problem, test in problems.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from ramify.trace.plain import PlainDict, number, plain, score
 SCHEMA = 1
 
 Reward = tuple[float, float] | None
+S = TypeVar("S", bound=np.generic)
 
 
 class Timing(msgspec.Struct, omit_defaults=True):
@@ -101,6 +102,18 @@ class Trace(Header, kw_only=True, eq=False):
     @property
     def branches(self) -> list[Branch]:
         return [Branch(self, leaf) for leaf in self.leaves]
+
+    def flatten(self) -> list[Flat]:
+        """Every branch as arrays of its own, for whoever knows no trees; shared prefixes are repeated."""
+        graph = self.graph
+        table = graph.nodes.view
+        starts = np.append(np.int32(0), table["stop"])[:-1] + table["sampled_start"]
+        sampled = ranges(starts, table["sampled_stop"] - table["sampled_start"])
+        mask, logprobs = np.zeros(graph.tokens.size, bool), np.full(graph.tokens.size, np.nan, np.float32)
+        mask[sampled], logprobs[sampled] = True, graph.logprobs.view
+        ids: Ints = graph.tokens.view
+        paths = (graph.slices(leaf) for leaf in self.leaves)
+        return [Flat(_joined(ids, path), _joined(mask, path), _joined(logprobs, path)) for path in paths]
 
     @property
     def calls(self) -> list[int]:
@@ -247,6 +260,18 @@ class Node:
     def _span(self, name: str) -> tuple[int, int]:
         row = self.trace.graph.nodes.view[self.index]
         return int(row[f"{name}_start"]), int(row[f"{name}_stop"])
+
+
+class Flat(NamedTuple):
+    """A branch as arrays, one entry per token; `logprobs` is NaN where the policy did not sample the token."""
+
+    token_ids: Ints
+    sampled_mask: npt.NDArray[np.bool_]
+    logprobs: Floats
+
+
+def _joined(column: npt.NDArray[S], parts: list[slice]) -> npt.NDArray[S]:
+    return np.concatenate([column[part] for part in parts])
 
 
 @dataclass(slots=True, frozen=True)
