@@ -100,13 +100,22 @@ def write_script(
     return _Writer(rng, vocabulary, images, longest, prefix).write(turns)
 
 
-def scripts(*, max_turns: int = 10, min_turns: int = 1, images: bool = True) -> st.SearchStrategy[Script]:
+def scripts(*, max_turns: int = 8, min_turns: int = 1, images: bool = True) -> st.SearchStrategy[Script]:
     """Scripts under hypothesis: every random decision is drawn, so failures shrink to few turns and few tokens."""
     return st.builds(
         lambda rng, turns, vocabulary: write_script(rng, turns, vocabulary=vocabulary, images=images),
         st.randoms(use_true_random=False),
         st.integers(min_turns, max_turns),
         st.integers(2, 5),
+    )
+
+
+def tidy_scripts(*, max_turns: int = 8) -> st.SearchStrategy[Script]:
+    """Scripts in which equal tokens mean equal messages: no accidents, nothing retokenized, no two equal samples."""
+    return st.builds(
+        lambda rng, turns: _Writer(rng, 1_000_000, True, 12, "call", tidy=True).write(turns),
+        st.randoms(use_true_random=False),
+        st.integers(1, max_turns),
     )
 
 
@@ -130,6 +139,7 @@ class _Writer:
     images: bool
     longest: int
     prefix: str
+    tidy: bool = False
     script: Script = field(default_factory=Script)
     lines: list[tuple[Piece, ...]] = field(default_factory=list)  # histories, before and after each call
     asked: list[tuple[tuple[Piece, ...], list[int], list[int]]] = field(default_factory=list)  # history, gen, reply
@@ -158,7 +168,7 @@ class _Writer:
 
     def _retry(self) -> None:
         line, opening, reply = self.rng.choice(self.asked)
-        identical = self.rng.random() < 0.4
+        identical = not self.tidy and self.rng.random() < 0.4
         self._count("identical_retry" if identical else "retry")
         self._call(line, opening, reply if identical else None)
 
@@ -172,8 +182,8 @@ class _Writer:
             return self._grown(line)
         at = rng.randint(0, len(line) - 1)
         shown = [i for i, piece in enumerate(line) if piece.images]
-        swaps = ["swap_image"] * 4 if shown else []
-        how = rng.choice(["rewrite", "drop", "cut", "resplit", *swaps])
+        ways = ["rewrite", "drop", "cut"] + ["swap_image"] * (4 if shown else 0) + ["resplit"] * (not self.tidy)
+        how = rng.choice(ways)
         self._count("drop" if how == "cut" else how)
         if how == "rewrite":
             return (*line[:at], self._piece(), *line[at + 1 :])
@@ -229,7 +239,7 @@ class _Writer:
     def _call(self, line: tuple[Piece, ...], opening: list[int] | None = None, reply: list[int] | None = None) -> None:
         number = len(self.script.turns)  # decides what needs no luck: every value has its turn
         opening = self._ids(0, 2) if opening is None else opening
-        reply = self._ids(0, 4) if reply is None else reply
+        reply = self._ids(1 if self.tidy else 0, 4) if reply is None else reply
         spans, media, prompt = _laid_out(line)
         prompt += opening
         message = _reply(number, reply)

@@ -223,6 +223,22 @@ def test_a_delta_that_names_what_the_trace_does_not_have_is_refused():
     assert encode(reader.trace) == encode(trace)
 
 
+def test_a_delta_with_the_right_number_but_another_beginning_is_refused():
+    """Two writers of one trace count alike and cut elsewhere: their deltas do not mix."""
+    trace = Trace(id="t")
+    early, late = TraceWriter(trace), TraceWriter(trace)
+    first = early.delta() or b""
+    trace.add(-1, Message("user"), [1])
+    other_first = late.delta() or b""
+    trace.add(0, Message("user"), [2])
+    second, other_second = early.delta() or b"", late.delta() or b""
+    for mine, foreign in (((first, second), other_second), ((other_first, other_second), second)):
+        reader = received([mine[0]])
+        refused(reader, foreign, DeltaLost)
+        reader.apply(mine[1])
+        assert encode(reader.trace) == encode(trace)
+
+
 def test_no_news_is_no_delta():
     trace = Trace(id="t")
     writer = TraceWriter(trace)

@@ -26,7 +26,7 @@ from ramify.trace import (
     encode,
 )
 from tests.trace import oracle
-from tests.trace.strategies import IMAGES, PLACEHOLDER, Script, replay, scripts
+from tests.trace.strategies import IMAGES, PLACEHOLDER, Script, replay, scripts, tidy_scripts
 
 RANDOM = st.randoms(use_true_random=False)
 
@@ -52,6 +52,19 @@ def test_the_path_to_a_reply_is_what_the_engine_saw(script: Script):
     trace, nodes = replay(script)
     oracle.assert_records_script(trace, nodes, script)
     oracle.look_at_everything(trace)
+
+
+@given(tidy_scripts())
+def test_a_branch_says_what_the_prompt_said(script: Script):
+    """Messages without tokens apart, which no token can tell from one another."""
+    trace, nodes = replay(script)
+    for node, each in zip(nodes, script.turns, strict=True):
+        starts = [0, *(span.stop for span in each.spans)]
+        silent = [span.message for start, span in zip(starts, each.spans, strict=False) if start == span.stop]
+        said = [span.message for start, span in zip(starts, each.spans, strict=False) if start < span.stop]
+        event(f"messages without tokens: {len(silent) > 0}")
+        found = [message for message in Branch(trace, node).messages if message.content not in ("", "unseen")]
+        assert found == [message for message in [*said, each.reply] if message.content not in ("", "unseen")]
 
 
 @given(scripts(max_turns=8))
@@ -267,6 +280,18 @@ def test_messages_without_tokens_are_kept_and_known_again():
     assert Branch(trace, first).messages[:-1] == [silent, Message("user", "hi"), silent]
     assert trace.nodes[first].parent == trace.nodes[second].parent
     assert len(trace.nodes) == 5
+
+
+def test_a_message_without_tokens_behind_closing_scaffold_is_known_again():
+    """It stands where the scaffold of the reply before it goes, so its node has a token that is not its own."""
+    trace = Trace(id="t")
+    builder = TurnBuilder(trace)
+    builder.attach(turn([1, 2], [3], call=Call("a")))
+    said = [Message("user", "hi"), Message("assistant", "yo"), Message("system", "unseen")]
+    spans = [Span(said[0], 2, (0, 2)), Span(said[1], 4, (2, 3)), Span(said[2], 4, (4, 4))]
+    for i in range(3):
+        node = builder.attach(turn([1, 2, 3, 9, 8], [i], call=Call(str(i)), spans=spans))
+        assert Branch(trace, node).messages == [*said, Message("assistant", "yo")]
 
 
 def test_a_reply_without_any_token_can_be_continued():

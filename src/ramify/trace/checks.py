@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from ramify.trace.message import Call, Media, MediaRef, Message, Record, Version
 from ramify.trace.plain import plain
 
 ARRAY_KINDS = "biufcSUmM"  # dtypes that their name describes in full
+_SCALARS = (int, float, str, bool, type(None))  # plain as they are
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_record = msgspec.msgpack.Decoder(Record).decode
@@ -97,7 +98,7 @@ def rows_of(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any], name: str) ->
 
 def record_bytes(message: Message, call: Call | None) -> bytes:
     """The record of a node, known to be readable again."""
-    if isinstance(call, Call):
+    if isinstance(call, Call) and not _is_flat(call.sampling):
         call = msgspec.structs.replace(call, sampling=plain(call.sampling, "sampling"))
     try:
         record = _encode(Record(message, call))
@@ -105,6 +106,12 @@ def record_bytes(message: Message, call: Call | None) -> bytes:
     except (TypeError, ValueError, OverflowError, msgspec.ValidationError) as error:
         raise ValueRefused(f"message or call of a node cannot be encoded: {error}") from error
     return record
+
+
+def _is_flat(sampling: object) -> bool:
+    """Whether the usual settings are all there is: they are plain already, and every call has them."""
+    values = cast(dict[object, object], sampling).values() if isinstance(sampling, dict) else [sampling]
+    return all(type(value) in _SCALARS for value in values)
 
 
 def node_array(name: str, node: int, array: npt.NDArray[Any], tokens: int, sampled: int) -> npt.NDArray[Any]:

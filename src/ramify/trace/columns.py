@@ -41,10 +41,11 @@ class Column:
     A column may start as a read-only view over received bytes; it turns into memory of its own when it first grows.
     """
 
-    __slots__ = ("_buffer", "size")
+    __slots__ = ("_buffer", "_room", "size")
 
     def __init__(self, data: npt.NDArray[Any]) -> None:
         self._buffer = data
+        self._room = 0  # how much of the buffer is ours to write
         self.size = len(data)
 
     @property
@@ -54,9 +55,10 @@ class Column:
     def reserve(self, count: int) -> npt.NDArray[Any]:
         """Make room for `count` more and return that room, to be filled at once."""
         start, self.size = self.size, self.size + count
-        if self.size > len(self._buffer) or not self._buffer.flags.writeable:
-            # Growing by a sixteenth keeps the slack within a byte a token; the copying stays linear.
-            grown = np.empty(self.size + (self.size >> 4), self._buffer.dtype)
+        if self.size > self._room:
+            # Growing by an eighth keeps the slack near a byte a token; the copying stays linear.
+            self._room = self.size + (self.size >> 3)
+            grown = np.empty(self._room, self._buffer.dtype)
             grown[:start] = self._buffer[:start]
             self._buffer = grown
         return self._buffer[start : self.size]

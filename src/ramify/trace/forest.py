@@ -71,8 +71,8 @@ class Targets:
     def __len__(self) -> int:
         return len(self.token)
 
-    def take(self, chosen: npt.NDArray[np.int64]) -> Targets:
-        return Targets(*(getattr(self, name).take(chosen) for name in _COLUMNS))
+    def take(self, chosen: npt.NDArray[np.int64] | slice) -> Targets:
+        return Targets(*(getattr(self, name)[chosen] for name in _COLUMNS))
 
     @classmethod
     def join(cls, parts: Sequence[Targets]) -> Targets:
@@ -184,8 +184,10 @@ class Forest:
         segments["last"] = np.append(order, len(segments))[segments["last"]]
         segments["parent"] = np.where(segments["parent"] >= 0, order[segments["parent"]], -1)
         first = np.searchsorted(self.targets.sequence, calls)
-        counts = np.searchsorted(self.targets.sequence, calls, "right") - first
-        entries = self.targets.take(ranges(first, counts))
+        after = np.searchsorted(self.targets.sequence, calls, "right")
+        counts = after - first
+        together = np.array_equal(first[1:], after[:-1])  # most often: then a view does
+        entries = self.targets.take(slice(first[0], after[-1]) if together else ranges(first, counts))
         whole = np.append(chosen, False)[np.searchsorted(table["start"], [m.start for m in self.media], "right") - 1]
         media = [item for item, inside in zip(self.media, whole) if inside]
         return Forest(

@@ -90,14 +90,6 @@ class Graph:
         """Tokens on the path up to and with the node; 0 for node -1."""
         return self.depth(node) + self.stop(node) - self.start(node) if node >= 0 else 0
 
-    def depths(self, nodes: Sequence[int]) -> Ints:
-        """`depth` of many nodes at once."""
-        own = np.array(nodes, np.int32)
-        runs = np.searchsorted(self._run_first, own, "right") - 1
-        firsts = np.array(self._run_first, np.int32)[runs]
-        starts = np.concatenate([np.zeros(1, np.int32), self.nodes.view["stop"]])
-        return np.array(self._run_depth, np.int32)[runs] + starts[own] - starts[firsts]
-
     def before(self, node: int) -> int:
         """The token before the node's first on its path, as an index into the token column; -1 if there is none."""
         while node >= 0:
@@ -125,6 +117,8 @@ class Graph:
 
     def images(self, first: int = 0, last: int | None = None) -> list[tuple[int, int, Media]]:
         """(start, stop, media) of all media of nodes first to last, placed in the token column."""
+        if not self.media_refs.size:
+            return []
         rows = _rows(self.media_refs.view, first, len(self) - 1 if last is None else last)
         starts = ((self.start(node), media, start, stop) for node, _, media, start, stop in rows)
         return [(begin + start, begin + stop, self.media[media]) for begin, media, start, stop in starts]
@@ -133,6 +127,10 @@ class Graph:
         """(first, last) node of each run, in arrival order."""
         firsts = [*self._run_first, len(self)]
         return ((first, after - 1) for first, after in pairwise(firsts))
+
+    def run_starts(self) -> Iterator[tuple[int, int]]:
+        """(first node, tokens on the path before it) of each run."""
+        return zip(self._run_first, self._run_depth)
 
     def run_of(self, node: int) -> int:
         return bisect_right(self._run_first, node) - 1
@@ -206,8 +204,8 @@ class Graph:
         check_media(node, media, self.media, len(ids))
         policies = list(dict.fromkeys([*self.policies, *(run.policy for run in versions)]))
         runs = [(node, policies.index(run.policy), run.incarnation, run.step, run.count) for run in versions]
-        version_rows = rows_of(runs, VERSION, "versions")
-        media_rows = rows_of([(node, *ref) for ref in media], MEDIA, "media")
+        version_rows = rows_of(runs, VERSION, "versions") if runs else ()
+        media_rows = rows_of([(node, *ref) for ref in media], MEDIA, "media") if media else ()
         kept = {name: node_array(name, node, array, len(ids), count) for name, array in (arrays or {}).items()}
         record = record_bytes(message, call)
 
@@ -215,8 +213,10 @@ class Graph:
         self.tokens.extend(ids)
         self.logprobs.extend(sampler)
         self.records.extend(np.frombuffer(record, np.uint8))
-        self.versions.extend(version_rows)
-        self.media_refs.extend(media_rows)
+        if len(version_rows):
+            self.versions.extend(version_rows)
+        if len(media_rows):
+            self.media_refs.extend(media_rows)
         if kept:
             self.arrays[node] = kept
         stops = (self.tokens.size, self.logprobs.size, self.records.size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from ramify.trace.columns import NODE, VERSION, Floats, Ints, join_tables, range
 from ramify.trace.forest import COMPONENTS, SEQUENCE, Dropped, Table, Targets, Version
 
 Mask = npt.NDArray[np.bool_]
+S = TypeVar("S", bound=np.generic)
 
 
 class Found(NamedTuple):
@@ -38,13 +39,14 @@ def find_targets(samples: Sequence[Sample], seq_len: int | None, overlong: Liter
     tokens = ranges(spans.begins + spans.starts, spans.lengths)
     sources = _sources(joined, samples, spans, tokens)
     version, versions = _versions(joined, samples)
+    place, sampled = _sampled(joined, spans, tokens)
     found = Targets(
         token=joined.tokens[tokens],
         index=tokens.astype(np.int32),
         source=sources,
         sequence=np.repeat(np.arange(len(notes), dtype=np.int32), spans.lengths),
-        version=version[tokens],
-        logprob=_logprobs(joined)[tokens],
+        version=_pick(version, place, sampled, np.int32(-1)),
+        logprob=_pick(joined.logprobs, place, sampled, np.float32(np.nan)),
         advantage=_spread(notes, "advantage", spans.lengths),
         rl=_spread(notes, "rl", spans.lengths),
         ce=_spread(notes, "ce", spans.lengths),
@@ -75,10 +77,13 @@ def find_targets(samples: Sequence[Sample], seq_len: int | None, overlong: Liter
         rows.append((trace, note.node, envs.setdefault(sample.env, len(envs)), sample.temperature))
     if not on_policy.all():
         found = replace(found, logprob=np.where(on_policy, found.logprob, np.float32(np.nan)))
-    targets = found if trained.all() else found.take(np.flatnonzero(trained))
-    used = np.bincount(targets.sequence, minlength=len(notes)) > 0  # a call without a target is no sequence
-    targets = replace(targets, sequence=(np.cumsum(used, dtype=np.int32) - 1)[targets.sequence])
-    return Found(targets, np.array(rows, SEQUENCE)[used], tuple(envs), versions, dropped)
+    if not trained.all():
+        found = found.take(np.flatnonzero(trained))
+    used = np.zeros(len(notes), bool)
+    used[found.sequence] = True
+    if not used.all():  # a call without a target is no sequence
+        found = replace(found, sequence=(np.cumsum(used, dtype=np.int32) - 1)[found.sequence])
+    return Found(found, np.array(rows, SEQUENCE)[used], tuple(envs), versions, dropped)
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,10 +94,13 @@ class _Joined:
     starts: Ints  # of each node in the joined tokens
     sizes: Ints
     tokens: Ints
+    sampled: Ints  # how many tokens of each node are
+    first_sampled: Ints  # where they begin among all sampled ones
     logprobs: Floats
     placeholders: Mask  # per token
     first_node: Ints  # of each trace
     first_token: Ints
+    runs: Ints  # [run, 2]: first node, tokens on the path before it
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> _Joined:
@@ -109,7 +117,26 @@ class _Joined:
             for start, stop, _ in graph.images():
                 placeholders[shift + start : shift + stop] = True
         logprobs = np.concatenate([np.empty(0, np.float32), *(graph.logprobs.view for graph in graphs)])
-        return cls(nodes, starts, stops - starts, tokens, logprobs, placeholders, first_node, first_token)
+        sampled = nodes["sampled_stop"] - nodes["sampled_start"]
+        first_sampled = np.cumsum(sampled, dtype=np.int32) - sampled
+        runs = [
+            (shift + first, depth)
+            for graph, shift in zip(graphs, first_node.tolist())
+            for first, depth in graph.run_starts()
+        ]
+        return cls(
+            nodes=nodes,
+            starts=starts,
+            sizes=stops - starts,
+            tokens=tokens,
+            sampled=sampled,
+            first_sampled=first_sampled,
+            logprobs=logprobs,
+            placeholders=placeholders,
+            first_node=first_node,
+            first_token=first_token,
+            runs=np.array(runs, np.int32).reshape(-1, 2),
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,8 +164,9 @@ class _Spans:
                     raise TraceInvalid(
                         f"span {note.span} leaves the {size} tokens of node {note.node} of {note.trace!r}"
                     )
-        depths = [sample.trace.graph.depths([note.node for note in sample.annotations]) for sample in samples]
-        return cls(traces, nodes, joined.starts[nodes], starts, stops, np.concatenate([np.empty(0, np.int32), *depths]))
+        first, depth = joined.runs[np.searchsorted(joined.runs[:, 0], nodes, "right") - 1].T
+        begins = joined.starts[nodes]
+        return cls(traces, nodes, begins, starts, stops, depth + begins - joined.starts[first])
 
     @property
     def lengths(self) -> Ints:
@@ -194,42 +222,47 @@ def _sources(joined: _Joined, samples: Sequence[Sample], spans: _Spans, tokens: 
     return sources
 
 
-def _logprobs(joined: _Joined) -> Floats:
-    """For each token the sampler's logprob, NaN where it did not sample it."""
-    found = np.full(len(joined.placeholders), np.nan, np.float32)
-    starts, stops = joined.nodes["sampled_start"], joined.nodes["sampled_stop"]
-    found[ranges(joined.starts + starts, stops - starts)] = joined.logprobs
-    return found
+def _sampled(joined: _Joined, spans: _Spans, tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Mask]:
+    """For each token its place among all sampled ones, and whether it has one."""
+    first = spans.begins + joined.nodes["sampled_start"][spans.nodes]
+    offsets = tokens - np.repeat(first, spans.lengths)
+    inside = (offsets >= 0) & (offsets < np.repeat(joined.sampled[spans.nodes], spans.lengths))
+    return offsets + np.repeat(joined.first_sampled[spans.nodes], spans.lengths), inside
 
 
 def _versions(joined: _Joined, samples: Sequence[Sample]) -> tuple[Ints, tuple[Version, ...]]:
-    """For each token which version sampled it, -1 where none is known; and the versions."""
+    """For each sampled token which version it came from, -1 where none is known; and the versions."""
     names: dict[tuple[str, int, int], int] = {}
     numbers: list[int] = []
-    tables: list[Table] = []
-    for sample, shift in zip(samples, joined.first_node.tolist(), strict=True):
+    for sample in samples:
         graph = sample.trace.graph
-        rows = graph.versions.view.copy()
-        told: list[tuple[int, int, int, int, int]] = rows.tolist()
+        told: list[tuple[int, int, int, int, int]] = graph.versions.view.tolist()
         for _, policy, incarnation, step, _ in told:
             numbers.append(names.setdefault((graph.policies[policy], incarnation, step), len(names)))
-        rows["node"] += shift
-        tables.append(rows)
-    rows = join_tables(tables, VERSION)
-    first = np.ones(len(rows), bool)
-    first[1:] = rows["node"][1:] != rows["node"][:-1]
-    nodes = rows["node"][first]
-    starts, stops = joined.nodes["sampled_start"][nodes], joined.nodes["sampled_stop"][nodes]
-    found = np.full(len(joined.placeholders), -1, np.int32)
-    found[ranges(joined.starts[nodes] + starts, stops - starts)] = np.repeat(np.array(numbers, np.int32), rows["count"])
+    rows = join_tables((sample.trace.graph.versions.view for sample in samples), VERSION)
+    found = np.repeat(np.array(numbers, np.int32), rows["count"])
+    if len(found) < len(joined.logprobs):  # some nodes do not say
+        shift = np.repeat(joined.first_node, [sample.trace.graph.versions.size for sample in samples])
+        nodes = np.unique(rows["node"] + shift)
+        known, found = found, np.full(len(joined.logprobs), -1, np.int32)
+        found[ranges(joined.first_sampled[nodes], joined.sampled[nodes])] = known
     return found, tuple(Version(*name) for name in names)
+
+
+def _pick(column: npt.NDArray[S], place: npt.NDArray[np.int64], known: Mask, otherwise: S) -> npt.NDArray[S]:
+    if known.all():
+        return column[place]
+    found = np.full(len(place), otherwise)
+    found[known] = column[place[known]]
+    return found
 
 
 def _spread(notes: Sequence[Annotation], name: str, lengths: Ints) -> Floats:
     """A column of values, one per token, from annotations that have one value or one per token (NaN: none)."""
     values = [np.nan if (value := getattr(note, name)) is None else value for note in notes]
     if all(isinstance(value, int | float) for value in values):
-        return np.repeat(np.array(values, np.float32), lengths)
+        same = all(value is values[0] for value in values)  # a default, most often
+        return np.repeat(np.array(values[:1] if same else values, np.float32), lengths.sum() if same else lengths)
     parts: list[Floats] = []
     for note, value, n in zip(notes, values, lengths.tolist(), strict=True):
         array = np.asarray(value, np.float32)

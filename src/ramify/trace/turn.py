@@ -111,9 +111,9 @@ class TurnBuilder:
 
     def _catch_up(self) -> None:
         """Learn the call ids of nodes that came without this builder: decoded, added by hand or by another one."""
-        for node in self._trace.nodes[self._read :]:
-            if (call := node.call) is not None:
-                self._nodes[call.id] = node.index
+        for index in range(self._read, len(self._trace.graph)):
+            if (call := self._trace.graph.record(index).call) is not None:
+                self._nodes[call.id] = index
         self._read = len(self._trace.graph)
 
     def _add(self, turn: Turn, prompt: Ints, ids: Ints) -> int:
