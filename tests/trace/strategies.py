@@ -113,7 +113,7 @@ def scripts(*, max_turns: int = 8, min_turns: int = 1, images: bool = True) -> s
 def tidy_scripts(*, max_turns: int = 8) -> st.SearchStrategy[Script]:
     """Scripts in which equal tokens mean equal messages: no accidents, nothing retokenized, no two equal samples."""
     return st.builds(
-        lambda rng, turns: _Writer(rng, 1_000_000, True, 12, "call", tidy=True).write(turns),
+        lambda rng, turns: _Writer(rng, 0, True, 12, "call", tidy=True).write(turns),
         st.randoms(use_true_random=False),
         st.integers(1, max_turns),
     )
@@ -139,7 +139,8 @@ class _Writer:
     images: bool
     longest: int
     prefix: str
-    tidy: bool = False
+    tidy: bool = False  # every token id but the placeholder's is used once
+    used: int = PLACEHOLDER
     script: Script = field(default_factory=Script)
     lines: list[tuple[Piece, ...]] = field(default_factory=list)  # histories, before and after each call
     asked: list[tuple[tuple[Piece, ...], list[int], list[int]]] = field(default_factory=list)  # history, gen, reply
@@ -198,7 +199,7 @@ class _Writer:
 
     def _other_image(self, piece: Piece) -> Piece:
         images = tuple((part, a, b, self.rng.choice(IMAGES)) for part, a, b, _ in piece.images)
-        return replace(piece, images=images, message=_message("user", "shown", images))
+        return replace(piece, images=images, message=_message(piece.message.role, "shown", images))
 
     def _resplit(self, line: tuple[Piece, ...], at: int) -> tuple[Piece, ...]:
         """The same tokens as two messages, where there was one; no image is cut."""
@@ -226,7 +227,7 @@ class _Writer:
     def _shown(self, role: str) -> Piece:
         """A message with one or two images between pieces of text."""
         rng = self.rng
-        ids = self._ids(0, 2)
+        ids = self._ids(1 if self.tidy else 0, 2)
         low, images = len(ids), []
         for part in range(rng.randint(1, 2)):
             start = len(ids)
@@ -292,7 +293,11 @@ class _Writer:
         return {"experts": experts, "allowed": np.ones(count, bool)}
 
     def _ids(self, low: int, high: int) -> list[int]:
-        return [self.rng.randint(0, self.vocabulary - 1) for _ in range(self.rng.randint(low, high))]
+        count = self.rng.randint(low, high)
+        if self.tidy:
+            self.used += count
+            return list(range(self.used - count + 1, self.used + 1))
+        return [self.rng.randint(0, self.vocabulary - 1) for _ in range(count)]
 
     def _count(self, kind: str) -> None:
         self.script.kinds[kind] += 1
