@@ -167,11 +167,7 @@ def encode_frame(trace: Trace, *, since: Mark = START, header: Header | None = N
         media=graph.media[since.media :],
         arrays=entries,
     )
-    try:
-        encoded = _encoder.encode(head)
-    except (TypeError, ValueError, OverflowError) as error:  # a nested list changed after it was set
-        raise TraceInvalid(f"trace {trace.id!r} holds a value that cannot be encoded: {error}") from error
-    return _frame(FRAME, encoded, parts)
+    return _frame(FRAME, _encoder.encode(head), parts)
 
 
 def open_frame(data: bytes | bytearray | memoryview) -> tuple[Head, list[npt.NDArray[Any]]]:

@@ -126,7 +126,7 @@ class Trace(Header, kw_only=True, eq=False):
         """The weighted sum of the rewards; None while one of them is due."""
         if any(entry is None for entry in self.rewards.values()):
             return None
-        return sum(entry[0] * entry[1] for entry in self.rewards.values() if entry is not None)
+        return float(sum(entry[0] * entry[1] for entry in self.rewards.values() if entry is not None))
 
     @property
     def truncated(self) -> bool:
