@@ -99,10 +99,52 @@ class TokenizerMismatch(RamifyError, blame="system", retryable=False):
     """
 
 
+class ModelNotFound(RamifyError, blame="system", retryable=False):
+    """A model's name leads to no directory with a model in it.
+
+    Give a directory, the name of a packaged model, or an id that is in the local cache; the message says what was tried.
+    """
+
+
+class ModelUnsupported(RamifyError, blame="system", retryable=False):
+    """A model uses something the native engine does not know.
+
+    The message names it; serve this model with vLLM.
+    """
+
+
+class WeightsRefused(RamifyError, blame="system", retryable=False):
+    """A published set of weights is incomplete, changed, or made for another model; the old weights stay.
+
+    Publish again; the message names the first file or tensor that is wrong.
+    """
+
+
+class RequestInvalid(RamifyError, blame="system", retryable=False):
+    """A request to the inference server has a field that cannot be used.
+
+    Fix the caller: the message names the field, what was expected and what was found.
+    """
+
+
+class QueueFull(RamifyError, blame="system", retryable=True):
+    """The inference engine has as many waiting requests as it may hold.
+
+    Send it again later or elsewhere; raise `inference.queue`, or lower the concurrency, if it happens often.
+    """
+
+
 class ConfigInvalid(RamifyError, blame="system", retryable=False):
     """The configuration has keys or values that cannot be used; commands exit with code 2.
 
     The message lists every problem with its key, and the nearest valid key; fix them and start again.
+    """
+
+
+class TemplateRefused(RamifyError, blame="system", retryable=False):
+    """The model's chat template cannot be run, or refuses the conversation it was given.
+
+    Read its own words in the message; reorder the messages, or give `renderer` other `template_args` or a family.
     """
 
 

@@ -1,0 +1,193 @@
+"""The same weights in fewer operators, for the family of models that most policies belong to.
+
+On a small model a decode step is spent between the operators, not in them: the code of a Llama layer is about sixty
+operators, of which seven are matrix products. Here it is about twenty: projections that read the same input are one
+product (their weights become views of one tensor, so nothing is copied and a weight update reaches both), rotation
+touches queries and keys together, residuals are added by the product. This is a second spelling of a model's forward,
+so it has to prove itself: `fuse` runs both on a few tokens and keeps the fused one only if they agree. Any other model
+runs its own code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from ramify.model.paged import KVPool, Step, Tile, attend, write
+
+FAMILY = {"llama", "mistral", "qwen2", "qwen3"}  # pre-norm, rotary in halves, gated SiLU
+Forward = Callable[[Tensor, Tensor, Step, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's tensors; matrices are [in, out]."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Fused:
+    """`(ids, positions, step, rows)` → logits of `rows`, for a model of the family."""
+
+    def __init__(self, module: Any) -> None:
+        config, core = module.config, module.model
+        self.head, self.core = module.lm_head, core
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = core.layers[0].self_attn.head_dim
+        self.scaling = core.layers[0].self_attn.scaling
+        self.eps = config.rms_norm_eps
+        self.layers = [self._layer(layer) for layer in core.layers]
+        self.angles = self._angles(config.max_position_embeddings)
+
+    def _angles(self, positions: int) -> Tensor:
+        """Cosines and sines of every position, [positions, 2 * head_dim]; half of the sines negated for `roll`."""
+        weight = self.core.embed_tokens.weight
+        every = torch.arange(positions, device=weight.device).unsqueeze(0)
+        cos, sin = (part[0] for part in self.core.rotary_emb(weight[:1].unsqueeze(0), position_ids=every))
+        half = self.head_dim // 2
+        return torch.cat((cos, -sin[:, :half], sin[:, half:]), -1)
+
+    def _layer(self, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv, bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up, _ = _join(mlp.gate_proj, mlp.up_proj)
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        return Layer(
+            norm=layer.input_layernorm.weight,
+            qkv=qkv,
+            qkv_bias=bias,
+            q_norm=None if norms[0] is None else norms[0].weight,
+            k_norm=None if norms[1] is None else norms[1].weight,
+            out=_join(attention.o_proj)[0],
+            out_bias=attention.o_proj.bias,
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up=gate_up,
+            down=_join(mlp.down_proj)[0],
+        )
+
+    def __call__(self, ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Logits of `rows`, [len(rows), vocab]."""
+        hidden = F.embedding(ids, self.core.embed_tokens.weight)
+        cos, sin = F.embedding(positions, self.angles).unsqueeze(1).chunk(2, -1)  # [rows, 1, head_dim]
+        for number, layer in enumerate(self.layers):
+            hidden = self._attention(layer, number, hidden, cos, sin, step)
+            hidden = self._mlp(layer, hidden)
+        hidden = self._rms(hidden.index_select(0, rows), self.core.norm.weight)
+        return F.linear(hidden, self.head.weight, self.head.bias)
+
+    def _attention(self, layer: Layer, number: int, hidden: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
+        rows, dim, half = hidden.shape[0], self.head_dim, self.head_dim // 2
+        rotated = self.heads + self.kv_heads
+        qkv = torch.mm(self._rms(hidden, layer.norm), layer.qkv)
+        if layer.qkv_bias is not None:
+            qkv += layer.qkv_bias
+        qk = qkv[:, : rotated * dim].view(rows, rotated, dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = self._rms(qk[:, : self.heads], layer.q_norm), self._rms(qk[:, self.heads :], layer.k_norm)
+            turned = torch.cat((query, key), 1)
+        else:
+            turned = qk
+        torch.addcmul(turned * cos, turned.roll(half, -1), sin, out=qk)
+        write(step, number, qkv[:, self.heads * dim :])
+        out = attend(step, number, qk[:, : self.heads], self.scaling).reshape(rows, -1)
+        return _residual(hidden, out, layer.out, layer.out_bias)
+
+    def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
+        gate, up = torch.mm(self._rms(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+
+    def _rms(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Root mean square in float32, as the models do it."""
+        if hidden.dtype == torch.float32:
+            return F.rms_norm(hidden, weight.shape, weight, self.eps)
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(hidden.shape[-1]).add_(self.eps).rsqrt_()
+        return (hidden * scale).to(hidden.dtype).mul_(weight)
+
+
+def fuse(module: Any) -> Fused | None:
+    """The fused forward of this model, or None if it is of another family or does not agree with its own code."""
+    config = module.config
+    if config.model_type not in FAMILY or config.hidden_act != "silu" or _windowed(config) or _dynamic(config):
+        return None
+    plain = [module.model.layers[0].mlp.gate_proj.bias, module.model.layers[0].mlp.down_proj.bias]
+    if any(bias is not None for bias in plain):
+        return None
+    with torch.no_grad():  # not inference mode: joined weights stay ordinary tensors, to be updated later
+        expected = _trial(module, own_code(module))
+        fused = Fused(module)
+        return fused if _agree(expected, _trial(module, fused)) else None
+
+
+def own_code(module: Any) -> Forward:
+    """The model's own forward, in the form the engine calls."""
+
+    def forward(ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
+        row, where = ids.unsqueeze(0), positions.unsqueeze(0)
+        return module(input_ids=row, position_ids=where, use_cache=False, logits_to_keep=rows, step=step).logits[0]
+
+    return forward
+
+
+def _windowed(config: Any) -> bool:
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )
+
+
+def _dynamic(config: Any) -> bool:
+    """Whether angles depend on the length of the sequence, so that there is no table of them."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
+
+
+def _join(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The weights of `parts` as one tensor [in, out], of which their own become views."""
+    weight = torch.cat([part.weight for part in parts]).t()
+    if (
+        weight.dtype == torch.float32
+    ):  # a fifth faster on CPU with few rows; bfloat16 products prefer [out, in] in memory
+        weight = weight.contiguous()
+    bias = torch.cat([part.bias for part in parts]) if parts[0].bias is not None else None
+    start = 0
+    for part in parts:
+        stop = start + part.weight.shape[0]
+        part.weight = nn.Parameter(weight[:, start:stop].t(), requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias[start:stop], requires_grad=False)
+        start = stop
+    return weight, bias
+
+
+def _residual(hidden: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.addmm(hidden, value, weight)
+    return out if bias is None else out.add_(bias)
+
+
+def _trial(module: Any, forward: Forward, tokens: int = 8) -> Tensor:
+    """Logits of a short made-up sequence."""
+    config, weight = module.config, module.get_input_embeddings().weight
+    device = weight.device
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    pool = KVPool(layers, 1, tokens, heads, module.model.layers[0].self_attn.head_dim, weight.dtype, device)
+    positions = torch.arange(tokens, device=device)
+    tile = Tile(0, tokens, 1, tokens, torch.zeros(1, dtype=torch.long, device=device), positions.unsqueeze(0))
+    ids = (positions * 7919 + 13) % config.vocab_size
+    return forward(ids, positions, Step(pool, positions, [tile]), positions)
+
+
+def _agree(expected: Tensor, found: Tensor) -> bool:
+    limit = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    scale = expected.float().abs().max().clamp_min(1.0)
+    return bool((expected.float() - found.float()).abs().max() <= limit * scale)

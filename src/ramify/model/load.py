@@ -1,0 +1,91 @@
+"""Loading a causal language model so that its attention reads the paged cache.
+
+The model keeps its own code. Attention is the one place where an engine must take part, and transformers has a door
+for it: `paged_attention` is registered under a name, the model is loaded with that name, and what the engine passes to
+`forward` arrives at the function untouched.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from ramify.errors import ModelUnsupported
+from ramify.model.paged import paged_attention
+
+ATTENTION = "ramify_paged"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes an engine needs to know."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run: the Hugging Face module, where it is, and its sizes."""
+
+    module: Any
+    path: Path
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: frozenset[int]
+
+
+def load(path: Path, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Load the model directory `path`; `auto` takes the dtype of the checkpoint, and a GPU if there is one."""
+    AttentionInterface.register(ATTENTION, paged_attention)
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    shape = _shape(config)
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    kind = _dtype(config) if dtype == "auto" else DTYPES[dtype]
+    module: Any = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=kind, attn_implementation=ATTENTION, local_files_only=True
+    )
+    module.eval().requires_grad_(False).to(place)
+    return LoadedModel(module, path, shape, kind, place, _eos(config, module.generation_config))
+
+
+def _dtype(config: Any) -> torch.dtype:
+    kind = getattr(config, "dtype", None)
+    return torch.bfloat16 if kind in (torch.bfloat16, "bfloat16") else torch.float32
+
+
+def _shape(config: Any) -> Shape:
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelUnsupported(f"{config.model_type} has layers without paged attention: {', '.join(sorted(unknown))}")
+    if getattr(text, "kv_lora_rank", None):
+        raise ModelUnsupported(f"{config.model_type} caches latent keys, which the paged cache cannot hold yet")
+    heads = text.num_attention_heads
+    return Shape(
+        layers=text.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab=text.vocab_size,
+        max_positions=text.max_position_embeddings,
+    )
+
+
+def _eos(*configs: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for config in configs:
+        eos = getattr(config, "eos_token_id", None)
+        found.update([eos] if isinstance(eos, int) else eos or [])
+    return frozenset(found)

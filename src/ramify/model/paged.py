@@ -1,0 +1,185 @@
+"""Attention over a paged key-value cache, as one function that any Hugging Face model can call.
+
+A step runs a flat row of tokens that belong to many sequences. Keys and values are written to the pool first, each to
+its own slot; then the queries are answered in *tiles*. A tile is a small rectangle of work: sequences of similar length
+that bring a similar number of new tokens. Decoding is the tile with one token per sequence; a chunk of prefill is a
+tile with more. For a tile the blocks of its sequences are gathered side by side, and what lies beyond a sequence or
+after a token is masked. Grouped heads are folded into the query axis: they read the same keys, so nothing is repeated.
+
+While the same sequences go on decoding, most of what would be gathered was gathered the step before. A tile that is
+moved on *holds* its gathered keys and values, in the order in which attention reads them, and only the new token is
+added. The pool stays complete, so a tile can be dropped at any time.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ramify.errors import ModelUnsupported
+
+SPARE = 128  # keys a held tile has room for beyond what it holds at first
+KEYS_STEP = 16  # attention reads held keys in multiples of this
+
+
+class KVPool:
+    """The key-value memory of all layers, in blocks of `block_size` tokens: keys and values of a token lie together."""
+
+    def __init__(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
+        self.width = 2 * kv_heads * head_dim
+        shape = (blocks, block_size * self.width)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.token_bytes = layers * self.width * dtype.itemsize
+        self.slots = [layer.view(blocks * block_size, self.width) for layer in self.layers]
+
+
+@dataclass(slots=True)
+class Tile:
+    """`count` sequences with `queries` new tokens each; rows [start, stop) of the step, padded where they differ."""
+
+    start: int
+    stop: int
+    count: int
+    queries: int
+    blocks: Tensor  # [count * blocks per sequence], the gathered blocks
+    positions: Tensor  # [count, queries], of the queries; a key is seen up to its query's position
+    spread: Tensor | None = None  # [count * queries] row of the tile for each query, where sequences are padded
+    pack: Tensor | None = None  # [stop - start] query of each row, the way back
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by sliding window, 0 is none
+    longest: int = 0  # keys in sight of the longest sequence
+    room: int = 0  # keys a held tile has room for; 0 does not hold
+    held: dict[int, Tensor] = field(default_factory=dict)  # layer: [2, count, kv_heads, room, head_dim]
+    spots: Tensor | None = None  # where the new token goes in a held layer, once it is filled
+
+    def move(self, positions: Tensor, longest: int, pool: "KVPool", most: int) -> bool:
+        """Go on to the next token of every sequence; False if it no longer fits into what is held.
+
+        From the first move on the tile holds, if its keys and values take at most `most` bytes.
+        """
+        if self.held and longest > self.room:
+            return False
+        if not self.held:
+            room = -(-(longest + SPARE) // pool.block_size) * pool.block_size
+            fits = self.count * room * pool.token_bytes <= most
+            self.room = room if fits else 0
+            self.masks = {}
+        self.positions, self.longest = positions.unsqueeze(1), longest
+        full = self.masks.get(0)
+        self.masks = {}
+        if self.held and full is not None:
+            self.masks[0] = full.scatter_(3, positions.view(-1, 1, 1, 1), 0.0)
+        if self.held:
+            sequence = torch.arange(self.count, device=positions.device).view(-1, 1, 1)
+            side = torch.arange(2, device=positions.device).view(1, -1, 1)
+            head = torch.arange(pool.kv_heads, device=positions.device)
+            place = ((side * self.count + sequence) * pool.kv_heads + head) * self.room
+            self.spots = (place + positions.view(-1, 1, 1)).view(-1)
+        return bool(self.room)
+
+    def mask(self, window: int, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
+        """[count, 1, groups * queries, keys], 0 where a query sees a key and -inf where not. Made once per step."""
+        if window not in self.masks:
+            key = torch.arange(keys, device=self.positions.device)
+            position = self.positions.unsqueeze(-1)
+            hidden = key > position
+            if window:
+                hidden = hidden | (key <= position - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, float("-inf"))
+            mask = mask.unsqueeze(1)
+            self.masks[window] = mask.repeat(1, 1, groups, 1) if self.queries > 1 else mask
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class Step:
+    """What attention needs to know about one step."""
+
+    pool: KVPool
+    slots: Tensor  # [rows] where each new token's keys and values go
+    tiles: list[Tile]
+
+
+def write(step: Step, layer: int, key_value: Tensor) -> None:
+    """Store the new tokens' keys and values, [rows, 2 * kv_heads * head_dim]."""
+    step.pool.slots[layer].index_copy_(0, step.slots, key_value)
+    for tile in step.tiles:
+        if tile.spots is not None:
+            new = key_value[tile.start : tile.stop].reshape(-1, step.pool.head_dim)
+            tile.held[layer].view(-1, step.pool.head_dim).index_copy_(0, tile.spots, new)
+
+
+def attend(step: Step, layer: int, query: Tensor, scaling: float | None, window: int = 0) -> Tensor:
+    """[rows, heads, head_dim] queries against the cache, after `write`."""
+    if len(step.tiles) == 1:
+        return _tile(step, step.tiles[0], layer, query, scaling, window)
+    parts = [_tile(step, tile, layer, query[tile.start : tile.stop], scaling, window) for tile in step.tiles]
+    return torch.cat(parts)
+
+
+def _tile(step: Step, tile: Tile, layer: int, query: Tensor, scaling: float | None, window: int) -> Tensor:
+    pool = step.pool
+    heads, count, queries = pool.kv_heads, tile.count, tile.queries
+    groups = query.shape[1] // heads
+    key, value, keys = _held(pool, tile, layer) if tile.room else _gathered(pool, tile, layer)
+    mask = tile.mask(window, keys, groups, query.dtype)[..., : key.shape[2]]
+    if queries == 1:
+        folded = query.reshape(count, heads, groups, pool.head_dim)
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        return out.reshape(count, heads * groups, pool.head_dim)
+    if tile.spread is not None:
+        query = query.index_select(0, tile.spread)
+    folded = query.view(count, queries, heads, groups, pool.head_dim).permute(0, 2, 3, 1, 4)
+    folded = folded.reshape(count, heads, groups * queries, pool.head_dim)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    out = out.view(count, heads, groups, queries, pool.head_dim).permute(0, 3, 1, 2, 4)
+    out = out.reshape(count * queries, heads * groups, pool.head_dim)
+    return out if tile.pack is None else out.index_select(0, tile.pack)
+
+
+def _gathered(pool: KVPool, tile: Tile, layer: int) -> tuple[Tensor, Tensor, int]:
+    """Keys and values of the tile's sequences, views of [count, kv_heads, keys, head_dim], and how many keys."""
+    rows = pool.layers[layer].index_select(0, tile.blocks)
+    key, value = rows.view(tile.count, -1, 2, pool.kv_heads, pool.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    return key, value, key.shape[2]
+
+
+def _held(pool: KVPool, tile: Tile, layer: int) -> tuple[Tensor, Tensor, int]:
+    """The same from what the tile holds; filled from the pool the first time."""
+    held = tile.held.get(layer)
+    if held is None:
+        key, value, keys = _gathered(pool, tile, layer)
+        held = key.new_zeros(2, tile.count, pool.kv_heads, tile.room, pool.head_dim)
+        held[0, :, :, :keys], held[1, :, :, :keys] = key, value
+        tile.held[layer] = held
+    seen = -(-tile.longest // KEYS_STEP) * KEYS_STEP
+    key, value = held[:, :, :, :seen].unbind(0)
+    return key, value, tile.room
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,  # [1, heads, rows, head_dim]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    step: Step | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every attention layer; `step` is what the engine passed to `forward`."""
+    if step is None:
+        raise ModelUnsupported(f"{type(module).__name__} did not pass the step on to its attention function")
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ModelUnsupported(f"{type(module).__name__} uses {name}, which the paged attention does not know")
+    rows = query.shape[2]
+    both = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [rows, 2, kv_heads, head_dim]
+    write(step, module.layer_idx, both.reshape(rows, -1))
+    out = attend(step, module.layer_idx, query[0].transpose(0, 1), scaling, kwargs.get("sliding_window") or 0)
+    return out.unsqueeze(0), None

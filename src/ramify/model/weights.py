@@ -1,0 +1,163 @@
+"""Weights on disk: published whole or not at all, verified before anything changes, applied in place.
+
+A version is a directory of safetensors files with a manifest that names it and holds a checksum of every file. It is
+written beside its place and renamed into it, so a reader sees all of it or nothing. `stage` reads each file once and
+checks the very bytes it loads; only when every tensor is there, with the right shape, does `apply` copy them into the
+running model. A bad directory therefore changes nothing.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as decode
+from safetensors.torch import save as encode
+from torch import Tensor
+
+from ramify.errors import WeightsRefused
+from ramify.model.version import Version
+
+MANIFEST = "manifest.json"
+SHARD_BYTES = 2 << 30
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The version of a directory and the sha256 of each of its weight files."""
+
+    version: Version
+    files: Mapping[str, str]
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """The manifest of a published directory."""
+        try:
+            data = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+            version = Version(str(data["policy"]), int(data["incarnation"]), int(data["step"]))
+            return cls(version, {str(name): str(digest) for name, digest in data["files"].items()})
+        except OSError as error:
+            raise WeightsRefused(f"{directory} has no readable {MANIFEST}: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsRefused(f"{directory / MANIFEST} is not a manifest: {error!r}") from error
+
+    def write(self, directory: Path) -> None:
+        """Write it into `directory`."""
+        policy, incarnation, step = self.version
+        data = {"policy": policy, "incarnation": incarnation, "step": step, "files": dict(self.files)}
+        _write(directory / MANIFEST, json.dumps(data, indent=2).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Verified weights in memory, ready to be copied into the model they were verified for."""
+
+    version: Version
+    tensors: Mapping[str, Tensor]
+
+
+def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *, base: Path | None = None) -> Path:
+    """Write `tensors` as `directory`, by rename. With `base`, its config and tokenizer come along: a whole model."""
+    if directory.exists():
+        raise WeightsRefused(f"{directory} exists already; a published version is never written twice")
+    unfinished = directory.parent / f".{directory.name}.{os.getpid()}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        files: dict[str, str] = {}
+        shards = list(_shards(tensors))
+        for number, shard in enumerate(shards, 1):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            data = encode({key: value.detach().cpu().contiguous() for key, value in shard.items()}, {"format": "pt"})
+            _write(unfinished / name, data)
+            files[name] = hashlib.sha256(data).hexdigest()
+        if len(shards) > 1:
+            where = {key: name for shard, name in zip(shards, files) for key in shard}
+            index = {"metadata": {}, "weight_map": where}
+            _write(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        for name in COMPANIONS:
+            if base is not None and (base / name).is_file():
+                shutil.copyfile(base / name, unfinished / name)
+        Manifest(version, files).write(unfinished)
+        unfinished.rename(directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return directory
+
+
+def trainable_tensors(module: Any) -> dict[str, Tensor]:
+    """The tensors that make up a version of this model: its state, tied copies left out."""
+    tied = set(getattr(module, "all_tied_weights_keys", None) or ())
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
+
+
+def stage(directory: Path, module: Any) -> Staged:
+    """Read and verify `directory` for this model; WeightsRefused, and nothing has changed, if it does not fit."""
+    manifest = Manifest.read(directory)
+    wanted = trainable_tensors(module)
+    tied = set(module.state_dict()) - set(wanted)
+    found: dict[str, Tensor] = {}
+    for name, digest in manifest.files.items():
+        found.update(_read(directory / name, digest))
+    missing = sorted(set(wanted) - set(found))
+    unknown = sorted(set(found) - set(wanted) - tied)
+    if missing or unknown:
+        said = [f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in _named(missing, unknown) if names]
+        raise WeightsRefused(f"{directory} does not fit the model: {'; '.join(said)}")
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            shapes = f"has shape {list(found[name].shape)}, the model {list(tensor.shape)}"
+            raise WeightsRefused(f"{directory} does not fit the model: {name} {shapes}")
+    return Staged(manifest.version, {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()})
+
+
+def apply(module: Any, staged: Staged) -> None:
+    """Copy staged weights into the model, in place: every view of a parameter sees them."""
+    with torch.no_grad():
+        for name, tensor in trainable_tensors(module).items():
+            tensor.copy_(staged.tensors[name], non_blocking=True)
+
+
+def _named(missing: list[str], unknown: list[str]) -> list[tuple[str, list[str]]]:
+    return [("tensors missing", missing), ("unknown tensors", unknown)]
+
+
+def _read(path: Path, digest: str) -> dict[str, Tensor]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise WeightsRefused(f"{path} cannot be read: {error.strerror or error}") from error
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != digest:
+        raise WeightsRefused(f"{path} has checksum {actual[:16]}..., its manifest says {digest[:16]}...")
+    try:
+        return decode(data)
+    except SafetensorError as error:
+        raise WeightsRefused(f"{path} is not a safetensors file: {error}") from error
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,132 @@
+"""Weights are published whole, verified before anything changes, and applied in place."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ramify.errors import ModelNotFound, WeightsRefused
+from ramify.model.load import load
+from ramify.model.resolve import resolve
+from ramify.model.version import Version
+from ramify.model.weights import MANIFEST, Manifest, apply, publish, stage, trainable_tensors
+from tests.infer.llama import publish_as, reference, write_llama
+
+VERSION = Version("policy", 2, 30)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    home = tmp_path_factory.mktemp("sources")
+    return write_llama(home / "one", seed=1), write_llama(home / "two", seed=2)
+
+
+@pytest.fixture
+def published(sources, tmp_path):
+    return publish_as(tmp_path / "v", sources[1], VERSION)
+
+
+def test_a_published_directory_is_a_model_with_a_name(sources, published):
+    assert Manifest.read(published).version == VERSION
+    assert resolve(str(published)) == published.resolve()
+    again, two = trainable_tensors(reference(published)), trainable_tensors(reference(sources[1]))
+    assert all(torch.equal(again[name], two[name]) for name in two)
+
+
+def test_applying_changes_every_tensor_in_place(sources, published):
+    model = load(sources[0], dtype="float32", device="cpu").module
+    places = {name: tensor.data_ptr() for name, tensor in trainable_tensors(model).items()}
+    staged = stage(published, model)
+    assert staged.version == VERSION
+    apply(model, staged)
+    two = trainable_tensors(reference(sources[1]))
+    for name, tensor in trainable_tensors(model).items():
+        assert torch.equal(tensor, two[name])
+        assert tensor.data_ptr() == places[name]
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()  # still tied
+
+
+def test_many_files_are_one_version(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr("ramify.model.weights.SHARD_BYTES", 10_000)
+    directory = publish_as(tmp_path / "sharded", sources[1], VERSION)
+    assert len(Manifest.read(directory).files) > 2
+    assert stage(directory, reference(sources[0])).version == VERSION
+    assert torch.equal(reference(directory).model.norm.weight, reference(sources[1]).model.norm.weight)
+
+
+def damage_checksum(directory):
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def change(directory, edit):
+    """Edit the tensors and make the checksum right again."""
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    import hashlib
+
+    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    Manifest(VERSION, {"model.safetensors": digest}).write(directory)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_checksum, "checksum"),
+        (
+            lambda directory: change(directory, lambda tensors: tensors.pop(NORM)),
+            "1 tensors missing .*model.norm.weight",
+        ),
+        (lambda directory: change(directory, lambda tensors: tensors.update({NORM: torch.ones(7)})), r"shape \[7\]"),
+        (lambda directory: change(directory, lambda tensors: tensors.update({"extra": torch.ones(1)})), "extra"),
+        (lambda directory: (directory / "model.safetensors").unlink(), "cannot be read"),
+        (lambda directory: (directory / MANIFEST).unlink(), "no readable manifest"),
+        (lambda directory: (directory / MANIFEST).write_text(json.dumps({"policy": "x"})), "not a manifest"),
+    ],
+)
+def test_a_bad_directory_is_refused_and_the_old_weights_stay(sources, published, damage, message):
+    model = reference(sources[0])
+    before = {name: tensor.clone() for name, tensor in trainable_tensors(model).items()}
+    damage(published)
+    with pytest.raises(WeightsRefused, match=message):
+        stage(published, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainable_tensors(model).items())
+
+
+def test_a_version_is_published_once_and_never_half(sources, published, tmp_path):
+    with pytest.raises(WeightsRefused, match="exists already"):
+        publish_as(published, sources[0], VERSION)
+
+    class Broken(dict):
+        def items(self):
+            raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError):
+        publish(tmp_path / "broken", Broken(), VERSION)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v"]
+
+
+def test_resolving_says_what_was_tried(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ModelNotFound, match=r"does not exist.*hub.*does not exist"):
+        resolve("org/model")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        resolve(str(tmp_path / "empty"))
+
+
+def test_a_cached_hub_model_is_found_without_a_network(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    entry = tmp_path / "models--org--model"
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text("abc")
+    (entry / "snapshots").mkdir()
+    (entry / "snapshots" / "abc").symlink_to(sources[0])
+    assert resolve("org/model") == sources[0].resolve()
