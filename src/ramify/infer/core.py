@@ -1,0 +1,213 @@
+"""The engine without its thread: add requests, step, cancel, swap weights.
+
+Everything here runs between two steps or is a step, on one thread, so nothing needs a lock and a test can drive it by
+hand. `Engine` owns the thread.
+"""
+
+import time
+from typing import Literal
+
+import psutil
+import torch
+
+from ramify.errors import ContextOverflow, DeadlineExceeded, QueueFull, RequestInvalid
+from ramify.infer.blocks import BlockPool
+from ramify.infer.config import EngineConfig
+from ramify.infer.metrics import Counters
+from ramify.infer.request import Request, Sampling
+from ramify.infer.runner import Runner, scored, wanted
+from ramify.infer.sampler import logprobs_of, sample
+from ramify.infer.scheduler import Chunk, Scheduler
+from ramify.model.load import LoadedModel
+from ramify.model.version import Version
+from ramify.model.weights import Staged, apply
+
+KV = Literal["recompute", "keep"]
+LOOKOUT = 0.2  # seconds between two looks at the deadlines
+
+
+class Core:
+    """A model, its cache, its queue."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, version: Version) -> None:
+        self.model, self.config, self.version = model, config, version
+        self.counters = Counters()
+        blocks = _blocks(model, config)
+        fixed = config.max_batch_tokens if config.batch_invariant else None
+        self.runner = Runner(model, blocks=blocks, block_size=config.block_size, fused=config.fused, fixed_rows=fixed)
+        self.pool = BlockPool(blocks, config.block_size, self.counters, sharing=config.prefix_cache)
+        self.scheduler = Scheduler(
+            self.pool, self.counters, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
+        )
+        self.scheduler.version = version
+        self.max_model_len = min(_longest(model, config), self.pool.capacity * config.block_size)
+        self._looked = time.monotonic()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def request(
+        self, prompt: list[int], sampling: Sampling, *, salt: str = "", priority: int = 0, deadline: float | None = None
+    ) -> Request:
+        """A checked request, not yet in the queue. Safe to call from any thread."""
+        limit, vocab = self.max_model_len, self.model.shape.vocab
+        if not prompt:
+            raise RequestInvalid("the prompt is empty; at least one token is needed")
+        if len(prompt) >= limit:
+            said = f"the prompt has {len(prompt)} tokens, the limit is {limit} for prompt and reply together"
+            raise ContextOverflow(said)
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            found = next(token for token in prompt if not 0 <= token < vocab)
+            raise RequestInvalid(f"the prompt holds token id {found}; the vocabulary is 0 to {vocab - 1}")
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < vocab:
+                raise RequestInvalid(f"logit_bias: token id {token} is not in the vocabulary, 0 to {vocab - 1}")
+        room = min(sampling.max_tokens, limit - len(prompt))
+        return Request(prompt, sampling, room, salt, priority, deadline)
+
+    def add(self, request: Request) -> None:
+        """Put a request in the queue, or refuse it if the queue is full."""
+        if len(self.scheduler.waiting) >= self.config.queue:
+            self.counters.rejected += 1
+            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait already, the limit is {self.config.queue}")
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(request.prompt)
+        self.scheduler.add(request)
+
+    def cancel(self, request: Request) -> bool:
+        """Stop a request where it is; False if it has finished by itself."""
+        if request.finish is not None:
+            return False
+        request.finish = "abort"
+        self.counters.cancelled += 1
+        self.scheduler.finish(request)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def everyone(self) -> list[Request]:
+        """All requests that have not finished."""
+        return [*self.scheduler.running, *(request for _, request in self.scheduler.waiting)]
+
+    # -- stepping ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Request]:
+        """Run one step; the requests that got a token or finished."""
+        late = self.expire()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return late
+        ordered, logits = self.runner.run(chunks)
+        self._count(chunks)
+        for chunk in ordered:
+            chunk.request.computed = chunk.stop
+        return late + self._sample(ordered, logits)
+
+    @torch.inference_mode()
+    def _sample(self, ordered: list[Chunk], logits: torch.Tensor) -> list[Request]:
+        if any(map(scored, ordered)):
+            logits = self._score_prompts(ordered, logits)
+        requests = [chunk.request for chunk in ordered if chunk.last]
+        if not requests:
+            return []
+        for request, token, logprob in zip(requests, *sample(logits, requests)):
+            request.append(token, logprob, self.version)
+            if request.finish is not None:
+                self.counters.finished += 1
+                self.scheduler.finish(request)
+        self.counters.sampled_tokens += len(requests)
+        return requests
+
+    def _score_prompts(self, ordered: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """Take prompt logprobs off the logits; what is left is one row for each request that samples."""
+        rest: list[torch.Tensor] = []
+        for chunk, rows in zip(ordered, logits.split([wanted(chunk) for chunk in ordered])):
+            request = chunk.request
+            if scored(chunk):
+                targets = request.prompt[chunk.start + 1 : chunk.stop + 1]
+                found = logprobs_of(rows[: len(targets)], torch.tensor(targets, device=rows.device))
+                request.prompt_logprobs[chunk.start + 1 :] = found.tolist()
+            if chunk.last:
+                rest.append(rows[-1:])
+        return torch.cat(rest) if rest else logits[:0]
+
+    def _count(self, chunks: list[Chunk]) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        counters.prefill_chunks += sum(not chunk.last for chunk in chunks)
+        single = sum(chunk.stop - chunk.start == 1 for chunk in chunks)
+        counters.mixed_steps += 0 < single < len(chunks)
+
+    def expire(self) -> list[Request]:
+        """Take out the requests whose deadline has passed."""
+        now = time.monotonic()
+        if now - self._looked < LOOKOUT:
+            return []
+        self._looked = now
+        late = [request for request in self.everyone() if request.deadline is not None and request.deadline < now]
+        for request in late:
+            spent = now - request.created
+            said = (
+                f"a request was not finished after {spent:.1f} s in the engine, {len(request.logprobs)} tokens sampled"
+            )
+            request.error = DeadlineExceeded(said)
+            request.finish = "abort"
+            self.counters.expired += 1
+            self.scheduler.finish(request)
+        return late
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def swap(self, staged: Staged, kv: KV = "recompute") -> None:
+        """Change the weights between two steps. No new request ever finds what older weights have computed.
+
+        With `recompute` the running requests start over with the tokens they have; with `keep` they go on with the
+        keys and values they have, and share them with nobody.
+        """
+        running = list(self.scheduler.running)
+        if kv == "recompute":
+            for request in running:
+                self.scheduler.requeue(request)
+            self.counters.recomputes += len(running)
+        else:
+            for request in running:
+                request.kv_runs.append((self.version, request.computed))
+            self.counters.kept += len(running)
+        self.pool.forget(self.scheduler.running)
+        apply(self.model.module, staged)
+        self.version = self.scheduler.version = staged.version
+        self.counters.swaps += 1
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, float]:
+        """What the engine holds now."""
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "kv_blocks": self.pool.capacity,
+            "kv_blocks_free": self.pool.free,
+            "kv_usage": 1 - self.pool.free / self.pool.capacity,
+            "policy_incarnation": self.version.incarnation,
+            "policy_step": self.version.step,
+        }
+
+
+def _longest(model: LoadedModel, config: EngineConfig) -> int:
+    return min(config.max_model_len or model.shape.max_positions, model.shape.max_positions)
+
+
+def _blocks(model: LoadedModel, config: EngineConfig) -> int:
+    """Blocks of the cache, the one kept back included."""
+    size = config.block_size
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // size) + 1
+    shape = model.shape
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+    cuda = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(model.device)[0] if cuda else psutil.virtual_memory().available
+    affordable = int(free * config.memory) // (token * size)
+    return min(affordable, -(-config.max_running * _longest(model, config) // size)) + 1

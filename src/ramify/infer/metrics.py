@@ -1,0 +1,38 @@
+"""What the engine has done, counted. One flat object, written by the engine's thread and read by anyone."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    rejected: int = 0
+    expired: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    computed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefill_chunks: int = 0  # chunks that did not finish their prefill
+    mixed_steps: int = 0  # prefill and decoding in one forward
+    preemptions: int = 0
+    evictions: int = 0
+    swaps: int = 0
+    swaps_refused: int = 0
+    recomputes: int = 0  # requests sent back by a swap
+    kept: int = 0  # requests that went on with older keys and values
+
+    def text(self, gauges: dict[str, float]) -> str:
+        """The counters and `gauges` in the format Prometheus reads."""
+        lines: list[str] = []
+        for item in fields(self):
+            name = f"ramify_{item.name}_total"
+            lines += [f"# TYPE {name} counter", f"{name} {getattr(self, item.name)}"]
+        for key, value in gauges.items():
+            lines += [f"# TYPE ramify_{key} gauge", f"ramify_{key} {value:g}"]
+        return "\n".join(lines) + "\n"

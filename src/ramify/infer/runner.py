@@ -1,0 +1,211 @@
+"""From scheduled chunks to logits: one flat forward.
+
+Tokens of all chunks lie in one row, sorted so that those which can share a tile lie side by side. Two chunks share a
+tile if neither their new tokens nor their blocks differ by more than a factor of two, so padding at most doubles the
+work of the smallest, and the number of tiles grows only with the logarithm of the lengths.
+
+In `batch_invariant` mode nothing may depend on the company a token is in. Every token, of a prompt or not, is a tile
+row of its own, the number of rows is fixed, and keys are padded to a multiple of a fixed length: each operator then has
+the same shapes in every step, and a row's result is the same bits wherever it lies.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.infer.request import Request
+from ramify.infer.scheduler import Chunk
+from ramify.model.fused import fuse, own_code
+from ramify.model.load import LoadedModel
+from ramify.model.paged import KVPool, Step, Tile
+
+FEWEST_BLOCKS = 8  # sequences shorter than this many blocks always share a tile
+HOLD_BYTES = 512 << 20  # gathered keys and values that decoding requests may hold from step to step
+INVARIANT_KEYS = 512  # keys are padded to a multiple of this in batch-invariant mode
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tensors of one step; `decoding` are its requests if each brings one token and wants its logits."""
+
+    decoding: list[Request]
+    starts: np.ndarray
+    ids: Tensor
+    positions: Tensor
+    step: Step
+    rows: Tensor
+
+
+class Runner:
+    """Owns the model's key-value memory and runs steps."""
+
+    def __init__(
+        self, model: LoadedModel, *, blocks: int, block_size: int, fused: bool = True, fixed_rows: int | None = None
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.fixed_rows = fixed_rows
+        shape = model.shape
+        self.pool = KVPool(shape.layers, blocks, block_size, shape.kv_heads, shape.head_dim, model.dtype, model.device)
+        self.fused = fuse(model.module) if fused else None
+        self.forward = self.fused or own_code(model.module)
+        self._last: Batch | None = None
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
+        """Compute the chunks. Returns them in the order of their rows, and the logits of the rows asked for.
+
+        A chunk that asks for prompt logprobs has logits for every token, one that samples for its last, others none.
+        """
+        if self.fixed_rows is not None:
+            return self._run_fixed(chunks, self.fixed_rows)
+        ordered = sorted(chunks, key=lambda chunk: (chunk.stop - chunk.start, chunk.stop))
+        batch = self._next(ordered) or self._batch(ordered)
+        self._last = batch
+        return ordered, self.forward(batch.ids, batch.positions, batch.step, batch.rows)
+
+    def _batch(self, ordered: Sequence[Chunk]) -> "Batch":
+        ids, positions, slots = self._rows(ordered)
+        step = Step(self.pool, self._put(slots), self._tiles(ordered))
+        rows: list[int] = []
+        end = 0
+        for chunk in ordered:
+            end += chunk.stop - chunk.start
+            rows += range(end - wanted(chunk), end)
+        decoding = [chunk.request for chunk in ordered] if len(rows) == end == len(ordered) else []
+        starts = np.array([chunk.start for chunk in ordered])
+        return Batch(decoding, starts, self._put(ids), self._put(positions), step, self._put(rows))
+
+    def _next(self, ordered: Sequence[Chunk]) -> "Batch | None":
+        """The last batch moved on by one token, if the same requests go on decoding. Most steps do."""
+        last = self._last
+        requests = [chunk.request for chunk in ordered]
+        if last is None or requests != last.decoding or not all(request.tabled for request in requests):
+            return None
+        starts = np.array([chunk.start for chunk in ordered])
+        if (starts != last.starts + 1).any():
+            return None
+        size = self.block_size
+        positions = self._put(starts)
+        for tile in last.step.tiles:
+            if not tile.move(positions[tile.start : tile.stop], int(starts[tile.stop - 1]) + 1, self.pool, HOLD_BYTES):
+                return None
+            if not tile.held:
+                tile.blocks = self._blocks(ordered[tile.start : tile.stop])
+        blocks = np.array([self._table(chunk)[chunk.start // size] for chunk in ordered])
+        last.starts = starts
+        last.ids = self._put([chunk.request.tokens[chunk.start] for chunk in ordered])
+        last.positions = positions
+        last.step.slots = self._put(blocks * size + starts % size)
+        return last
+
+    def _rows(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:
+        """Token id, position and slot of every new token."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        size = self.block_size
+        for chunk in chunks:
+            request = chunk.request
+            for position in range(chunk.start, chunk.stop):
+                ids.append(request.tokens[position])
+                positions.append(position)
+                slots.append(request.blocks[position // size].number * size + position % size)
+        return ids, positions, slots
+
+    def _tiles(self, chunks: Sequence[Chunk]) -> list[Tile]:
+        tiles: list[Tile] = []
+        row, first = 0, 0
+        for index, chunk in enumerate(chunks):
+            nearest = chunks[first]
+            if not self._alike(nearest, chunk):
+                tiles.append(self._tile(chunks[first:index], row))
+                row, first = tiles[-1].stop, index
+        tiles.append(self._tile(chunks[first:], row))
+        return tiles
+
+    def _alike(self, small: Chunk, large: Chunk) -> bool:
+        new, more = small.stop - small.start, large.stop - large.start
+        size = self.block_size
+        few, many = sorted((-(-small.stop // size), -(-large.stop // size)))
+        return (new > 1 or more == 1) and more <= 2 * new and many <= max(2 * few, FEWEST_BLOCKS)
+
+    def _tile(self, chunks: Sequence[Chunk], start: int) -> Tile:
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        queries = max(counts)
+        offsets = np.arange(queries)
+        lengths = np.array(counts)[:, None]
+        within = np.minimum(offsets, lengths - 1)  # padding repeats the last token of its sequence
+        positions = np.array([chunk.start for chunk in chunks])[:, None] + within
+        spread = pack = None
+        if min(counts) < queries:
+            begins = np.concatenate(([0], np.cumsum(counts)[:-1]))[:, None]
+            spread = self._put((begins + within).ravel())
+            pack = self._put(np.flatnonzero((offsets < lengths).ravel()))
+        stop = start + sum(counts)
+        return Tile(start, stop, len(chunks), queries, self._blocks(chunks), self._put(positions), spread, pack)
+
+    def _blocks(self, chunks: Sequence[Chunk]) -> Tensor:
+        """The block numbers of the chunks' requests side by side, padded with block 0."""
+        blocks = -(-max(chunk.stop for chunk in chunks) // self.block_size)
+        table = np.zeros((len(chunks), blocks), dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            known = self._table(chunk)[:blocks]
+            table[row, : len(known)] = known
+        return self._put(table.ravel())
+
+    def _table(self, chunk: Chunk) -> np.ndarray:
+        """The block numbers of a request, written down once as they come."""
+        request = chunk.request
+        have = len(request.blocks)
+        if request.table is None or have > len(request.table):
+            grown = np.zeros(max(16, 2 * have), dtype=np.int64)
+            if request.table is not None:
+                grown[: len(request.table)] = request.table
+            request.table = grown
+        if request.tabled < have:
+            request.table[request.tabled : have] = [block.number for block in request.blocks[request.tabled :]]
+            request.tabled = have
+        return request.table[:have]
+
+    def _run_fixed(self, chunks: Sequence[Chunk], count: int) -> tuple[list[Chunk], Tensor]:
+        ids, positions, slots = self._rows(chunks)
+        used, size = len(ids), self.block_size
+        longest = max(chunk.stop for chunk in chunks)
+        blocks = -(-(-(-longest // INVARIANT_KEYS) * INVARIANT_KEYS) // size)
+        table = np.zeros((count, blocks), dtype=np.int64)
+        row = 0
+        rows: list[int] = []
+        for chunk in chunks:
+            known = self._table(chunk)[:blocks]
+            end = row + chunk.stop - chunk.start
+            table[row:end, : len(known)] = known
+            rows += range(end - wanted(chunk), end)
+            row = end
+        padding = [0] * (count - used)
+        where = self._put([*positions, *padding])
+        tile = Tile(0, count, count, 1, self._put(table.ravel()), where.unsqueeze(1))
+        step = Step(self.pool, self._put([*slots, *padding]), [tile])
+        logits = self.forward(self._put([*ids, *padding]), where, step, self._put(range(count)))
+        return list(chunks), logits.index_select(0, self._put(rows))
+
+    def _put(self, values: Sequence[int] | np.ndarray | range) -> Tensor:
+        if not isinstance(values, np.ndarray):
+            values = np.array(values, dtype=np.int64)
+        return torch.from_numpy(values).to(self.model.device, non_blocking=True)
+
+
+def wanted(chunk: Chunk) -> int:
+    """How many of a chunk's last rows need logits."""
+    if scored(chunk):
+        return chunk.stop - chunk.start
+    return 1 if chunk.last else 0
+
+
+def scored(chunk: Chunk) -> bool:
+    """Whether prompt logprobs come from this chunk."""
+    request = chunk.request
+    return request.sampling.prompt_logprobs and len(request.prompt_logprobs) < len(request.prompt)

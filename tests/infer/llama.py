@@ -1,0 +1,73 @@
+"""Tiny random Llamas for the engine's tests: written to disk once, loaded as any model is."""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from ramify.infer.config import EngineConfig
+from ramify.infer.core import Core
+from ramify.infer.request import Request
+from ramify.model.load import load
+from ramify.model.version import Version
+from ramify.model.weights import publish, trainable_tensors
+
+torch.set_num_threads(1)  # tests run beside each other; matrices this small gain nothing from a second thread
+logging.disable_progress_bar()
+
+DEVICE = os.environ.get("RAMIFY_TEST_DEVICE", "cpu")  # the same tests on a GPU: cuda
+VOCAB = 96
+POSITIONS = 256
+
+
+def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def reference(directory: Path):
+    """The model as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def publish_as(directory: Path, source: Path, version: Version) -> Path:
+    """The weights of the model in `source`, published as a version."""
+    return publish(directory, trainable_tensors(reference(source)), version, base=source)
+
+
+def build_core(directory: Path, version: Version = Version("llama"), **settings) -> Core:  # noqa: B008
+    defaults = {"device": DEVICE, "dtype": "float32", "block_size": 4, "max_batch_tokens": 64, "max_running": 16}
+    config = {**defaults, **settings}
+    model = load(directory, dtype=config["dtype"], device=config["device"])
+    return Core(model, EngineConfig(**config), version)
+
+
+def run(core: Core, *requests: Request) -> list[Request]:
+    for request in requests:
+        core.add(request)
+    while core.busy:
+        core.step()
+    return list(requests)
+
+
+@torch.no_grad()
+def scores(model, tokens: list[int], temperature: float) -> torch.Tensor:
+    """log softmax(logits / T) at every position, by a plain forward."""
+    return torch.log_softmax(model(torch.tensor([tokens])).logits[0] / (temperature or 1.0), -1)
