@@ -24,6 +24,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "serve": Command("ramify.cli.serve", "serve a model over HTTP with the native engine"),
     "doctor": Command("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
 }
 

@@ -1,0 +1,95 @@
+"""`POST /inference/v1/generate`: token ids in, token ids with logprobs and versions out, in vLLM's shape.
+
+This is the door Ramify itself uses. Nothing is tokenized here, so what is sampled is what will be trained. Beyond
+vLLM's fields a choice has `policy_versions`: runs of (policy, incarnation, step, count) over its tokens.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from ramify.errors import RequestInvalid
+from ramify.infer.engine import Engine, Stream
+from ramify.infer.exchange import Job, gather, merge, submit
+from ramify.infer.request import Completion
+from ramify.infer.schema import GenerateBody, read
+
+
+async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Response:
+    """Answer one request."""
+    body = read(await http.body(), GenerateBody)
+    knobs = body.sampling_params
+    if knobs.stops:
+        raise RequestInvalid("stop: this endpoint knows no text; give stop_token_ids")
+    limit = 16 if knobs.max_tokens is None else knobs.max_tokens
+    eos, top = engine.core.model.eos_ids, knobs.logprobs or 0
+    jobs = [
+        Job(
+            body.token_ids,
+            knobs.sampling(eos=eos, max_tokens=limit, top_logprobs=top if top > 1 else 0, copy=copy),
+            body.cache_salt or "",
+            body.priority,
+        )
+        for copy in range(knobs.copies)
+    ]
+    name = body.request_id or f"generate-{uuid4().hex}"
+    streams = await submit(engine, jobs, timeout=timeout, incremental=body.stream)
+    if body.stream:
+        return StreamingResponse(_events(name, streams, body), media_type="text/event-stream")
+    results = await gather(http, streams)
+    wanted = knobs.logprobs is not None
+    answer: dict[str, Any] = {
+        "request_id": name,
+        "choices": [choice(index, result, logprobs=wanted) for index, result in enumerate(results)],
+    }
+    if knobs.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = _prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
+    usage = sum(len(result.tokens) for result in results)
+    answer["usage"] = {
+        "prompt_tokens": len(body.token_ids),
+        "completion_tokens": usage,
+        "total_tokens": len(body.token_ids) + usage,
+        "prompt_tokens_details": {"cached_tokens": results[0].cached},
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def choice(index: int, part: Completion, *, logprobs: bool) -> dict[str, Any]:
+    """One sample, or a part of it."""
+    return {
+        "index": index,
+        "token_ids": part.tokens,
+        "finish_reason": part.finish,
+        "logprobs": {"content": entries(part)} if logprobs else None,
+        "policy_versions": [[*version, count] for version, count in part.versions],
+    }
+
+
+def entries(part: Completion) -> list[dict[str, Any]]:
+    """Logprobs in the chat form; a token is spelled by its id, since this endpoint knows no text."""
+    tops = part.top or [[]] * len(part.tokens)
+    return [
+        {
+            "token": f"token_id:{token}",
+            "logprob": logprob,
+            "top_logprobs": [{"token": f"token_id:{other}", "logprob": value} for other, value in top],
+        }
+        for token, logprob, top in zip(part.tokens, part.logprobs, tops)
+    ]
+
+
+def _prompt_logprobs(prompt: list[int], logprobs: list[float | None]) -> list[dict[str, Any] | None]:
+    """As vLLM spells them: a table from token id to logprob for each position, none for the first."""
+    return [None if logprob is None else {str(token): {"logprob": logprob}} for token, logprob in zip(prompt, logprobs)]
+
+
+async def _events(name: str, streams: list[Stream], body: GenerateBody) -> AsyncIterator[bytes]:
+    wanted = body.sampling_params.logprobs is not None
+    async for index, part in merge(streams):
+        event = {"request_id": name, "choices": [choice(index, part, logprobs=wanted)]}
+        yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+    yield b"data: [DONE]\n\n"

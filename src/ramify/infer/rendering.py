@@ -1,0 +1,33 @@
+"""What the server needs to know about text: a narrow door to the package that renders.
+
+The engine speaks token ids only. Chat and text prompts need something that turns messages into ids and ids back into
+messages; the server takes anything of this shape, or nothing, and then serves token ids alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class ChatRenderer(Protocol):
+    """Messages, tools and text to token ids, and back. Messages are of the OpenAI chat form."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a turn."""
+        ...
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """The prompt for the next assistant turn."""
+        ...
+
+    def parse(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Sampled ids as an assistant message: `content`, and `tool_calls` or `reasoning_content` if there are any."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text as token ids, special tokens recognised."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, without special tokens."""
+        ...

@@ -1,0 +1,164 @@
+"""The bodies the server accepts, and what they mean to the engine.
+
+Unknown fields are ignored, as every OpenAI-shaped server does: clients send many. A field that would change the answer
+and is not supported is refused by name, never ignored.
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from ramify.errors import RequestInvalid
+from ramify.infer.request import Sampling
+
+B = TypeVar("B")
+
+
+class Knobs(msgspec.Struct, kw_only=True):
+    """What all ways to ask for tokens have in common."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    # Known, and refused unless they are off.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    best_of: int | None = None
+    response_format: Any = None
+    echo: bool = False
+    suffix: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if any(not stop for stop in stops):
+            raise RequestInvalid("stop: an empty string would stop at once")
+        return stops
+
+    @property
+    def copies(self) -> int:
+        """How many samples are asked for."""
+        copies = 1 if self.n is None else self.n
+        if not 1 <= copies <= 128:
+            raise RequestInvalid(f"n: expected 1 to 128, got {copies}")
+        return copies
+
+    def sampling(self, *, eos: Iterable[int], max_tokens: int, top_logprobs: int = 0, copy: int = 0) -> Sampling:
+        """The engine's form of it; `copy` tells the samples of one request apart."""
+        self._refuse_unsupported()
+        ids = frozenset(self.stop_token_ids or ()) | (frozenset() if self.ignore_eos else frozenset(eos))
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=0 if self.top_k is None else self.top_k,
+            min_p=0.0 if self.min_p is None else self.min_p,
+            seed=None if self.seed is None else self.seed + 0x9E3779B97F4A7C15 * copy,
+            max_tokens=max_tokens,
+            stop_ids=ids,
+            logit_bias=tuple((_token(key), bias) for key, bias in (self.logit_bias or {}).items()),
+            top_logprobs=top_logprobs,
+            prompt_logprobs=self.prompt_logprobs is not None,
+        )
+
+    def _refuse_unsupported(self) -> None:
+        off = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "best_of": 1}
+        for name, neutral in off.items():
+            if getattr(self, name) not in (None, neutral):
+                raise RequestInvalid(f"{name}: only {neutral} is supported, got {getattr(self, name)}")
+        if self.response_format not in (None, {"type": "text"}):
+            raise RequestInvalid("response_format: only text is supported")
+        if self.echo or self.suffix:
+            raise RequestInvalid("echo and suffix are not supported")
+        if self.prompt_logprobs not in (None, 0, 1):
+            raise RequestInvalid(
+                f"prompt_logprobs: only those of the prompt's own tokens, 0 or 1, not {self.prompt_logprobs}"
+            )
+
+
+class GenerateKnobs(Knobs, kw_only=True):
+    """`sampling_params` of the generate endpoint."""
+
+    logprobs: int | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """`POST /inference/v1/generate`: token ids in, token ids out."""
+
+    token_ids: list[int]
+    sampling_params: GenerateKnobs = msgspec.field(default_factory=GenerateKnobs)
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class CompletionBody(Knobs, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class ChatBody(Knobs, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class PauseBody(msgspec.Struct):
+    """`POST /pause`."""
+
+    mode: str = "keep"
+
+
+class UpdateBody(msgspec.Struct):
+    """`POST /update_weights`: a published directory, and what becomes of the running requests' keys and values."""
+
+    path: str
+    kv: str = "recompute"
+
+
+def read(data: bytes, kind: type[B]) -> B:
+    """The body as `kind`, or what is wrong with it."""
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError names the field
+        raise RequestInvalid(f"the body cannot be used: {error}") from error
+
+
+def _token(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise RequestInvalid(f"logit_bias: expected token ids as keys, got {key!r}") from None

@@ -1,0 +1,143 @@
+"""The HTTP server: routes, failures as status codes, and the life of the engine around them.
+
+A failure has a name, and the name decides the status: what the caller did wrong is 400, a full queue 503, a deadline
+504, weights that do not fit 409; anything else is 500 with the name in the body.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ramify.errors import ContextOverflow, DeadlineExceeded, QueueFull, RamifyError, RequestInvalid, WeightsRefused
+from ramify.infer import openai
+from ramify.infer.config import ServerConfig
+from ramify.infer.engine import Engine
+from ramify.infer.exchange import ClientGone
+from ramify.infer.generate import generate
+from ramify.infer.rendering import ChatRenderer
+from ramify.infer.schema import PauseBody, UpdateBody, read
+
+STATUS: dict[type[RamifyError], int] = {
+    RequestInvalid: 400,
+    ContextOverflow: 400,
+    WeightsRefused: 409,
+    QueueFull: 503,
+    DeadlineExceeded: 504,
+}
+KEEP_ALIVE = 120  # seconds an idle connection stays open; clients that pool connections give up on one earlier
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None, timeout: float = 3600.0) -> Starlette:
+    """The application around a started engine."""
+
+    async def health(_: HttpRequest) -> Response:
+        if engine.failure is not None:
+            return JSONResponse({"status": "failed", "reason": engine.failure.message}, 503)
+        return JSONResponse({"status": "paused" if engine.paused else "ok"})
+
+    async def models(_: HttpRequest) -> Response:
+        policy, incarnation, step = engine.core.version
+        version = {"policy": policy, "incarnation": incarnation, "step": step}
+        card = {"id": name, "object": "model", "owned_by": "ramify", "max_model_len": engine.core.max_model_len}
+        return JSONResponse({"object": "list", "data": [{**card, "version": version}]})
+
+    async def metrics(_: HttpRequest) -> Response:
+        return PlainTextResponse(engine.metrics(), media_type="text/plain; version=0.0.4")
+
+    async def pause(http: HttpRequest) -> Response:
+        mode = http.query_params.get("mode") or read(await http.body(), PauseBody).mode
+        if mode != "keep" and mode != "abort":
+            raise RequestInvalid(f"mode: expected keep or abort, got {mode!r}")
+        await engine.pause(mode)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(_: HttpRequest) -> Response:
+        await engine.resume()
+        return JSONResponse({"status": "ok"})
+
+    async def update_weights(http: HttpRequest) -> Response:
+        body = read(await http.body(), UpdateBody)
+        if body.kv != "recompute" and body.kv != "keep":
+            raise RequestInvalid(f"kv: expected recompute or keep, got {body.kv!r}")
+        policy, incarnation, step = await engine.update_weights(Path(body.path), body.kv)
+        version = {"policy": policy, "incarnation": incarnation, "step": step}
+        return JSONResponse({"version": version, "seconds": engine.swap_seconds})
+
+    async def generate_(http: HttpRequest) -> Response:
+        return await generate(http, engine, timeout=timeout)
+
+    async def completions(http: HttpRequest) -> Response:
+        return await openai.completions(http, engine, renderer, timeout=timeout)
+
+    async def chat(http: HttpRequest) -> Response:
+        return await openai.chat(http, engine, renderer, timeout=timeout)
+
+    gets: dict[str, Handler] = {"/health": health, "/v1/models": models, "/metrics": metrics}
+    posts: dict[str, Handler] = {
+        "/inference/v1/generate": generate_,
+        "/v1/completions": completions,
+        "/v1/chat/completions": chat,
+        "/pause": pause,
+        "/resume": resume,
+        "/update_weights": update_weights,
+    }
+    routes = [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
+    routes += [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+    handlers: dict[Any, Any] = {RamifyError: _refused, ClientGone: _gone}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _refused(_: HttpRequest, error: RamifyError) -> Response:
+    status = STATUS.get(type(error), 500)
+    body = {"error": {"message": error.message, "type": error.name, "code": status}}
+    return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 503 else None)
+
+
+async def _gone(_: HttpRequest, __: ClientGone) -> Response:
+    return Response(status_code=499)
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
+    """The server while it answers: its address, and a task that ends when a signal has stopped it."""
+    listener = socket.create_server((config.host, config.port), backlog=2048)
+    address = f"http://{config.host}:{listener.getsockname()[1]}"
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(config.shutdown),
+        timeout_keep_alive=KEEP_ALIVE,
+    )
+    server = uvicorn.Server(settings)
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        yield address, task
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: ChatRenderer | None = None) -> None:
+    """Serve until the process is told to stop; then requests in flight get `shutdown` seconds."""
+    engine.start()
+    try:
+        app = build_app(engine, name=name, renderer=renderer, timeout=config.timeout)
+        async with serving(app, config) as (address, stopped):
+            print(f"serving {name} ({engine.core.version}) at {address}", flush=True)
+            await stopped
+    finally:
+        await asyncio.to_thread(engine.close)

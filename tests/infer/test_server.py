@@ -1,0 +1,173 @@
+"""The native server for people: OpenAI's shape, clear refusals, and nothing left behind by clients that go away."""
+
+import asyncio
+
+import httpx
+import msgspec
+import pytest
+
+from ramify.infer.text import TextStream
+from ramify.model.version import Version
+from tests.infer.llama import build_core, publish_as, write_llama
+from tests.infer.serving import ByteRenderer, served
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("models")
+    source = write_llama(home / "source", seed=3, positions=1024)
+    return publish_as(home / "v1", source, Version("llama", 0, 1))
+
+
+@pytest.fixture(scope="module")
+def server(home):
+    with served(build_core(home, kv_tokens=8192, queue=8, max_running=4)) as (url, engine):
+        yield url, engine
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server[0], timeout=30) as client:
+        yield client
+
+
+def text(http, prompt: str | list[int] | list[str] = "hello", **fields):
+    response = http.post("/v1/completions", json={"prompt": prompt, "seed": 1, "ignore_eos": True, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(http, path, **fields):
+    with http.stream("POST", path, json={"stream": True, "ignore_eos": True, "seed": 1, **fields}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [msgspec.json.decode(line) for line in lines]
+
+
+def test_a_completion_is_text_with_usage(http):
+    answer = text(http, max_tokens=12)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(http):
+    assert text(http, "hello")["choices"] == text(http, ByteRenderer().encode("hello"))["choices"]
+
+
+def test_several_prompts_and_samples_come_in_order(http):
+    answer = text(http, ["one", "two"], n=3, max_tokens=20)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert len({choice["text"] for choice in answer["choices"]}) == 6
+    assert answer["choices"][:3] == text(http, "one", n=3, max_tokens=20)["choices"]
+
+
+def test_a_stream_adds_up_to_the_whole(http):
+    whole = text(http, max_tokens=30, logprobs=2)
+    parts = events(http, "/v1/completions", prompt="hello", max_tokens=30, logprobs=2)
+    assert "".join(part["choices"][0]["text"] for part in parts) == whole["choices"][0]["text"]
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
+    streamed = [value for part in parts for value in part["choices"][0]["logprobs"]["token_logprobs"]]
+    assert streamed == pytest.approx(whole["choices"][0]["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_the_text_before_it_and_frees_the_engine(http, server, stream):
+    free = text(http, max_tokens=400)["choices"][0]["text"]
+    stop = free[20:23]
+    if stream:
+        parts = events(http, "/v1/completions", prompt="hello", max_tokens=400, stop=stop)
+        found, finish = "".join(part["choices"][0]["text"] for part in parts), parts[-1]["choices"][0]["finish_reason"]
+    else:
+        (choice,) = text(http, max_tokens=400, stop=[stop, "never there"])["choices"]
+        found, finish = choice["text"], choice["finish_reason"]
+    assert found == free[: free.index(stop)]
+    assert finish == "stop"
+
+
+def test_chat_renders_messages_and_stops_at_the_end_of_turn(http):
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 4}
+    (choice,) = http.post("/v1/chat/completions", json={**fields, "logprobs": True, "top_logprobs": 2}).json()[
+        "choices"
+    ]
+    assert choice["message"]["role"] == "assistant"
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    parts = events(http, "/v1/chat/completions", **{**fields, "stream_options": {"include_usage": True}})
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert parts[0]["object"] == "chat.completion.chunk"
+    assert parts[-1]["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/completions", {}, 400, "prompt"),
+        ("/v1/completions", b"{not json", 400, "malformed"),
+        ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n: expected 1 to 128"),
+        ("/v1/completions", {"prompt": "x", "frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/inference/v1/generate", {"token_ids": []}, 400, "empty"),
+        ("/inference/v1/generate", {"token_ids": [3], "sampling_params": {"stop": "x"}}, 400, "stop_token_ids"),
+        ("/update_weights", {"path": "nowhere"}, 409, "manifest.json"),
+        ("/update_weights", {"path": "nowhere", "kv": "burn"}, 400, "kv"),
+        ("/pause", {"mode": "forever"}, 400, "mode"),
+        ("/nothing", {}, 404, ""),
+    ],
+)
+def test_a_bad_request_is_refused_with_its_reason(http, path, body, status, message):
+    content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    response = http.post(path, content=content)
+    assert response.status_code == status
+    assert message in response.text
+
+
+def test_a_full_queue_answers_503_and_nothing_is_left_behind(server):
+    url, engine = server
+
+    async def main():
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await engine_pause(client)
+            body = {"token_ids": [5], "sampling_params": {"max_tokens": 3}}
+            asks = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body)) for _ in range(12)]
+            done, _ = await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
+            assert {ask.result().status_code for ask in done} == {503}
+            assert done.pop().result().headers["retry-after"] == "1"
+            await client.post("/resume")
+            statuses = sorted([(await ask).status_code for ask in asks])
+            assert statuses == [200] * 8 + [503] * 4
+
+    async def engine_pause(client):
+        (await client.post("/pause")).raise_for_status()
+
+    asyncio.run(main())
+    assert engine.core.pool.free == engine.core.pool.capacity
+
+
+def test_pause_with_abort_ends_requests_in_flight(server):
+    url, _ = server
+
+    async def main():
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            body = {"token_ids": [5], "sampling_params": {"max_tokens": 900, "ignore_eos": True}, "stream": True}
+            async with client.stream("POST", "/inference/v1/generate", json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                await client.post("/pause", params={"mode": "abort"})
+                rest = [line async for line in lines if line.startswith("data: {")]
+            await client.post("/resume")
+            assert msgspec.json.decode(rest[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+
+    asyncio.run(main())
+
+
+def test_text_streams_hold_back_what_is_not_certain():
+    spoken = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
+    said = [spoken.feed([byte]) for byte in "é STOPPED".encode()]
+    assert said == ["", "é", " ", "", "", "", "", "", "", ""]
+    assert spoken.text == "é " and spoken.stopped
+    open_end = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
+    assert open_end.feed(b"a ST") + open_end.feed(b"X") + open_end.feed(b"S", last=True) == "a STXS"
