@@ -92,6 +92,13 @@ class TokensRequired(RamifyError, blame="system", retryable=False):
     """
 
 
+class LogprobMismatch(RamifyError, blame="system", retryable=False):
+    """A server's logprobs are not those of the distribution it samples from, so they cannot be trained on.
+
+    Start it so that logprobs come after temperature; for vLLM that is `--logprobs-mode processed_logprobs`.
+    """
+
+
 class TokenizerMismatch(RamifyError, blame="system", retryable=False):
     """Two parts that must share one tokenizer have different ones.
 
@@ -102,7 +109,7 @@ class TokenizerMismatch(RamifyError, blame="system", retryable=False):
 class ModelNotFound(RamifyError, blame="system", retryable=False):
     """A model's name leads to no directory with a model in it.
 
-    Give a directory, the name of a packaged model, or an id that is in the local cache; the message says what was tried.
+    Give a directory, a packaged model, or an id that is in the local cache; the message says what was tried.
     """
 
 

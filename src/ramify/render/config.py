@@ -1,0 +1,36 @@
+"""What a run may say about rendering. `auto` is the model's own chat template, which nearly always is right."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ramify.config import Config
+
+ToolFormat = Literal["auto", "hermes", "qwen-coder", "llama-3", "mistral", "none"]
+
+
+class TemplateRendererConfig(Config):
+    """The chat template of the model directory."""
+
+    type: Literal["auto", "template"] = "auto"
+    tool_format: ToolFormat = "auto"
+    """How the model writes tool calls; by default told from the template."""
+    template_args: dict[str, Any] = {}
+    """Variables for the template, such as `enable_thinking = false`."""
+    history: Literal["template", "verbatim"] = "template"
+    """`verbatim` never rewrites earlier turns, even where the template would drop their thinking."""
+
+
+class FamilyRendererConfig(Config):
+    """A hand-written renderer of the `renderers` library."""
+
+    type: Literal["family"] = "family"
+    name: str
+    """The family: `qwen3`, `glm-5`, ..."""
+    template_args: dict[str, Any] = {}
+    """Options of the family, such as `enable_thinking = false`."""
+
+
+RendererConfig = Annotated[TemplateRendererConfig | FamilyRendererConfig, Field(discriminator="type")]

@@ -1,0 +1,31 @@
+"""From a model directory to its renderer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ramify.render.config import FamilyRendererConfig, TemplateRendererConfig
+from ramify.render.conversation import Renderer
+from ramify.render.files import ModelFiles
+from ramify.render.tokenizer import FileTokenizer
+
+
+def load_renderer(model: str | Path, config: TemplateRendererConfig | FamilyRendererConfig | None = None) -> Renderer:
+    """The renderer of a model directory, offline and without torch."""
+    files = ModelFiles.read(Path(model))
+    tokenizer = FileTokenizer(files.directory)
+    named = tokenizer.id_of(files.named_tokens.get("eos_token", ""))
+    eos_ids = files.eos_ids if named is None or named in files.eos_ids else (*files.eos_ids, named)
+    config = config or TemplateRendererConfig()
+    if isinstance(config, FamilyRendererConfig):
+        from ramify.render.families import FamilyRenderer
+
+        return FamilyRenderer(tokenizer, config.name, config.template_args, eos_id=eos_ids[0] if eos_ids else None)
+
+    from ramify.render.renderer import TemplateRenderer
+    from ramify.render.template import ChatTemplate
+
+    template = ChatTemplate(files.templates, named_tokens=files.named_tokens, arguments=config.template_args)
+    return TemplateRenderer(
+        tokenizer, template, eos_ids=eos_ids, tool_format=config.tool_format, history=config.history
+    )

@@ -1,0 +1,98 @@
+"""A chat template: a small program in Jinja, written by strangers, that turns messages into text.
+
+It runs sandboxed and gets what Hugging Face gives it, and nothing more: the messages and tools, the named tokens, the
+caller's arguments, `raise_exception`, `strftime_now`, loop controls, and JSON without HTML escapes. The date is read
+once, when the template is loaded: a conversation that crosses midnight must not change its own beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ramify.errors import ConfigInvalid, TemplateRefused
+from ramify.render.files import DEFAULT, TOOL_USE
+
+
+class ChatTemplate:
+    """The templates of one model, compiled when they are first used."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        today: datetime | None = None,
+    ) -> None:
+        if DEFAULT not in sources:
+            raise ConfigInvalid(
+                f"renderer: the model has no chat template (found: {', '.join(sources) or 'none'}); "
+                "add a chat_template.jinja to its directory, or name a family"
+            )
+        self.sources = dict(sources)
+        self._environment = _environment(today or datetime.now())
+        self._variables = {**(named_tokens or {}), **(arguments or {})}
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def __contains__(self, text: str) -> bool:
+        """Whether the text occurs in a template: how formats are recognised."""
+        return any(text in source for source in self.sources.values())
+
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
+        try:
+            if name not in self._compiled:
+                self._compiled[name] = self._environment.from_string(self.sources[name])
+            return self._compiled[name].render(
+                messages=messages, tools=tools or None, add_generation_prompt=generate, **self._variables
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateRefused(f"the chat template is not valid Jinja, line {error.lineno}: {error}") from error
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            roles = " ".join(str(message["role"]) for message in messages[:12])
+            more = " ..." if len(messages) > 12 else ""
+            raise TemplateRefused(f"the chat template refuses [{roles}{more}]: {error}") from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what an assistant says; for us it is only its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment(today: datetime) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
+    environment.globals["raise_exception"] = _raise  # pyright: ignore[reportUnknownMemberType]
+    environment.globals["strftime_now"] = today.strftime  # pyright: ignore[reportUnknownMemberType]
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as a model reads it: Jinja's own filter would escape `<` and `'` for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

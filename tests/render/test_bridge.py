@@ -1,0 +1,272 @@
+"""A next turn keeps every earlier token as it is, closes what was cut off, and names the reason where it cannot."""
+
+import time
+
+import pytest
+
+from ramify.errors import TemplateRefused
+from ramify.render import History, Reason, Rendered, TemplateRendererConfig, load_renderer
+from ramify.trace import Message, ToolCall
+from tests.render.models import MODELS, TOOLS, directory, renderer, token_id
+from tests.render.oracle import oracle_of
+
+USER, MORE = Message("user", "What is 2+2?"), Message("user", "Sure?")
+CALL = Message("assistant", "", None, (ToolCall("call00001", "run", '{"code": "2+2"}'),))
+RESULT = Message("tool", "4", tool_call_id="call00001")
+
+
+def answer(name: str, text: str, messages=(USER,), tools=()) -> tuple[Rendered, History, list[int]]:
+    """A prompt, the history after the reply `text`, and the reply's ids."""
+    render, oracle = renderer(name), oracle_of(name)
+    prompt = render.render(messages, tools)
+    sampled = oracle.ids(text)
+    return prompt, prompt.answered(sampled, render.parse(sampled, prompt)), sampled
+
+
+def decode(name: str, ids) -> str:
+    return oracle_of(name).tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+# -- verbatim tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_sampled_ids_stay_even_where_their_text_would_be_tokenized_differently(model):
+    oracle = oracle_of(model.name)
+    stop = token_id(model, model.stops[0])
+    odd = [token for letter in "</think>four" for token in oracle.ids(letter)] + [stop]
+    assert odd != [*oracle.ids("</think>four"), stop]
+    render = renderer(model.name, "verbatim")
+    prompt = render.render([USER])
+    following = render.bridge(prompt.answered(odd, render.parse(odd, prompt)), [MORE])
+    assert following.broke is None
+    assert following.kept == len(prompt.ids) + len(odd)
+    assert following.ids[: following.kept].tolist() == [*prompt.ids.tolist(), *odd]
+
+
+def test_the_new_messages_are_all_that_is_written():
+    prompt, history, _ = answer("chatml", "4<|im_end|>")
+    following = renderer("chatml").bridge(history, [MORE])
+    assert decode("chatml", following.added) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert following.messages == (USER, Message("assistant", "4"), MORE)
+    assert decode("chatml", following.opening) == "<|im_start|>assistant\n"
+    assert prompt.kept == 0
+
+
+# -- replies that end badly -------------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_was_cut_off_is_closed():
+    _, history, sampled = answer("chatml", "I think it is")
+    following = renderer("chatml").bridge(history, [MORE])
+    assert following.broke is None
+    assert decode("chatml", following.ids[-len(following.added) - len(sampled) :]) == (
+        "I think it is<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_reasoning_that_was_cut_off_is_closed_with_the_turn():
+    _, history, _ = answer("ramify", "<think>It may be")
+    following = renderer("ramify").bridge(history, [MORE])
+    assert following.broke is None
+    assert decode("ramify", following.added).startswith("</think><|im_end|>\n<|im_start|>user\n")
+
+
+def test_a_call_that_was_cut_off_is_text_and_the_turn_is_closed():
+    _, history, _ = answer("ramify", '<tool_call>{"name": "run", "argu', tools=TOOLS)
+    following = renderer("ramify").bridge(history, [MORE])
+    assert following.broke is None
+    assert decode("ramify", following.added).startswith("<|im_end|>\n<|im_start|>user\n")
+
+
+def test_another_stop_token_than_the_templates_stays_and_the_turn_is_closed():
+    _, history, _ = answer("qwen2.5", "4<|endoftext|>")
+    following = renderer("qwen2.5").bridge(history, [MORE])
+    assert following.broke is None
+    assert "4<|endoftext|><|im_end|>\n<|im_start|>user\nSure?" in decode("qwen2.5", following.ids)
+
+
+def test_a_stop_token_that_opens_the_next_message_is_not_written_twice():
+    _, history, _ = answer("glm-4", "\n4<|user|>")
+    following = renderer("glm-4").bridge(history, [MORE])
+    assert following.broke is None
+    assert (
+        decode("glm-4", following.ids)
+        == "[gMASK]<sop><|user|>\nWhat is 2+2?<|assistant|>\n4<|user|>\nSure?<|assistant|>"
+    )
+
+
+def test_an_empty_reply_is_a_turn():
+    _, history, _ = answer("chatml", "<|im_end|>")
+    assert decode("chatml", renderer("chatml").bridge(history, [MORE]).ids) == (
+        "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+# -- breaks -----------------------------------------------------------------------------------------------------------
+
+
+def broke(name: str, text: str, new: list[Message], messages=(USER,), tools=()) -> Reason | None:
+    _, history, _ = answer(name, text, messages, tools)
+    following = renderer(name).bridge(history, new)
+    if following.broke is None:
+        assert following.kept == len(history.ids)
+        return None
+    assert following.kept == 0
+    assert following.ids.tolist() == renderer(name).render(following.messages, tools).ids.tolist()
+    assert following.broke.metrics == {"render/breaks": 1.0, f"render/breaks/{following.broke.reason}": 1.0}
+    return following.broke.reason
+
+
+def test_qwen3_drops_earlier_thinking_on_a_new_question_only():
+    call = '<tool_call>\n{"name": "run", "arguments": {"code": "2+2"}}\n</tool_call>'
+    thought = "<think>\nhm\n</think>\n\n"
+    assert broke("qwen3", f"{thought}4<|im_end|>", [MORE]) is Reason.REASONING_DROPPED
+    assert broke("qwen3", f"{thought}{call}<|im_end|>", [Message("tool", "4")], tools=TOOLS) is None
+    assert broke("qwen3", "4<|im_end|>", [MORE]) is None
+
+
+def test_qwen3_without_thinking_drops_what_its_prompt_opened():
+    assert broke("qwen3-no-thinking", "4<|im_end|>", [MORE]) is Reason.GENERATION_PROMPT_DROPPED
+
+
+def test_deepseek_never_shows_thinking_again():
+    assert broke("deepseek-r1", "hm\n</think>\n\n4<｜end▁of▁sentence｜>", [MORE]) is Reason.REASONING_DROPPED
+
+
+def test_mistral_moves_tools_to_the_last_question():
+    assert broke("mistral-v3", " 4</s>", [MORE], tools=TOOLS) is Reason.HISTORY_REWRITTEN
+    assert broke("mistral-v3", " 4</s>", [MORE]) is None
+
+
+def test_mistral_moves_the_system_prompt_to_the_last_question():
+    system = Message("system", "Be brief.")
+    assert broke("mistral-v3", " 4</s>", [MORE], messages=(system, USER)) is Reason.HISTORY_REWRITTEN
+
+
+def test_mistral_keeps_tools_in_place_for_tool_results():
+    call = '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "2+2"}, "id": "call00001"}]</s>'
+    assert broke("mistral-v3", call, [RESULT], tools=TOOLS) is None
+
+
+def test_other_tools_are_another_prompt():
+    _, history, _ = answer("ramify", "4<|im_end|>", tools=TOOLS)
+    following = renderer("ramify").bridge(history, [MORE], TOOLS[:1])
+    assert following.broke is not None
+    assert following.broke.reason is Reason.TOOLS_CHANGED
+    assert following.tools == tuple(TOOLS[:1])
+
+
+def test_a_tool_result_behind_a_closed_group_of_results_is_a_break():
+    calls = tuple(ToolCall(f"call0000{number}", "run", "{}") for number in range(2))
+    results = [Message("tool", str(number), tool_call_id=f"call0000{number}") for number in range(2)]
+    render = renderer("qwen2.5")
+    closed = render.render([USER, Message("assistant", "", None, calls), results[0]], TOOLS)
+    last = closed.spans[-1]
+    history = History.of(closed.messages, TOOLS, closed.ids[: last.stop])
+    following = render.bridge(history, results[1:])
+    assert following.broke is not None
+    assert following.broke.reason is Reason.HISTORY_REWRITTEN
+
+
+def test_a_template_that_looks_at_what_is_said_is_rendered_anew():
+    _, history, _ = answer("qwen3", "<think>\nhm\n</think>\n\n4<|im_end|>")
+    following = renderer("qwen3").bridge(history, [Message("user", "<tool_response>5</tool_response>")])
+    assert following.broke is not None
+    assert oracle_of("qwen3").text(following.messages, generate=True) == decode("qwen3", following.ids)
+
+
+def test_verbatim_history_is_never_rewritten():
+    render, oracle = renderer("qwen3-no-thinking", "verbatim"), oracle_of("qwen3-no-thinking")
+    prompt = render.render([USER])
+    sampled = oracle.ids("4<|im_end|>")
+    following = render.bridge(prompt.answered(sampled, render.parse(sampled, prompt)), [MORE])
+    assert following.broke is None
+    assert decode("qwen3", following.ids).count("<think>\n\n</think>\n\n") == 2
+
+
+# -- histories that do not end in a reply -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_prompt_can_be_continued_from_any_of_its_messages(model):
+    tools = TOOLS if model.tools and model.name != "mistral-v3" else []
+    answered = Message("assistant", "Four.")
+    asked = [USER, CALL, RESULT, answered, MORE] if tools else [USER, answered, MORE]
+    render, oracle = renderer(model.name), oracle_of(model.name)
+    full = render.render(asked, tools)
+    for number, span in enumerate(full.spans, 1):
+        history = History.of(asked[:number], tools, full.ids[: span.stop])
+        following = render.bridge(history, asked[number:])
+        assert following.ids.tolist() == oracle.ids(oracle.text(asked, tools, generate=True))
+        assert following.broke is None, (number, following.broke)
+        assert following.kept == span.stop
+        assert [span.message for span in following.spans] == asked[number:]
+
+
+def test_sampling_again_needs_only_the_generation_prompt():
+    render = renderer("llama-3.1")
+    prompt = render.render([USER], TOOLS)
+    (span,) = prompt.spans
+    again = render.bridge(History.of([USER], TOOLS, prompt.ids[: span.stop]), [])
+    assert again.ids.tolist() == prompt.ids.tolist()
+    assert again.added.tolist() == prompt.opening.tolist()
+
+
+def test_half_a_surrogate_pair_is_a_question_mark():
+    prompt = renderer("chatml").render([Message("user", "a\ud83db é")])
+    assert decode("chatml", prompt.ids) == "<|im_start|>user\na?b é<|im_end|>\n<|im_start|>assistant\n"
+
+
+# -- long conversations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "ramify", "llama-3.1"])
+def test_a_long_agent_loop_bridges_every_turn(name: str):
+    render, oracle = renderer(name), oracle_of(name)
+    messages = [Message("system", "Use tools."), USER]
+    prompt = render.render(messages, TOOLS)
+    for turn in range(40):
+        reply = Message("assistant", "", None, (ToolCall(f"call{turn:05d}", "run", f'{{"code": "{turn}"}}'),))
+        sampled = oracle.reply(messages, reply, TOOLS)
+        history = prompt.answered(sampled, render.parse(sampled, prompt))
+        result = Message("tool", f"result {turn}", tool_call_id=history.messages[-1].tool_calls[0].id)
+        prompt = render.bridge(history, [result])
+        messages += [reply, result]
+        assert prompt.broke is None
+        assert len(history.outline.messages()) <= 8
+    assert prompt.ids.tolist() == oracle.ids(oracle.text(messages, TOOLS, generate=True))
+
+
+# -- what cannot be rendered ------------------------------------------------------------------------------------------
+
+
+def test_tools_for_a_template_that_shows_none_are_refused():
+    with pytest.raises(TemplateRefused, match="shows no tools"):
+        renderer("chatml").render([USER], TOOLS)
+
+
+def test_a_templates_own_refusal_is_passed_on():
+    with pytest.raises(TemplateRefused, match="must alternate"):
+        renderer("gemma").render([USER, MORE])
+    with pytest.raises(TemplateRefused, match="single tool-calls"):
+        two = tuple(ToolCall(f"call0000{number}", "run", "{}") for number in range(2))
+        renderer("llama-3.1").render([USER, Message("assistant", "", None, two)], TOOLS)
+
+
+def test_call_ids_of_any_form_reach_a_template_that_wants_nine_letters():
+    call = Message("assistant", "", None, (ToolCall("toolu_01A09q90qw90lq917835lq9", "run", "{}"),))
+    result = Message("tool", "4", tool_call_id="toolu_01A09q90qw90lq917835lq9")
+    ids = renderer("mistral-v3").render([USER, call, result], TOOLS).ids
+    assert decode("mistral-v3", ids).count('id": "') == 2
+
+
+def test_a_conversation_that_crosses_midnight_keeps_its_date(monkeypatch):
+    render = load_renderer(directory("llama-3.1"), TemplateRendererConfig())
+    before = render.render([USER])
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert render.render([USER]).ids.tolist() == before.ids.tolist()
+    fixed = TemplateRendererConfig(template_args={"date_string": "26 Jul 2024"})
+    text = decode("llama-3.1", load_renderer(directory("llama-3.1"), fixed).render([USER]).ids)
+    assert "Today Date: 26 Jul 2024" in text

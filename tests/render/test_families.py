@@ -1,0 +1,142 @@
+"""Hand-written families of the `renderers` library behind the same protocol, on tokenizers built here."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from ramify.errors import ConfigInvalid, TemplateRefused
+from ramify.render import FamilyRendererConfig, History, ProblemKind, Reason, load_renderer
+from ramify.trace import Message, ToolCall
+from tests.render.models import LLAMA, QWEN, TOOLS, directory, family, tokenizer
+
+GLM = [
+    *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>"),
+    *("</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<tool_response>", "</tool_response>", "/nothink"),
+]
+MINIMAX = ["]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"]
+FAMILIES = {
+    "qwen3": QWEN,
+    "qwen3.5": [*QWEN, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+    "prime-qwen3": QWEN,
+    "llama-3": LLAMA,
+    "glm-4.5": GLM,
+    "glm-5": GLM,
+    "minimax-m2": MINIMAX,
+    "nemotron-3": QWEN,
+}
+SHOWS_NO_THINKING = KEEPS_THINKING = {"prime-qwen3", "llama-3"}
+USER, MORE = Message("user", "What is 2+2?"), Message("user", "Sure?")
+
+
+def renderer(name: str):
+    return family(name, tuple(FAMILIES[name]))
+
+
+def sampled(name: str, before: list[Message], reply: Message) -> np.ndarray:
+    """What the family writes for a reply behind its prompt, up to its stop token."""
+    render = renderer(name)
+    prompt, whole = render.render(before, TOOLS).ids, render.render([*before, reply], TOOLS, generate=False).ids
+    start = next((i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))
+    ids = whole[start:]
+    stops = [number for number, id in enumerate(ids) if int(id) in render.stop_ids]
+    if stops:
+        return ids[: stops[0] + 1]
+    # A reply of GLM ends with the token that opens the next message.
+    following = tokenizer(tuple(FAMILIES[name])).token_to_id("<|observation|>" if reply.tool_calls else "<|user|>")
+    return np.array([*ids, following], np.int32)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tool_turn_is_bridged_and_equals_the_full_render(name: str):
+    render = renderer(name)
+    thought = None if name in SHOWS_NO_THINKING else "hm"
+    reply = Message("assistant", "", thought, (ToolCall("call00000", "search", '{"query": "x"}'),))
+    prompt = render.render([USER], TOOLS)
+    ids = sampled(name, [USER], reply)
+    parsed = render.parse(ids, prompt)
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.message.tool_calls] == [
+        ("search", {"query": "x"})
+    ]
+    history = prompt.answered(ids, parsed)
+    result = Message("tool", "four", tool_call_id=parsed.message.tool_calls[0].id)
+    following = render.bridge(history, [result])
+    assert following.broke is None
+    assert following.kept == len(history.ids)
+    assert following.ids[: following.kept].tolist() == history.ids.tolist()
+    (span,) = following.spans
+    assert 0 < span.body[0] < span.body[1] <= span.stop < len(following.added)
+    full = render.render(following.messages, TOOLS)
+    assert following.ids.tolist() == full.ids.tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_new_question_breaks_where_the_family_drops_thinking(name: str):
+    render = renderer(name)
+    prompt = render.render([USER], TOOLS)
+    ids = sampled(name, [USER], Message("assistant", "Four."))
+    following = render.bridge(prompt.answered(ids, render.parse(ids, prompt)), [MORE])
+    assert (following.broke is None) == (name in KEEPS_THINKING)
+    if following.broke is not None:
+        assert following.broke.reason is Reason.REASONING_DROPPED
+        assert following.ids.tolist() == render.render(following.messages, TOOLS).ids.tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_spans_partition_what_a_family_renders(name: str):
+    messages = [Message("system", "Be brief."), USER, Message("assistant", "Four."), MORE]
+    prompt = renderer(name).render(messages, TOOLS)
+    before = 0
+    for span in prompt.spans:
+        assert before <= span.body[0] <= span.body[1] <= span.stop
+        before = span.stop
+    assert 0 < before < len(prompt.ids) or len(prompt.opening) == 0
+    assert [span.message for span in prompt.spans] == messages
+
+
+def test_other_tools_and_prompt_messages_are_rendered_anew():
+    render = renderer("qwen3")
+    prompt = render.render([USER], TOOLS)
+    ids = sampled("qwen3", [USER], Message("assistant", "Four."))
+    history = prompt.answered(ids, render.parse(ids, prompt))
+    following = render.bridge(history, [MORE], TOOLS[:1])
+    assert following.broke is not None
+    assert following.broke.reason is Reason.TOOLS_CHANGED
+    (span,) = prompt.spans
+    asked = History.of([USER], TOOLS, prompt.ids[: span.stop])
+    again = render.bridge(asked, [])
+    assert again.broke is None
+    assert (again.kept, again.ids.tolist()) == (span.stop, prompt.ids.tolist())
+
+
+def test_a_malformed_call_is_reported():
+    render = renderer("qwen3")
+    prompt = render.render([USER], TOOLS)
+    bad = '<tool_call>\n{"name": "run", "arguments": {\n</tool_call>'
+    ids = tokenizer(tuple(QWEN)).encode(f"{bad}<|im_end|>").ids
+    parsed = render.parse(ids, prompt)
+    assert parsed.message.tool_calls == ()
+    assert [problem.kind for problem in parsed.problems] == [ProblemKind.INVALID_JSON]
+    assert parsed.problems[0].text in parsed.message.content
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(ConfigInvalid, match="extra 'renderers'"):
+        load_renderer(directory("qwen3"), FamilyRendererConfig(name="qwen3"))
+
+
+def test_an_unknown_family_or_vocabulary_is_named():
+    with pytest.raises(ConfigInvalid, match="no-such"):
+        load_renderer(directory("qwen3"), FamilyRendererConfig(name="no-such"))
+    with pytest.raises(ConfigInvalid, match="glm-5"):
+        load_renderer(directory("qwen3"), FamilyRendererConfig(name="glm-5"))
+    with pytest.raises(ConfigInvalid, match="enable_thnking"):
+        load_renderer(directory("qwen3"), FamilyRendererConfig(name="qwen3", template_args={"enable_thnking": True}))
+
+
+def test_a_familys_refusal_is_passed_on():
+    with pytest.raises(TemplateRefused, match="qwen3"):
+        renderer("qwen3").render([])

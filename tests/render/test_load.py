@@ -1,0 +1,208 @@
+"""A model directory is all it takes: offline, whatever wrote its files, and without torch."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.config import Config, parse
+from ramify.errors import ConfigInvalid, TemplateRefused
+from ramify.render import FamilyRendererConfig, RendererConfig, TemplateRendererConfig, load_renderer
+from ramify.render.files import ModelFiles
+from ramify.trace import MediaPart, Message, TextPart
+from tests.render.models import directory, tokenizer
+
+USER = [Message("user", "Well?")]
+TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shutil.copytree(directory("chatml"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_process_that_rendered_has_no_torch():
+    script = f"""
+import sys
+from ramify.render import load_renderer
+from ramify.trace import MediaPart, Message, TextPart
+renderer = load_renderer({str(directory("qwen3"))!r})
+prompt = renderer.render([Message("user", "Well?")])
+sampled = [*prompt.ids[:3], renderer.stop_ids[0]]
+history = prompt.answered(sampled, renderer.parse(sampled, prompt))
+renderer.bridge(history, [Message("user", "And?")])
+print(*sorted({{"torch", "transformers", "renderers", "huggingface_hub"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_a_family_needs_no_torch_either(tmp_path: Path):
+    tokenizer((*TOKENS, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    script = f"""
+import sys
+from ramify.render import FamilyRendererConfig, load_renderer
+from ramify.trace import MediaPart, Message, TextPart
+load_renderer({str(tmp_path)!r}, FamilyRendererConfig(name="qwen3")).render([Message("user", "Well?")])
+print(*sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_the_config_loads_neither_tokenizers_nor_jinja():
+    script = "import sys, ramify.render as r; r.RendererConfig; print({'tokenizers', 'jinja2'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_template_may_stand_in_the_tokenizer_config(model: Path):
+    source = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    for form in (source, [{"name": "default", "template": source}, {"name": "tool_use", "template": "{{ tools }}"}]):
+        (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": form}))
+        expected = load_renderer(directory("chatml")).render(USER).ids.tolist()
+        assert load_renderer(model).render(USER).ids.tolist() == expected
+
+
+def test_a_second_template_serves_conversations_with_tools(model: Path):
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.description }}")
+    render = load_renderer(model)
+    tool = {"type": "function", "function": {"name": "run", "description": "Run it.", "parameters": {}}}
+    decode = tokenizer(TOKENS).decode
+    assert decode(render.render(USER, [tool]).ids.tolist()) == "Run it."
+    assert "Well?" in decode(render.render(USER).ids.tolist())
+
+
+def test_eos_ids_come_from_every_file_that_names_one(model: Path):
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    (model / "generation_config.json").unlink()
+    ids = {token: tokenizer(TOKENS).token_to_id(token) for token in TOKENS}
+    (model / "config.json").write_text(json.dumps({"eos_token_id": ids["<|im_start|>"]}))
+    assert load_renderer(model).stop_ids == (ids["<|im_start|>"], ids["<|endoftext|>"], ids["<|im_end|>"])
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["<|im_end|>"]]}))
+    assert load_renderer(model).stop_ids == (ids["<|im_end|>"], ids["<|endoftext|>"])
+
+
+def test_special_tokens_may_stand_in_their_own_map(model: Path):
+    (model / "tokenizer_config.json").unlink()
+    (model / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|endoftext|>"}}))
+    assert ModelFiles.read(model).named_tokens == {"bos_token": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize(
+    ("remove", "words"), [("tokenizer.json", "no tokenizer.json"), ("chat_template.jinja", "no chat template")]
+)
+def test_a_missing_file_is_named(model: Path, remove: str, words: str):
+    (model / remove).unlink()
+    with pytest.raises(ConfigInvalid, match=words):
+        load_renderer(model)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path):
+    with pytest.raises(ConfigInvalid, match="no directory"):
+        load_renderer(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_is_named(model: Path, file: str):
+    (model / file).write_text("{")
+    with pytest.raises(ConfigInvalid, match=file):
+        load_renderer(model).render(USER)
+
+
+# -- templates --------------------------------------------------------------------------------------------------------
+
+
+def text_of(model: Path, source: str, messages=USER, **args) -> str:
+    (model / "chat_template.jinja").write_text(source)
+    render = load_renderer(model, TemplateRendererConfig(template_args=args))
+    return tokenizer(TOKENS).decode(render.render(messages).ids.tolist(), skip_special_tokens=False)
+
+
+def test_json_is_written_for_models_not_for_web_pages(model: Path):
+    assert text_of(model, "{{ {'b': '<é>', 'a': \"it's\"} | tojson }}") == '{"b": "<é>", "a": "it\'s"}'
+    assert text_of(model, "{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
+    assert text_of(model, "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}") == '{"a": 2, "b": 1}'
+
+
+def test_templates_have_loop_controls_and_the_generation_tag(model: Path):
+    body = "{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}"
+    assert text_of(model, f"{{% for i in [1, 2, 3, 4] %}}{body}{{% endfor %}}") == "13"
+    assert text_of(model, "a{% generation %}b{% endgeneration %}c") == "abc"
+
+
+def test_templates_get_named_tokens_and_arguments(model: Path):
+    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}))
+    assert text_of(model, "{{ bos_token }}{{ depth }}{{ eos_token }}", depth=3) == "<|im_start|>3<|im_end|>"
+    assert text_of(model, "{{ tools is none }} {{ documents is defined }}") == "True False"
+
+
+def test_a_template_that_wants_parts_gets_parts(model: Path):
+    source = """
+{%- for message in messages %}{{ '<|im_start|>' + message.role }}
+    {%- for part in message.content %}{{ part.text }}{% endfor %}{{ '<|im_end|>' }}
+{%- endfor %}"""
+    conversation = [*USER, Message("assistant", "Yes.", "hm"), *USER]
+    asked = "<|im_start|>userWell?<|im_end|>"
+    assert text_of(model, source, conversation) == (
+        f"{asked}<|im_start|>assistant<think>\nhm\n</think>\n\nYes.<|im_end|>{asked}"
+    )
+
+
+def test_media_is_refused_by_name(model: Path):
+    with pytest.raises(TemplateRefused, match="media"):
+        load_renderer(model).render([Message("user", (TextPart("Look:"), MediaPart("hash")))])
+    assert load_renderer(model).render([Message("user", (TextPart("a"), TextPart("b")))]).spans[0].message.text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('No such role!') }}", "No such role!"),
+        ("{% if %}", "not valid Jinja, line 1"),
+        ("{{ messages[0].content.nothing.here }}", "refuses"),
+        ("{{ messages[0].__class__.__mro__ }}", "refuses"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ 1 / 0 }}", "refuses"),
+    ],
+)
+def test_a_template_that_fails_says_so(model: Path, source: str, words: str):
+    with pytest.raises(TemplateRefused, match=words):
+        text_of(model, source)
+
+
+# -- config -----------------------------------------------------------------------------------------------------------
+
+
+class Run(Config):
+    renderer: RendererConfig = TemplateRendererConfig()
+
+
+def test_auto_is_the_template_of_the_model():
+    assert parse(Run, []).renderer == TemplateRendererConfig(type="auto")
+    assert parse(Run, ["--renderer.template-args.enable_thinking", "false"]).renderer.template_args == {
+        "enable_thinking": False
+    }
+    family = parse(Run, ["--renderer.type", "family", "--renderer.name", "qwen3"]).renderer
+    assert family == FamilyRendererConfig(name="qwen3")
+
+
+def test_keys_of_another_kind_of_renderer_are_errors():
+    family = ["--renderer.type", "family", "--renderer.name", "qwen3"]
+    with pytest.raises(ConfigInvalid, match="tool_format"):
+        parse(Run, [*family, "--renderer.tool_format", "hermes"])
+    with pytest.raises(ConfigInvalid, match=r"renderer\.name"):
+        parse(Run, family[:2])
+    with pytest.raises(ConfigInvalid, match="mistal"):
+        parse(Run, ["--renderer.tool_format", "mistal"])

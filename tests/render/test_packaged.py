@@ -1,0 +1,35 @@
+"""The model that ships with the package: its template is append-only, and what it writes is read back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ramify
+from ramify.render import load_renderer
+from ramify.trace import Message, ToolCall
+from tests.render.models import TOOLS
+
+TINY = Path(ramify.__file__).parent / "models" / "tiny"
+pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the packaged model is not built")
+
+
+def test_tiny_keeps_every_token_of_a_rollout_and_reads_its_own_replies():
+    renderer = load_renderer(TINY)
+    prompt = renderer.render([Message("system", "Be brief."), Message("user", "Reverse abc. é日")], TOOLS)
+    for number in range(4):
+        call = (ToolCall("call00000", "run", '{"code": "x\\"y", "fast": true}'),) if number % 2 == 0 else ()
+        said = Message("assistant", "" if call else f"cba {number}", None, call)
+        whole = renderer.render([*prompt.messages, said], TOOLS, generate=False).ids
+        assert whole[: len(prompt.ids)].tolist() == prompt.ids.tolist()
+        sampled = whole[len(prompt.ids) :].tolist()
+        sampled = sampled[: 1 + min(sampled.index(id) for id in renderer.stop_ids if id in sampled)]
+        parsed = renderer.parse(sampled, prompt)
+        assert parsed.problems == ()
+        assert parsed.message.content == said.content
+        arguments = [json.loads(call.arguments) for call in parsed.message.tool_calls]
+        assert arguments == [json.loads(call.arguments) for call in said.tool_calls]
+        results = [Message("tool", "done", tool_call_id=call.id) for call in parsed.message.tool_calls]
+        prompt = renderer.bridge(prompt.answered(sampled, parsed), results or [Message("user", "And now?")])
+        assert prompt.broke is None
+        assert prompt.ids.tolist() == renderer.render(prompt.messages, TOOLS).ids.tolist()

@@ -1,0 +1,56 @@
+"""The page on rendering says of every template whether a next turn keeps its tokens; here it is measured."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from ramify.render import Renderer
+from ramify.trace import Message, ToolCall
+from tests.render.models import MODELS, TOOLS, renderer
+from tests.render.oracle import oracle_of
+from tests.render.test_families import FAMILIES, SHOWS_NO_THINKING
+from tests.render.test_families import renderer as family
+from tests.render.test_families import sampled as family_reply
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "rendering.md").read_text("utf-8")
+ROW = re.compile(r"^\| `([^`]+)` \| (\S+) \| (\S+) \|$", re.MULTILINE)
+USER = Message("user", "What is 2+2?")
+
+
+def outcome(render: Renderer, sampled, tools, *, results: bool) -> str:
+    """What becomes of a reply's tokens when a question, or the results of its calls, follow."""
+    prompt = render.render([USER], tools)
+    parsed = render.parse(sampled, prompt)
+    new = [Message("tool", "4", tool_call_id=call.id) for call in parsed.message.tool_calls]
+    following = render.bridge(prompt.answered(sampled, parsed), new if results else [Message("user", "Sure?")])
+    assert bool(new) == results
+    return "kept" if following.broke is None else following.broke.reason.value
+
+
+def measured() -> dict[str, tuple[str, str]]:
+    rows: dict[str, tuple[str, str]] = {}
+    call = (ToolCall("call00000", "run", '{"code": "2+2"}'),)
+    for model in MODELS:
+        render, oracle, tools = renderer(model.name), oracle_of(model.name), TOOLS if model.tools else []
+        thought = "Two and two." if model.reasoning else None
+        replies = [Message("assistant", "4", thought), Message("assistant", "", thought, call)]
+        ids = [oracle.reply([USER], reply, tools) for reply in replies[: 2 if tools else 1]]
+        asked = outcome(render, ids[0], tools, results=False)
+        rows[model.name] = (asked, outcome(render, ids[1], tools, results=True) if tools else "–")
+    for name in FAMILIES:
+        thought = None if name in SHOWS_NO_THINKING else "Two and two."
+        replies = [Message("assistant", "4", thought), Message("assistant", "", thought, call)]
+        first, second = (np.asarray(family_reply(name, [USER], reply)) for reply in replies)
+        asked = outcome(family(name), first, TOOLS, results=False)
+        rows[f"{name} (family)"] = (asked, outcome(family(name), second, TOOLS, results=True))
+    return rows
+
+
+def test_the_page_tells_what_every_template_keeps():
+    found = measured()
+    for name, (question, results) in found.items():
+        print(f"{name:24} next question: {question:28} tool results: {results}")
+    assert len(found) >= 12
+    told = {name: (question, results) for name, question, results in ROW.findall(PAGE)}
+    assert told == found

@@ -1,0 +1,246 @@
+"""Sampled ids become messages: what a template wrote is read back, and what a model wrote badly is reported."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.render import Parsed, ProblemKind, TemplateRendererConfig, load_renderer
+from ramify.render.calls import FORMATS
+from ramify.trace import Message
+from tests.render.conversations import replies
+from tests.render.models import BY_NAME, MODELS, TOOLS, Model, directory, renderer
+from tests.render.oracle import oracle_of
+
+EXAMPLES = min(400, max(10, settings.default.max_examples // 5)) if settings.default else 10
+ASKED = [Message("user", "Well?")]
+
+
+def said(message: Message):
+    """What a message says; call ids are the reader's own."""
+    calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+    return message.role, message.content, message.reasoning or None, calls
+
+
+def parse(name: str, text: str, *, tools=TOOLS, stop: bool = True) -> Parsed:
+    """The reply `text` of a model, with or without its stop token."""
+    render, oracle = renderer(name), oracle_of(name)
+    ids = oracle.ids(text + (oracle.model.stops[0] if stop else ""))
+    return render.parse(ids, render.render(ASKED, tools if oracle.model.tools else []))
+
+
+# -- round trips ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_what_a_template_writes_is_read_back(model: Model, data: st.DataObject):
+    reply = data.draw(replies(model, with_calls=model.tools and data.draw(st.booleans())))
+    tools = TOOLS if model.tools else []
+    prompt = renderer(model.name).render(ASKED, tools)
+    parsed = renderer(model.name).parse(oracle_of(model.name).reply(ASKED, reply, tools), prompt)
+    assert said(parsed.message) == said(reply)
+    assert parsed.problems == ()
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_the_format_is_told_from_the_template(model: Model):
+    assert renderer(model.name).tool_format == model.format  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_stop_ids_are_those_of_the_model(model: Model):
+    oracle = oracle_of(model.name)
+    assert set(renderer(model.name).stop_ids) == {oracle.tokenizer.token_to_id(stop) for stop in model.stops}
+
+
+def test_the_stop_token_is_not_part_of_the_body():
+    assert parse("ramify", "hi").body == (0, 2) or parse("ramify", "hi").body == (0, 1)
+    closed, cut = parse("ramify", "hello"), parse("ramify", "hello", stop=False)
+    assert closed.body == cut.body
+    assert closed.message == cut.message == Message("assistant", "hello")
+
+
+def test_an_empty_reply_is_an_empty_message():
+    assert parse("ramify", "").message == Message("assistant", "")
+    assert parse("ramify", "", stop=False).message == Message("assistant", "")
+
+
+def test_call_ids_are_nine_letters_and_differ():
+    call = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    ids = [call.id for text in (call + call, call) for call in parse("ramify", text).message.tool_calls]
+    assert len(set(ids)) == 3
+    assert all(len(id) == 9 and id.isalnum() for id in ids)
+
+
+def test_arguments_stay_as_the_model_wrote_them():
+    written = '{"query":"caf\\u00e9",  "limit" : 1.0}'
+    parsed = parse("ramify", f'<tool_call>{{"arguments": {written}, "name": "search"}}</tool_call>')
+    assert parsed.message.tool_calls[0].arguments == written
+
+
+# -- reasoning --------------------------------------------------------------------------------------------------------
+
+
+def test_reasoning_is_kept_apart():
+    parsed = parse("qwen3", "<think>\nLet me see.\n</think>\n\nFour.")
+    assert parsed.message == Message("assistant", "Four.", "Let me see.")
+
+
+def test_reasoning_that_the_prompt_opened_is_reasoning():
+    parsed = parse("deepseek-r1", "Let me see.\n</think>\n\nFour.")
+    assert parsed.message == Message("assistant", "Four.", "Let me see.")
+
+
+def test_reasoning_that_the_prompt_opened_and_closed_is_not_taken_from_the_reply():
+    assert parse("qwen3-no-thinking", "Four.").message == Message("assistant", "Four.")
+
+
+def test_a_call_in_the_reasoning_is_only_a_thought():
+    call = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+    parsed = parse("qwen3", f"<think>\nI could {call}\n</think>\n\n{call}")
+    assert len(parsed.message.tool_calls) == 1
+    assert call in (parsed.message.reasoning or "")
+
+
+def test_reasoning_that_never_ends_is_reported():
+    parsed = parse("qwen3", "<think>\nLet me see", stop=False)
+    assert parsed.message == Message("assistant", "", "Let me see")
+    assert [problem.kind for problem in parsed.problems] == [ProblemKind.UNCLOSED_REASONING]
+
+
+# -- malformed calls --------------------------------------------------------------------------------------------------
+
+MALFORMED = [
+    ("hermes", '<tool_call>{"name": "run", "arguments": {</tool_call>', ProblemKind.INVALID_JSON),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ProblemKind.NO_NAME),
+    ("hermes", '<tool_call>{"name": 7}</tool_call>', ProblemKind.NO_NAME),
+    ("hermes", '<tool_call>{"name": "run", "arguments": [1]}</tool_call>', ProblemKind.BAD_ARGUMENTS),
+    ("hermes", '<tool_call>{"name": "run", "arguments": "no"}</tool_call>', ProblemKind.BAD_ARGUMENTS),
+    ("hermes", "<tool_call>[1]</tool_call>", ProblemKind.BAD_FORM),
+    ("hermes", '<tool_call>{"name": "run", "argu', ProblemKind.UNCLOSED),
+    ("hermes", '<tool_call>{"name": "run", "arguments": {}}', ProblemKind.UNCLOSED),
+    ("hermes", "<tool_call>", ProblemKind.UNCLOSED),
+    ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", ProblemKind.INVALID_JSON),
+    ("qwen-coder", "<tool_call><function=></function></tool_call>", ProblemKind.NO_NAME),
+    ("qwen-coder", "<tool_call>run()</tool_call>", ProblemKind.BAD_FORM),
+    ("qwen-coder", "<tool_call><function=run>x</function></tool_call>", ProblemKind.BAD_ARGUMENTS),
+    ("qwen-coder", "<tool_call><function=run><parameter=code>x</function></tool_call>", ProblemKind.BAD_ARGUMENTS),
+    ("qwen-coder", "<tool_call><function=run><parameter=code>x", ProblemKind.UNCLOSED),
+    ("llama-3", '{"name": "run", "parameters": {', ProblemKind.INVALID_JSON),
+    ("llama-3", '{"name": "run", "parameters": 3}', ProblemKind.BAD_ARGUMENTS),
+    ("llama-3", '{"name": "run", "parameters": {}} and more', ProblemKind.BAD_FORM),
+    ("llama-3", '<|python_tag|>run.call(code="x")', ProblemKind.BAD_FORM),
+    ("llama-3", "<|python_tag|>", ProblemKind.UNCLOSED),
+    ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {}}', ProblemKind.UNCLOSED),
+    ("mistral", '[TOOL_CALLS] [{"name": "run"', ProblemKind.INVALID_JSON),
+    ("mistral", '[TOOL_CALLS] [{"arguments": {}}]', ProblemKind.NO_NAME),
+    ("mistral", "[TOOL_CALLS] [7]", ProblemKind.BAD_FORM),
+    ("mistral", "[TOOL_CALLS] []", ProblemKind.BAD_FORM),
+    ("mistral", "[TOOL_CALLS]run[ARGS]{", ProblemKind.INVALID_JSON),
+    ("mistral", "[TOOL_CALLS][ARGS]{}", ProblemKind.NO_NAME),
+    ("mistral", "[TOOL_CALLS]run", ProblemKind.BAD_FORM),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "kind"), MALFORMED, ids=lambda value: str(value)[:40])
+def test_a_malformed_call_is_reported_and_stays_in_the_content(format: str, text: str, kind: ProblemKind):
+    reading = FORMATS[format](text, TOOLS)
+    assert reading.calls == []
+    assert reading.content == text
+    assert [(problem.kind, problem.text) for problem in reading.problems] == [(kind, text)]
+
+
+def test_one_bad_call_does_not_hide_the_good_ones():
+    good = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    bad = '<tool_call>{"name": "run"</tool_call>'
+    parsed = parse("ramify", f"Look:\n{good}{bad}{good}")
+    assert [call.name for call in parsed.message.tool_calls] == ["run", "run"]
+    assert parsed.message.content == f"Look:\n{bad}"
+    assert [problem.text for problem in parsed.problems] == [bad]
+
+
+PIECES = [
+    *('{}[]":,;a \n', *'{}[]":,;', "<tool_call>", "</tool_call>", "<function=a>", "</function>", "<parameter=a>"),
+    *("</parameter>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "a"}', '{"name": "a", "arguments": {}}'),
+]
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+@given(text=st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
+def test_no_text_makes_a_reader_fail_or_lose_anything(format: str, text: str):
+    reading = FORMATS[format](text, TOOLS)
+    if not reading.calls:
+        assert reading.content == text
+    assert all(problem.text in text for problem in reading.problems)
+
+
+# -- the formats, as models write them --------------------------------------------------------------------------------
+
+
+def xml(**arguments: str) -> str:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function=run>\n{written}</function>\n</tool_call>"
+
+
+WRITTEN = [
+    ("hermes", '<tool_call>{"name": "run"}</tool_call>', {}),
+    ("hermes", '<tool_call>\n{"name": "run", "arguments": "{\\"code\\": \\"x\\"}"}\n</tool_call>', {"code": "x"}),
+    (
+        "hermes",
+        '<tool_call>{"name": "run", "arguments": {"code": "</tool_call>"}}</tool_call>',
+        {"code": "</tool_call>"},
+    ),
+    ("qwen-coder", xml(code="1", fast="True"), {"code": "1", "fast": True}),
+    ("qwen-coder", xml(code="a </parameter> b"), {"code": "a </parameter> b"}),
+    ("qwen-coder", xml(code="a\n\nb"), {"code": "a\n\nb"}),
+    ("qwen-coder", xml(other="[1, 2]"), {"other": [1, 2]}),
+    ("qwen-coder", xml(other=" two"), {"other": " two"}),
+    ("qwen-coder", xml(), {}),
+    ("llama-3", '{"name": "run", "parameters": {"code": "x"}}', {"code": "x"}),
+    ("llama-3", '<|python_tag|>{"name": "run", "arguments": {"code": "x"}}', {"code": "x"}),
+    ("llama-3", ' {"type": "function", "function": {"name": "run", "parameters": {}}} ', {}),
+    ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "x"}, "id": "abcdefghi"}]', {"code": "x"}),
+    ("mistral", '[TOOL_CALLS]run[ARGS]{"code": "x"}', {"code": "x"}),
+    ("mistral", '[TOOL_CALLS]run[CALL_ID]abcdefghi[ARGS]{"code": "x"}', {"code": "x"}),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "arguments"), WRITTEN, ids=lambda value: str(value)[:40])
+def test_calls_are_read_in_every_form_models_write(format: str, text: str, arguments: dict):
+    reading = FORMATS[format](text, TOOLS)
+    assert reading.problems == []
+    assert [(call.name, json.loads(call.arguments)) for call in reading.calls] == [("run", arguments)]
+    assert reading.content.strip() == ""
+    assert all(call.id in (None, "abcdefghi") for call in reading.calls)
+
+
+def test_several_calls_in_one_reply():
+    two = '{"name": "run", "parameters": {}}; {"name": "search", "parameters": {}}'
+    assert [call.name for call in FORMATS["llama-3"](two, TOOLS).calls] == ["run", "search"]
+    two = "[TOOL_CALLS]run[ARGS]{}[TOOL_CALLS]search[ARGS]{}"
+    assert [call.name for call in FORMATS["mistral"](two, TOOLS).calls] == ["run", "search"]
+
+
+def test_json_is_just_text_where_no_tools_were_offered():
+    text = '{"name": "Ada", "parameters": {}}'
+    reading = FORMATS["llama-3"](text, [])
+    assert (reading.content, reading.calls, reading.problems) == (text, [], [])
+
+
+def test_json_without_a_name_is_just_text():
+    reading = FORMATS["llama-3"]('{"answer": 4}', TOOLS)
+    assert (reading.content, reading.calls, reading.problems) == ('{"answer": 4}', [], [])
+
+
+def test_the_format_can_be_set():
+    render = load_renderer(directory("chatml"), TemplateRendererConfig(tool_format="hermes"))
+    ids = oracle_of("chatml").ids('<tool_call>{"name": "run", "arguments": {}}</tool_call><|im_end|>')
+    assert render.parse(np.array(ids), render.render(ASKED)).message.tool_calls[0].name == "run"
+
+
+def test_every_model_with_tools_is_listed_with_its_format():
+    assert {model.format for model in BY_NAME.values()} == set(FORMATS)

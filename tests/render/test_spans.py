@@ -1,0 +1,158 @@
+"""Every token of a prompt belongs to one message or to the generation prompt, and bodies say what the messages say."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.render import History, Rendered
+from ramify.trace import Call, Message, ToolCall, Trace, Turn, TurnBuilder
+from tests.render.conversations import conversations
+from tests.render.models import MODELS, TOOLS, Model, renderer
+from tests.render.oracle import oracle_of
+
+EXAMPLES = min(400, max(6, settings.default.max_examples // 8)) if settings.default else 6
+MOVES_SYSTEM = ("mistral-v3", "llama-3.1", "granite")  # where a system message is not the first text, or not text alone
+
+
+def check_partition(prompt: Rendered, messages: list[Message]) -> None:
+    assert [span.message for span in prompt.spans] == messages
+    before = 0
+    for span in prompt.spans:
+        low, high = span.body
+        assert before <= low <= high <= span.stop <= len(prompt.added)
+        before = span.stop
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_spans_partition_the_prompt_and_bodies_are_what_is_said(model: Model, data: st.DataObject):
+    conversation = data.draw(conversations(model))
+    oracle = oracle_of(model.name)
+    messages = [m for turn in conversation.turns for m in (*turn.messages, turn.reply)] + list(conversation.last)
+    prompt = renderer(model.name).render(messages, conversation.tools)
+    check_partition(prompt, messages)
+    for span in prompt.spans:
+        if span.message.role == "system" and model.name in MOVES_SYSTEM:
+            continue
+        body = oracle.decode(prompt.ids[slice(*span.body)])
+        assert span.message.text.strip() in body
+        if span.message.role != "assistant" and not model.spaces and model.name != "mistral-v3":
+            assert body.strip() == span.message.text.strip()
+        if span.message.role == "assistant" and not (span.message.tool_calls or span.message.reasoning or model.spaces):
+            assert body.strip() == span.message.text.strip()
+        for call in span.message.tool_calls:
+            assert call.name in body
+    opening = oracle.decode(prompt.opening)
+    assert oracle.text(messages, conversation.tools, generate=True).rstrip().endswith(opening.strip())
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_the_generation_prompt_is_what_stands_behind_the_last_message(model: Model):
+    oracle = oracle_of(model.name)
+    asked = [Message("user", "Well?")]
+    prompt = renderer(model.name).render(asked)
+    # Phi-3 ends its text where it writes no generation prompt.
+    closed = oracle.text(asked, generate=False).removesuffix("<|end|>" if model.name == "phi-3" else "")
+    assert prompt.opening.tolist() == oracle.ids(oracle.text(asked, generate=True))[len(oracle.ids(closed)) :]
+    whole = renderer(model.name).render(asked, generate=False)
+    assert whole.ids.tolist() == oracle.ids(oracle.text(asked, generate=False))
+
+
+def test_spans_of_a_bridge_start_behind_the_history():
+    render, oracle = renderer("qwen2.5"), oracle_of("qwen2.5")
+    prompt = render.render([Message("user", "Well?")], TOOLS)
+    calls = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>' * 2
+    sampled = oracle.ids(f"{calls}<|im_end|>")
+    parsed = render.parse(sampled, prompt)
+    first, second = (
+        Message("tool", text, tool_call_id=call.id) for text, call in zip(["one", "two"], parsed.message.tool_calls)
+    )
+    following = render.bridge(prompt.answered(sampled, parsed), [first, second])
+    check_partition(following, [first, second])
+    texts = [oracle.decode(following.added[slice(*span.body)]) for span in following.spans]
+    assert texts == ["one", "two"]
+    stops = [oracle.decode(following.added[: span.stop]) for span in following.spans]
+    assert stops[0] == "\n<|im_start|>user\n<tool_response>\none\n</tool_response>"
+    assert stops[1] == stops[0] + "\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["user", "assistant", "<|im_start|>", "zq0cz", "word 0", "", " ", "a\n", "<|im_end|>\n"]
+)
+def test_texts_that_look_like_scaffold_are_still_found(text: str):
+    messages = [Message("system", text), Message("user", text), Message("assistant", text), Message("user", text)]
+    prompt, oracle = renderer("chatml").render(messages), oracle_of("chatml")
+    assert prompt.ids.tolist() == oracle.ids(oracle.text(messages, generate=True))
+    bodies = [oracle.decode(prompt.ids[slice(*span.body)]) for span in prompt.spans]
+    assert [body.strip() for body in bodies] == [text.strip()] * 4
+
+
+def test_an_empty_system_prompt_that_a_template_leaves_out_has_no_tokens():
+    messages = [Message("system", ""), Message("user", "Well?"), Message("assistant", "Yes."), Message("user", "Ah.")]
+    prompt, oracle = renderer("phi-3").render(messages), oracle_of("phi-3")
+    assert prompt.spans[0].stop == 0
+    assert [oracle.decode(prompt.ids[slice(*span.body)]) for span in prompt.spans] == ["", "Well?", "Yes.", "Ah."]
+
+
+def test_messages_that_a_template_reads_are_still_told_apart():
+    thought = "<think>\nhm\n</think>\n\nFour."  # in the content, where Qwen3 looks for it and takes it out
+    messages = [Message("user", "2+2?"), Message("assistant", thought), Message("user", "Sure?")]
+    prompt, oracle = renderer("qwen3").render(messages), oracle_of("qwen3")
+    assert [oracle.decode(prompt.ids[slice(*span.body)]) for span in prompt.spans] == ["2+2?", "Four.", "Sure?"]
+
+
+# -- the trace takes it as it comes -----------------------------------------------------------------------------------
+
+
+def turn(prompt: Rendered, sampled: list[int], parsed, call: int, after: int) -> Turn:
+    return Turn(
+        call=Call(f"call-{call}"),
+        prompt=prompt.added,
+        spans=prompt.spans,
+        reply=parsed.message,
+        reply_ids=np.array(sampled, np.int32),
+        reply_body=parsed.body,
+        logprobs=np.zeros(len(sampled), np.float32),
+        after=after if prompt.kept else -1,
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-v3", "ramify", "glm-4", "vicuna"])
+def test_a_rollout_becomes_a_trace_whose_branch_is_what_the_engine_saw(name: str):
+    render, oracle = renderer(name), oracle_of(name)
+    trace = Trace(id=name)
+    builder = TurnBuilder(trace)
+    tools = TOOLS if oracle.model.tools else []
+    prompt, node = render.render([Message("system", "Be brief."), Message("user", "Well?")], tools), -1
+    messages, forks = list(prompt.messages), 0
+    for number in range(4):
+        thought = "hm" if oracle.model.reasoning else None
+        reply = Message("assistant", f"Reply {number}.", thought)
+        if tools and number % 2 == 0:
+            called = (ToolCall(f"call0000{number}", "run", "{}"),)
+            reply = msgspec.structs.replace(reply, content="", tool_calls=called)
+        sampled = oracle.reply(messages, reply, tools)
+        parsed = render.parse(sampled, prompt)
+        node = builder.attach(turn(prompt, sampled, parsed, number, node))
+        history = prompt.answered(sampled, parsed)
+        branch = trace.branches[-1]
+        assert branch.token_ids.tolist() == history.ids.tolist()
+        # A gateway that keeps no handles builds the same history from the trace.
+        last = trace.nodes[node]
+        again = History.of(
+            list(branch.messages),
+            tools,
+            branch.token_ids,
+            sampled=last.sampled[1] - last.sampled[0],
+        )
+        new = [Message("user", f"And {number}?")]
+        if parsed.message.tool_calls:
+            new = [Message("tool", "done", tool_call_id=parsed.message.tool_calls[0].id)]
+        prompt = render.bridge(history, new)
+        assert render.bridge(again, new).ids.tolist() == prompt.ids.tolist()
+        forks += prompt.broke is not None
+        messages = list(prompt.messages)
+    assert (forks > 0) == oracle.model.rewrites
