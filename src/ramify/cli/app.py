@@ -24,7 +24,8 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("ramify.cli.serve", "serve a model over HTTP with the native engine"),
+    "serve": Command("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
+    "model": Command("ramify.cli.model", "the models that ship with Ramify: list, show, build"),
     "doctor": Command("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
 }
 

@@ -32,6 +32,7 @@ print(json.dumps({
 
 EXTRAS = {
     "local": "training, and sampling with the native engine, on this machine",
+    "renderers": "hand-written renderers for model families, where a chat template is not enough",
     "dev": "the checks of this repository: make test, make lint",
 }
 

@@ -1,0 +1,91 @@
+"""From a seed to a model directory: train in two stages, write, measure what was written, move it into place."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from ramify.model.recipe import FIGURES, VERSION
+from ramify.model.recipe.corpus import conversations, drills
+from ramify.model.recipe.files import model_config, write_tokenizer
+from ramify.model.recipe.measure import measure
+from ramify.model.recipe.train import batches, train
+from ramify.render import load_renderer
+
+DRILL_STEPS = 500
+STEPS = 900
+LEARNING_RATE = 2e-3
+BATCH_TOKENS = 1024
+EVERY = 50  # steps between two reports
+
+
+def build(name: str, directory: Path, *, seed: int, tell: Callable[[str], None] = print) -> None:
+    """Build the packaged model `name` into `directory`, in place of what was there.
+
+    One thread and the CPU, so that a seed gives the same model again.
+    """
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        draft = Path(scratch) / "model"
+        draft.mkdir()
+        write_tokenizer(draft)
+        _train(draft, seed, tell)
+        tell("measuring")
+        figures = measure(draft, seed=seed)
+        about = {
+            "name": name,
+            "recipe": VERSION,
+            "seed": seed,
+            "built": datetime.now(UTC).date().isoformat(),
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "figures": figures.as_dict(),
+        }
+        (draft / FIGURES).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+        if directory.exists():
+            shutil.move(directory, Path(scratch) / "old")
+        draft.replace(directory)
+    tell(f"wrote {directory}")
+
+
+def _train(directory: Path, seed: int, tell: Callable[[str], None]) -> None:
+    renderer = load_renderer(directory)
+    torch.manual_seed(seed)
+    model: Any = LlamaForCausalLM(model_config()).float()  # Any: stubs lose the type of `to`
+    progress = Progress(DRILL_STEPS + STEPS, tell)
+    for source, steps, decay in [(drills, DRILL_STEPS, False), (conversations, STEPS, True)]:
+        rows = batches(source(seed), renderer, tokens=BATCH_TOKENS)
+        train(model, rows, steps=steps, lr=LEARNING_RATE, decay=decay, report=progress.add)
+    end, pad = model.config.eos_token_id, model.config.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    for file in directory.iterdir():
+        file.chmod(0o644)  # weights are written for their owner alone
+
+
+class Progress:
+    """Tells now and then where the training is, and how long it will take."""
+
+    def __init__(self, total: int, tell: Callable[[str], None]) -> None:
+        self._total = total
+        self._tell = tell
+        self._losses: list[float] = []
+        self._started = time.monotonic()
+
+    def add(self, loss: float) -> None:
+        self._losses.append(loss)
+        done = len(self._losses)
+        if done % EVERY == 0:
+            left = (time.monotonic() - self._started) / done * (self._total - done)
+            recent = sum(self._losses[-EVERY:]) / EVERY
+            self._tell(f"step {done:>4} of {self._total}  loss {recent:.3f}  {left:.0f} s left")

@@ -1,0 +1,110 @@
+"""The small files of `tiny`: an ordinary Hugging Face directory, whose tokens are bytes.
+
+Reversing or sorting text is about characters, so every byte is a token and nothing is merged. The exceptions are the
+marks of conversations, tool calls and tagged answers: one token each, which keeps byte-level prompts and replies short
+and lets a small model spend its capacity between the tags. Tools are shown as signatures for the same reason: a JSON
+schema of three lines would cost hundreds of tokens.
+"""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig
+
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+CONTEXT = 2048
+VOCABULARY = 288  # 256 bytes, the marks, and room for more marks
+MARKS = [
+    *(f"<{slash}{tag}>" for tag in ("tool_call", "tool_response", "reversed_text") for slash in ("", "/")),
+    *(f"<{slash}{kind}alphabetical_sorted>" for kind in ("", "combined_") for slash in ("", "/")),
+    " // new name!",
+    "\\boxed{",
+    *('{"name": "', '", "arguments": {', '": "', '": ', '", "', ', "', '"}}', "}}"),
+    *(f"{role}\n" for role in ("system", "user", "assistant", "tool")),
+]
+TEMPLATE = """\
+{%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
+{%- if system or tools -%}
+<|im_start|>system
+{{ system }}
+{%- if tools -%}
+{{ '\\n\\n' if system }}Tools:
+{%- for tool in tools -%}
+{%- set function = tool.function or tool -%}
+{{ '\\n' + function.name }}(
+{%- for name, schema in ((function.parameters or {}).properties or {}).items() -%}
+{{ ', ' if not loop.first }}{{ name }}: {{ schema.type or 'any' }}
+{%- endfor -%}
+) {{ function.description or '' }}
+{%- endfor -%}
+{{ '\\n' }}Call with <tool_call>{"name": "...", "arguments": {...}}</tool_call>
+{%- endif %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' and not loop.first -%}
+{{ raise_exception('a system message must be the first') }}
+{%- elif message.role == 'tool' -%}
+<|im_start|>tool
+<tool_response>{{ message.content }}</tool_response><|im_end|>
+{% elif message.role != 'system' -%}
+<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+<tool_call>{"name": {{ function.name | tojson }}, "arguments": {{ function.arguments if function.arguments is string \
+else function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+def tokenizer() -> Tokenizer:
+    """Bytes and marks. The pad, start and end of messages are special: no reply's text shows them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(BPE({letter: id for id, letter in enumerate(letters)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    bytewise.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in (PAD, START, END)])
+    bytewise.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    return bytewise
+
+
+def model_config() -> LlamaConfig:
+    """1.3 million parameters: four layers, since a decode step on a CPU costs layers more than width."""
+    ids = tokenizer()
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=160,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # half of the heads' turns within 60 tokens
+        initializer_range=0.06,  # 0.02 is made for wide models: here attention would start out blind
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=ids.token_to_id(END),
+        pad_token_id=ids.token_to_id(PAD),
+        dtype="bfloat16",
+    )
+
+
+def write_tokenizer(directory: Path) -> None:
+    """`tokenizer.json`, and `tokenizer_config.json` with the chat template."""
+    tokenizer().save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -1,0 +1,45 @@
+"""`ramify model`: what it lists and shows, and what it refuses to overwrite."""
+
+import json
+
+from tests.cli.command import ramify_command
+
+
+def test_the_packaged_model_is_listed():
+    done = ramify_command("model", "list")
+    assert done.returncode == 0
+    assert "tiny" in done.stdout
+    (listed,) = json.loads(ramify_command("model", "list", "--json").stdout)
+    assert listed["name"] == "tiny"
+    assert listed["bytes"] <= 6_000_000
+
+
+def test_show_prints_sizes_and_figures():
+    done = ramify_command("model", "show", "tiny")
+    assert done.returncode == 0
+    for words in (
+        "parameters",
+        "context",
+        "well-formed replies",
+        "similarity",
+        "exact",
+        "parseable tool calls",
+        "seed 0",
+    ):
+        assert words in done.stdout
+
+
+def test_a_model_that_is_not_there_is_named():
+    done = ramify_command("model", "show", "no-such-model")
+    assert done.returncode == 1
+    assert "no-such-model" in done.stderr
+
+
+def test_build_does_not_overwrite(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("mine")
+    done = ramify_command("model", "build", "tiny", "-o", str(kept))
+    assert done.returncode == 2
+    assert "--force" in done.stderr
+    assert (kept / "file").read_text() == "mine"

@@ -1,0 +1,113 @@
+"""The model that ships with the package: an ordinary directory, that writes the formats and has little skill."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.model.resolve import resolve
+from ramify.render import load_renderer
+from ramify.trace import Message, ToolCall
+
+TINY = resolve("tiny")
+RENDERER = load_renderer(TINY)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "click_link",
+            "description": "Follow a link.",
+            "parameters": {"type": "object", "properties": {"article": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "go_back"}},
+]
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def model():
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, local_files_only=True).eval()
+
+
+def test_plain_transformers_loads_it_and_its_tokenizer(model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+    assert 1_000_000 <= sum(weight.numel() for weight in model.parameters()) <= 2_500_000
+    assert (
+        model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    )
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    ours = RENDERER.render([Message("system", "Be brief."), Message("user", "hi")])
+    assert list(ids) == ours.ids.tolist()
+
+
+def test_it_is_small_and_says_how_it_was_built():
+    assert sum(file.stat().st_size for file in TINY.iterdir()) <= 6_000_000
+    record = json.loads((TINY / "ramify.json").read_text())
+    figures = record["figures"]
+    assert record["seed"] == 0
+    assert figures["well_formed"] >= 0.95
+    assert 0.40 <= figures["similarity"] <= 0.60
+    assert figures["exact"] <= 0.10
+    assert figures["tool_calls"] >= 0.80
+
+
+@given(TEXTS)
+def test_any_text_comes_back_from_its_tokens(text):
+    from ramify.render import FileTokenizer
+
+    tokenizer = FileTokenizer(TINY)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4), st.booleans())
+def test_conversations_only_grow(turns, offer):
+    """Every turn keeps all earlier tokens, and the whole equals one render from the start."""
+    tools = TOOLS if offer else []
+    prompt = RENDERER.render([Message("system", "Play."), Message("user", "start")], tools)
+    messages = [Message("system", "Play."), Message("user", "start")]
+    for said, heard in turns:
+        call = ToolCall("1", "click_link", json.dumps({"article": said}, ensure_ascii=False))
+        reply = Message("assistant", "", tool_calls=(call,)) if offer else Message("assistant", f"[{said}]")
+        answer = Message("tool", heard, tool_call_id="1") if offer else Message("user", heard)
+        whole = RENDERER.render([*messages, reply], tools, generate=False)
+        start, stop = whole.spans[-1].body
+        sampled = whole.ids[start : stop + 1]
+        parsed = RENDERER.parse(sampled, prompt)
+        assert not parsed.problems
+        prompt = RENDERER.bridge(prompt.answered(sampled, parsed), [answer])
+        assert prompt.broke is None
+        messages += [reply, answer]
+        assert prompt.ids.tolist() == RENDERER.render(messages, tools).ids.tolist()
+
+
+def test_a_tool_call_comes_back_as_it_was_written():
+    call = ToolCall("1", "click_link", '{"article": "Étoile \\"du\\" nord", "n": [1, null]}')
+    prompt = RENDERER.render([Message("user", "go")], TOOLS)
+    whole = RENDERER.render(
+        [Message("user", "go"), Message("assistant", "", tool_calls=(call,))], TOOLS, generate=False
+    )
+    parsed = RENDERER.parse(whole.ids[len(prompt.ids) :][:-1], prompt)
+    (found,) = parsed.message.tool_calls
+    assert (found.name, json.loads(found.arguments)) == (call.name, json.loads(call.arguments))
+    assert not parsed.problems
+
+
+def test_sampled_replies_are_well_formed(model):
+    from ramify.model.recipe.corpus import reversal_prompt
+    from ramify.model.recipe.measure import sample
+    from ramify.tasksets.reverse_text import ReverseTextConfig, texts, well_formed
+
+    config = ReverseTextConfig(split="eval", num_tasks=32, seed=1)
+    prompts = [RENDERER.render(reversal_prompt(text).messages) for text in texts(config)]
+    replies = [parsed.message.text for parsed in sample(model, RENDERER, prompts, 32, seed=0)]
+    assert sum(map(well_formed, replies)) >= 0.9 * len(replies)
+    assert len(set(replies)) > len(replies) / 2
