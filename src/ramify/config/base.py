@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from ramify.config.schema import TAG, is_dict, options
+from ramify.config.schema import is_dict, options, tag_key
 
 NONE = "None"  # how a TOML file, which has no null, says None
 
@@ -49,7 +49,8 @@ def _complete(field: FieldInfo, value: Any) -> Any:
     default: Any = field.get_default(call_default_factory=True, validated_data=None)
     if not isinstance(default, BaseModel):
         return value
-    tag = {TAG: getattr(default, TAG)} if TAG in type(default).model_fields else {}
-    if value.get(TAG, tag.get(TAG)) != tag.get(TAG):
+    key = tag_key(type(default))
+    tag = {key: getattr(default, key)} if key in type(default).model_fields else {}
+    if value.get(key, tag.get(key)) != tag.get(key):
         return value  # another variant: the default has nothing to say about it
     return merge({**default.model_dump(exclude_unset=True), **tag}, value)

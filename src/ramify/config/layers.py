@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from ramify.config.arguments import File, Flag, Unreadable, is_switch, key_of, kinds_at, value_of
 from ramify.config.base import NONE, merge
 from ramify.config.schema import (
-    TAG,
     Key,
     dotted,
     has,
@@ -25,6 +24,7 @@ from ramify.config.schema import (
     is_list,
     is_model,
     step,
+    tag_key,
     variant,
 )
 
@@ -137,9 +137,11 @@ def _enter(holder: Any, key: Key, kinds: Sequence[Any], standing: Any, *, part: 
 
 def _default(standing: Any, kinds: Sequence[Any], table: Any, name: str) -> Any:
     """What `name` is by default: as the default of its section says, else as the class of the section says."""
-    tag = getattr(standing, TAG, None)
-    if isinstance(standing, BaseModel) and table.get(TAG, tag) == tag:
-        return getattr(standing, name, None)
+    if isinstance(standing, BaseModel):
+        key = tag_key(type(standing))
+        tag = getattr(standing, key, None)
+        if table.get(key, tag) == tag:
+            return getattr(standing, name, None)
     for kind in kinds:
         field = kind.model_fields.get(name) if is_model(kind) else None
         if field is not None and not field.default_factory_takes_validated_data:

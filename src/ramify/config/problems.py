@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ramify.config.layers import Layers
-from ramify.config.schema import TAG, Key, dotted, every_key, has, is_array, is_dict, siblings, step, tags, variant
+from ramify.config.schema import Key, dotted, every_key, has, is_array, is_dict, siblings, step, tag_of, tags, variant
 
 LONGEST = 80  # characters of a value that are shown
 
@@ -32,8 +32,8 @@ def explain(error: ValidationError, layers: Layers) -> dict[str, str]:
             case "union_tag_invalid" | "union_tag_not_found":
                 kinds, table = _at(key, layers)
                 expectation = "expected " + " or ".join(map(repr, tags(kinds)))
-                key = (*key, TAG)
-                found[key] = _shown(table.get(TAG))
+                key = (*key, tag_of(kinds))
+                found[key] = _shown(table.get(key[-1]))
             case "value_error":
                 expectation = str(finding.get("ctx", {}).get("error", finding["msg"]))
             case "model_type" | "model_attributes_type" | "dict_type":
@@ -79,7 +79,11 @@ def _nearest(key: Key, layers: Layers) -> str:
     kinds, table = _at(tuple(section), layers)
     here = siblings(kinds)
     if reduce(step, key, [layers.cls]):  # some variant has this key, but not the chosen one
-        return f"{dotted(section)} with {TAG} = {table[TAG]!r} has {', '.join(here)}"
+        tag = tag_of(kinds)
+        if tag not in table:  # the variant was left to the default
+            owners = tags([kind for kind in kinds if step([kind], name)])
+            return f"it needs {dotted((*section, tag))} = {' or '.join(map(repr, owners))}"
+        return f"{dotted(section)} with {tag} = {table[tag]!r} has {', '.join(here)}"
     if alike := difflib.get_close_matches(str(name), here, n=1, cutoff=0.6):
         return f"did you mean {dotted((*section, alike[0]))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(every_key(layers.cls)))}

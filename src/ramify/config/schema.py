@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 
 from pydantic import BaseModel
 
-TAG = "type"  # the key that picks a variant of a closed union
+TAGS = ("type", "engine")  # the keys that pick a variant of a closed union
 
 Key = tuple[str | int, ...]
 
@@ -99,8 +99,8 @@ def step(kinds: Sequence[Any], key: str | int) -> list[Any]:
 
 def variant(kinds: Sequence[Any], table: Any) -> list[Any]:
     """The options that remain once the table has named its variant; all of them while it has not."""
-    tag = table.get(TAG) if is_dict(table) else None
-    chosen = [kind for kind in kinds if is_model(kind) and tag in _tags(kind)]
+    named: dict[str, Any] = table if is_dict(table) else {}
+    chosen = [kind for kind in kinds if is_model(kind) and named.get(tag_key(kind)) in _tags(kind)]
     return chosen or list(kinds)
 
 
@@ -128,6 +128,20 @@ def every_key(cls: type[BaseModel]) -> Iterator[Key]:
                     queue.append(((*key, name), options(field.annotation), (*above, kind)))
 
 
+def tag_of(kinds: Sequence[Any]) -> str:
+    """The key by which a closed union tells its variants apart."""
+    return next((tag_key(kind) for kind in kinds if is_model(kind)), TAGS[0])
+
+
+def tag_key(kind: type[BaseModel]) -> str:
+    """The key that tells this variant from the others."""
+    return next((key for key in TAGS if _literals(kind, key)), TAGS[0])
+
+
 def _tags(kind: type[BaseModel]) -> tuple[Any, ...]:
-    field = kind.model_fields.get(TAG)
+    return _literals(kind, tag_key(kind))
+
+
+def _literals(kind: type[BaseModel], key: str) -> tuple[Any, ...]:
+    field = kind.model_fields.get(key)
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
