@@ -3,13 +3,16 @@ PYTHON ?= python3
 # A second interpreter with `verifiers` installed, for the benchmarks that compare against it.
 VERIFIERS_PYTHON ?=
 
+# A second interpreter with vLLM installed, for `test-vllm`; docs/inference.md says how to make one.
+VLLM_PYTHON ?=
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := $(BIN)/pytest -n 2 -q
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full lint bench-check rl
+.PHONY: help env test test-full test-vllm lint bench-check rl
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +36,10 @@ test: env lint  ## lint, types and the bounded tests
 
 test-full: env lint  ## the same tests with full counts
 	RAMIFY_FULL=1 $(PYTEST) --timeout 3600
+
+test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_PYTHON=...
+	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the interpreter of an environment with vLLM"; exit 2; }
+	RAMIFY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pytest -v --timeout 900 tests/contract
 
 # A benchmark exits 1 for a missed target and 3 for a competitor that was not given; all run before the first failure counts.
 bench-check: env  ## run every benchmark against its targets

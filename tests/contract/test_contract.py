@@ -4,26 +4,11 @@ import asyncio
 
 import pytest
 
-from ramify.model.version import Version
-from tests.contract.target import Target, generate, logprobs, streaming, versions
-from tests.infer.llama import VOCAB, build_core, publish_as, write_llama
-from tests.infer.serving import served
+from tests.contract.target import Target, logprobs
 
 CLOSE = 2e-4
 PROMPT = [5, 17, 33, 60, 8, 91, 12, 44, 70, 23, 9]
 LONG = [(11 * index) % 90 + 3 for index in range(200)]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    home = tmp_path_factory.mktemp("served")
-    directories = []
-    for step in (1, 2):
-        source = write_llama(home / f"source-{step}", seed=step, positions=4096)
-        directories.append(publish_as(home / f"step-{step}", source, Version("llama", 0, step)))
-    core = build_core(directories[0], Version("llama", 0, 1), kv_tokens=16384, max_running=64, max_batch_tokens=256)
-    with served(core) as (url, _):
-        yield Target(url, *directories, max_model_len=core.max_model_len, vocab=VOCAB)
 
 
 def contract(test):
@@ -38,7 +23,7 @@ def contract(test):
                     await target.resume(client)
                     await target.update(client, target.first)
 
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), target.patience))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -54,12 +39,12 @@ async def test_health_and_models(target, client):
 
 @contract
 async def test_generate_returns_ids_and_a_logprob_for_each(target, client):
-    (choice,) = (await generate(client, PROMPT, max_tokens=9))["choices"]
+    (choice,) = (await target.generate(client, PROMPT, max_tokens=9))["choices"]
     assert len(choice["token_ids"]) == len(logprobs(choice)) == 9
     assert choice["finish_reason"] == "length"
     assert all(0 <= token < target.vocab for token in choice["token_ids"])
     assert all(logprob <= 0 for logprob in logprobs(choice))
-    assert versions(choice) == [(1, 9)]
+    assert target.versions(choice) == [(1, 9)]
 
 
 @contract
@@ -67,10 +52,10 @@ async def test_logprobs_are_after_temperature_over_the_whole_vocabulary(target, 
     """Between two tokens of one place the difference is that at temperature 1, divided by T."""
     for temperature in (0.5, 2.0):
         sampled = await asyncio.gather(
-            *(generate(client, PROMPT, max_tokens=1, seed=seed, temperature=temperature) for seed in range(12))
+            *(target.generate(client, PROMPT, max_tokens=1, seed=seed, temperature=temperature) for seed in range(12))
         )
         found = {one["choices"][0]["token_ids"][0]: logprobs(one["choices"][0])[0] for one in sampled}
-        plain = {token: (await rescored(client, [*PROMPT, token]))[-1] for token in found}
+        plain = {token: (await rescored(target, client, [*PROMPT, token]))[-1] for token in found}
         first = next(iter(found))
         for token in found:
             ratio = (plain[token] - plain[first]) / temperature
@@ -80,13 +65,13 @@ async def test_logprobs_are_after_temperature_over_the_whole_vocabulary(target, 
 
 @contract
 async def test_sampled_logprobs_are_the_prompt_logprobs_of_the_same_ids(target, client):
-    (choice,) = (await generate(client, PROMPT, max_tokens=12, seed=3))["choices"]
-    again = await rescored(client, PROMPT + choice["token_ids"])
+    (choice,) = (await target.generate(client, PROMPT, max_tokens=12, seed=3))["choices"]
+    again = await rescored(target, client, PROMPT + choice["token_ids"])
     assert logprobs(choice) == pytest.approx(again[-12:], abs=CLOSE)
 
 
-async def rescored(client, ids: list[int]) -> list[float]:
-    answer = await generate(client, ids, max_tokens=1, prompt_logprobs=1)
+async def rescored(target, client, ids: list[int]) -> list[float]:
+    answer = await target.generate(client, ids, max_tokens=1, prompt_logprobs=1)
     first, *rest = answer["prompt_logprobs"]
     assert first is None
     return [entry[str(token)]["logprob"] for entry, token in zip(rest, ids[1:])]
@@ -94,22 +79,22 @@ async def rescored(client, ids: list[int]) -> list[float]:
 
 @contract
 async def test_a_seed_decides_the_tokens(target, client):
-    answers = [await generate(client, PROMPT, seed=seed, max_tokens=24) for seed in (7, 7, 8)]
+    answers = [await target.generate(client, PROMPT, seed=seed, max_tokens=24) for seed in (7, 7, 8)]
     first, same, other = (answer["choices"][0]["token_ids"] for answer in answers)
     assert first == same != other
 
 
 @contract
 async def test_temperature_zero_is_greedy(target, client):
-    answers = [await generate(client, PROMPT, temperature=0.0, seed=seed, max_tokens=16) for seed in (1, 2)]
+    answers = [await target.generate(client, PROMPT, temperature=0.0, seed=seed, max_tokens=16) for seed in (1, 2)]
     assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]
 
 
 @contract
 async def test_a_stop_id_ends_the_reply_and_is_part_of_it(target, client):
-    (free,) = (await generate(client, PROMPT, seed=5, max_tokens=12))["choices"]
+    (free,) = (await target.generate(client, PROMPT, seed=5, max_tokens=12))["choices"]
     stop = free["token_ids"][6]
-    (stopped,) = (await generate(client, PROMPT, seed=5, max_tokens=12, stop_token_ids=[stop]))["choices"]
+    (stopped,) = (await target.generate(client, PROMPT, seed=5, max_tokens=12, stop_token_ids=[stop]))["choices"]
     assert stopped["token_ids"] == free["token_ids"][: free["token_ids"].index(stop) + 1]
     assert len(logprobs(stopped)) == len(stopped["token_ids"])
     assert stopped["finish_reason"] == "stop"
@@ -117,9 +102,11 @@ async def test_a_stop_id_ends_the_reply_and_is_part_of_it(target, client):
 
 @contract
 async def test_a_client_that_hangs_up_is_cancelled(target, client):
-    async with streaming(client, PROMPT, max_tokens=3000) as choices:
+    before = await target.sampled(client)
+    async with target.streaming(client, PROMPT, max_tokens=3000) as choices:
         await anext(choices)
-    await until(lambda: target.gauge(client, "running"), 0)
+    await until(lambda: target.running(client), 0)
+    assert await target.sampled(client) - before < 3000  # it was stopped, it did not end
 
 
 async def until(read, value: float) -> None:
@@ -130,16 +117,17 @@ async def until(read, value: float) -> None:
 
 @contract
 async def test_pause_holds_requests_in_flight_and_resume_lets_them_go_on(target, client):
-    straight = (await generate(client, PROMPT, seed=2, max_tokens=300))["choices"][0]["token_ids"]
-    async with streaming(client, PROMPT, seed=2, max_tokens=300) as choices:
+    straight = (await target.generate(client, PROMPT, seed=2, max_tokens=target.flight))["choices"][0]["token_ids"]
+    before = await target.held(client)
+    async with target.streaming(client, PROMPT, seed=2, max_tokens=target.flight) as choices:
         tokens = (await anext(choices))["token_ids"]
         await target.pause(client)
-        queued = asyncio.ensure_future(generate(client, PROMPT, max_tokens=2))
-        await until(lambda: target.gauge(client, "waiting"), 1)
-        held = await target.gauge(client, "sampled_tokens_total")
+        queued = asyncio.ensure_future(target.generate(client, PROMPT, max_tokens=2))
+        await until(lambda: target.held(client), before + 2)
+        held = await target.sampled(client)
         for _ in range(5):
             assert (await client.get("/health")).status_code == 200
-            assert await target.gauge(client, "sampled_tokens_total") == held
+            assert await target.sampled(client) == held
         await target.resume(client)
         async for choice in choices:
             tokens += choice["token_ids"]
@@ -153,24 +141,24 @@ async def test_a_weight_update_changes_outputs_and_version(target, client):
     for directory in (None, target.second, target.first):
         if directory is not None:
             await target.update(client, directory)
-        answers.append((await generate(client, PROMPT, temperature=0.0, max_tokens=16))["choices"][0])
+        answers.append((await target.generate(client, PROMPT, temperature=0.0, max_tokens=16))["choices"][0])
     old, new, back = answers
     assert old["token_ids"] == back["token_ids"] != new["token_ids"]
-    assert [versions(answer) for answer in answers] == [[(1, 16)], [(2, 16)], [(1, 16)]]
+    assert [target.versions(answer) for answer in answers] == [[(1, 16)], [(2, 16)], [(1, 16)]]
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_no_prefix_is_stale_after_a_weight_update(target, kv):
     @contract
     async def check(target, client):
-        await generate(client, LONG, max_tokens=1)  # the first weights' keys and values are in the cache
-        async with streaming(client, LONG, max_tokens=2000) as choices:
+        await target.generate(client, LONG, max_tokens=1)  # the first weights' keys and values are in the cache
+        async with target.streaming(client, LONG, max_tokens=3500) as choices:
             await anext(choices)  # and a request that holds them is running
             await target.update(client, target.second, kv)
-            found = (await generate(client, LONG, max_tokens=8, temperature=0.0))["choices"][0]
-            fresh = (await generate(client, LONG, max_tokens=8, temperature=0.0, cache_salt=f"fresh {kv}"))["choices"][
-                0
-            ]
+            found = (await target.generate(client, LONG, max_tokens=8, temperature=0.0))["choices"][0]
+            fresh = (await target.generate(client, LONG, max_tokens=8, temperature=0.0, cache_salt=f"fresh {kv}"))[
+                "choices"
+            ][0]
         assert found["token_ids"] == fresh["token_ids"]
         assert logprobs(found) == pytest.approx(logprobs(fresh), abs=CLOSE)
 
@@ -181,14 +169,15 @@ def test_no_prefix_is_stale_after_a_weight_update(target, kv):
 def test_requests_in_flight_go_on_across_a_weight_update(target, kv):
     @contract
     async def check(target, client):
-        runs, count = [], 0
-        async with streaming(client, PROMPT, max_tokens=600) as choices:
+        runs, count, updated = [], 0, False
+        async with target.streaming(client, PROMPT, max_tokens=target.flight) as choices:
             async for choice in choices:
-                if not runs:
+                if not updated:
                     await target.update(client, target.second, kv)
-                runs += versions(choice)
+                    updated = True
+                runs += target.versions(choice)
                 count += len(choice["token_ids"])
-        assert count == 600 == sum(tokens for _, tokens in runs)
+        assert count == target.flight == sum(tokens for _, tokens in runs)
         steps = [step for step, _ in runs]
         assert steps == sorted(steps) and set(steps) == {1, 2}
 
@@ -198,7 +187,7 @@ def test_requests_in_flight_go_on_across_a_weight_update(target, kv):
 @contract
 async def test_an_overlong_prompt_is_refused_with_both_lengths(target, client):
     length = target.max_model_len + 5
-    response = await client.post("/inference/v1/generate", json={"token_ids": [5] * length})
+    response = await client.post("/inference/v1/generate", json=target.body([5] * length))
     assert response.status_code == 400
     assert str(length) in response.text and str(target.max_model_len) in response.text
 
@@ -206,7 +195,7 @@ async def test_an_overlong_prompt_is_refused_with_both_lengths(target, client):
 @contract
 async def test_64_clients_at_once_get_what_they_get_alone(target, client):
     def ask(seed: int):
-        return generate(client, [seed + 3, *PROMPT], seed=seed, max_tokens=24)
+        return target.generate(client, [seed + 3, *PROMPT], seed=seed, max_tokens=24)
 
     together = await asyncio.gather(*map(ask, range(64)))
     assert all(len(answer["choices"][0]["token_ids"]) == 24 for answer in together)

@@ -22,7 +22,7 @@ VOCAB = 96
 POSITIONS = 256
 
 
-def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS) -> Path:
+def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS, head_dim: int = 8) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -31,6 +31,7 @@ def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS) -> P
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=1,

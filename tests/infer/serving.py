@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from ramify.infer.config import ServerConfig
 from ramify.infer.core import Core
 from ramify.infer.engine import Engine
+from ramify.infer.rendering import Prompt
 from ramify.infer.server import build_app, serving
 
 
@@ -22,11 +23,11 @@ class ByteRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(token + 28) for token in ids if token >= 4)
 
-    def render(self, messages, tools) -> list[int]:
+    def render(self, messages, tools) -> Prompt:
         text = [[1, *self.encode(str(message["content"])), 2] for message in messages]
-        return [token for part in text for token in part] + ([3] if tools else []) + [1]
+        return Prompt([token for part in text for token in part] + ([3] if tools else []) + [1])
 
-    def parse(self, ids: Sequence[int]) -> dict[str, object]:
+    def parse(self, ids: Sequence[int], prompt: Prompt) -> dict[str, object]:
         return {"content": self.decode(ids)}
 
 

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.model.load import load
+from ramify.model.manifest import MANIFEST, Manifest
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
-from ramify.model.weights import MANIFEST, Manifest, apply, publish, stage, trainable_tensors
+from ramify.model.weights import apply, publish, stage, trainable_tensors
 from tests.infer.llama import publish_as, reference, write_llama
 
 VERSION = Version("policy", 2, 30)

@@ -1,30 +1,65 @@
-"""`ramify serve -m MODEL`: the native engine behind HTTP."""
+"""`ramify serve -m MODEL`: a model behind HTTP, by the native engine or by vLLM."""
 
 import asyncio
 import contextlib
+import shlex
+import signal
 from collections.abc import Sequence
 
 from ramify.config import parse, switch
-from ramify.infer.config import ServeConfig
+from ramify.infer.config import ServeConfig, VLLMConfig
+from ramify.infer.vllm import VLLMServer
+from ramify.model.resolve import resolve
+from ramify.render import load_renderer
 
 
 def run(args: Sequence[str]) -> int:
     """Read the configuration, load the model, serve until interrupted."""
     dry, rest = switch(_spelled_out(args), "--dry-run")
     config = parse(ServeConfig, rest, prog="ramify serve")
+    if config.inference.engine == "vllm":
+        return _vllm(config, config.inference, dry=dry)
     if dry:
-        from ramify.model.resolve import resolve
-
         print(f"would serve {config.model.name} from {resolve(config.model.name)}")
         print(f"at http://{config.server.host}:{config.server.port}, {config.inference}")
         return 0
+    from ramify.infer.chat import TemplateChat
     from ramify.infer.engine import Engine  # torch is loaded here, not for help
     from ramify.infer.server import serve
 
+    directory = resolve(config.model.name)
+    renderer = None
+    if (directory / "tokenizer.json").exists():
+        renderer = TemplateChat(load_renderer(directory, config.renderer))
+    else:
+        print(f"{directory} has no tokenizer.json: serving token ids alone, no chat", flush=True)
     engine = Engine.load(config.model.name, config.inference)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(engine, name=config.model.name, config=config.server))
+        asyncio.run(serve(engine, name=config.model.name, config=config.server, renderer=renderer))
     return 0
+
+
+def _vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
+    server = VLLMServer(config.model.name, inference, config.server)
+    if dry:
+        print(f"would serve {config.model.name} ({server.version}) at {server.url}, output in {server.log}")
+        print(shlex.join(server.command()))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_supervised(server))
+    return 0
+
+
+async def _supervised(server: VLLMServer) -> None:
+    """Serve until a signal comes; whatever happens, the server is stopped before we go."""
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with server:
+            print(f"serving {server.name} ({server.version}) at {server.url}", flush=True)
+            await server.wait()
 
 
 def _spelled_out(args: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Inference: an engine on plain PyTorch and Hugging Face models, and the HTTP server in front of it.
+"""Inference: an engine on plain PyTorch and Hugging Face models with an HTTP server in front of it, or vLLM as a child.
 
 `config` describes both without torch; `engine` runs the model in a thread of its own; `server` speaks HTTP.
 """
@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from ramify.infer.config import EngineConfig as EngineConfig
     from ramify.infer.config import ServeConfig as ServeConfig
     from ramify.infer.config import ServerConfig as ServerConfig
+    from ramify.infer.config import VLLMConfig as VLLMConfig
     from ramify.infer.engine import Engine as Engine
     from ramify.infer.rendering import ChatRenderer as ChatRenderer
     from ramify.infer.request import Completion as Completion
     from ramify.infer.request import Sampling as Sampling
+    from ramify.infer.vllm import VLLMServer as VLLMServer
 
 _FACE = {
     "ChatRenderer": "ramify.infer.rendering",
@@ -23,9 +25,21 @@ _FACE = {
     "Sampling": "ramify.infer.request",
     "ServeConfig": "ramify.infer.config",
     "ServerConfig": "ramify.infer.config",
+    "VLLMConfig": "ramify.infer.config",
+    "VLLMServer": "ramify.infer.vllm",
 }
 
-__all__ = ["ChatRenderer", "Completion", "Engine", "EngineConfig", "Sampling", "ServeConfig", "ServerConfig"]
+__all__ = [
+    "ChatRenderer",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "Sampling",
+    "ServeConfig",
+    "ServerConfig",
+    "VLLMConfig",
+    "VLLMServer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,11 @@
 """How the engine and its server are set up. Importable without torch."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ramify.config import Config
+from ramify.render.config import RendererConfig, TemplateRendererConfig
 
 
 class ModelConfig(Config):
@@ -50,6 +51,37 @@ class EngineConfig(Config):
         return self
 
 
+class VLLMConfig(Config):
+    """A stock vLLM server, started from an environment of its own."""
+
+    engine: Literal["vllm"] = "vllm"
+    python: str = "python"
+    """The interpreter of the environment that has vLLM."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and reply together; None is vLLM's own choice."""
+    max_running: int | None = Field(default=None, ge=1)
+    """Requests that decode together; None is vLLM's own choice."""
+    memory: float = Field(default=0.4, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM takes in all."""
+    cpu_cache: int = Field(default=1, ge=1)
+    """GiB of keys and values, where vLLM runs on a CPU."""
+    prefix_cache: bool = True
+    eager: bool = False
+    """Do not compile: up sooner, slower afterwards."""
+    args: list[str] = []
+    """More arguments of `vllm serve`, as they are."""
+    env: dict[str, str] = {}
+    """More variables of its environment."""
+    log: str = "vllm.log"
+    """The file its output goes to."""
+    start_deadline: float = Field(default=600.0, gt=0)
+    """Seconds until it has to answer."""
+
+
+InferenceConfig = Annotated[EngineConfig | VLLMConfig, Field(discriminator="engine")]
+
+
 class ServerConfig(Config):
     """The HTTP server."""
 
@@ -66,5 +98,16 @@ class ServeConfig(Config):
     """`ramify serve`."""
 
     model: ModelConfig = ModelConfig()
-    inference: EngineConfig = EngineConfig()
+    renderer: RendererConfig = TemplateRendererConfig()
+    inference: InferenceConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _vllm_brings_its_own(self) -> "ServeConfig":
+        """What vLLM does by itself cannot be set here; a key that does nothing is an error."""
+        if self.inference.engine == "vllm":
+            if self.server.timeout != ServerConfig().timeout:
+                raise ValueError("server.timeout needs inference.engine = 'native'; vLLM's clients bring deadlines")
+            if self.renderer != TemplateRendererConfig():
+                raise ValueError("renderer needs inference.engine = 'native'; vLLM renders chats by itself")
+        return self

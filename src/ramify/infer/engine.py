@@ -23,9 +23,10 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.core import KV, Core
 from ramify.infer.request import Completion, Request, Sampling
 from ramify.model.load import load
+from ramify.model.manifest import MANIFEST, Manifest
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
-from ramify.model.weights import MANIFEST, Manifest, stage
+from ramify.model.weights import stage
 
 T = TypeVar("T")
 COMMAND_DEADLINE = 120.0  # seconds; a command waits for one step at most

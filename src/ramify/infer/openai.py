@@ -114,7 +114,8 @@ async def chat(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None,
     if body.tool_choice not in (None, "auto", "none"):
         raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
-    prompt = renderer.render(body.messages, tools)
+    rendered = renderer.render(body.messages, tools)
+    prompt = rendered.ids
     asked = body.max_completion_tokens or body.max_tokens
     limit = asked if asked is not None else max(1, engine.core.max_model_len - len(prompt))
     top = body.top_logprobs or 0
@@ -142,7 +143,7 @@ async def chat(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None,
         }
 
     def whole(index: int, sample: Sample) -> dict[str, Any]:
-        message = {"role": "assistant", **renderer.parse(sample.tokens)}
+        message = {"role": "assistant", **renderer.parse(sample.tokens, rendered)}
         if sample.text.stopped:
             message = {"role": "assistant", "content": sample.text.text}
         finish = "tool_calls" if message.get("tool_calls") and sample.finish == "stop" else sample.finish

@@ -5,7 +5,16 @@ messages; the server takes anything of this shape, or nothing, and then serves t
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation. `source` is the renderer's own, for `parse` to look at."""
+
+    ids: list[int]
+    source: object = None
 
 
 class ChatRenderer(Protocol):
@@ -16,11 +25,11 @@ class ChatRenderer(Protocol):
         """The tokens that end a turn."""
         ...
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
         """The prompt for the next assistant turn."""
         ...
 
-    def parse(self, ids: Sequence[int]) -> dict[str, Any]:
+    def parse(self, ids: Sequence[int], prompt: Prompt) -> dict[str, Any]:
         """Sampled ids as an assistant message: `content`, and `tool_calls` or `reasoning_content` if there are any."""
         ...
 

@@ -6,8 +6,9 @@ A failure has a name, and the name decides the status: what the caller did wrong
 
 import asyncio
 import contextlib
+import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,17 @@ async def _gone(_: HttpRequest, __: ClientGone) -> Response:
     return Response(status_code=499)
 
 
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone: uvicorn would raise them again, and end the process before its engine."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
-    """The server while it answers: its address, and a task that ends when a signal has stopped it."""
+    """The server while it answers: its address, and a task that ends with it."""
     listener = socket.create_server((config.host, config.port), backlog=2048)
     address = f"http://{config.host}:{listener.getsockname()[1]}"
     settings = uvicorn.Config(
@@ -120,7 +129,7 @@ async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[tuple[s
         timeout_graceful_shutdown=int(config.shutdown),
         timeout_keep_alive=KEEP_ALIVE,
     )
-    server = uvicorn.Server(settings)
+    server = _Server(settings)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         while not server.started and not task.done():
@@ -132,12 +141,17 @@ async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[tuple[s
 
 
 async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: ChatRenderer | None = None) -> None:
-    """Serve until the process is told to stop; then requests in flight get `shutdown` seconds."""
+    """Serve until SIGINT or SIGTERM; then requests in flight get `shutdown` seconds."""
+    stop = asyncio.Event()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(sign, stop.set)
     engine.start()
     try:
         app = build_app(engine, name=name, renderer=renderer, timeout=config.timeout)
-        async with serving(app, config) as (address, stopped):
+        async with serving(app, config) as (address, served):
             print(f"serving {name} ({engine.core.version}) at {address}", flush=True)
-            await stopped
+            told = asyncio.create_task(stop.wait())
+            await asyncio.wait({served, told}, return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
     finally:
         await asyncio.to_thread(engine.close)

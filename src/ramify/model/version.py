@@ -16,3 +16,11 @@ class Version(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.policy}@{self.incarnation}.{self.step}"
+
+    @classmethod
+    def read(cls, text: str) -> "Version | None":
+        """The version that prints as `text`; None for any other text."""
+        policy, _, numbers = text.rpartition("@")
+        incarnation, _, step = numbers.partition(".")
+        known = policy and incarnation.isdecimal() and step.isdecimal()
+        return cls(policy, int(incarnation), int(step)) if known else None

@@ -22,37 +22,11 @@ from safetensors.torch import save as encode
 from torch import Tensor
 
 from ramify.errors import WeightsRefused
+from ramify.model.manifest import Manifest, check, write_synced
 from ramify.model.version import Version
 
-MANIFEST = "manifest.json"
 SHARD_BYTES = 2 << 30
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The version of a directory and the sha256 of each of its weight files."""
-
-    version: Version
-    files: Mapping[str, str]
-
-    @classmethod
-    def read(cls, directory: Path) -> "Manifest":
-        """The manifest of a published directory."""
-        try:
-            data = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-            version = Version(str(data["policy"]), int(data["incarnation"]), int(data["step"]))
-            return cls(version, {str(name): str(digest) for name, digest in data["files"].items()})
-        except OSError as error:
-            raise WeightsRefused(f"{directory} has no readable {MANIFEST}: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsRefused(f"{directory / MANIFEST} is not a manifest: {error!r}") from error
-
-    def write(self, directory: Path) -> None:
-        """Write it into `directory`."""
-        policy, incarnation, step = self.version
-        data = {"policy": policy, "incarnation": incarnation, "step": step, "files": dict(self.files)}
-        _write(directory / MANIFEST, json.dumps(data, indent=2).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +50,12 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             data = encode({key: value.detach().cpu().contiguous() for key, value in shard.items()}, {"format": "pt"})
-            _write(unfinished / name, data)
+            write_synced(unfinished / name, data)
             files[name] = hashlib.sha256(data).hexdigest()
         if len(shards) > 1:
             where = {key: name for shard, name in zip(shards, files) for key in shard}
             index = {"metadata": {}, "weight_map": where}
-            _write(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+            write_synced(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
         for name in COMPANIONS:
             if base is not None and (base / name).is_file():
                 shutil.copyfile(base / name, unfinished / name)
@@ -135,9 +109,7 @@ def _read(path: Path, digest: str) -> dict[str, Tensor]:
         data = path.read_bytes()
     except OSError as error:
         raise WeightsRefused(f"{path} cannot be read: {error.strerror or error}") from error
-    actual = hashlib.sha256(data).hexdigest()
-    if actual != digest:
-        raise WeightsRefused(f"{path} has checksum {actual[:16]}..., its manifest says {digest[:16]}...")
+    check(path, hashlib.sha256(data).hexdigest(), digest)
     try:
         return decode(data)
     except SafetensorError as error:
@@ -154,10 +126,3 @@ def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         shards[-1][name] = tensor
         size += tensor.nbytes
     return shards
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

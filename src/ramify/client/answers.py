@@ -1,0 +1,129 @@
+"""The generate endpoint on the wire: the body that is sent, and the part of the answer that is read.
+
+Native and vLLM speak the same shape, but each reports the versions of the tokens in its own way. Decoding is typed, so
+a server that answers something else is noticed here, by name, and not as an odd number in a batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.client.completion import Sampling
+from ramify.errors import ProviderError, TokensRequired
+from ramify.trace import Usage
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One sample to take."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    priority: int = 0
+    salt: str | None = None
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        """The body of the request."""
+        ids = self.prompt.tolist() if isinstance(self.prompt, np.ndarray) else list(self.prompt)
+        fields: dict[str, Any] = {"token_ids": ids, "sampling_params": self.sampling.wire(), **more}
+        if self.priority:
+            fields["priority"] = self.priority
+        if self.salt:
+            fields["cache_salt"] = self.salt
+        return fields
+
+
+class Entry(msgspec.Struct, gc=False):
+    """The logprob of one sampled token, with its rivals if they were asked for."""
+
+    logprob: float
+    top_logprobs: list[dict[str, Any]] = []
+
+
+class Content(msgspec.Struct):
+    """The logprobs of a choice."""
+
+    content: list[Entry] | None = None
+
+
+class Span(msgspec.Struct):
+    """Tokens [start, end) came from the weights with this label, as vLLM reports it."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    """One sample, or a part of it."""
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: Content | None = None
+    policy_versions: list[tuple[str, int, int, int]] | None = None
+    weight_versions: list[Span] | None = None
+
+
+class CachedTokens(msgspec.Struct):
+    """How much of the prompt was cached."""
+
+    cached_tokens: int | None = None
+
+
+class Counts(msgspec.Struct):
+    """Usage as the server reports it."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class Answer(msgspec.Struct):
+    """The answer, or one event of a streamed one."""
+
+    choices: list[Choice]
+    usage: Counts | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+def decode(data: bytes | str, kind: type[S], server: str) -> S:
+    """The body as `kind`, or a ProviderError that shows its beginning."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        shown = data[:200] if isinstance(data, str) else data[:200].decode("utf-8", "replace")
+        raise ProviderError(f"{server} answered something unexpected ({error}): {shown}") from error
+
+
+def sampled(choice: Choice, server: str) -> tuple[list[int], list[float]]:
+    """Token ids and logprobs, one for each; a server that gives no such thing cannot be trained on."""
+    if choice.token_ids is None or choice.logprobs is None or choice.logprobs.content is None:
+        raise TokensRequired(f"{server} answered without token ids and logprobs")
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
+    if len(logprobs) != len(choice.token_ids):
+        raise ProviderError(f"{server} answered {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
+    return choice.token_ids, logprobs
+
+
+def usage(answer: Answer, ask: Ask, count: int) -> Usage:
+    """The token counts, with our own where the server reports none."""
+    details = answer.usage.prompt_tokens_details if answer.usage else None
+    return Usage(len(ask.prompt), count, (details.cached_tokens or 0) if details else 0)
+
+
+def prompt_logprobs(answer: Answer, ids: Sequence[int], server: str) -> NDArray[np.float32]:
+    """The logprob of every prompt token given those before it; NaN for the first."""
+    table = answer.prompt_logprobs
+    if table is None or len(table) != len(ids):
+        raise TokensRequired(f"{server} answered without prompt logprobs")
+    try:
+        found = [entry[str(int(token))]["logprob"] for entry, token in zip(table[1:], ids[1:]) if entry is not None]
+    except (KeyError, TypeError) as error:
+        raise ProviderError(f"{server} answered prompt logprobs without the prompt's own tokens: {error!r}") from error
+    return np.array([np.nan, *found], np.float32)

@@ -1,0 +1,58 @@
+"""What is asked and what comes back, the same for every engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.trace import Usage, VersionRun
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. Temperature 0 is greedy; a server's own stop ids hold unless `ignore_eos` is set."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def wire(self) -> dict[str, Any]:
+        """`sampling_params` of the generate endpoint; what is off is left out."""
+        fields: dict[str, Any] = {"temperature": self.temperature, "max_tokens": self.max_tokens, "logprobs": 0}
+        if self.top_p < 1:
+            fields["top_p"] = self.top_p
+        if self.top_k > 0:
+            fields["top_k"] = self.top_k
+        if self.min_p > 0:
+            fields["min_p"] = self.min_p
+        if self.seed is not None:
+            fields["seed"] = self.seed
+        if self.stop_ids:
+            fields["stop_token_ids"] = list(self.stop_ids)
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.logit_bias:
+            fields["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return fields
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One sample. `versions` are runs over `ids`: a sample may span several weight versions."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish: Finish
+    versions: tuple[VersionRun, ...]
+    usage: Usage
+    server: str

@@ -1,0 +1,120 @@
+"""The servers behind a client, and the choice among them.
+
+    UP -> DOWN   health checks failed, a connection could not be made, or a weight update was not acknowledged
+    DOWN -> UP   healthy again, and serving the weights that the others serve
+
+A session stays with its server while that is up, because the server has the session's prefix in its cache. Everybody
+else goes where the fewest requests of ours are in flight.
+"""
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from enum import Enum
+
+import httpx
+
+from ramify.client.control import Dialect
+from ramify.errors import ProviderError
+
+SESSIONS = 1 << 16  # sessions whose server is remembered
+
+
+class State(Enum):
+    """Whether a server gets requests."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+class Replica:
+    """One server: its connections, its state, and what is in flight there."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
+        self.url, self.http = url, http
+        self.state = State.DOWN
+        self.reason = "not reached yet"  # why it is down
+        self.dialect: Dialect | None = None  # known once it has been up
+        self.in_flight = 0
+        self.served = 0
+        self.failures = 0  # health checks in a row
+        self.ejections = 0
+        self.look = asyncio.Event()  # set to have its health looked at now
+
+    @property
+    def spoken(self) -> Dialect:
+        """Its dialect; a server that is up has one."""
+        if self.dialect is None:
+            raise ProviderError(f"{self.url} was never reached: {self.reason}")
+        return self.dialect
+
+    @contextlib.contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Counts a request while it is in flight."""
+        self.in_flight += 1
+        try:
+            yield
+            self.served += 1
+        finally:
+            self.in_flight -= 1
+
+
+class Pool:
+    """All servers of a client."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = list(replicas)
+        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._some_up = asyncio.Event()
+
+    @property
+    def up(self) -> list[Replica]:
+        """The servers that get requests."""
+        return [replica for replica in self.replicas if replica.state is State.UP]
+
+    def eject(self, replica: Replica, reason: str) -> None:
+        """Send a server nothing more until it is healthy again."""
+        if replica.state is State.UP:
+            replica.ejections += 1
+        replica.state, replica.reason = State.DOWN, reason
+        replica.look.set()
+        if not self.up:
+            self._some_up.clear()
+
+    def admit(self, replica: Replica) -> None:
+        """Send a server requests."""
+        replica.state, replica.reason, replica.failures = State.UP, "", 0
+        self._some_up.set()
+
+    def pick(self, session: str | None, avoid: Collection[Replica] = ()) -> Replica | None:
+        """The server for a request: not one of `avoid` if there is another; None if none is up."""
+        up = self.up
+        candidates = [replica for replica in up if replica not in avoid] or up
+        if not candidates:
+            return None
+        home = self._homes.get(session) if session is not None else None
+        if home in candidates:
+            assert session is not None
+            self._homes.move_to_end(session)
+            return home
+        chosen = min(candidates, key=lambda replica: (replica.in_flight, replica.served))
+        if session is not None and home not in up:
+            self._homes[session] = chosen
+            if len(self._homes) > SESSIONS:
+                self._homes.popitem(last=False)
+        return chosen
+
+    async def choose(self, session: str | None, avoid: Collection[Replica], *, patience: float) -> Replica:
+        """As `pick`, but waits for a server to come up; after `patience` seconds the failure names them all."""
+        while (replica := self.pick(session, avoid)) is None:
+            try:
+                async with asyncio.timeout(patience):
+                    await self._some_up.wait()
+            except TimeoutError:
+                raise ProviderError(f"no inference server is up after {patience:g} s: {self.reasons()}") from None
+        return replica
+
+    def reasons(self) -> str:
+        """Why each server that is down is down."""
+        return "; ".join(f"{replica.url}: {replica.reason}" for replica in self.replicas if replica.reason)

@@ -1,0 +1,75 @@
+"""Chat for the server: messages of the OpenAI form through `ramify.render`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ramify.errors import RequestInvalid, TemplateRefused
+from ramify.infer.rendering import Prompt
+from ramify.render import Rendered, Renderer
+from ramify.trace import Message, ToolCall
+
+
+class TemplateChat:
+    """The server's `ChatRenderer` over any `ramify.render.Renderer`."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self.stop_ids = frozenset(renderer.stop_ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
+        found = [_message(number, message) for number, message in enumerate(messages)]
+        try:
+            rendered = self._renderer.render(found, tools or ())
+        except TemplateRefused as error:
+            raise RequestInvalid(f"messages: {error.message}") from error
+        return Prompt(rendered.ids.tolist(), rendered)
+
+    def parse(self, ids: Sequence[int], prompt: Prompt) -> dict[str, Any]:
+        assert isinstance(prompt.source, Rendered)
+        message = self._renderer.parse(list(ids), prompt.source).message
+        said: dict[str, Any] = {"content": message.text}
+        if message.reasoning is not None:
+            said["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            said["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in message.tool_calls
+            ]
+        return said
+
+    def encode(self, text: str) -> list[int]:
+        return self._renderer.tokenizer.encode(text).ids.tolist()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._renderer.tokenizer.decode(list(ids), special=False)
+
+
+def _message(number: int, said: Mapping[str, Any]) -> Message:
+    role = said.get("role")
+    if not isinstance(role, str):
+        raise RequestInvalid(f"messages.{number}.role: expected a string, got {role!r}")
+    return Message(
+        role=role,
+        content=_text(f"messages.{number}.content", said.get("content")),
+        reasoning=said.get("reasoning_content"),
+        tool_calls=tuple(_call(f"messages.{number}.tool_calls", call) for call in said.get("tool_calls") or ()),
+        tool_call_id=said.get("tool_call_id"),
+    )
+
+
+def _text(key: str, content: Any) -> str:
+    """Content as text; parts that are not text are refused, since this server shows the model no images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise RequestInvalid(f"{key}: expected text or text parts")
+
+
+def _call(key: str, call: Any) -> ToolCall:
+    try:
+        return ToolCall(call.get("id", ""), call["function"]["name"], call["function"].get("arguments", "{}"))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise RequestInvalid(f"{key}: expected {{id, function: {{name, arguments}}}}") from error

@@ -1,0 +1,180 @@
+"""The client against native servers: real weights, real cancellation, real swaps."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ramify.client import Client, ClientConfig, Sampling
+from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
+from ramify.model.version import Version
+from tests.infer.llama import build_core, publish_as, write_llama
+from tests.infer.serving import served
+
+FIRST, SECOND = Version("llama", 0, 1), Version("llama", 0, 2)
+PROMPT = [5, 17, 33, 60, 8, 91]
+CONFIG = ClientConfig(health_interval=0.2, backoff=0.02)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    home = tmp_path_factory.mktemp("weights")
+    directories = {}
+    for version in (FIRST, SECOND):
+        source = write_llama(home / f"source-{version.step}", seed=version.step, positions=1024)
+        directories[version] = publish_as(home / f"step-{version.step}", source, version)
+    return directories
+
+
+@pytest.fixture(scope="module")
+def servers(published):
+    with contextlib.ExitStack() as stack:
+        cores = [build_core(published[FIRST], FIRST, kv_tokens=8192, queue=64, max_running=16) for _ in range(2)]
+        yield [stack.enter_context(served(core)) for core in cores]
+
+
+@pytest.fixture
+def run(servers, published):
+    """Run `test(client)`, and leave the servers with the weights they started with."""
+
+    def runner(test, config: ClientConfig = CONFIG):
+        async def main():
+            async with Client([url for url, _ in servers], config) as client:
+                try:
+                    await test(client)
+                finally:
+                    await client.resume()
+                    await client.update_weights(published[FIRST], FIRST)
+
+        asyncio.run(asyncio.wait_for(main(), 30))
+
+    return runner
+
+
+def test_what_is_sampled_is_what_is_scored(run):
+    async def check(client):
+        done = await client.generate(PROMPT, Sampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
+        scored = await client.score([*PROMPT, *done.ids.tolist()], session="a")
+        assert np.isnan(scored[0]) and scored.dtype == np.float32
+        assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
+        assert [(run.step, run.count) for run in done.versions] == [(1, 12)]
+
+    run(check)
+
+
+def test_a_later_turn_of_a_session_finds_its_prefix(run):
+    async def check(client):
+        first = await client.generate(PROMPT * 8, Sampling(max_tokens=4, ignore_eos=True), session="b")
+        prompt = [*PROMPT * 8, *first.ids.tolist(), 9]
+        second = await client.generate(prompt, Sampling(max_tokens=1), session="b")
+        assert second.server == first.server
+        assert second.usage.cached >= 48
+
+    run(check)
+
+
+def test_many_at_once_over_two_servers_are_what_they_are_alone(run, servers):
+    async def check(client):
+        def ask(seed):
+            return client.generate([seed + 3, *PROMPT], Sampling(max_tokens=16, seed=seed, ignore_eos=True))
+
+        together = await asyncio.gather(*map(ask, range(64)))
+        used = [sum(done.server == url for done in together) for url, _ in servers]
+        assert min(used) >= 16 and sum(used) == 64
+        for seed in (0, 63):
+            assert (await ask(seed)).ids.tolist() == together[seed].ids.tolist()
+
+    run(check)
+
+
+def test_a_cancelled_call_hangs_up_and_the_engine_frees_its_cache(run, servers):
+    async def check(client):
+        before = [engine.core.counters.cancelled for _, engine in servers]
+        calls = [
+            asyncio.create_task(client.generate(PROMPT, Sampling(max_tokens=900, ignore_eos=True))) for _ in range(8)
+        ]
+        while sum(len(engine.core.scheduler.running) for _, engine in servers) < 8:
+            await asyncio.sleep(0.005)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert all(call.cancelled() for call in calls)
+        for replica in client._pool.replicas:
+            assert replica.in_flight == 0
+            while gauge(text := (await replica.http.get("/metrics")).text, "running"):
+                await asyncio.sleep(0.01)
+            assert gauge(text, "kv_blocks_free") == gauge(text, "kv_blocks")
+        after = [engine.core.counters.cancelled for _, engine in servers]
+        assert sum(after) - sum(before) == 8
+
+    run(check)
+
+
+def gauge(text: str, name: str) -> float:
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"ramify_{name} "))
+
+
+def test_what_is_wrong_with_a_request_has_a_name(run):
+    async def check(client):
+        with pytest.raises(ContextOverflow, match=r"2000 tokens, the limit is 1024"):
+            await client.generate([5] * 2000, Sampling())
+        with pytest.raises(RequestInvalid, match="token id 96"):
+            await client.generate([96], Sampling())
+        with pytest.raises(RequestInvalid, match="top_p"):
+            await client.generate([5], Sampling(top_p=-1))
+
+    run(check)
+
+
+def test_a_queue_that_stays_full_is_named(run):
+    async def check(client):
+        await client.pause()
+        calls = [asyncio.create_task(client.generate([5], Sampling(max_tokens=1))) for _ in range(129)]
+        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1 and isinstance(done.pop().exception(), QueueFull)
+        await client.resume()
+        assert all(completion.ids.size == 1 for completion in await asyncio.gather(*waiting))
+
+    run(check, CONFIG.model_copy(update={"retries": 2}))
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_requests_in_flight_go_on_under_new_weights_and_say_so(run, servers, published, kv):
+    async def check(client):
+        sampling = Sampling(max_tokens=400, ignore_eos=True)
+        calls = [asyncio.create_task(client.generate(PROMPT, sampling)) for _ in range(6)]
+        while sum(len(request.logprobs) for _, engine in servers for request in engine.core.everyone()) < 60:
+            await asyncio.sleep(0.005)
+        done = await client.update_weights(published[SECOND], SECOND, kv)
+        assert {ack.version for ack in done} == {SECOND} and len(done) == 2
+        for completion in await asyncio.gather(*calls):
+            assert [run.step for run in completion.versions] in ([1, 2], [2])
+            assert sum(run.count for run in completion.versions) == 400
+        fresh = await client.generate(PROMPT, Sampling(max_tokens=2, ignore_eos=True))
+        assert [run.step for run in fresh.versions] == [2]
+
+    run(check)
+
+
+def test_refused_weights_leave_the_old_ones_and_the_servers_up(run, tmp_path):
+    async def check(client):
+        with pytest.raises(WeightsRefused, match=r"manifest\.json"):
+            await client.update_weights(tmp_path, SECOND)
+        assert set(client.versions.values()) == {FIRST} and not client.down
+
+    run(check)
+
+
+def test_the_client_needs_no_torch():
+    script = "import sys; from ramify.client import Client, Sampling, Acknowledgement; Client('http://127.0.0.1:1')"
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{script}; print('torch' in sys.modules, 'transformers' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert shown.stdout.split() == ["False", "False"]

@@ -1,0 +1,147 @@
+"""vLLM's dialect, against a fake that speaks like it: labels, resets that fail, reloads that fail."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ramify.client import Sampling, vllm
+from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
+from ramify.model.manifest import Manifest
+from ramify.model.version import Version
+from tests.client.fake import FakeVLLM
+from tests.client.test_pool import SAMPLING, bounded, connected
+
+SECOND = Version("policy", 0, 2)
+
+
+def publish(directory, version, width=2):
+    directory.mkdir(exist_ok=True)
+    save_file({"embed": np.zeros((12, width), np.float32)}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 12}))
+    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    Manifest(version, {"model.safetensors": digest}).write(directory)
+    return directory
+
+
+@pytest.fixture
+def first(tmp_path):
+    return publish(tmp_path / "first", Version("policy", 0, 1))
+
+
+@pytest.fixture
+def second(tmp_path):
+    return publish(tmp_path / "second", SECOND)
+
+
+def called(fake: FakeVLLM) -> list[str]:
+    """What the server was told, without looks at its health and state."""
+    quiet = ("/health", "/v1/models", "/weight_info", "/inference")
+    return [path for path in fake.paths if not path.startswith(quiet)]
+
+
+def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
+    @bounded
+    async def check():
+        fake = FakeVLLM(root=str(first))
+        fake.refused_resets = 2
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            fake.paths.clear()
+            (ack,) = await client.update_weights(second, SECOND)
+            assert ack.version == SECOND and fake.label == "policy@0.2"
+            assert called(fake) == [
+                "/pause?mode=keep&clear_cache=false",
+                "/update_weight_version",
+                "/collective_rpc",
+                *["/reset_prefix_cache?reset_running_requests=true"] * 3,
+                "/update_weight_version",
+                "/resume",
+            ]
+            done = await client.generate([1], SAMPLING)
+            assert [run.step for run in done.versions] == [2]
+
+    check()
+
+
+def test_keeping_the_cache_resets_nothing_and_salts_new_requests(first, second):
+    @bounded
+    async def check():
+        fake = FakeVLLM(root=str(first))
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            await client.generate([1], SAMPLING, cache_salt="mine")
+            await client.update_weights(second, SECOND, "keep")
+            await client.generate([1], SAMPLING, cache_salt="mine")
+            assert not any(path.startswith("/reset") for path in fake.paths)
+            await client.generate([1], SAMPLING, cache_salt="mine")
+            await client.generate([1], SAMPLING, cache_salt="yours")
+            old, new, same, other = (body["cache_salt"] for body in fake.asked[-4:])
+            assert new == same and len({old, new, other}) == 3
+            assert all(len(salt) <= 128 and salt.isalnum() for salt in (old, new, other))  # more it does not take
+
+    check()
+
+
+def test_a_cache_that_cannot_be_reset_is_named_and_the_server_gets_nothing(first, second, monkeypatch):
+    monkeypatch.setattr(vllm, "RESET_DEADLINE", 0.2)
+
+    @bounded
+    async def check():
+        fake = FakeVLLM(root=str(first))
+        fake.refused_resets = 1000
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            with pytest.raises(DeadlineExceeded, match=r"prefix cache could not be reset within 0\.2 s"):
+                await client.update_weights(second, SECOND)
+            assert fake.label == "undefined" and list(client.down) == [fake.url]
+            assert called(fake)[-1] == "/pause?mode=abort&clear_cache=false"
+
+    check()
+
+
+@pytest.mark.parametrize("directory", ["missing", "other"])
+def test_a_bad_directory_is_refused_before_the_server_hears_of_it(first, tmp_path, directory):
+    publish(tmp_path / "other", SECOND, width=3)
+
+    @bounded
+    async def check():
+        fake = FakeVLLM(root=str(first))
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            fake.paths.clear()
+            with pytest.raises(WeightsRefused):
+                await client.update_weights(tmp_path / directory, SECOND)
+            assert called(fake) == [] and not client.down
+            assert client.versions[fake.url] == Version("policy", 0, 1)
+
+    check()
+
+
+def test_a_server_outside_development_mode_samples_and_takes_no_weights(first, second):
+    class Closed(FakeVLLM):
+        async def control(self, path, exchange):
+            await exchange.reply({"detail": "Not Found"}, 404)
+
+    @bounded
+    async def check():
+        fake = Closed(root=str(first))
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            assert [run.step for run in (await client.generate([1], SAMPLING)).versions] == [1]
+            with pytest.raises(WeightsRefused, match="VLLM_SERVER_DEV_MODE=1"):
+                await client.update_weights(second, SECOND)
+            with pytest.raises(ProviderError, match="404"):
+                await client.pause()
+
+    check()
+
+
+def test_an_id_outside_the_vocabulary_never_reaches_the_server(first):
+    @bounded
+    async def check():
+        fake = FakeVLLM(root=str(first))
+        async with connected(fake) as client:
+            asked = len(fake.asked)
+            with pytest.raises(RequestInvalid, match="token id 12; the vocabulary is 0 to 11"):
+                await client.generate([1, 12], Sampling())
+            assert len(fake.asked) == asked
+
+    check()

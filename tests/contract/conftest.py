@@ -1,0 +1,46 @@
+"""The server under contract: native by default; a real vLLM with RAMIFY_VLLM_PYTHON, the interpreter that has it."""
+
+import asyncio
+import os
+
+import pytest
+
+from ramify.infer.config import ServerConfig, VLLMConfig
+from ramify.infer.vllm import VLLMServer
+from ramify.model.version import Version
+from tests.contract.target import Target, VLLMTarget
+from tests.infer.llama import VOCAB, build_core, publish_as, write_llama
+from tests.infer.serving import served
+
+VLLM_PYTHON = os.environ.get("RAMIFY_VLLM_PYTHON")
+
+
+@pytest.fixture(scope="session", params=["vllm" if VLLM_PYTHON else "native"])
+def target(request, tmp_path_factory):
+    home = tmp_path_factory.mktemp("served")
+    directories = []
+    for step in (1, 2):
+        source = write_llama(home / f"source-{step}", seed=step, positions=4096, head_dim=32)  # vLLM's smallest
+        directories.append(publish_as(home / f"step-{step}", source, Version("llama", 0, step)))
+    if request.param == "vllm":
+        server = VLLMServer(str(directories[0]), vllm_config(home), ServerConfig(port=0))
+        asyncio.run(server.start())
+        try:
+            # Its front may lag far behind its engine, which samples a model this small in a millisecond a token.
+            yield VLLMTarget(server.url, *directories, max_model_len=4096, vocab=VOCAB, flight=3500, patience=240)
+        finally:
+            asyncio.run(server.stop())
+        return
+    core = build_core(directories[0], Version("llama", 0, 1), kv_tokens=16384, max_running=64, max_batch_tokens=256)
+    with served(core) as (url, _):
+        yield Target(url, *directories, max_model_len=core.max_model_len, vocab=VOCAB)
+
+
+def vllm_config(home) -> VLLMConfig:
+    return VLLMConfig(
+        python=str(VLLM_PYTHON),
+        dtype="float32",
+        eager=True,
+        log=str(home / "vllm.log"),
+        args=["--enable-server-load-tracking"],  # only so that the tests can see a request that waits
+    )

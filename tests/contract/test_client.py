@@ -1,0 +1,97 @@
+"""The client against either engine: it hides which one it is."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from ramify.client import Client, ClientConfig, Sampling
+from ramify.errors import ContextOverflow, WeightsRefused
+from ramify.model.version import Version
+
+PROMPT = [5, 17, 33, 60, 8, 91, 12, 44, 70, 23, 9]
+FIRST, SECOND = Version("llama", 0, 1), Version("llama", 0, 2)
+
+
+@pytest.fixture
+def run(target):
+    """Run `test(client)`, and leave the server with the weights it started with."""
+
+    def runner(test):
+        async def main():
+            async with Client(target.url, ClientConfig(health_interval=0.5)) as client:
+                try:
+                    await test(client)
+                finally:
+                    await client.resume()
+                    await client.update_weights(target.first, FIRST)
+
+        asyncio.run(asyncio.wait_for(main(), target.patience))
+
+    return runner
+
+
+def test_samples_are_scored_as_they_were_sampled(run):
+    async def check(client):
+        done = await client.generate(PROMPT, Sampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
+        scored = await client.score([*PROMPT, *done.ids.tolist()], session="a")
+        assert done.ids.dtype == np.int32 and done.logprobs.dtype == np.float32 and done.finish == "length"
+        assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
+        assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.versions] == [(*FIRST, 12)]
+        assert (done.usage.prompt, done.usage.completion) == (len(PROMPT), 12)
+
+    run(check)
+
+
+def test_a_second_turn_finds_the_prefix_of_the_first(run):
+    async def check(client):
+        first = await client.generate(PROMPT * 20, Sampling(max_tokens=4, ignore_eos=True), session="b")
+        second = await client.generate([*PROMPT * 20, *first.ids.tolist()], Sampling(max_tokens=1), session="b")
+        assert second.usage.cached >= 128
+
+    run(check)
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_every_token_knows_its_weights(run, target, kv):
+    async def check(client):
+        sampling = Sampling(max_tokens=target.flight, ignore_eos=True)
+        calls = [asyncio.create_task(client.generate(PROMPT, sampling)) for _ in range(4)]
+        async with target.client() as http:
+            before = await target.sampled(http)
+            while await target.sampled(http) - before < 40:
+                await asyncio.sleep(0.01)
+        (ack,) = await client.update_weights(target.second, SECOND, kv)
+        assert ack.version == SECOND and 0 < ack.seconds < 60
+        for done in await asyncio.gather(*calls):
+            assert [run_.step for run_ in done.versions] == [1, 2]
+            assert sum(run_.count for run_ in done.versions) == target.flight
+        fresh = await client.generate(PROMPT, Sampling(max_tokens=12, ignore_eos=True))
+        assert [run_.step for run_ in fresh.versions] == [2]
+        scored = await client.score([*PROMPT, *fresh.ids.tolist()], cache_salt=f"unused {kv}")
+        assert fresh.logprobs == pytest.approx(scored[-12:], abs=2e-4)
+
+    run(check)
+
+
+def test_a_paused_server_holds_requests_until_it_resumes(run):
+    async def check(client):
+        await client.pause()
+        call = asyncio.create_task(client.generate(PROMPT, Sampling(max_tokens=2)))
+        done, _ = await asyncio.wait([call], timeout=0.3)
+        assert not done
+        await client.resume()
+        assert (await call).ids.size == 2
+
+    run(check)
+
+
+def test_an_overlong_prompt_and_bad_weights_have_their_names(run, target, tmp_path):
+    async def check(client):
+        with pytest.raises(ContextOverflow, match=str(target.max_model_len)):
+            await client.generate([5] * (target.max_model_len + 5), Sampling())
+        with pytest.raises(WeightsRefused):
+            await client.update_weights(tmp_path, SECOND)
+        assert client.versions == {target.url: FIRST}
+
+    run(check)

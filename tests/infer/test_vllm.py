@@ -1,0 +1,177 @@
+"""The launcher of vLLM, against programs that start, hang, die and leave children behind; and its configuration."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from ramify.config import parse
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
+from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMConfig
+from ramify.infer.vllm import State, VLLMServer
+
+SERVES = """
+    import json, os, signal, subprocess, sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(600)"])
+    print("child", child.pid, flush=True)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200), self.end_headers()
+
+        def do_POST(self):
+            print("posted", self.path, self.rfile.read(int(self.headers["Content-Length"])).decode(), flush=True)
+            self.send_response(200), self.end_headers()
+            if os.environ.get("DIES"):
+                print("out of cheese", flush=True)
+                os._exit(9)
+
+        def log_message(self, *_):
+            pass
+
+    HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A server whose interpreter runs `program`, whatever it is told."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def make(program: str, **settings) -> VLLMServer:
+        python = tmp_path / "python"
+        python.write_text(f"#!{sys.executable}\n{textwrap.dedent(program)}")
+        python.chmod(0o755)
+        config = VLLMConfig(python=str(python), log=str(tmp_path / "logs" / "vllm.log"), **settings)
+        return VLLMServer(str(tmp_path / "model"), config, ServerConfig(port=0, shutdown=0.5))
+
+    return make
+
+
+def child_of(server: VLLMServer) -> int:
+    return next(int(line.split()[1]) for line in server.tail().splitlines() if line.startswith("child"))
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def ends(pid: int) -> bool:
+    """A signal was sent; the process goes in its own time."""
+    end = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
+def test_a_server_is_started_labelled_and_stopped_with_its_children(launch):
+    server = launch(SERVES)
+
+    async def main():
+        async with server:
+            assert server.state is State.READY
+            posted = next(line for line in server.tail().splitlines() if line.startswith("posted"))
+            assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
+            assert alive(child_of(server))
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert server.state is State.STOPPED
+    assert ends(child_of(server))  # it ignores SIGTERM
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(launch):
+    server = launch("print('loading'); raise SystemExit('No module named vllm')")
+    with pytest.raises(ProviderError, match=r"(?s)exit code 1.*loading.*No module named vllm"):
+        asyncio.run(asyncio.wait_for(server.start(), 30))
+    assert server.state is State.STOPPED
+
+
+def test_a_server_that_never_answers_is_ended_at_the_deadline(launch):
+    server = launch("import time; print('compiling', flush=True); time.sleep(600)", start_deadline=1.0)
+    with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 1 s.*compiling"):
+        asyncio.run(asyncio.wait_for(server.start(), 30))
+    assert server._process is not None and server._process.poll() is not None
+
+
+def test_a_server_that_dies_later_is_noticed(launch):
+    server = launch(SERVES, env={"DIES": "1"})
+
+    async def main():
+        async with server:
+            with pytest.raises(ProviderError, match=r"(?s)exit code 9.*out of cheese"):
+                await server.wait()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert ends(child_of(server))
+
+
+def test_the_command_line_serves_until_it_is_told_to_stop(launch):
+    server = launch(SERVES)
+    flags = ["--inference.engine", "vllm", "--inference.python", server.config.python, "--server.port", "0"]
+    flags += ["--inference.log", server.config.log, "--server.shutdown", "0.5", "-m", str(server.path)]
+    command = [sys.executable, "-m", "ramify", "serve", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"serving {server.path} (model@0.0) at http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert ends(child_of(server))
+
+
+def test_an_interpreter_that_is_not_there_is_named(launch):
+    server = launch("")
+    server.config.python = "/nowhere/python"
+    with pytest.raises(ProviderError, match=r"inference.python = '/nowhere/python'.*No such file"):
+        asyncio.run(server.start())
+
+
+def test_the_command_has_the_flags_that_training_needs(launch):
+    command = launch("", max_model_len=128, max_running=4, eager=True, args=["--seed", "1"]).command()
+    text = " ".join(command)
+    for flags in (
+        "--logprobs-mode processed_logprobs",
+        "--enable-scale-out",
+        "--generation-config vllm",
+        "--scheduling-policy priority",
+        "--skip-tokenizer-init",  # the model has none
+        "--max-model-len 128",
+        "--max-num-seqs 4",
+        "--enforce-eager",
+        "--seed 1",
+    ):
+        assert flags in text
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_picks_the_keys():
+    assert parse(ServeConfig, ["--inference.queue", "3"]).inference == EngineConfig(queue=3)
+    config = parse(
+        ServeConfig, ["--inference.engine", "vllm", "--inference.python", "p", "--inference.args", "-a", "1"]
+    )
+    assert config.inference == VLLMConfig(python="p", args=["-a", "1"])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--inference.engine", "vllm", "--inference.queue", "3"], "inference.queue: unknown key; .* 'vllm' has"),
+        (["--inference.python", "p"], "inference.python: unknown key; it needs inference.engine = 'vllm'"),
+        (["--inference.engine", "vlm"], "inference.engine: expected 'native' or 'vllm', got 'vlm'"),
+        (["--inference.engine", "vllm", "--server.timeout", "3"], "server.timeout needs inference.engine = 'native'"),
+        (["--inference.engine", "vllm", "--renderer.tool_format", "hermes"], "renderer needs"),
+    ],
+)
+def test_keys_of_the_other_engine_are_errors(args, said):
+    with pytest.raises(ConfigInvalid, match=said):
+        parse(ServeConfig, args)
