@@ -102,11 +102,14 @@ async def test_a_stop_id_ends_the_reply_and_is_part_of_it(target, client):
 
 @contract
 async def test_a_client_that_hangs_up_is_cancelled(target, client):
-    before = await target.sampled(client)
-    async with target.streaming(client, PROMPT, max_tokens=3000) as choices:
-        await anext(choices)
-    await until(lambda: target.running(client), 0)
-    assert await target.sampled(client) - before < 3000  # it was stopped, it did not end
+    for _ in range(5):  # on a busy machine a server may have finished before it hears of it
+        before = await target.sampled(client)
+        async with target.streaming(client, PROMPT, max_tokens=4000) as choices:
+            await anext(choices)
+        await until(lambda: target.running(client), 0)
+        if await target.sampled(client) - before < 4000:
+            return
+    pytest.fail("a request went on to its end although its client was gone")
 
 
 async def until(read, value: float) -> None:
