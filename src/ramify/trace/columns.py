@@ -69,6 +69,16 @@ class Column:
             self.reserve(len(array))[:] = array
 
 
+def common_prefix(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> int:
+    """How many entries two rows begin with in common."""
+    n = min(len(ours), len(theirs))
+    if n == 0 or ours[0] != theirs[0]:
+        return 0
+    differ = ours[:n] != theirs[:n]
+    at = int(differ.argmax())
+    return at if differ[at] else n
+
+
 def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array, which nobody can write to from now on."""
     array.flags.writeable = False

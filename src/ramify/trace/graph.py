@@ -31,7 +31,7 @@ from ramify.trace.checks import (
     rows_of,
     token_ids,
 )
-from ramify.trace.columns import MEDIA, NODE, VERSION, Column, Ints, frozen
+from ramify.trace.columns import MEDIA, NODE, VERSION, Column, Ints, common_prefix, frozen
 from ramify.trace.message import Call, Media, MediaRef, Message, Record, VersionRun
 
 Placed = Sequence[tuple[int, int, str]]  # media in a token sequence: (start, stop, hash), in order
@@ -266,7 +266,7 @@ class Graph:
             run, offset = todo.pop()
             first, last = self._run_first[run], self._last(run)
             begin, skip = self.start(first), max(0, -offset)
-            same = skip + _common(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
+            same = skip + common_prefix(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
             if same > skip and (placed or self.media_refs.size):
                 same = min(same, self._common_media(first, last, offset, placed))
             whole = int(np.searchsorted(stops[first : last + 1], begin + same, "right")) - 1 + first
@@ -303,16 +303,6 @@ class Graph:
         differ = (pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
         starts = (min(span[0] for span in pair if span is not None) for pair in differ)
         return next(starts, self.stop(last) - begin)
-
-
-def _common(ours: Ints, theirs: Ints) -> int:
-    """Length of the common prefix."""
-    n = min(len(ours), len(theirs))
-    if n == 0 or ours[0] != theirs[0]:
-        return 0
-    differ = ours[:n] != theirs[:n]
-    at = int(differ.argmax())
-    return at if differ[at] else n
 
 
 def _rows(table: npt.NDArray[Any], first: int, last: int) -> list[tuple[int, int, int, int, int]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ramify.trace.columns import Ints
+from ramify.trace.columns import Ints, common_prefix
 from ramify.trace.forest import SEGMENT, Table
 
 Keys = npt.NDArray[Any]
@@ -61,7 +61,7 @@ class Radix:
             segment = self._segments[at] if at >= 0 else None
             if segment is not None and depth < segment.depth + segment.length:
                 ahead = segment.keys[depth - segment.depth :]
-                same = _common(ahead, keys[done:])
+                same = common_prefix(ahead, keys[done:])
                 depth, done = depth + same, done + same
                 if done < len(keys) and same < len(ahead):
                     at = self._split(at, depth)
@@ -136,10 +136,3 @@ class Layout:
             first = int(self.starts[at]) - segment.depth
             out[low - depth : stop - depth] = np.arange(first + low, first + stop, dtype=np.int32)
             at, stop = segment.parent, low
-
-
-def _common(ours: Keys, theirs: Keys) -> int:
-    n = min(len(ours), len(theirs))
-    differ = ours[:n] != theirs[:n]
-    at = int(differ.argmax()) if n else 0
-    return at if n and differ[at] else n
