@@ -1,9 +1,9 @@
 """Generation with transformers alone, measured in a process of its own; prints one JSON object.
 
-    _transformers.py MODEL_DIR DTYPE THREADS SHAPES
+    _transformers.py MODEL_DIR DTYPE THREADS DEVICE
 
-SHAPES is a JSON list of [prompts, new_tokens]; each is measured with static-batch `generate` and with transformers' own
-continuous batching, with sampling at temperature 1, on the prompts the server gets.
+Standard input is a JSON list of [prompts, new_tokens]; each is measured with static-batch `generate` and, on a CPU,
+with transformers' own continuous batching, with sampling at temperature 1, on the prompts the server gets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 def static(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
     """Tokens per second of one padded-free batch: all prompts have one length."""
-    ids = torch.tensor(prompts)
+    ids = torch.tensor(prompts, device=model.device)
     started = time.perf_counter()
     with torch.inference_mode():
         found = model.generate(
@@ -47,19 +47,21 @@ def continuous(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    directory, dtype, threads, shapes = sys.argv[1:]
+    directory, dtype, threads, device = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
     rows: list[dict[str, float | None]] = []
-    for prompts, new_tokens in json.loads(shapes):
+    for prompts, new_tokens in json.load(sys.stdin):
         static(model, prompts, 4)
         row: dict[str, float | None] = {"static": median(lambda p=prompts, n=new_tokens: static(model, p, n))}
+        rows.append(row)
+        if device != "cpu":
+            continue
         try:
             row["continuous"] = median(lambda p=prompts, n=new_tokens: continuous(model, p, n))
         except Exception as error:  # noqa: BLE001 - a competitor that fails is a missing number, told on stderr
             print(f"continuous batching failed: {type(error).__name__}: {error}", file=sys.stderr)
             row["continuous"] = None
-        rows.append(row)
     print(json.dumps({"rows": rows}))
 
 

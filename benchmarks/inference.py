@@ -1,8 +1,9 @@
-"""Tokens per second of the native engine on CPU, beside transformers and vLLM.
+"""Tokens per second of the native engine, beside transformers and vLLM.
 
 Native and vLLM are measured through the same HTTP endpoint, with logprobs; transformers runs in a process of its own.
-Prompts have 16 tokens, or 512 shared ones and 16 of their own; every request samples 64 tokens at temperature 1. `tiny`
-runs on one thread, SmolLM2-135M in bfloat16 on two.
+Prompts have 16 tokens, or 512 shared ones and 16 of their own; every request samples 64 tokens at temperature 1. On a
+CPU `tiny` runs on one thread, SmolLM2-135M in bfloat16 on two. With `--device cuda` both run in float32 and in bfloat16
+at 1, 32 and 256 at once, without targets; a directory without weights gets random ones, which are as fast.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import httpx
 from _check import NO_COMPETITOR, Row, finish, median, parser
 
-CONCURRENCY = (1, 8, 32)
+CONCURRENCY = {"cpu": (1, 8, 32), "cuda": (1, 32, 256)}
 NEW_TOKENS = 64
 OWN, SHARED = 16, 512
 READY_S = 300.0
@@ -44,6 +45,7 @@ class Subject:
     dtype: str
     threads: int
     vocabulary: int
+    device: str = "cpu"
 
     def prompts(self, count: int, shared: int, seed: int) -> list[list[int]]:
         rng = random.Random(seed)
@@ -150,13 +152,15 @@ def swap_ms(url: str, subject: Subject) -> float:
 def transformers(subject: Subject, shapes: list[tuple[int, int]]) -> list[dict[str, float | None]]:
     jobs = [[subject.prompts(count, shared, 100), NEW_TOKENS] for count, shared in shapes]
     script = str(Path(__file__).with_name("_transformers.py"))
-    command = [sys.executable, script, str(subject.directory), subject.dtype, str(subject.threads), json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
+    command = [sys.executable, script, str(subject.directory), subject.dtype, str(subject.threads), subject.device]
+    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, check=True, timeout=3600)
     return json.loads(done.stdout.splitlines()[-1])["rows"]
 
 
 def native(subject: Subject) -> list[str]:
-    engine = {"dtype": subject.dtype, "threads": str(subject.threads), "device": "cpu"}
+    engine = {"dtype": subject.dtype, "threads": str(subject.threads), "device": subject.device}
+    if subject.device == "cuda":
+        engine |= {"max_running": "256", "max_batch_tokens": "8192"}
     flags = [word for key, value in engine.items() for word in (f"--inference.{key}", value)]
     return [sys.executable, "-m", "ramify", "serve", "-m", str(subject.directory), "--server.port", "0", *flags]
 
@@ -182,19 +186,22 @@ VLLM_ENV = {
 
 
 def measure(subject: Subject, vllm_python: str | None) -> list[Row]:
-    shapes = [(count, shared) for shared in (0, SHARED) for count in CONCURRENCY]
+    shapes = [(count, shared) for shared in (0, SHARED) for count in CONCURRENCY[subject.device]]
     with server(native(subject), None, {}) as (url, ready):
         ours = [throughput(url, subject, *shape) for shape in shapes]
         pause = swap_ms(url, subject)
     theirs = transformers(subject, shapes)
     rows = [
-        Row(f"{subject.name}: start to first token", ready, None, "s", 15.0),
+        Row(f"{subject.name}: start to first token", ready, None, "s", 15.0 if subject.device == "cpu" else None),
         Row(f"{subject.name}: pause of a weight swap, 32 in flight", pause, None, "ms"),
     ]
     for (count, shared), mine, other in zip(shapes, ours, theirs, strict=True):
         best = max(value for value in other.values() if value is not None)
         what = f"{subject.name}: {count} at once" + (f", {shared} shared" if shared else "")
-        rows.append(Row(f"{what}, beside transformers", mine, best, "tok/s", best, at_least=True))
+        target = best if subject.device == "cpu" else None
+        rows.append(Row(f"{what}, beside transformers", mine, best, "tok/s", target, at_least=True))
+    if subject.device == "cuda":
+        return rows
     if subject.name == "tiny":
         static = theirs[2]["static"] or 0.0
         rows.append(Row("tiny: 32 at once, beside static", ours[2], static, "tok/s", 3 * static, at_least=True))
@@ -213,10 +220,34 @@ def vocabulary(directory: Path) -> int:
     return int(json.loads((directory / "config.json").read_text())["vocab_size"])
 
 
+def on_a_gpu(args: Any) -> Iterator[Subject]:
+    """Both models in both types."""
+    with tempfile.TemporaryDirectory() as temporary:
+        found = {"tiny": TINY} | ({"SmolLM2": _filled(args.smollm2, Path(temporary))} if args.smollm2 else {})
+        for name, directory in found.items():
+            if args.only in (None, name.lower()):
+                for dtype in ("float32", "bfloat16"):
+                    yield Subject(f"{name} {dtype}", directory, dtype, 1, vocabulary(directory), "cuda")
+
+
+def _filled(directory: Path, spare: Path) -> Path:
+    """The directory, or a copy with random weights where it has none."""
+    if any(directory.glob("*.safetensors")):
+        return directory
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(spare)
+    return spare
+
+
 def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
     flags.add_argument("--only", choices=["tiny", "smollm2"], help="measure one of the models")
+    flags.add_argument("--device", choices=list(CONCURRENCY), default="cpu")
     args: Any = flags.parse_args()
+    if args.device == "cuda":
+        rows = [row for subject in on_a_gpu(args) for row in measure(subject, None)]
+        return finish("benchmarks/inference.py: the native engine on a GPU", rows, args)
     if args.check and not (args.smollm2 and args.vllm_python):
         print("SmolLM2 (--smollm2) and vLLM (--vllm-python) are needed for the comparison", file=sys.stderr)
         return NO_COMPETITOR

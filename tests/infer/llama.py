@@ -18,11 +18,13 @@ torch.set_num_threads(1)  # tests run beside each other; matrices this small gai
 logging.disable_progress_bar()
 
 DEVICE = os.environ.get("RAMIFY_TEST_DEVICE", "cpu")  # the same tests on a GPU: cuda
+DTYPE = os.environ.get("RAMIFY_TEST_DTYPE", "float32")  # the logprob property in bfloat16
 VOCAB = 96
 POSITIONS = 256
 
 
 def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS, head_dim: int = 8) -> Path:
+    """A model whose weights are the same numbers in bfloat16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -39,13 +41,14 @@ def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS, head
         pad_token_id=0,
         initializer_range=0.3,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(config).bfloat16().float().save_pretrained(directory)
     return directory
 
 
-def reference(directory: Path):
+def reference(directory: Path, dtype: str = "float32"):
     """The model as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    kind = getattr(torch, dtype)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=kind, attn_implementation="eager").eval()
 
 
 def publish_as(directory: Path, source: Path, version: Version) -> Path:
