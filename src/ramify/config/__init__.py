@@ -5,7 +5,7 @@ reaches whatever a file reaches (entries of lists, variants, plugin tables), and
 """
 
 from ramify.config.base import Config
-from ramify.config.entry import parse, switch
+from ramify.config.entry import check, parse, refuse, switch
 from ramify.config.output import dry_run, dump, write
 
-__all__ = ["Config", "dry_run", "dump", "parse", "switch", "write"]
+__all__ = ["Config", "check", "dry_run", "dump", "parse", "refuse", "switch", "write"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import pydantic_config  # pyright: ignore[reportMissingTypeStubs]
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from ramify.config.arguments import File, Flag, Unreadable, split
 from ramify.config.base import Config
@@ -44,7 +44,7 @@ def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None) -> C:
 
     bad_files = _collect(layers.add_file, files)
     if bad_files:  # without them nothing can be said about the rest
-        _refuse([(problem.key, problem.reason) for problem in unreadable + bad_files])
+        refuse([(problem.key, problem.reason) for problem in unreadable + bad_files])
     unreadable += _collect(layers.add_flag, flags)
     problems = [(problem.key, problem.reason) for problem in unreadable]
     try:
@@ -54,10 +54,25 @@ def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None) -> C:
             raise
         known = {key for key, _ in problems}
         problems += [(key, text) for key, text in explain(error.__cause__, layers).items() if key not in known]
-        _refuse(problems)
+        refuse(problems)
     if problems:
-        _refuse(problems)
+        refuse(problems)
     return config
+
+
+def check(cls: type[C], table: dict[str, Any], *, at: str) -> C:
+    """The section `cls` filled from a table that the schema around it leaves open, such as a plugin's.
+
+    `at` is the key of the section, as problems name it. Raises ConfigInvalid with every problem found.
+    """
+    section: Any = {at: (cls, ...)}
+    around: type[Config] = create_model("_Around", __base__=Config, **section)
+    layers = Layers(around)
+    layers.data = {at: table}
+    try:
+        return getattr(around.model_validate(layers.data), at)
+    except ValidationError as error:
+        refuse(list(explain(error, layers).items()))
 
 
 def switch(args: Sequence[str], flag: str) -> tuple[bool, list[str]]:
@@ -75,7 +90,8 @@ def _collect(add: Callable[[Any], None], arguments: Sequence[Any]) -> list[Unrea
     return problems
 
 
-def _refuse(problems: list[tuple[str, str]]) -> NoReturn:
+def refuse(problems: Sequence[tuple[str, str]], *, cause: BaseException | None = None) -> NoReturn:
+    """Raise ConfigInvalid with all problems, each a key and what is wrong with it."""
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"
     lines = [f"  {key}: {text}" if key else f"  {text}" for key, text in problems]
-    raise ConfigInvalid("\n".join([count, *lines])) from None
+    raise ConfigInvalid("\n".join([count, *lines])) from cause

@@ -1,0 +1,175 @@
+"""Tools of MCP servers, named in a config: a command that is started (stdio), or a URL (streamable HTTP).
+
+A server is opened for as long as somebody holds `open_servers`, a rollout or a worker. The library ties a connection to
+the task that opened it, while tools are called from wherever the rollout is, so each server gets a task of its own that
+opens it, waits and closes it. The library is the extra `mcp`, and loaded when a config names a server.
+"""
+
+import asyncio
+import base64
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from pydantic import Field, model_validator
+
+from ramify.config import Config
+from ramify.env.context import Context
+from ramify.env.tools import Content, Tool, content_of
+from ramify.errors import ConfigInvalid, SandboxError
+from ramify.trace import Media
+
+if TYPE_CHECKING:
+    import mcp
+
+CLOSING = 10.0  # seconds a server has to end in peace
+EXCERPT = 500  # characters of what a server wrote before it failed to start
+
+
+class McpServer(Config):
+    """Where a server is: exactly one of `command` and `url`."""
+
+    command: list[str] = []
+    """A program and its arguments, spoken to over its input and output."""
+    url: str | None = None
+    env: dict[str, str] = {}
+    """Variables for `command`, beside the usual harmless ones."""
+    cwd: str | None = None
+    headers: dict[str, str] = {}
+    """Sent to `url` with every request."""
+    timeout: float = Field(default=60.0, gt=0)
+    """Seconds for a call, and for opening."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "McpServer":
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("expected either command or url")
+        if self.url is None and self.headers:
+            raise ValueError("headers are sent to a url; a command has env")
+        if self.url is not None and (self.env or self.cwd):
+            raise ValueError("env and cwd are for a command; a url has headers")
+        return self
+
+
+class McpTool(Tool):
+    """A tool that lives in a server."""
+
+    def __init__(self, server: "_Connection", tool: "mcp.Tool") -> None:
+        super().__init__(tool.name, tool.description or "", tool.input_schema)
+        self._server = server
+
+    async def answer(self, context: Context, arguments: dict[str, Any]) -> Content:
+        result = await self._server.call(self.name, arguments)
+        parts = [_part(block) for block in result.content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "\n".join(texts) if len(texts) == len(parts) else content_of(parts, context)
+        return f"error: {content}" if result.is_error else content
+
+
+@contextlib.asynccontextmanager
+async def open_servers(servers: Mapping[str, McpServer]) -> AsyncIterator[list[Tool]]:
+    """The tools of all servers, while they are open; raises SandboxError if one cannot be reached."""
+    async with contextlib.AsyncExitStack() as stack:
+        connections = [_Connection(name, config) for name, config in servers.items()]
+        for connection in connections:
+            stack.push_async_callback(connection.close)
+        yield [tool for tools in await asyncio.gather(*(c.open() for c in connections)) for tool in tools]
+
+
+class _Connection:
+    """One server, and the task that holds it open."""
+
+    def __init__(self, name: str, config: McpServer) -> None:
+        self._name, self._config = name, config
+        self._closing = asyncio.Event()
+        self._ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
+        self._client: mcp.Client | None = None
+        self._holder: asyncio.Task[None] | None = None
+
+    async def open(self) -> list[Tool]:
+        self._holder = asyncio.create_task(self._hold(), name=f"mcp {self._name}")
+        await asyncio.wait([self._holder, self._ready], timeout=self._config.timeout, return_when="FIRST_COMPLETED")
+        if self._ready.done():
+            return self._ready.result()
+        if self._holder.done():
+            await self._holder
+        raise SandboxError(f"MCP server {self._name!r} did not open in {self._config.timeout:g} s")
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._holder is None:
+            return
+        if not self._ready.done():
+            self._holder.cancel()
+        await asyncio.wait([self._holder], timeout=CLOSING)
+        self._holder.cancel()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> "mcp.types.CallToolResult":
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        assert self._client is not None  # its tools come from opening it
+        try:
+            return await self._client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise
+            raise SandboxError(f"MCP server {self._name!r} is gone: {error.message}") from error
+
+    async def _hold(self) -> None:
+        with tempfile.TemporaryFile("w+") as log:
+            try:
+                async with self._connect(log) as client:
+                    self._client = client
+                    tools = [McpTool(self, tool) for tool in await _listed(client)]
+                    self._ready.set_result(list(tools))
+                    await self._closing.wait()
+            except Exception as error:
+                if self._ready.done():
+                    return  # it was open; what goes wrong later shows in a call
+                log.seek(0)
+                said = log.read()[-EXCERPT:].strip()
+                reason = f"{type(error).__name__}: {error}" + (f"; it wrote: {said}" if said else "")
+                raise SandboxError(f"MCP server {self._name!r} cannot be opened: {reason}") from error
+
+    @contextlib.asynccontextmanager
+    async def _connect(self, log: TextIO) -> "AsyncIterator[mcp.Client]":
+        try:
+            import httpx2
+            import mcp
+            from mcp.client.streamable_http import streamable_http_client
+        except ImportError as error:
+            raise ConfigInvalid("MCP servers need the extra `mcp`: pip install 'ramify[mcp]'") from error
+        config = self._config
+        async with contextlib.AsyncExitStack() as stack:
+            if config.url is not None:
+                http = httpx2.AsyncClient(headers=config.headers, timeout=config.timeout, trust_env=False)
+                await stack.enter_async_context(http)
+                transport = streamable_http_client(config.url, http_client=http)
+            else:
+                program, *arguments = config.command
+                server = mcp.StdioServerParameters(command=program, args=arguments, env=config.env, cwd=config.cwd)
+                transport = mcp.stdio_client(server, errlog=log)
+            yield await stack.enter_async_context(mcp.Client(transport, read_timeout_seconds=config.timeout))
+
+
+async def _listed(client: "mcp.Client") -> list["mcp.Tool"]:
+    """All tools of a server, page by page."""
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
+
+
+def _part(block: Any) -> str | Media:
+    """A piece of a result: text, an image, or whatever else as JSON."""
+    match block.type:
+        case "text":
+            return block.text
+        case "image":
+            return Media.of(base64.b64decode(block.data), block.mime_type)
+        case _:
+            return block.model_dump_json(exclude_none=True)

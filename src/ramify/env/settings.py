@@ -1,0 +1,21 @@
+"""Which config class a plugin has: the one its `config` attribute is annotated with."""
+
+from typing import TypeVar, get_type_hints
+
+from ramify.config import Config
+from ramify.errors import ConfigInvalid
+
+C = TypeVar("C", bound=Config)
+
+
+def config_class(plugin: type, base: type[C]) -> type[C]:
+    """The class in the annotation `config: MyConfig` of the plugin or of the class it derives from."""
+    try:
+        found = get_type_hints(plugin).get("config", base)
+    except NameError as error:
+        raise ConfigInvalid(f"{plugin.__qualname__}: an annotation cannot be read: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigInvalid(
+            f"{plugin.__qualname__}: config must be annotated with a subclass of {base.__name__}, found {found!r}"
+        )
+    return found

@@ -1,0 +1,126 @@
+"""What a runtime is: a box in which one rollout's programs run, and nothing of it remains.
+
+    start -> run, spawn, read, write ... -> stop
+
+A command that fails, runs out of time or does not exist is an answer (`Ran`), since the agent may have written it. Only
+a box that cannot be made, reached or kept is a failure: `SandboxError`, which is worth another try.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from ramify.runtime.config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from ramify.env import Task
+
+TIMED_OUT = 124  # the code `timeout` exits with
+NOT_EXECUTABLE = 126  # ... and a shell
+NOT_FOUND = 127
+
+Command = Sequence[str] | str
+"""A program and its arguments, or a line for `sh`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a command ended. Killed by signal n it has the code -n; out of time, 124."""
+
+    code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    timed_out: bool = False
+
+    @property
+    def text(self) -> str:
+        """The output as text; bytes that are none are replaced."""
+        return self.stdout.decode("utf-8", "replace")
+
+
+class Program(ABC):
+    """A program that runs in a box, and everything it started."""
+
+    pid: int
+
+    @abstractmethod
+    async def wait(self, deadline: float) -> Ran:
+        """How it ended. After `deadline` seconds it is killed with all it started, and has timed out."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """End it and all it started; returns when they are gone."""
+
+
+class Runtime(ABC):
+    """The box of one rollout."""
+
+    config: RuntimeConfig
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def workdir(self) -> Path:
+        """Where programs start and relative paths begin."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a trace says about the box it was made in."""
+        return self.config.model_dump(mode="json", include={"id"})
+
+    @abstractmethod
+    def check(self, task: "Task") -> None:
+        """Refuse a task that asks for what this runtime does not have, with ConfigInvalid."""
+
+    @abstractmethod
+    async def start(self, task: "Task") -> None:
+        """Make the box."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End every program in the box and remove it, unless the config says to keep it. May be called again."""
+
+    @abstractmethod
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | PurePath | None = None,
+        stdin: bytes | None = None,
+    ) -> Program:
+        """Start a program and leave it running; raises FileNotFoundError or PermissionError if it cannot be run."""
+
+    async def run(
+        self,
+        command: Command,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | PurePath | None = None,
+        stdin: bytes | None = None,
+        deadline: float,
+    ) -> Ran:
+        """Run a program to its end, or for `deadline` seconds. Whoever cancels this kills it."""
+        try:
+            program = await self.spawn(command, env=env, cwd=cwd, stdin=stdin)
+        except FileNotFoundError as error:
+            return Ran(NOT_FOUND, stderr=f"not found: {error.filename}".encode())
+        except (PermissionError, NotADirectoryError) as error:
+            return Ran(NOT_EXECUTABLE, stderr=f"cannot be run: {error.filename}: {error.strerror}".encode())
+        try:
+            return await program.wait(deadline)
+        except BaseException:
+            await program.kill()
+            raise
+
+    @abstractmethod
+    async def read(self, path: str | PurePath) -> bytes:
+        """The bytes of a file in the box; FileNotFoundError if there is none."""
+
+    @abstractmethod
+    async def write(self, path: str | PurePath, data: bytes | str) -> None:
+        """Put a file into the box, with the directories above it."""

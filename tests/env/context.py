@@ -1,0 +1,20 @@
+"""A context as a rollout would make it, and a way to run one test's coroutine."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from ramify.env import Context, Task
+from ramify.trace import Message, Trace
+
+
+def context(task: Task | None = None, *replies: str, **more: Any) -> Context:
+    trace = Trace(id="trace-1")
+    parent = trace.add(-1, Message("user", "question"))
+    for reply in replies:
+        parent = trace.add(parent, Message("assistant", reply))
+    return Context(task=task or Task(prompt="question"), trace=trace, **more)
+
+
+def run(test: Coroutine[Any, Any, Any], *, seconds: float = 20) -> Any:
+    return asyncio.run(asyncio.wait_for(test, seconds))

@@ -1,0 +1,123 @@
+"""An id becomes a class, from four places; ids and keys that do not exist are refused with the nearest."""
+
+import sys
+import textwrap
+
+import pytest
+
+from ramify.env import RubricJudge, Taskset
+from ramify.env.plugin import KINDS, build, find, settle
+from ramify.errors import ConfigInvalid
+from ramify.runtime import LocalRuntime
+
+ENVIRONMENT = """
+    from __future__ import annotations
+    import ramify as rf
+
+    class GameConfig(rf.TasksetConfig):
+        max_chars: int = 8
+        seeds: list[int] = [1, 2]
+
+    class Game(rf.Taskset):
+        config: GameConfig
+        def load(self):
+            yield rf.Task(prompt="x" * self.config.max_chars)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_env.py"
+    path.write_text(textwrap.dedent(ENVIRONMENT))
+    return path
+
+
+def refused(*args, **kwargs) -> str:
+    with pytest.raises(ConfigInvalid) as caught:
+        build(*args, **kwargs)
+    return caught.value.message
+
+
+def test_built_in_names():
+    assert find("runtime", "local") is LocalRuntime
+    assert find("judge", "rubric") is RubricJudge
+    assert set(KINDS["taskset"].builtin) == {
+        *("reverse-text", "alphabet-sort", "wikispeedia", "wordle", "arithmetic", "dataset", "general-agent")
+    }
+
+
+@pytest.mark.parametrize("form", ["{}", "{}:Game"])
+def test_a_file(file, form):
+    taskset = build("taskset", {"id": form.format(file), "max_chars": 3})
+    assert [task.prompt for task in taskset.load()] == ["xxx"]
+    assert taskset.config.id == form.format(file)
+    assert find("taskset", str(file)) is find("taskset", f"{file}:Game")
+
+
+@pytest.mark.parametrize("form", ["game_package.games:Game", "game_package.games.Game"])
+def test_an_import_path(file, form, monkeypatch):
+    package = file.parent / "game_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    file.rename(package / "games.py")
+    monkeypatch.syspath_prepend(file.parent)
+    assert find("taskset", form).__name__ == "Game"
+    for name in [name for name in sys.modules if name.startswith("game_package")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_an_entry_point_of_an_installed_package(file, monkeypatch):
+    file.rename(file.with_name("installed_games.py"))
+    info = file.with_name("games-1.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ramify.tasksets]\nguessing = installed_games:Game\n")
+    monkeypatch.syspath_prepend(file.parent)
+    assert find("taskset", "guessing").__name__ == "Game"
+    assert "did you mean 'guessing'?" in refused("taskset", {"id": "guesing"})
+    monkeypatch.delitem(sys.modules, "installed_games")
+
+
+def test_an_unknown_id_is_refused_with_the_nearest():
+    assert refused("taskset", {"id": "revers-text"}) == (
+        "1 problem in the configuration:\n  taskset.id: unknown taskset 'revers-text'; did you mean 'reverse-text'?"
+    )
+    assert "known are local" in refused("runtime", {"id": "qqq"})
+    assert "taskset.id: required" in refused("taskset", {})
+
+
+def test_unknown_keys_and_wrong_values_are_refused_together_with_the_nearest(file):
+    message = refused("taskset", {"id": str(file), "max_char": 3, "seeds": [1, "x"]}, at="train.0.taskset")
+    assert message.startswith("2 problems in the configuration:")
+    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in message
+    assert "train.0.taskset.seeds.1: expected a valid integer, got 'x'" in message
+
+
+def test_settling_checks_without_building(file):
+    cls, config = settle("taskset", {"id": str(file), "split": "eval"})
+    assert cls.__name__ == "Game"
+    assert config.split == "eval"  # type: ignore[attr-defined]
+
+
+def test_what_is_not_there_or_not_a_plugin_is_refused(file):
+    other = file.with_name("other.py")
+    assert "there is no such file" in refused("taskset", {"id": str(other)})
+    assert "there is no module 'no_such_package'" in refused("taskset", {"id": "no_such_package.games:Game"})
+    assert "did you mean Game?" in refused("taskset", {"id": f"{file}:Gam"})
+    assert "does not derive from Taskset" in refused("taskset", {"id": f"{file}:GameConfig"})
+    other.write_text("import ramify as rf\nclass A(rf.Taskset): ...\nclass B(rf.Taskset): ...\n")
+    assert "it has A, B; name one" in refused("taskset", {"id": str(other)})
+
+
+def test_a_file_that_raises_is_refused_with_its_reason(file):
+    broken = file.with_name("broken.py")
+    broken.write_text("1 / 0\n")
+    message = refused("taskset", {"id": str(broken)})
+    assert "cannot be imported: ZeroDivisionError: division by zero" in message
+    broken.write_text("import ramify as rf\nclass Fixed(rf.Taskset): ...\n")
+    assert issubclass(find("taskset", str(broken)), Taskset)
+
+
+def test_a_config_that_is_none_is_refused(file):
+    file.with_name("odd.py").write_text("import ramify as rf\nclass Odd(rf.Taskset):\n    config: int\n")
+    assert "config must be annotated" in refused("taskset", {"id": str(file.with_name("odd.py"))})

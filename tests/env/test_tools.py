@@ -1,0 +1,195 @@
+"""A tool's schema comes from its annotations and docstring; whatever goes wrong in a call is text."""
+
+import asyncio
+import json
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel
+
+from ramify.env import Tool, ToolSet, tool
+from ramify.errors import ConfigInvalid, SandboxError
+from ramify.trace import Media, MediaPart, TextPart, ToolCall
+from tests.env.context import context, run
+
+
+class Place(BaseModel):
+    city: str
+    zip: int | None = None
+
+
+@tool
+def book(
+    room: str,
+    nights: int = 1,
+    view: Literal["sea", "yard"] = "yard",
+    guests: list[str] | None = None,
+    title: str | None = None,
+    where: Place | None = None,
+) -> str:
+    """Book a room.
+
+    It is held until noon.
+
+    Args:
+        room: the room's number,
+            as on its door
+        nights (int): how many nights
+        guests: who will come
+
+    Returns:
+        a receipt
+    """
+    return f"{room} {nights} {view} {guests} {title} {where and where.city}"
+
+
+def call(function, arguments, **more):
+    return run(Tool.of(function).call(context(**more), arguments))
+
+
+def test_the_schema_says_what_annotations_and_docstring_say():
+    schema = Tool.of(book).schema
+    function = schema["function"]
+    assert schema["type"] == "function"
+    assert function["name"] == "book"
+    assert function["description"] == "Book a room.\n\nIt is held until noon."
+    parameters = function["parameters"]
+    assert parameters["required"] == ["room"]
+    assert parameters["additionalProperties"] is False
+    properties = parameters["properties"]
+    assert properties["room"] == {"type": "string", "description": "the room's number, as on its door"}
+    assert properties["nights"] == {"type": "integer", "default": 1, "description": "how many nights"}
+    assert properties["view"] == {"type": "string", "enum": ["sea", "yard"], "default": "yard"}
+    assert properties["guests"]["anyOf"][0] == {"type": "array", "items": {"type": "string"}}
+    assert list(properties) == ["room", "nights", "view", "guests", "title", "where"]
+    assert parameters["$defs"]["Place"]["required"] == ["city"]
+    assert "title" not in parameters["$defs"]["Place"]
+    json.dumps(schema)
+
+
+def test_arguments_arrive_with_the_types_of_the_annotations():
+    assert call(book, {"room": "12", "nights": "3", "where": {"city": "Rome"}}) == "12 3 yard None None Rome"
+    assert call(book, '{"room": "12", "guests": ["a"]}') == "12 1 yard ['a'] None None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "argument room is required"),
+        ({"room": "1", "nights": "many"}, "argument nights:"),
+        ({"room": "1", "view": "street"}, "'sea' or 'yard'"),
+        ({"room": "1", "beds": 2}, "there is no argument beds; there is room, nights, view, guests, title, where"),
+        ({"room": "1", "where": {}}, "argument where.city is required"),
+        ('{"room": ', "not JSON"),
+        ('["1"]', "must be a JSON object"),
+    ],
+)
+def test_wrong_arguments_are_answered_with_the_name_of_the_argument(arguments, said):
+    answer = call(book, arguments)
+    assert answer.startswith("error: book: ")
+    assert said in answer
+
+
+def test_an_exception_becomes_text():
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    assert call(divide, {"a": 1, "b": 0}) == "error: ZeroDivisionError: division by zero"
+
+
+def test_a_lost_box_is_not_an_answer():
+    async def compile(path: str) -> str:
+        raise SandboxError("the box is gone")
+
+    with pytest.raises(SandboxError):
+        call(compile, {"path": "x"})
+
+
+def test_cancelling_a_call_cancels_the_tool():
+    async def forever() -> str:
+        await asyncio.get_running_loop().create_future()
+        return ""
+
+    async def test():
+        waiting = asyncio.create_task(Tool.of(forever).call(context(), {}))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    run(test())
+
+
+def test_fields_of_the_context_are_filled_in_and_hidden_from_the_model():
+    async def remember(word: str, state, task) -> str:
+        state.word = word
+        return task.prompt
+
+    here = context()
+    assert list(Tool.of(remember).schema["function"]["parameters"]["properties"]) == ["word"]
+    assert run(Tool.of(remember).call(here, {"word": "x"})) == "question"
+    assert here.state.word == "x"
+
+
+def test_results_become_text():
+    def give(what: str):
+        return {"none": None, "table": {"ä": [1, Place(city="Rome")]}, "number": 3}[what]
+
+    assert call(give, {"what": "none"}) == ""
+    assert call(give, {"what": "number"}) == "3"
+    assert json.loads(call(give, {"what": "table"})) == {"ä": [1, {"city": "Rome", "zip": None}]}
+
+
+def test_an_image_goes_into_the_traces_media_table():
+    image = Media.of(b"png", "image/png")
+
+    def look():
+        return ["here:", image]
+
+    here = context()
+    assert run(Tool.of(look).call(here, {})) == (TextPart("here:"), MediaPart(image.hash))
+    assert here.trace.graph.media == [image]
+
+
+def test_parameter_names_may_be_anything_python_allows():
+    def odd(schema: int, model_config: int, _x: int = 0) -> int:
+        return schema + model_config + _x
+
+    assert call(odd, {"schema": 1, "model_config": 2, "_x": 3}) == "6"
+
+
+def test_a_tool_that_cannot_be_described_is_refused():
+    def untyped(a):
+        return a
+
+    def open_ended(*names: str):
+        return names
+
+    def unknown(a: "Nowhere"):  # noqa: F821
+        return a
+
+    def unschemable(a: asyncio.Future):
+        return a
+
+    for function, said in [(untyped, "'a' needs a type"), (open_ended, r"\*names"), (unknown, "Nowhere")]:
+        with pytest.raises(ConfigInvalid, match=said):
+            Tool.of(function)
+    with pytest.raises(ConfigInvalid, match="tool unschemable"):
+        Tool.of(unschemable)
+
+
+def test_a_toolset_answers_calls_by_name():
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    tools = ToolSet.of([add, book])
+    assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "book"]
+    message = run(tools.call(ToolCall("c1", "add", '{"a": 1, "b": 2}'), context()))
+    assert (message.role, message.content, message.tool_call_id) == ("tool", "3", "c1")
+    message = run(tools.call(ToolCall("c2", "bok", "{}"), context()))
+    assert message.content == "error: there is no tool 'bok'; did you mean book? the tools are add, book"
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigInvalid, match="'book'"):
+        ToolSet.of([book, book])

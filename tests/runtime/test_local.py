@@ -1,0 +1,216 @@
+"""The local runtime: real processes in a directory of their own, none of which outlives its box."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ramify.env import Task
+from ramify.errors import ConfigInvalid, SandboxError
+from ramify.runtime import LocalConfig, LocalRuntime
+
+# A program with a child, a grandchild in another session, and a daemon that has lost session and parent.
+TREE = """
+sleep 1000 & echo $! >> pids
+setsid sh -c 'echo $$ >> pids; exec sleep 1000' &
+(setsid sh -c 'echo $$ >> pids; exec sleep 1000' &)
+while [ $(wc -l < pids) -lt 3 ]; do sleep 0.01; done
+"""
+
+
+def in_a_box(test, task: Task | None = None, **settings):
+    """Run `test(runtime)` in a started box and stop it afterwards."""
+
+    async def whole():
+        runtime = LocalRuntime(LocalConfig(**settings))
+        await runtime.start(task or Task())
+        try:
+            return await test(runtime)
+        finally:
+            await runtime.stop()
+
+    return asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def alive(pids: str) -> list[int]:
+    found = [int(pid) for pid in pids.split()]
+    assert found
+    return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+async def appears(path: Path) -> None:
+    while not path.exists():
+        await asyncio.sleep(0.01)
+
+
+def test_a_command_runs_in_the_work_directory_with_input_and_output():
+    async def test(runtime):
+        await runtime.write("deep/name.txt", "ä")
+        ran = await runtime.run(["cat", "deep/name.txt", "-"], stdin=b"\x00\xff", deadline=10)
+        assert (ran.code, ran.stdout, ran.stderr) == (0, "ä".encode() + b"\x00\xff", b"")
+        ran = await runtime.run("pwd; echo oops >&2; exit 3", deadline=10)
+        assert (ran.code, ran.text.strip(), ran.stderr) == (3, str(runtime.workdir), b"oops\n")
+        await runtime.run("printf '\\000\\377' > made", deadline=10)
+        assert await runtime.read("made") == b"\x00\xff"
+        with pytest.raises(FileNotFoundError):
+            await runtime.read("nothing")
+
+    in_a_box(test)
+
+
+def test_a_command_that_cannot_be_run_is_an_answer():
+    async def test(runtime):
+        assert (await runtime.run(["no-such-program"], deadline=10)).code == 127
+        assert (await runtime.run(["cat"], cwd="no-such-place", deadline=10)).code == 127
+        await runtime.write("data", "x")
+        ran = await runtime.run(["./data"], deadline=10)
+        assert ran.code == 126
+        assert b"data" in ran.stderr
+        assert (await runtime.run(["sh", "-c", "kill -9 $$"], deadline=10)).code == -9
+
+    in_a_box(test)
+
+
+def test_programs_see_a_home_of_their_own_and_none_of_our_secrets(monkeypatch):
+    monkeypatch.setenv("SECRET_API_KEY", "sk-1")
+
+    async def test(runtime):
+        ran = await runtime.run(["env"], env={"MINE": "1"}, deadline=10)
+        seen = dict(line.split("=", 1) for line in ran.text.splitlines())
+        assert "SECRET_API_KEY" not in seen
+        assert (seen["MINE"], seen["FROM_CONFIG"]) == ("1", "2")
+        assert Path(seen["HOME"]).is_dir()
+        assert Path(seen["HOME"]).parent == runtime.workdir.parent
+
+    in_a_box(test, env={"FROM_CONFIG": "2"})
+
+
+def test_the_first_and_the_last_of_much_output_are_kept():
+    async def test(runtime):
+        script = "import sys; sys.stdout.write('a' + 'x' * 10_000_000 + 'z'); sys.stderr.write('e')"
+        ran = await runtime.run([sys.executable, "-c", script], deadline=20)
+        assert ran.stdout.startswith(b"axxxx")
+        assert ran.stdout.endswith(b"xxxxz")
+        assert b"[9999002 bytes left out]" in ran.stdout
+        assert len(ran.stdout) < 1100
+        assert ran.stderr == b"e"
+
+    in_a_box(test, max_output=1000)
+
+
+def test_a_deadline_kills_the_whole_tree_and_keeps_the_output():
+    async def test(runtime):
+        ran = await runtime.run(f"echo before; {TREE} sleep 1000", deadline=2.0)
+        assert (ran.code, ran.timed_out, ran.stdout) == (124, True, b"before\n")
+        assert alive((await runtime.read("pids")).decode()) == []
+
+    in_a_box(test)
+
+
+def test_cancelling_a_run_kills_the_whole_tree():
+    async def test(runtime):
+        waiting = asyncio.create_task(runtime.run(f"{TREE} touch ready; sleep 1000", deadline=2.0))
+        await appears(runtime.workdir / "ready")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert alive((await runtime.read("pids")).decode()) == []
+
+    in_a_box(test)
+
+
+def test_a_command_ends_while_what_it_left_behind_holds_its_output_until_the_box_stops():
+    async def test(runtime):
+        ran = await runtime.run(f"{TREE} echo started", deadline=20)
+        assert (ran.code, ran.stdout) == (0, b"started\n")
+        pids = (await runtime.read("pids")).decode()
+        assert len(alive(pids)) == 3
+        await runtime.stop()
+        assert alive(pids) == []
+
+    in_a_box(test)
+
+
+def test_a_spawned_program_runs_beside_us_until_it_ends_or_is_killed():
+    async def test(runtime):
+        program = await runtime.spawn("read line; echo got $line > out; sleep 1000", stdin=b"hello\n")
+        await appears(runtime.workdir / "out")
+        assert psutil.pid_exists(program.pid)
+        await program.kill()
+        assert (await program.wait(10)).code == -9
+        short = await runtime.spawn(["true"])
+        assert (await short.wait(10)).code == 0
+
+    in_a_box(test)
+
+
+def test_killing_one_program_leaves_the_others():
+    async def test(runtime):
+        one = await runtime.spawn(["sleep", "1000"])
+        others = [await runtime.spawn(["sleep", "1000"]) for _ in range(10)]  # 1. and 10. begin alike
+        await one.kill()
+        assert len(alive(" ".join(str(other.pid) for other in others))) == 10
+
+    in_a_box(test)
+
+
+def test_stopping_removes_the_box(tmp_path):
+    async def test(runtime):
+        await runtime.write("a/b", b"x")
+        assert list(tmp_path.iterdir())
+        await runtime.stop()
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(SandboxError, match="stopped"):
+            await runtime.run(["true"], deadline=1)
+
+    in_a_box(test, root=tmp_path)
+
+
+def test_keep_leaves_the_box_to_be_looked_into(tmp_path):
+    async def test(runtime):
+        await runtime.write("a", b"x")
+        return runtime.workdir
+
+    workdir = in_a_box(test, root=tmp_path, keep=True)
+    assert (workdir / "a").read_bytes() == b"x"
+
+
+def test_a_box_nobody_uses_is_never_made(tmp_path):
+    async def test(runtime):
+        assert runtime.identity == {"id": "local"}
+
+    in_a_box(test, root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_box_that_cannot_be_made_or_has_vanished_is_a_sandbox_error(tmp_path):
+    import shutil
+
+    async def nowhere(runtime):
+        with pytest.raises(SandboxError, match="no box can be made"):
+            await runtime.run(["true"], deadline=1)
+
+    async def vanished(runtime):
+        shutil.rmtree(runtime.workdir)
+        with pytest.raises(SandboxError, match="cannot run"):
+            await runtime.run(["true"], deadline=1)
+
+    in_a_box(nowhere, root=tmp_path / "missing")
+    in_a_box(vanished, root=tmp_path)
+    assert SandboxError.retryable
+
+
+def test_a_task_says_where_in_the_box_it_works():
+    async def test(runtime):
+        ran = await runtime.run(["pwd"], deadline=10)
+        assert ran.text.strip().endswith("/work/src/app")
+
+    in_a_box(test, Task(workdir="src/app"))
+
+
+@pytest.mark.parametrize("task", [Task(image="ubuntu"), Task(workdir="/etc"), Task(workdir="../..")])
+def test_what_a_local_box_does_not_have_is_refused(task):
+    with pytest.raises(ConfigInvalid):
+        LocalRuntime().check(task)
