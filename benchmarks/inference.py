@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 from _check import NO_COMPETITOR, Row, finish, median, parser
 
@@ -96,15 +97,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 async def _wave(url: str, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
     """All prompts at once; returns how many tokens came back."""
 
-    async def one(client: httpx.AsyncClient, index: int) -> int:
+    async def one(client: aiohttp.ClientSession, index: int) -> int:
         knobs = {"max_tokens": new_tokens, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": seed + index}
         body = {"token_ids": prompts[index], "sampling_params": knobs}
-        answer = await client.post("/inference/v1/generate", json=body)
-        answer.raise_for_status()
-        return len(answer.json()["choices"][0]["token_ids"])
+        async with client.post("/inference/v1/generate", json=body) as answer:
+            answer.raise_for_status()
+            return len((await answer.json())["choices"][0]["token_ids"])
 
-    limits = httpx.Limits(max_connections=len(prompts))
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S, limits=limits) as client:
+    deadline, pool = aiohttp.ClientTimeout(REQUEST_S), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=deadline, connector=pool) as client:
         return sum(await asyncio.gather(*(one(client, index) for index in range(len(prompts)))))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ramify.client import Client, ClientConfig, Sampling
+from ramify.client.http import exchange
 from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
 from ramify.model.version import Version
 from tests.infer.llama import build_core, publish_as, write_llama
@@ -104,7 +105,7 @@ def test_a_cancelled_call_hangs_up_and_the_engine_frees_its_cache(run, servers):
         assert all(call.cancelled() for call in calls)
         for replica in client._pool.replicas:
             assert replica.in_flight == 0
-            while gauge(text := (await replica.http.get("/metrics")).text, "running"):
+            while gauge(text := (await exchange(replica.http, "GET", "/metrics")).decode(), "running"):
                 await asyncio.sleep(0.01)
             assert gauge(text, "kv_blocks_free") == gauge(text, "kv_blocks")
         after = [engine.core.counters.cancelled for _, engine in servers]

@@ -125,7 +125,7 @@ async def test_with_no_server_up_patience_ends_with_every_reason():
     fake = Fake()
     async with connected(fake, config=QUICK.model_copy(update={"patience": 0.3})) as client:
         await fake.__aexit__()
-        with pytest.raises(ProviderError, match=rf"no inference server is up.*{fake.url}.*ConnectError"):
+        with pytest.raises(ProviderError, match=rf"no inference server is up.*{fake.url} cannot be reached"):
             await client.generate([1], SAMPLING)
 
 
@@ -136,7 +136,7 @@ async def test_a_server_that_comes_late_is_met_and_one_that_never_comes_is_named
         pass  # now its port is known and nobody listens
     client = Client(late.url, QUICK)
     starting = asyncio.create_task(client.start())
-    await until(lambda: "ConnectError" in client.down[late.url])
+    await until(lambda: "cannot be reached" in client.down[late.url])
     async with late:
         await starting
         await client.generate([1], SAMPLING)

@@ -1,5 +1,6 @@
 """vLLM's dialect, against a fake that speaks like it: labels, resets that fail, reloads that fail."""
 
+import asyncio
 import hashlib
 import json
 
@@ -11,8 +12,8 @@ from ramify.client import Sampling, vllm
 from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import Manifest
 from ramify.model.version import Version
-from tests.client.fake import FakeVLLM
-from tests.client.test_pool import SAMPLING, bounded, connected
+from tests.client.fake import FakeVLLM, hang
+from tests.client.test_pool import SAMPLING, bounded, connected, until
 
 SECOND = Version("policy", 0, 2)
 
@@ -143,5 +144,94 @@ def test_an_id_outside_the_vocabulary_never_reaches_the_server(first):
             with pytest.raises(RequestInvalid, match="token id 12; the vocabulary is 0 to 11"):
                 await client.generate([1, 12], Sampling())
             assert len(fake.asked) == asked
+
+    check()
+
+
+# -- no token gets a version that did not sample it -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["default", "undefined"])
+def test_tokens_of_unnamed_weights_are_refused_and_the_server_is_met_again(first, label):
+    """It was restarted behind the client's back, or resumed by somebody in the middle of an update."""
+
+    @bounded
+    async def check():
+        fake = FakeVLLM(root=str(first))
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            fake.label = label
+            with pytest.raises(ProviderError, match=f"labelled '{label}', which is no version"):
+                await client.generate([1], SAMPLING)
+            if label == "default":
+                done = await client.generate([1], SAMPLING)
+                assert [run.step for run in done.versions] == [1] and fake.label == "policy@0.1"
+            else:
+                await until(lambda: "left half-way" in client.down.get(fake.url, ""))
+
+    check()
+
+
+def test_an_update_that_is_given_up_half_way_leaves_no_version_behind(first, second):
+    class Slow(FakeVLLM):
+        async def control(self, path, exchange):
+            if path == "/collective_rpc":
+                reloading.set()
+                await hang(self, exchange)
+            else:
+                await super().control(path, exchange)
+
+    reloading = asyncio.Event()
+
+    @bounded
+    async def check():
+        fake = Slow(root=str(first))
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            update = asyncio.create_task(client.update_weights(second, SECOND))
+            await reloading.wait()
+            update.cancel()
+            await asyncio.wait([update])
+            assert fake.label == "undefined" and client.versions[fake.url].policy == "undefined"
+            await client.resume()
+            with pytest.raises(ProviderError, match="which is no version"):
+                await client.generate([1], SAMPLING)
+
+    check()
+
+
+def test_an_update_whose_answer_is_lost_ends_the_requests_and_leaves_no_version_behind(first, second):
+    class Dropping(FakeVLLM):
+        async def control(self, path, exchange):
+            if path == "/collective_rpc":
+                exchange.writer.transport.abort()
+            else:
+                await super().control(path, exchange)
+
+    @bounded
+    async def check():
+        fake = Dropping(root=str(first))
+        async with connected(fake, version=Version("policy", 0, 1)) as client:
+            fake.paths.clear()
+            with pytest.raises(ProviderError):
+                await client.update_weights(second, SECOND)
+            assert called(fake)[-1] == "/pause?mode=abort&clear_cache=false"
+            assert fake.label == "undefined" and list(client.down) == [fake.url]
+
+    check()
+
+
+@pytest.mark.parametrize("spans", [[(0, 2)], [(0, 1), (2, 3)], [(0, 4), (4, 3)], [(1, 3)], []])
+def test_versions_that_do_not_cover_the_tokens_are_refused(first, spans):
+    class Odd(FakeVLLM):
+        def sample(self, body):
+            answer = super().sample(body)
+            found = [{"version": "policy@0.1", "start": start, "end": end} for start, end in spans]
+            answer["choices"][0]["weight_versions"] = found
+            return answer
+
+    @bounded
+    async def check():
+        async with connected(Odd(root=str(first)), version=Version("policy", 0, 1)) as client:
+            with pytest.raises(ProviderError, match="3 tokens whose versions do not add up"):
+                await client.generate([1], SAMPLING)
 
     check()

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from ramify.client.control import Update
+from ramify.client.http import open_client
 from ramify.client.vllm import VLLM
 from ramify.model.manifest import Manifest
 from ramify.model.version import Version
@@ -28,7 +29,7 @@ class Target:
     flight: int = 600  # tokens of a request that has to be still on its way when something is done to the server
     patience: float = 60.0  # seconds for one test
 
-    def client(self) -> httpx.AsyncClient:
+    def client(self) -> contextlib.AbstractAsyncContextManager[httpx.AsyncClient]:
         limits = httpx.Limits(max_connections=128, max_keepalive_connections=128, keepalive_expiry=2)
         return httpx.AsyncClient(base_url=self.url, timeout=60.0, limits=limits)
 
@@ -107,10 +108,15 @@ class VLLMTarget(Target):
 
     spoken: VLLM = field(init=False)
 
-    def client(self) -> httpx.AsyncClient:
-        client = super().client()
-        self.spoken = VLLM(self.url, client, Manifest.read(self.first).version, root=str(self.first))
-        return client
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        http = open_client(self.url, connect=5.0, connections=128)
+        self.spoken = VLLM(self.url, http, Manifest.read(self.first).version, root=str(self.first))
+        try:
+            async with super().client() as client:
+                yield client
+        finally:
+            await http.aclose()
 
     def salt(self, salt: str) -> str:
         return self.spoken.salt(salt)

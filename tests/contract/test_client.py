@@ -10,6 +10,7 @@ from ramify.errors import ContextOverflow, WeightsRefused
 from ramify.model.version import Version
 
 PROMPT = [5, 17, 33, 60, 8, 91, 12, 44, 70, 23, 9]
+CLOSE = 1e-3  # the two sets of weights are nats apart
 FIRST, SECOND = Version("llama", 0, 1), Version("llama", 0, 2)
 
 
@@ -52,40 +53,59 @@ def test_a_second_turn_finds_the_prefix_of_the_first(run):
     run(check)
 
 
-async def caught_in_flight(client, target):
-    """Four calls that the paused server holds half-way; a server that was quicker than the pause is asked again."""
+async def swapped_in_flight(client, target, kv):
+    """Four samples that the second weights went on with; a server that had finished one before is asked again."""
     sampling = Sampling(max_tokens=target.flight, ignore_eos=True)
     async with target.client() as http:
         for _ in range(5):
-            before = await target.sampled(http)
             calls = [asyncio.create_task(client.generate(PROMPT, sampling)) for _ in range(4)]
-            while await target.sampled(http) - before < 40:
+            while await target.held(http) < 4 and not any(call.done() for call in calls):
+                await asyncio.sleep(0.01)
+            before = await target.sampled(http)
+            while await target.sampled(http) - before < 40 and not any(call.done() for call in calls):
                 await asyncio.sleep(0.01)
             await client.pause()
-            await asyncio.sleep(0.5)  # for answers that are on their way
-            if not any(call.done() for call in calls):
-                return calls
+            (ack,) = await client.update_weights(target.second, SECOND, kv)
+            assert ack.version == SECOND and 0 < ack.seconds < 60
             await client.resume()
-            await asyncio.gather(*calls)
+            samples = await asyncio.gather(*calls)
+            if all(len(done.versions) > 1 for done in samples):
+                return samples
+            await client.update_weights(target.first, FIRST)
     pytest.fail("the server was always quicker than the pause")
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_every_token_knows_its_weights(run, target, kv):
+    """Told by the logprobs on both sides of where the version changes: each is what those weights give it."""
+
     async def check(client):
-        calls = await caught_in_flight(client, target)
-        (ack,) = await client.update_weights(target.second, SECOND, kv)
-        assert ack.version == SECOND and 0 < ack.seconds < 60
-        await client.resume()
-        for done in await asyncio.gather(*calls):
+        samples = await swapped_in_flight(client, target, kv)
+        for done in samples:
             assert [run_.step for run_ in done.versions] == [1, 2]
             assert sum(run_.count for run_ in done.versions) == target.flight
         fresh = await client.generate(PROMPT, Sampling(max_tokens=12, ignore_eos=True))
         assert [run_.step for run_ in fresh.versions] == [2]
         scored = await client.score([*PROMPT, *fresh.ids.tolist()], cache_salt=f"unused {kv}")
         assert fresh.logprobs == pytest.approx(scored[-12:], abs=2e-4)
+        new = [await scores(client, done, f"unused {kv}") for done in samples]
+        await client.update_weights(target.first, FIRST)
+        old = [await scores(client, done, f"unused {kv} again") for done in samples]
+        for done, by_old, by_new in zip(samples, old, new):
+            change = done.versions[0].count
+            before, after = slice(max(0, change - 8), change), slice(change, change + 8)
+            assert done.logprobs[before] == pytest.approx(by_old[before], abs=CLOSE)
+            assert done.logprobs[before] != pytest.approx(by_new[before], abs=CLOSE)
+            assert done.logprobs[after] != pytest.approx(by_old[after], abs=CLOSE)
+            if kv == "recompute":  # with `keep` the old keys and values are part of it
+                assert done.logprobs[after] == pytest.approx(by_new[after], abs=CLOSE)
 
     run(check)
+
+
+async def scores(client, done, salt):
+    """What the weights that are served now give the sampled tokens."""
+    return (await client.score([*PROMPT, *done.ids.tolist()], cache_salt=salt))[len(PROMPT) :]
 
 
 def test_a_paused_server_holds_requests_until_it_resumes(run):

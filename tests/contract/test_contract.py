@@ -176,7 +176,9 @@ def test_requests_in_flight_go_on_across_a_weight_update(target, kv):
         async with target.streaming(client, PROMPT, max_tokens=target.flight) as choices:
             async for choice in choices:
                 if not updated:
+                    await target.pause(client)  # first: it is on its way then, however long the update takes
                     await target.update(client, target.second, kv)
+                    await target.resume(client)
                     updated = True
                 runs += target.versions(choice)
                 count += len(choice["token_ids"])

@@ -1,18 +1,26 @@
-"""People's clients against `ramify serve -m tiny`, as a user starts it: the openai SDK, and nothing mocked."""
+"""People's clients against `ramify serve -m tiny`, as a user starts it: the openai SDK and curl, and nothing mocked."""
 
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
+from ramify.model.manifest import Manifest
+from ramify.model.resolve import resolve
+from ramify.model.version import Version
+
+PAGE = Path(__file__).parents[2] / "docs" / "inference.md"
 TOOL = {
     "type": "function",
     "function": {
@@ -24,17 +32,32 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    log = tmp_path_factory.mktemp("serve") / "log"
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server, started where a trainer has published `weights/step_000020`."""
+    home = tmp_path_factory.mktemp("serve")
+    publish(home / "weights" / "step_000020", Version("tiny", 0, 20))
+    log = home / "log"
     command = [sys.executable, "-m", "ramify", "serve", "-m", "tiny", "--server.port", "0", "--inference.threads", "1"]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=home)
     try:
-        yield openai.OpenAI(base_url=f"{_address(process, log)}/v1", api_key="none", timeout=60, max_retries=0)
+        yield _address(process, log)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(30) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+
+
+def publish(directory: Path, version: Version) -> None:
+    """The model's own weights under another name: what else is asked of the server stays the same."""
+    shutil.copytree(resolve("tiny"), directory)
+    weights = directory / "model.safetensors"
+    Manifest(version, {weights.name: hashlib.sha256(weights.read_bytes()).hexdigest()}).write(directory)
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
@@ -106,3 +129,71 @@ def test_completions_continue_a_text(client: openai.OpenAI):
 def test_a_prompt_over_the_limit_is_refused_naming_both_lengths(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match=r"\d{4,}.*\d{3,}"):
         ask(client, messages=[{"role": "user", "content": "a" * 9000}])
+
+
+# -- the curl examples of the docs -------------------------------------------------------------------------------------
+
+
+def looks_like_a_chat(body: str) -> None:
+    (choice,) = json.loads(body)["choices"]
+    assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
+
+
+def looks_like_a_generation(body: str) -> None:
+    (choice,) = json.loads(body)["choices"]
+    count = len(choice["token_ids"])
+    assert 1 <= count <= 8 and choice["finish_reason"] in ("stop", "length", "abort")
+    assert len(choice["logprobs"]["content"]) == count
+    assert sum(tokens for _policy, _incarnation, _step, tokens in choice["policy_versions"]) == count
+
+
+def looks_like_models(body: str) -> None:
+    (card,) = json.loads(body)["data"]
+    assert card["id"] == "tiny" and card["max_model_len"] > 0
+    assert set(card["version"]) == {"policy", "incarnation", "step"}
+
+
+def says(**fields: Any) -> Callable[[str], None]:
+    def check(body: str) -> None:
+        assert json.loads(body).items() >= fields.items()
+
+    return check
+
+
+def looks_like_metrics(body: str) -> None:
+    assert re.search(r"^ramify_sampled_tokens_total \d+$", body, re.MULTILINE)
+
+
+ANSWERS: dict[str, Callable[[str], None]] = {
+    "/health": says(status="ok"),
+    "/v1/models": looks_like_models,
+    "/metrics": looks_like_metrics,
+    "/v1/chat/completions": looks_like_a_chat,
+    "/inference/v1/generate": looks_like_a_generation,
+    "/pause?mode=keep": says(status="paused"),
+    "/resume": says(status="ok"),
+    "/update_weights": says(version={"policy": "tiny", "incarnation": 0, "step": 20}),
+}
+
+
+def test_the_curl_examples_of_the_docs_work_as_they_are_written(url: str, tmp_path: Path):
+    """Each block is run by bash; only curl's own settings file adds a deadline and a line with the status."""
+    if shutil.which("curl") is None:
+        pytest.fail("curl is not on the PATH; the examples of docs/inference.md are run with it, so install it")
+    (tmp_path / ".curlrc").write_text('max-time = 60\nwrite-out = "\\n>>> %{http_code} %{url_effective}\\n"\n')
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    seen = set[str]()
+    for block in (block for block in blocks if re.search(r"\bcurl\b", block)):
+        variables = {**os.environ, "URL": url, "CURL_HOME": str(tmp_path)}
+        command = ["bash", "-euo", "pipefail", "-c", block]
+        ran = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert ran.returncode == 0, f"{block}\n{ran.stdout}\n{ran.stderr}"
+        answers = re.findall(r"(.*?)\n>>> (\d+) (\S+)\n", ran.stdout, re.DOTALL)
+        assert len(answers) == len(re.findall(r"^curl ", block, re.MULTILINE)), ran.stdout
+        for body, status, address in answers:
+            assert status == "200", f"{address} answered {status}: {body}"
+            path = address.removeprefix(url)
+            assert path in ANSWERS, f"{address} is in the docs; say here what it answers"
+            ANSWERS[path](body)
+            seen.add(path)
+    assert seen == set(ANSWERS)

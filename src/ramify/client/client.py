@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ramify.client.answers import Ask
 from ramify.client.completion import Completion, Sampling
 from ramify.client.config import ClientConfig
-from ramify.client.control import KV, Acknowledgement, Dialect, PauseMode, Update
+from ramify.client.control import KV, Acknowledgement, Dialect, PauseMode, Unnamed, Update
 from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
 from ramify.client.meet import catch_up, meet
 from ramify.client.pool import Pool, Replica, State
@@ -139,6 +139,9 @@ class Client:
                 except Unsent as error:
                     self._pool.eject(replica, str(error))
                     continue
+                except Unnamed as error:
+                    self._pool.eject(replica, str(error))  # when it is met again, its weights get a name
+                    raise ProviderError(str(error)) from error
                 except Lost as error:
                     replica.look.set()
                     if not again or resent >= config.retries:

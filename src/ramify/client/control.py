@@ -43,6 +43,10 @@ class Update:
     kv: KV = "recompute"
 
 
+class Unnamed(Exception):
+    """The server sampled from weights whose version nobody knows: it was restarted, or left half-way in an update."""
+
+
 class Dialect(Protocol):
     """One server, spoken to in its own words. `version` is what its next token will come from."""
 

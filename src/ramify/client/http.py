@@ -8,11 +8,13 @@ are lost less often. Everything else is an answer, and has a name.
 
 import re
 import socket
+from collections.abc import Mapping
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
+from ramify.client.turnstile import Turnstile
 from ramify.errors import (
     ContextOverflow,
     DeadlineExceeded,
@@ -48,45 +50,82 @@ class Lost(Exception):
     """The connection broke after the request was sent; it may have been sampled."""
 
 
-def open_client(url: str, *, connect: float, connections: int) -> httpx.AsyncClient:
-    """The connections to one server. Reading has no limit of its own: every caller has a deadline."""
-    limits = httpx.Limits(
-        max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE
-    )
-    transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False, socket_options=_watchful())
-    timeout = httpx.Timeout(None, connect=connect)
-    return httpx.AsyncClient(base_url=url, timeout=timeout, transport=transport, trust_env=False)
+class Connections:
+    """The connections to one server, opened as they are needed inside the loop that asks."""
+
+    def __init__(self, url: str, *, connect: float, connections: int) -> None:
+        self.base_url = url
+        self.headers: dict[str, str] = {}
+        self._connect, self._most = connect, connections
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self.turnstile = Turnstile()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Reading has no limit of its own: every caller has a deadline. Addresses come from our config alone."""
+        if self._closed:
+            raise Unsent(f"{self.base_url}: the client is closed")
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=self._most, keepalive_timeout=KEEPALIVE, socket_factory=_watchful_socket
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect),
+            )
+        return self._session
+
+    async def aclose(self) -> None:
+        """End them, for good."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
 
 
-def _watchful() -> list[tuple[int, int, int]]:
-    """Socket options that notice within a minute that a host is gone; without them a read waits for its deadline."""
-    seconds = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-    known = [(socket.IPPROTO_TCP, getattr(socket, name), n) for name, n in seconds.items() if hasattr(socket, name)]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *known]
+def open_client(url: str, *, connect: float, connections: int) -> Connections:
+    """The connections to one server; opening one may take `connect` seconds."""
+    return Connections(url, connect=connect, connections=connections)
 
 
-async def exchange(http: httpx.AsyncClient, method: str, path: str, body: Any = None, **params: str) -> bytes:
+def _watchful_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket that notices within a minute that its host is gone; without that a read waits for its deadline."""
+    family, kind, protocol, _, _ = address
+    found = socket.socket(family, kind, protocol)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
+        if hasattr(socket, name):
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    return found
+
+
+async def exchange(http: Connections, method: str, path: str, body: Any = None, **params: str) -> bytes:
     """Send one request and return the body of its answer, or raise what went wrong."""
     content = None if body is None else msgspec.json.encode(body)
-    headers = None if body is None else {"Content-Type": "application/json"}
+    headers = http.headers if body is None else {**http.headers, "Content-Type": "application/json"}
     try:
-        response = await http.request(method, path, content=content, params=params or None, headers=headers)
-    except httpx.HTTPError as error:
+        async with http.session.request(
+            method, http.base_url + path, data=content, params=params or None, headers=headers
+        ) as response:
+            data = await response.read()
+            await http.turnstile.enter()  # what follows an answer is work: reading it, recording it, the next prompt
+    except (aiohttp.ClientError, OSError) as error:
         raise failure(http, error) from error
-    if response.status_code != 200:
-        raise refusal(http, path, response.status_code, response.headers, response.text)
-    return response.content
+    if response.status != 200:
+        raise refusal(http, path, response.status, response.headers, data.decode("utf-8", "replace"))
+    return data
 
 
-def failure(http: httpx.AsyncClient, error: httpx.HTTPError) -> Exception:
+def failure(http: Connections, error: Exception) -> Exception:
     """What a transport error means."""
-    said = f"{http.base_url}: {type(error).__name__}: {error}".rstrip(": ")
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
-        return Unsent(said)
-    return Lost(said)
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        why = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        return Unsent(f"{http.base_url} cannot be reached: {why}")
+    return Lost(f"{http.base_url}: {type(error).__name__}: {error}".rstrip(": "))
 
 
-def refusal(http: httpx.AsyncClient, path: str, status: int, headers: httpx.Headers, text: str) -> Exception:
+def refusal(http: Connections, path: str, status: int, headers: Mapping[str, str], text: str) -> Exception:
     """What a status other than 200 means."""
     name, message = _error(text)
     error: RamifyError

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
 from ramify.client.answers import Answer, Ask, decode, prompt_logprobs, sampled, usage
 from ramify.client.completion import Completion, Finish, Sampling
 from ramify.client.control import Card, PauseMode, Update
-from ramify.client.http import exchange
+from ramify.client.http import Connections, exchange
 from ramify.errors import ProviderError, WeightsRefused
 from ramify.model.version import Version
 from ramify.trace import VersionRun
@@ -21,7 +20,7 @@ GENERATE = "/inference/v1/generate"
 class Native:
     """One native server."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, version: Version) -> None:
+    def __init__(self, url: str, http: Connections, version: Version) -> None:
         self.url, self.version = url, version
         self._http = http
 
@@ -64,7 +63,7 @@ class Native:
         return float(told["seconds"])
 
 
-async def score(http: httpx.AsyncClient, url: str, ids: Sequence[int], salt: str | None) -> NDArray[np.float32]:
+async def score(http: Connections, url: str, ids: Sequence[int], salt: str | None) -> NDArray[np.float32]:
     """Prompt logprobs, asked for along with one token that is thrown away."""
     body = Ask(ids, Sampling(temperature=0.0, max_tokens=1, ignore_eos=True), salt=salt).body()
     body["sampling_params"]["prompt_logprobs"] = 1

@@ -13,9 +13,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 
-import httpx
-
 from ramify.client.control import Dialect
+from ramify.client.http import Connections
 from ramify.errors import ProviderError
 
 SESSIONS = 1 << 16  # sessions whose server is remembered
@@ -31,7 +30,7 @@ class State(Enum):
 class Replica:
     """One server: its connections, its state, and what is in flight there."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
+    def __init__(self, url: str, http: Connections) -> None:
         self.url, self.http = url, http
         self.state = State.DOWN
         self.reason = "not reached yet"  # why it is down

@@ -1,28 +1,37 @@
 """vLLM's dialect: a stock server in development mode, driven through its own endpoints.
 
-vLLM labels its weights with a text of ours and reports for each sample which tokens came from which label. The label is
-changed while the server is paused, so the runs are exact. What vLLM does not have is a cache keyed by version. With
-`kv = "recompute"` every block is dropped and the running requests start over. With `kv = "keep"` blocks in use cannot
-be dropped, so new requests are kept away from them instead: each one carries the version in its `cache_salt`.
+vLLM labels its weights with a text of ours and reports for each sample which tokens came from which label. Why no token
+gets a wrong one, although tokens are on their way while the label changes:
+1. The engine's own thread writes the label onto the tokens of a step when it takes them from the model, and the label
+   travels with them. How far behind the server's front or this client is does not matter: nothing is counted here.
+2. The same thread changes the label, and only after a pause. A pause is answered when every step that was begun, those
+   scheduled ahead included, has been taken in. So no token of the old weights is left that could meet a later label.
+3. From before the reload until after it the label is one that names no version. Should anybody resume the server in
+   between, or the reload be given up half-way, then its tokens are refused (`Unnamed`) and not given a version.
+So it has to be one client that gives a server its weights; two would label each other's.
+
+What vLLM does not have is a cache keyed by version. With `kv = "recompute"` every block is dropped and the running
+requests start over. With `kv = "keep"` blocks in use cannot be dropped, so new requests are kept away from them
+instead: each one carries the version in its `cache_salt`.
 
 A directory is verified here first, down to the shapes: vLLM does not survive a reload that fails.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
 from ramify.client.answers import Answer, Ask, Span, decode, sampled, usage
 from ramify.client.completion import Completion
-from ramify.client.control import Card, PauseMode, Update
-from ramify.client.http import exchange
+from ramify.client.control import Card, PauseMode, Unnamed, Update
+from ramify.client.http import Busy, Connections, Lost, Unsent, exchange
 from ramify.client.native import GENERATE, finish_of, read_card, score
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import verify
@@ -37,7 +46,7 @@ UNDEFINED = "undefined"  # the label of weights that were left half-way
 class VLLM:
     """One vLLM server."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, version: Version, *, root: str | None) -> None:
+    def __init__(self, url: str, http: Connections, version: Version, *, root: str | None) -> None:
         self.url, self.version = url, version
         self._http = http
         self._root = Path(root) if root and Path(root).is_dir() else None  # the model it was started with, if we see it
@@ -105,8 +114,8 @@ class VLLM:
     async def update(self, update: Update, *, paused: bool) -> float:
         """Verify the directory, then pause, reload by path, drop the cache, label, resume.
 
-        If the reload fails half-way the weights are no version at all: the server is left paused and labelled so, and
-        its requests end with finish `abort`.
+        If that fails half-way the weights are no version at all: the server is left paused and labelled so, and its
+        requests end with finish `abort`. If it is cancelled, they stay where they are.
         """
         if not self._controlled:
             raise WeightsRefused(f"{self.url} takes no weights: vLLM has to be started with VLLM_SERVER_DEV_MODE=1")
@@ -115,17 +124,19 @@ class VLLM:
             raise WeightsRefused(f"{update.directory} holds {manifest.version}, not {update.version}")
         start = time.perf_counter()
         await self.pause("keep")
-        await self.label(UNDEFINED)
         try:
+            await self.label(UNDEFINED)
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(update.directory)}}
             await exchange(self._http, "POST", "/collective_rpc", reload)
             if update.kv == "recompute":
                 await self._reset()
-        except RamifyError:
+            await self.label(str(update.version))
+        except BaseException as error:
             self.version = Version(UNDEFINED)
-            await self.pause("abort")
+            if isinstance(error, Exception):
+                with contextlib.suppress(RamifyError, Unsent, Lost, Busy):  # the first failure is the one to tell
+                    await self.pause("abort")
             raise
-        await self.label(str(update.version))
         self.version = update.version
         if not paused:
             await self.resume()
@@ -144,13 +155,17 @@ class VLLM:
             await asyncio.sleep(RESET_PAUSE)
 
     def _runs(self, spans: list[Span], count: int) -> tuple[VersionRun, ...]:
-        runs: list[VersionRun] = []
-        for span in spans:
-            version = Version.read(span.version) or self.version
-            runs.append(VersionRun(*version, span.end - span.start))
-        if sum(run.count for run in runs) != count:
+        ends = [0, *(span.end for span in spans)]
+        if ends[-1] != count or any(span.start != end or span.end <= end for span, end in zip(spans, ends)):
             raise ProviderError(f"{self.url} answered {count} tokens whose versions do not add up: {spans}")
-        return tuple(runs)
+        return tuple(VersionRun(*self._named(span.version), span.end - span.start) for span in spans)
+
+    def _named(self, label: str) -> Version:
+        """The version a label stands for. Outside development mode nobody can change weights or label."""
+        version = Version.read(label)
+        if version is None and self._controlled:
+            raise Unnamed(f"{self.url} sampled from weights labelled {label!r}, which is no version")
+        return version or self.version
 
     def _check(self, ids: Sequence[int]) -> None:
         """Refuse what would stop the whole server: without a tokenizer, vLLM looks every id up unchecked."""

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.infer.config import EngineConfig as EngineConfig
+    from ramify.infer.config import ExternalConfig as ExternalConfig
     from ramify.infer.config import ServeConfig as ServeConfig
     from ramify.infer.config import ServerConfig as ServerConfig
     from ramify.infer.config import VLLMConfig as VLLMConfig
+    from ramify.infer.connect import open_client as open_client
     from ramify.infer.engine import Engine as Engine
     from ramify.infer.rendering import ChatRenderer as ChatRenderer
     from ramify.infer.request import Completion as Completion
@@ -22,11 +24,13 @@ _FACE = {
     "Completion": "ramify.infer.request",
     "Engine": "ramify.infer.engine",
     "EngineConfig": "ramify.infer.config",
+    "ExternalConfig": "ramify.infer.config",
     "Sampling": "ramify.infer.request",
     "ServeConfig": "ramify.infer.config",
     "ServerConfig": "ramify.infer.config",
     "VLLMConfig": "ramify.infer.config",
     "VLLMServer": "ramify.infer.vllm",
+    "open_client": "ramify.infer.connect",
 }
 
 __all__ = [
@@ -34,11 +38,13 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineConfig",
+    "ExternalConfig",
     "Sampling",
     "ServeConfig",
     "ServerConfig",
     "VLLMConfig",
     "VLLMServer",
+    "open_client",
 ]
 
 

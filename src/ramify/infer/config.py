@@ -1,8 +1,8 @@
 """How the engine and its server are set up. Importable without torch."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ramify.config import Config
 from ramify.render.config import RendererConfig, TemplateRendererConfig
@@ -79,7 +79,27 @@ class VLLMConfig(Config):
     """Seconds until it has to answer."""
 
 
-InferenceConfig = Annotated[EngineConfig | VLLMConfig, Field(discriminator="engine")]
+class ExternalConfig(Config):
+    """Servers that run already, of either engine: they are sampled from and given weights, never started or stopped."""
+
+    engine: Literal["external"] = "external"
+    base_url: list[str] = Field(min_length=1)
+    """Their addresses, such as `http://10.0.0.1:8000`, all serving the same model."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _roots_of_different_servers(cls, urls: list[str]) -> list[str]:
+        roots = [url.rstrip("/") for url in urls]
+        for root in roots:
+            if not root.startswith(("http://", "https://")) or root.endswith("/v1"):
+                raise ValueError(f"expected the root of a server, such as http://10.0.0.1:8000, got {root!r}")
+            if roots.count(root) > 1:
+                raise ValueError(f"{root} is named twice; a server is one replica")
+        return roots
+
+
+ServedConfig = Annotated[EngineConfig | VLLMConfig, Field(discriminator="engine")]
+InferenceConfig = Annotated[EngineConfig | VLLMConfig | ExternalConfig, Field(discriminator="engine")]
 
 
 class ServerConfig(Config):
@@ -99,8 +119,18 @@ class ServeConfig(Config):
 
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = TemplateRendererConfig()
-    inference: InferenceConfig = EngineConfig()
+    inference: ServedConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _something_to_serve(cls, data: Any) -> Any:
+        """A run's own file may name servers that run already; such a run needs no `ramify serve`."""
+        inference = data.get("inference") if isinstance(data, dict) else None
+        if isinstance(inference, dict) and (inference.get("engine") == "external" or "base_url" in inference):
+            said = "inference.base_url names servers that run already: there is nothing to serve"
+            raise ValueError(f"{said}; leave it out, with inference.engine = 'native' or 'vllm'")
+        return data
 
     @model_validator(mode="after")
     def _vllm_brings_its_own(self) -> "ServeConfig":

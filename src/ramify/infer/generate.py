@@ -4,9 +4,9 @@ This is the door Ramify itself uses. Nothing is tokenized here, so what is sampl
 vLLM's fields a choice has `policy_versions`: runs of (policy, incarnation, step, count) over its tokens.
 """
 
+import random
 from collections.abc import AsyncIterator
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -36,7 +36,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
         )
         for copy in range(knobs.copies)
     ]
-    name = body.request_id or f"generate-{uuid4().hex}"
+    name = body.request_id or f"generate-{random.getrandbits(64):016x}"  # asking the kernel would give up the GIL
     streams = await submit(engine, jobs, timeout=timeout, incremental=body.stream)
     if body.stream:
         return StreamingResponse(_events(name, streams, body), media_type="text/event-stream")

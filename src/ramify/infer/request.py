@@ -132,7 +132,10 @@ class Request:
         self.state = state
 
     def append(self, token: int, logprob: float, version: Version) -> None:
-        """Take a sampled token, and finish if it was the last."""
+        """Take a sampled token, and finish if it was the last.
+
+        The version comes after the token: a reader in another thread counts versions first, and then finds the tokens.
+        """
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.versions and self.versions[-1][0] is version:

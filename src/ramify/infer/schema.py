@@ -106,34 +106,38 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     priority: int = 0
 
 
-class CompletionBody(Knobs, kw_only=True):
+class TalkBody(Knobs, kw_only=True):
+    """What both endpoints for people have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
+
+
+class CompletionBody(TalkBody, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
-    model: str | None = None
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
     logprobs: int | None = None
-    return_token_ids: bool = False
-    cache_salt: str | None = None
-    priority: int = 0
 
 
-class ChatBody(Knobs, kw_only=True):
+class ChatBody(TalkBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    return_token_ids: bool = False
-    cache_salt: str | None = None
-    priority: int = 0
 
 
 class PauseBody(msgspec.Struct):

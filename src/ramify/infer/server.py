@@ -18,7 +18,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ramify.errors import ContextOverflow, DeadlineExceeded, QueueFull, RamifyError, RequestInvalid, WeightsRefused
+from ramify.errors import (
+    ConfigInvalid,
+    ContextOverflow,
+    DeadlineExceeded,
+    QueueFull,
+    RamifyError,
+    RequestInvalid,
+    WeightsRefused,
+)
 from ramify.infer import openai
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
@@ -119,7 +127,7 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
     """The server while it answers: its address, and a task that ends with it."""
-    listener = socket.create_server((config.host, config.port), backlog=2048)
+    listener = _listener(config.host, config.port)
     address = f"http://{config.host}:{listener.getsockname()[1]}"
     settings = uvicorn.Config(
         app,
@@ -138,6 +146,14 @@ async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[tuple[s
     finally:
         server.should_exit = True
         await task
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        said = f"server.port: {host}:{port} cannot be listened on: {error.strerror}; 0 takes a free one"
+        raise ConfigInvalid(said) from error
 
 
 async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: ChatRenderer | None = None) -> None:

@@ -1,0 +1,39 @@
+"""A turnstile: one at a time, so that the event loop comes round in between.
+
+When a few hundred answers arrive together, everyone who waited goes on in the same round of the loop, and as long as
+that round lasts nothing else happens: no timer fires, no heartbeat is sent. Behind a turnstile one goes on per round. It
+costs nobody anything but the others' turn.
+"""
+
+import asyncio
+from collections import deque
+
+
+class Turnstile:
+    """Lets one task through in each round of its loop."""
+
+    __slots__ = ("_turning", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turning = False
+
+    async def enter(self) -> None:
+        """Wait for one's turn; at once if nobody else has had it in this round."""
+        loop = asyncio.get_running_loop()
+        if not self._turning:
+            self._turning = True
+            loop.call_soon(self._turn)
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _turn(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # a task that was cancelled has left the queue
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._turn)
+                return
+        self._turning = False

@@ -1,0 +1,30 @@
+"""From a run's `[inference]` section to the client that samples from it.
+
+Whoever samples need not know whether the servers were started for this run or have been running for days: both are
+addresses. Only who starts and stops them differs, and that is not decided here.
+"""
+
+from collections.abc import Sequence
+
+from ramify.client import Client, ClientConfig
+from ramify.errors import ConfigInvalid
+from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
+from ramify.model.version import Version
+
+
+def open_client(
+    inference: EngineConfig | VLLMConfig | ExternalConfig,
+    started: Sequence[str] = (),
+    config: ClientConfig | None = None,
+    *,
+    version: Version | None = None,
+) -> Client:
+    """A client, not yet started, over `base_url`, or over the addresses of the servers that were started for the run.
+
+    `version` names the weights that engines without versions of their own (vLLM) start with.
+    """
+    if isinstance(inference, ExternalConfig):
+        if started:
+            raise ConfigInvalid(f"inference.base_url names the servers, and yet {', '.join(started)} was started")
+        return Client(inference.base_url, config, version=version)
+    return Client(started, config, version=version)

@@ -1,0 +1,71 @@
+"""Servers that run already: named in the configuration, used by the client, refused by `ramify serve`."""
+
+import asyncio
+
+import pytest
+
+from ramify.client import ClientConfig, Sampling
+from ramify.config import Config, dump, parse
+from ramify.errors import ConfigInvalid
+from ramify.infer.config import EngineConfig, ExternalConfig, InferenceConfig, ServeConfig
+from ramify.infer.connect import open_client
+from tests.client.fake import Fake
+
+URL = "http://10.0.0.1:8000"
+
+
+class Run(Config):
+    """Any command that samples."""
+
+    inference: InferenceConfig = EngineConfig()
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_the_client_uses_the_servers_that_are_named_or_those_that_were_started(external):
+    async def main():
+        async with Fake() as one, Fake() as two:
+            urls = [one.url, two.url]
+            inference = ExternalConfig(base_url=urls) if external else EngineConfig()
+            async with open_client(inference, () if external else urls, ClientConfig(patience=5)) as client:
+                await asyncio.gather(*(client.generate([1], Sampling(max_tokens=2)) for _ in range(4)))
+            assert len(one.asked) == len(two.asked) == 2
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_servers_are_either_named_or_started():
+    with pytest.raises(ConfigInvalid, match=r"inference\.base_url names the servers"):
+        open_client(ExternalConfig(base_url=[URL]), ["http://127.0.0.1:8000"])
+
+
+def test_a_run_names_its_servers_in_a_file_or_by_flags(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(f'[inference]\nengine = "external"\nbase_url = ["{URL}/", "http://b:1"]\n')
+    run = parse(Run, ["@", str(file)])
+    assert run.inference == ExternalConfig(base_url=[URL, "http://b:1"])
+    assert parse(Run, ["--inference.engine", "external", "--inference.base_url", URL, "http://b:1"]) == run
+    file.write_text(dump(run))
+    assert parse(Run, ["@", str(file)]) == run
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--inference.base_url", URL], "inference.base_url: unknown key; it needs inference.engine = 'external'"),
+        (["--inference.engine", "external"], "inference.base_url: required, but not given"),
+        (["--inference.engine", "external", "--inference.base_url=[]"], "inference.base_url: .* at least 1 item"),
+        (["--inference.engine", "external", "--inference.base_url", "b:1"], "expected the root of a server"),
+        (["--inference.engine", "external", "--inference.base_url", f"{URL}/v1"], "expected the root of a server"),
+        (["--inference.engine", "external", "--inference.base_url", URL, f"{URL}/"], "named twice"),
+        (["--inference.engine", "external", "--inference.queue", "3"], "inference.queue: unknown key"),
+    ],
+)
+def test_what_cannot_be_an_address_is_refused(args, said):
+    with pytest.raises(ConfigInvalid, match=said):
+        parse(Run, args)
+
+
+@pytest.mark.parametrize("engine", [["--inference.engine", "external"], []])
+def test_serve_has_nothing_to_serve(engine):
+    with pytest.raises(ConfigInvalid, match="names servers that run already: there is nothing to serve"):
+        parse(ServeConfig, [*engine, "--inference.base_url", URL])
