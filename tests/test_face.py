@@ -29,3 +29,18 @@ def test_importing_the_face_loads_no_other_package():
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     packages = {name.split(".")[0] for name in loaded.stdout.split()}
     assert packages - set(sys.stdlib_module_names) == {"ramify"}
+
+
+def test_the_face_shows_what_an_environment_is_written_with():
+    assert set(ramify.__all__) >= {
+        *("Task", "Taskset", "TasksetConfig", "Harness", "Runtime", "Trace", "User", "Judge", "Endpoint"),
+        *("reward", "metric", "group_reward", "stop", "tool"),
+    }
+
+
+def test_writing_an_environment_loads_no_heavy_library():
+    names = sorted(set(ramify.__all__) - {"evaluate"})
+    script = f"import sys, ramify; [getattr(ramify, name) for name in {names}]; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    packages = {name.split(".")[0] for name in loaded.stdout.split()}
+    assert not packages & {"torch", "transformers", "tokenizers", "httpx", "mcp", "starlette", "uvicorn", "rich"}

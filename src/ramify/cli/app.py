@@ -24,6 +24,12 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "eval": Command("ramify.cli.eval", "run a taskset with a model and see how well it does; again to continue"),
+    "show": Command("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),
+    "replay": Command("ramify.cli.replay", "score a run's saved rollouts again with the rewards as they are now"),
+    "export": Command("ramify.cli.export", "write a run's rollouts to one file for other tools"),
+    "validate": Command("ramify.cli.validate", "check every task of a taskset without a model"),
+    "init": Command("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),
     "serve": Command("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
     "model": Command("ramify.cli.model", "the models that ship with Ramify: list, show, build"),
     "doctor": Command("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),

@@ -32,6 +32,8 @@ print(json.dumps({
 
 EXTRAS = {
     "local": "training, and sampling with the native engine, on this machine",
+    "mcp": "tools that come from MCP servers",
+    "parquet": "exports of a run as parquet, and datasets in it",
     "renderers": "hand-written renderers for model families, where a chat template is not enough",
     "dev": "the checks of this repository: make test, make lint",
 }

@@ -128,16 +128,44 @@ class WeightsRefused(RamifyError, blame="system", retryable=False):
 
 
 class RequestInvalid(RamifyError, blame="system", retryable=False):
-    """A request to the inference server has a field that cannot be used.
+    """A request to a server has a field that cannot be used.
 
     Fix the caller: the message names the field, what was expected and what was found.
     """
 
 
-class QueueFull(RamifyError, blame="system", retryable=True):
-    """The inference engine has as many waiting requests as it may hold.
+class RequestCancelled(RamifyError, blame="system", retryable=False):
+    """A request was taken back, or whoever made it is gone.
 
-    Send it again later or elsewhere; raise `inference.queue`, or lower the concurrency, if it happens often.
+    Nothing if you took it back; otherwise the message says who did.
+    """
+
+
+class PeerLost(RamifyError, blame="system", retryable=True):
+    """The process at the other end of a connection is silent, closing, or was started again and has forgotten.
+
+    Look at its log; ask again once it is back, the connection is made again by itself.
+    """
+
+
+class PeerRefused(RamifyError, blame="system", retryable=False):
+    """The process at the other end of a connection wants nothing to do with this one.
+
+    The message says why: another version of the wire, another secret, or frames that make no sense.
+    """
+
+
+class SecretUnknown(RamifyError, blame="system", retryable=False):
+    """A request to the gateway bears no secret, or that of no rollout that is running.
+
+    Give the client the `api_key` of the rollout's endpoint; a rollout that has ended answers nobody.
+    """
+
+
+class QueueFull(RamifyError, blame="system", retryable=True):
+    """A server has as many waiting requests as it may hold.
+
+    Send it again later or elsewhere; raise the server's `queue`, or lower the concurrency, if it happens often.
     """
 
 
@@ -166,6 +194,20 @@ class TraceCorrupt(RamifyError, blame="system", retryable=False):
     """Bytes that should be an encoded trace are cut short, changed, or something else.
 
     Read the trace from another copy; if there is none, the attempt has to be run again.
+    """
+
+
+class BatchCorrupt(RamifyError, blame="system", retryable=True):
+    """Bytes that should be a batch for the trainer are cut short, changed, or something else.
+
+    The trainer asks again; if it happens to a recorded batch, record it anew.
+    """
+
+
+class CheckpointRefused(RamifyError, blame="system", retryable=False):
+    """A checkpoint cannot be loaded: it is not there, not whole, or of another model or optimizer.
+
+    Read in the message what differs; start with the configuration that wrote it, or with `--fresh`.
     """
 
 
@@ -201,6 +243,34 @@ class DeltaRepeated(RamifyError, blame="system", retryable=False):
     """A part of a growing trace arrived a second time.
 
     Drop it: it was already applied. Many of them mean that acknowledgements get lost.
+    """
+
+
+class StorageFull(RamifyError, blame="system", retryable=False):
+    """The disk that holds the run has no room left, or lets us have no more of it.
+
+    Free some space and give the same command again: what was finished is kept, the rest is run.
+    """
+
+
+class StorageFailed(RamifyError, blame="system", retryable=False):
+    """The run directory could not be read or written.
+
+    Read the reason in the message; check permissions, mounts and the disk itself, then give the same command again.
+    """
+
+
+class RunBusy(RamifyError, blame="system", retryable=True):
+    """The run directory is held by another process.
+
+    Wait for that process, stop it, or choose another run; the message says which process it is.
+    """
+
+
+class TransitionRefused(RamifyError, blame="system", retryable=False):
+    """The ledger was told that a group, attempt or batch is in a state that cannot follow the one it is in.
+
+    Fix the caller: the message names the group, its state and what was asked; the ledger is unchanged.
     """
 
 

@@ -1,0 +1,109 @@
+"""`ramify eval ID -m MODEL`: run a taskset, see what it says about the model, continue where it was left."""
+
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ramify.config import dry_run, parse, switch
+from ramify.errors import StorageFull
+from ramify.evals.config import EvalConfig
+
+if TYPE_CHECKING:
+    from ramify.evals.run import Result
+
+SHORT = {
+    "-m": "--model.name",
+    "-n": "--num_tasks",
+    "-r": "--repetitions",
+    "-c": "--concurrency",
+    "-o": "--output",
+}
+USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
+                   [@ FILE] [--key value]
+
+  ID            a taskset: a built-in name, an entry point, a dotted path, or a .py file
+  --taskset.KEY VALUE     a key of the taskset itself; likewise --harness.KEY and --runtime.KEY
+  --fresh       begin anew; the old run is moved aside
+  --show        print the trace of every rollout at the end
+  --keep        leave the work directories where they are
+  --dry-run     resolve and check everything, run nothing
+
+The same command again continues the run, or says that it is finished. All keys:
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Read the configuration, fill what is missing, print the table."""
+    if "--help" in args or "-h" in args:
+        print(USAGE)
+    fresh, rest = switch(args, "--fresh")
+    show, rest = switch(rest, "--show")
+    keep, rest = switch(rest, "--keep")
+    dry, rest = switch(rest, "--dry-run")
+    config = parse(EvalConfig, spelled_out(rest), prog="ramify eval")
+    from ramify.evals.display import choose  # the rest is loaded here, not for help
+    from ramify.evals.run import evaluate, run_path, with_split
+
+    if dry:
+        from ramify.evals.plan import pairs_of
+        from ramify.evals.policies import check_server
+        from ramify.rollout import Environment
+
+        config = with_split(config)
+        pairs = pairs_of(Environment.load(config.source), config)
+        check_server(config)
+        path = run_path(config)
+        dry_run(config, path, [f"would run {len(pairs)} rollouts of {config.taskset.get('id')} into {path}"])
+        return 0
+    again = shlex.join(["ramify", "eval", *(arg for arg in args if arg != "--fresh")])
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        result = evaluate(config, fresh=fresh, keep=keep, display=choose())
+    except KeyboardInterrupt:
+        print(f"stopped; what was finished is kept. Continue with: {again}", file=sys.stderr)
+        return 130
+    except StorageFull as error:
+        raise StorageFull(f"{error.message}. Continue with: {again}") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    _tell(config, result, show=show, keep=keep)
+    return 1 if result.all_failed else 0
+
+
+def spelled_out(args: Sequence[str]) -> list[str]:
+    """The arguments with the taskset's id and the short flags as the keys they stand for."""
+    rest = list(args)
+    found: list[str] = []
+    if rest and not rest[0].startswith(("-", "@")):
+        found += ["--taskset.id", rest.pop(0)]
+    for at, arg in enumerate(rest):
+        if arg == "-b":
+            found += ["--inference.engine", "external", "--inference.base_url"]
+        elif at and rest[at - 1] == "-b":
+            found.append(arg.rstrip("/").removesuffix("/v1"))
+        else:
+            found.append(SHORT.get(arg, arg))
+    return found
+
+
+def _tell(config: EvalConfig, result: "Result", *, show: bool, keep: bool) -> None:
+    from ramify.cli.runs import paper
+    from ramify.evals.report import report
+    from ramify.evals.run import WORK
+    from ramify.evals.tree import tree_of
+    from ramify.store import RunStore
+
+    console = paper()
+    if show:
+        with RunStore.open(result.path, write=False) as store:
+            for trace in (trace for row in result.rows for trace in store.read(row.id)):
+                console.print(tree_of(trace))
+    if keep:
+        kept = sorted((result.path / WORK).glob("*"))
+        print("\n".join(f"work directory {folder}" for folder in kept) or "no rollout used a work directory")
+    if not result.ran:
+        print(f"{result.path} is finished: all {len(result.rows)} rollouts are there; --fresh begins anew")
+    console.print(report(result.rows, threshold=config.threshold))
+    print(f"traces in {result.path}; see one with: ramify show {shlex.quote(str(result.path))} ROLLOUT")

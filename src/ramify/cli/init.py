@@ -1,0 +1,149 @@
+"""`ramify init NAME`: a taskset package that works, to be changed into one's own.
+
+What is written is small on purpose: one module with one example of each thing most environments need, an entry point
+so that the name is an id everywhere, and a test that plays the gold replies.
+"""
+
+import argparse
+import keyword
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ramify.errors import ConfigInvalid
+
+PROJECT = """\
+[build-system]
+requires = ["hatchling>=1.27"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "0.1.0"
+description = "A taskset for Ramify."
+requires-python = ">=3.11"
+dependencies = ["ramify"]
+
+[project.entry-points."ramify.tasksets"]
+{name} = "{module}:{cls}"
+
+[tool.hatch.build.targets.wheel]
+only-include = ["{module}.py"]
+
+[tool.pytest.ini_options]
+pythonpath = ["."]
+"""
+
+MODULE = '''\
+"""{name}: count how often a letter occurs in a word."""
+
+import random
+from collections.abc import Iterator
+
+from pydantic import Field
+
+import ramify as rf
+
+WORDS = ["banana", "bookkeeper", "mississippi", "parallel", "raspberry", "strawberry", "successful", "tomorrow"]
+SYSTEM = "Answer with a number, nothing else."
+
+
+class {cls}Config(rf.TasksetConfig):
+    """What can be set as --taskset.KEY, or in the `taskset` table of a file."""
+
+    num_tasks: int = Field(default=100, ge=1)
+    seed: int = 0
+
+
+class {cls}(rf.Taskset):
+    """Count a letter in a word."""
+
+    config: {cls}Config
+
+    def load(self) -> Iterator[rf.Task]:
+        # The order depends on the config alone, so a run can be repeated; train and eval tasks differ.
+        rng = random.Random(f"{{self.config.seed}} {{self.config.split}}")
+        words = WORDS[::2] if self.config.split == "train" else WORDS[1::2]
+        for number in range(self.config.num_tasks):
+            word = rng.choice(words)
+            letter = rng.choice(word)
+            question = f"How often does the letter {{letter!r}} occur in {{word!r}}?"
+            yield rf.Task(key=str(number), prompt=question, system=SYSTEM, answer=word.count(letter))
+
+    @rf.reward
+    def correct(self, task: rf.Task, trace: rf.Trace) -> float:
+        return float(trace.last_reply.strip() == str(task.answer))
+
+    @rf.metric
+    def is_number(self, trace: rf.Trace) -> float:
+        return float(trace.last_reply.strip().isdigit())
+
+    def gold(self, task: rf.Task) -> str:
+        """What a perfect agent would reply; `ramify validate` plays it."""
+        return str(task.answer)
+'''
+
+TEST = '''\
+"""Every task is sound: it can be set up, and its gold replies earn a reward."""
+
+from ramify.cli import main
+
+
+def test_every_task_is_sound():
+    assert main(["validate", "{module}:{cls}", "-n", "20"]) == 0
+'''
+
+README = """\
+# {name}
+
+A taskset for Ramify: tasks, and the rewards that judge an attempt at one.
+
+    pip install -e .
+    ramify validate {name}          # every task, without a model
+    ramify eval {name} -m tiny      # a model's rewards; the same command again continues
+    pytest
+
+The environment is `{module}.py`: `load` gives the tasks, `@rf.reward` scores a rollout, `@rf.metric` reports a number,
+`gold` says what a perfect agent would reply.
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Write the package and say what to do next."""
+    from ramify.cli.app import COMMANDS
+
+    parser = argparse.ArgumentParser(prog="ramify init", description=COMMANDS["init"].help)
+    parser.add_argument("name", metavar="NAME", help="the taskset's id, such as letter-count")
+    parser.add_argument("-o", dest="directory", metavar="DIR", type=Path, help="where to write it; ./NAME by default")
+    asked = parser.parse_args(args)
+    directory = asked.directory or Path(asked.name)
+    written = scaffold(asked.name, directory)
+    print("\n".join(f"wrote {path}" for path in written))
+    print(
+        f"next:\n  cd {directory}\n  ramify validate {written[1].name}\n  ramify eval {written[1].name} -m tiny -n 20"
+    )
+    print(f"to use it as `{asked.name}` anywhere: pip install -e .")
+    return 0
+
+
+def scaffold(name: str, directory: Path) -> list[Path]:
+    """Write the package; ConfigInvalid, before anything is written, if the name cannot be one or the place is taken."""
+    module = name.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(module):
+        raise ConfigInvalid(
+            f"{name!r} cannot be a taskset's name: use small letters, digits and dashes, a letter first"
+        )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigInvalid(f"{directory} exists and is not empty; nothing was written")
+    cls = "".join(word.capitalize() for word in module.split("_"))
+    files = {
+        "pyproject.toml": PROJECT,
+        f"{module}.py": MODULE,
+        "README.md": README,
+        f"tests/test_{module}.py": TEST,
+    }
+    for path, text in files.items():
+        target = directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text.format(name=name, module=module, cls=cls), encoding="utf-8")
+    return [directory / path for path in files]

@@ -1,0 +1,37 @@
+"""What the commands around runs share: finding the run they are given, and paper to print on."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from ramify.errors import ConfigInvalid
+from ramify.store import Row, RunStore
+from ramify.store.store import DATABASE
+
+OUTPUTS = Path("outputs")
+WIDTH = 120  # columns where there is no terminal to ask
+
+
+def open_named(name: str) -> RunStore:
+    """The run, open for reading."""
+    for path in (Path(name), OUTPUTS / name):
+        if (path / DATABASE).is_file():
+            return RunStore.open(path, write=False)
+    raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUTS / name} is a directory with a {DATABASE}")
+
+
+def pick(store: RunStore, name: str) -> Row:
+    """The rollout whose id is `name` or begins so."""
+    rows = store.rows()
+    found = [row for row in rows if row.id == name] or [row for row in rows if row.id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigInvalid(f"{name!r} is not one rollout: {', '.join(row.id for row in found[:8])}")
+    raise ConfigInvalid(f"{store.path} has no rollout {name!r}; 'ramify show {store.path}' lists them")
+
+
+def paper() -> Console:
+    """Where tables and trees are printed."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

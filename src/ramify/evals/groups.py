@@ -1,0 +1,30 @@
+"""Rewards that only all repetitions of a task together can have.
+
+They run when the last repetition is there, over every trace that counts, also those of an earlier start: a group that
+has grown is judged anew.
+"""
+
+from collections.abc import MutableMapping, Sequence
+from itertools import groupby
+
+from ramify.evals.plan import Pair
+from ramify.evals.summary import row_of
+from ramify.rollout import Environment, score_group
+from ramify.store import Row, RunStore
+
+
+async def score_groups(
+    environment: Environment, store: RunStore, pairs: Sequence[Pair], rows: MutableMapping[str, Row]
+) -> None:
+    """Judge every group in which a rollout still waits for it, and keep what was found in place of what was there."""
+    if not environment.hooks.group_rewards:
+        return
+    for _, group in groupby(pairs, key=lambda pair: pair.key):
+        counted = [pair for pair in group if (row := rows.get(pair.id)) is not None and row.failure is None]
+        if any(rows[pair.id].reward is None for pair in counted):
+            episodes = [store.read(pair.id) for pair in counted]
+            await score_group(environment, counted[0].task, [traces[0] for traces in episodes])
+            for pair, traces in zip(counted, episodes, strict=True):
+                row = row_of(environment, pair.key, pair.repetition, traces)
+                await store.add(row, traces)
+                rows[pair.id] = row

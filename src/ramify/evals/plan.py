@@ -1,0 +1,71 @@
+"""What an eval consists of: the first n tasks of the taskset, r repetitions of each, and which of them are missing."""
+
+import hashlib
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from ramify.env import Task
+from ramify.errors import ConfigInvalid, RamifyError
+from ramify.evals.config import EvalConfig
+from ramify.evals.summary import rollout_id
+from ramify.rollout import Environment
+from ramify.store import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One rollout to have: repetition `repetition` of the task called `key`."""
+
+    key: str
+    task: Task
+    repetition: int
+
+    @property
+    def id(self) -> str:
+        return rollout_id(self.key, self.repetition)
+
+    def seed(self, seed: int) -> int:
+        """The rollout's own seed: the same on every start, another one for every pair."""
+        digest = hashlib.sha256(f"{seed}:{self.key}:{self.repetition}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 1
+
+
+def pairs_of(environment: Environment, config: EvalConfig) -> list[Pair]:
+    """All pairs, task by task; ConfigInvalid for a task that cannot be run.
+
+    A task that comes twice is two: the second is called `identity#2`.
+    """
+    seen: Counter[str] = Counter()
+    pairs: list[Pair] = []
+    for task in first_tasks(environment, config.num_tasks):
+        environment.check(task)
+        seen[task.identity] += 1
+        count = seen[task.identity]
+        key = task.identity if count == 1 else f"{task.identity}#{count}"
+        pairs += [Pair(key, task, repetition) for repetition in range(config.repetitions)]
+    return pairs
+
+
+def first_tasks(environment: Environment, count: int) -> list[Task]:
+    """The first `count` tasks; ConfigInvalid if loading them raises, or if there are none."""
+    name = environment.name
+    try:
+        tasks = list(islice(environment.tasks(), count))
+    except RamifyError as error:
+        raise ConfigInvalid(f"taskset {name} cannot be loaded: {error.message}") from error
+    except Exception as error:  # the environment's code may raise anything
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+        raise ConfigInvalid(f"taskset {name} cannot be loaded: load raised {said}") from error
+    if not tasks:
+        raise ConfigInvalid(f"taskset {name} has no tasks")
+    return tasks
+
+
+def missing(pairs: Sequence[Pair], rows: Mapping[str, Row]) -> list[Pair]:
+    """The pairs that no rollout fills, or one that the system failed."""
+    return [pair for pair in pairs if (row := rows.get(pair.id)) is None or row.failure is not None]

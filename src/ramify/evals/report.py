@@ -1,0 +1,68 @@
+"""The table at the end of an eval."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ramify.evals.display import clock
+from ramify.evals.progress import by_task, error_counts, means
+from ramify.evals.stats import Estimate, clustered_mean, ladder, passes
+from ramify.evals.summary import PHASES, seconds
+from ramify.store import Row
+
+
+def report(rows: Sequence[Row], *, threshold: float) -> RenderableType:
+    """Scores with their intervals, then what happened on the way."""
+    scores = Table("score", "mean", "95 % interval", "tasks", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name, estimate, low, high in figures(rows, threshold=threshold):
+        scores.add_row(name, f"{estimate.mean:.3f}", _interval(estimate, low, high), str(estimate.tasks))
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in _facts(rows):
+        facts.add_row(name, value)
+    return Group(scores, Text(), facts)
+
+
+def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Estimate, float, float]]:
+    """(name, estimate, least and most possible): avg@k, then pass@k and pass^k for each k worth showing."""
+    rewards = by_task(rows)
+    most = max((len(group) for group in rewards.values()), default=0)
+    mean = clustered_mean(rewards.values())
+    if mean is None:
+        return
+    yield f"avg@{most}", mean, -math.inf, math.inf
+    for k in ladder(most):
+        found = passes(rewards, k, threshold)
+        if found is not None:
+            yield f"pass@{k}", found[0], 0.0, 1.0
+            if k > 1:
+                yield f"pass^{k}", found[1], 0.0, 1.0
+
+
+def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    counted = [row for row in rows if row.failure is None]
+    yield "rollouts", f"{len(counted)} counted, {len(rows) - len(counted)} failed"
+    for table in ("rewards", "metrics"):
+        for name, value in sorted(means(rows, table).items()):
+            yield name, f"{value:.3f}"
+    if counted:
+        yield "truncated", f"{sum(bool(row.summary.get('truncated')) for row in counted) / len(counted):.1%}"
+        tokens = [sum(int(row.summary.get(name, 0)) for row in rows) for name in ("input", "output")]
+        yield "tokens", f"{tokens[0]:,} in, {tokens[1]:,} out"
+    errors = error_counts(rows)
+    yield "errors", ", ".join(f"{name} {count}" for name, count in errors.most_common()) or "none"
+    if rows:
+        times = {phase: _mean([row.summary.get("timing", {}).get(phase, 0.0) for row in rows]) for phase in PHASES}
+        told = ", ".join(f"{phase} {value:.2f}s" for phase, value in times.items() if value >= 0.005)
+        yield "timing", f"{told or 'nothing measurable'} (means; slowest rollout {clock(max(map(seconds, rows)))})"
+
+
+def _interval(estimate: Estimate, low: float, high: float) -> str:
+    found = estimate.interval(low, high)
+    return "one task: unknown" if found is None else f"{found[0]:.3f} to {found[1]:.3f}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,196 @@
+"""An eval from its configuration to its result: open the run, find what is missing, fill it, say what it means."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ramify.config import check, write
+from ramify.errors import ProviderError
+from ramify.evals.config import EvalConfig
+from ramify.evals.display import EVERY, Display, Quiet
+from ramify.evals.engine import EngineChild
+from ramify.evals.groups import score_groups
+from ramify.evals.plan import Pair, missing, pairs_of
+from ramify.evals.policies import answering, check_server
+from ramify.evals.progress import Progress, by_task
+from ramify.evals.stats import Estimate, clustered_mean
+from ramify.evals.summary import row_of
+from ramify.gateway import Gateway, Policy
+from ramify.rollout import Environment, run
+from ramify.store import Row, RunStore, default_name, naming, open_run
+from ramify.trace import Trace
+
+WORK = "work"  # where the work directories that are kept lie in the run
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an eval found: one row for each (task, repetition) that was asked for and has run."""
+
+    path: Path
+    rows: Sequence[Row]
+    ran: int
+    """How many of them ran now; 0 if all were there."""
+
+    @property
+    def reward(self) -> Estimate | None:
+        """The mean reward, clustered by task."""
+        return clustered_mean(by_task(self.rows).values())
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether not a single rollout counts."""
+        return all(row.failure is not None for row in self.rows)
+
+
+def evaluate(
+    config: EvalConfig | Mapping[str, Any], *, fresh: bool = False, keep: bool = False, display: Display | None = None
+) -> Result:
+    """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories."""
+    checked = config if isinstance(config, EvalConfig) else check(EvalConfig, dict(config), at="eval")
+    return asyncio.run(evaluation(checked, fresh=fresh, keep=keep, display=display or Quiet()))
+
+
+async def evaluation(config: EvalConfig, *, fresh: bool, keep: bool, display: Display) -> Result:
+    """The same, inside a loop."""
+    config = with_split(config)
+    path = run_path(config)
+    environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep=keep)
+    pairs = pairs_of(environment, config)
+    check_server(config)
+    with open_run(path, config.identity, fresh=fresh) as store:
+        with naming(path):
+            write(config, path / "config.toml")
+            if keep:
+                (path / WORK).mkdir(exist_ok=True)
+        rows = {row.id: row for row in store.rows(source="")}
+        todo = missing(pairs, rows)
+        known = {pair.id: rows[pair.id] for pair in pairs if pair.id in rows and rows[pair.id].failure is None}
+        progress = Progress(environment.name, len(pairs), known)
+        try:
+            if todo:
+                async with answering(config, path, display.say) as found, _gateway(environment) as gateway:
+                    filling = Filling(config, environment, store, found.policy, gateway, progress, display)
+                    async with _watched(found.engine), _shown(progress, display):
+                        await filling.fill(todo)
+            await score_groups(environment, store, pairs, progress.rows)
+        finally:
+            await environment.close()
+        return Result(path, [progress.rows[pair.id] for pair in pairs if pair.id in progress.rows], len(todo))
+
+
+@dataclass(slots=True)
+class Filling:
+    """Runs the pairs that are missing, so many at a time, and keeps each as soon as it is done."""
+
+    config: EvalConfig
+    environment: Environment
+    store: RunStore
+    policy: Policy
+    gateway: Gateway | None
+    progress: Progress
+    display: Display
+
+    async def fill(self, pairs: Sequence[Pair]) -> None:
+        """Run them all; the first failure that is not a rollout's own ends them and is raised."""
+        waiting = iter(pairs)
+        self.progress.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(min(self.config.concurrency, len(pairs))):
+                    group.create_task(self._work(waiting), name=f"rollouts {number}")
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _work(self, waiting: Iterator[Pair]) -> None:
+        for pair in waiting:
+            self.progress.begin(pair.id)
+            traces = await self._run(pair)
+            row = row_of(self.environment, pair.key, pair.repetition, traces)
+            await self.store.add(row, traces)
+            self.progress.end(row)
+            self.display.ended(row, self.progress)
+
+    async def _run(self, pair: Pair) -> Sequence[Trace]:
+        def watch(phase: str, trace: Trace) -> None:
+            self.progress.watch(pair.id, phase, len(trace.calls))
+
+        episode = await run(
+            self.environment,
+            pair.task,
+            policy=self.policy,
+            gateway=self.gateway,
+            id=pair.id,
+            group=pair.key,
+            attempt=pair.repetition,
+            seed=pair.seed(self.config.sampling.seed or 0),
+            watch=watch,
+        )
+        return episode.traces
+
+
+def with_split(config: EvalConfig) -> EvalConfig:
+    """The configuration with the `eval` split, unless it says which."""
+    return config.model_copy(update={"taskset": {"split": "eval", **config.taskset}})
+
+
+def run_path(config: EvalConfig) -> Path:
+    """The run's directory."""
+    name = config.name or default_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
+    return config.output / name
+
+
+def _gateway(environment: Environment) -> contextlib.AbstractAsyncContextManager[Gateway | None]:
+    """A gateway, where code of the environment may ask the policy over HTTP."""
+    hooks = environment.hooks
+    needed = environment.wants_endpoint or hooks.tools is not None or hooks.user is not None
+    return Gateway() if needed else contextlib.nullcontext()
+
+
+@contextlib.asynccontextmanager
+async def _shown(progress: Progress, display: Display) -> AsyncIterator[None]:
+    async def look() -> None:
+        while True:
+            display.look(progress)
+            await asyncio.sleep(EVERY)
+
+    with display:
+        looking = asyncio.create_task(look(), name="display")
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+
+
+@contextlib.asynccontextmanager
+async def _watched(engine: EngineChild | None) -> AsyncIterator[None]:
+    """Give up as soon as the server that was started for this eval is gone: no rollout can succeed any more."""
+    this = asyncio.current_task()
+    assert this is not None
+    lost = False
+
+    async def watch(server: EngineChild) -> None:
+        nonlocal lost
+        while server.alive():
+            await asyncio.sleep(EVERY)
+        lost = True
+        this.cancel()
+
+    if engine is None:
+        yield
+        return
+    watching = asyncio.create_task(watch(engine), name="engine")
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not lost:
+            raise
+        this.uncancel()
+        raise ProviderError(f"the model server is gone; the end of {engine.log}:\n{engine.tail()}") from None
+    finally:
+        watching.cancel()

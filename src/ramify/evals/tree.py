@@ -1,0 +1,95 @@
+"""A trace as a tree in the terminal: what follows without a fork is a list, a fork opens a level.
+
+Each line is one node: who spoke, how many tokens it added, how many of them the policy sampled, and how it ended. Where
+a branch leaves another, the reason stands in front of it.
+"""
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from ramify.trace import Node, Trace
+
+EXCERPT = 400  # characters of a message that are shown
+STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def tree_of(trace: Trace, *, full: bool = False) -> RenderableType:
+    """The whole trace; `full` shows every message to its end."""
+    reasons = {fork["node"]: _reason(fork) for fork in trace.info.get("forks", [])}
+    tree = Tree(_title(trace))
+    roots = [node.index for node in trace.nodes if node.parent < 0]
+    _grow(tree, trace, roots, reasons, full)
+    return Group(tree, *_scores(trace))
+
+
+def _grow(tree: Tree, trace: Trace, starts: list[int], reasons: Mapping[int, str], full: bool) -> None:
+    """Add the subtrees that begin at `starts`. No recursion: a conversation may fork a thousand times."""
+    pending = [(tree, starts)]
+    while pending:
+        level, nodes = pending.pop()
+        for start in nodes:
+            inner = level.add(Text(reasons.get(start, "first"), style="magenta")) if len(nodes) > 1 else level
+            index, following = start, [start]
+            while len(following) == 1:
+                index = following[0]
+                inner.add(_line(trace.nodes[index], full, "" if len(nodes) > 1 else reasons.get(index, "")))
+                following = trace.nodes[index].children
+            if following:
+                pending.append((inner, following))
+
+
+def _line(node: Node, full: bool, reason: str) -> Text:
+    message = node.message
+    sampled = node.sampled[1] - node.sampled[0]
+    counts = f"{len(node.tokens)} tokens" + (f", {sampled} sampled" if sampled else "")
+    if node.call is not None:
+        usage = node.call.usage
+        if not len(node.tokens):
+            counts = f"{usage.prompt} in, {usage.completion} out by the server's count"
+        counts += f", {node.call.finish}"
+        if not node.trainable:
+            counts += f", by {node.call.served or 'another model'}"
+    line = Text.assemble(
+        (message.role, f"bold {STYLES.get(message.role, 'white')}"), " ", (f"[{node.index}] {counts}", "dim")
+    )
+    if reason:
+        line.append(f" fork: {reason}", "magenta")
+    if message.reasoning:
+        line.append(f"\n(thinks) {_excerpt(message.reasoning, full)}", "dim italic")
+    if message.text:
+        line.append(f"\n{_excerpt(message.text, full)}")
+    for call in message.tool_calls:
+        line.append(f"\n-> {call.name}({_excerpt(call.arguments, full)})", "yellow")
+    return line
+
+
+def _scores(trace: Trace) -> list[Text]:
+    lines = [Text(f"reward {'due' if trace.reward is None else format(trace.reward, '.4g')}", style="bold")]
+    for name, entry in trace.rewards.items():
+        lines.append(Text(f"  {name}: " + ("due" if entry is None else f"{entry[0]:.4g} x {entry[1]:g}")))
+    lines += [Text(f"  {name} = {value:.4g}", style="dim") for name, value in trace.metrics.items()]
+    if trace.stop:
+        lines.append(Text(f"stop {trace.stop}"))
+    lines += [Text(f"{error.name}: {error.message}", style="red") for error in trace.errors]
+    return lines
+
+
+def _title(trace: Trace) -> Text:
+    sampled = sum(node.sampled[1] - node.sampled[0] for node in trace.nodes)
+    total = sum(len(node.tokens) for node in trace.nodes)
+    agent = f" {trace.agent}" if trace.agent else ""
+    counts = f"{len(trace.nodes)} messages, {len(trace.leaves)} branches, {total} tokens, {sampled} sampled"
+    return Text.assemble((f"{trace.id}{agent}", "bold"), "  ", (counts, "dim"))
+
+
+def _reason(fork: Mapping[str, object]) -> str:
+    detail = fork.get("detail")
+    return f"{fork.get('reason', 'branch')} at [{fork.get('at')}]" + (f": {detail}" if detail else "")
+
+
+def _excerpt(text: str, full: bool) -> str:
+    text = text.strip()
+    return text if full or len(text) <= EXCERPT else f"{text[:EXCERPT]}... ({len(text)} characters)"

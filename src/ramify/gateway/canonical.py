@@ -1,0 +1,61 @@
+"""When do two messages say the same? What decides whether a conversation continues one that is known.
+
+Clients take a reply apart and put it together again: they drop the reasoning, print the arguments of a call with other
+spaces and in another order, turn 1.0 into 1, send text as parts, trim it. None of that is another conversation. So
+messages are compared by role, text, tool calls as (id, name, parsed arguments) and tool call id; reasoning is compared
+apart, and only if the client sent it. What the policy said is compared without the space around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from ramify.trace import MediaPart, Message
+
+_encode = msgspec.msgpack.Encoder(order="sorted").encode
+
+
+def key(message: Message) -> bytes:
+    """Equal for messages that say the same, reasoning left aside."""
+    text = message.content
+    if not isinstance(text, str):
+        media = [part.hash for part in text if isinstance(part, MediaPart)]
+        text = [message.text, *media] if media else message.text
+    if isinstance(text, str) and message.role == "assistant":
+        text = text.strip()
+    if not message.tool_calls and message.tool_call_id is None:
+        return _encode((message.role, text))
+    calls = [(call.id, call.name, _number(arguments(call.arguments))) for call in message.tool_calls]
+    return _encode((message.role, text, calls, message.tool_call_id))
+
+
+def same_reasoning(known: Message, sent: Message) -> bool:
+    """Whether the client sent this message's reasoning, or none."""
+    return not sent.reasoning or sent.reasoning.strip() == (known.reasoning or "").strip()
+
+
+def fingerprint(value: Any) -> bytes:
+    """Equal for equal plain values, in whatever order their keys are."""
+    return _encode(value)
+
+
+def arguments(text: str) -> Any:
+    """The parsed arguments of a call, or the text itself if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _number(value: Any) -> Any:
+    """The value with 1 for 1.0: JavaScript knows no difference."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _number(entry) for name, entry in cast(Mapping[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_number(entry) for entry in cast(list[Any], value)]
+    return value

@@ -1,0 +1,173 @@
+"""Anthropic's Messages: `POST /v1/messages`.
+
+A user message may hold results of tools, which are messages of their own here; an assistant message may hold thinking,
+text and tool uses, which are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import RamifyError, RequestInvalid
+from ramify.gateway.canonical import arguments
+from ramify.gateway.dialects.form import Asked, Reader, event, function, read_tools, status_of, wishes
+from ramify.gateway.exchange import Reply, Request
+from ramify.gateway.media import read_base64, read_url
+from ramify.render import Tool
+from ramify.trace import Message, ToolCall, Usage
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Messages:
+    """Blocks in, blocks out."""
+
+    ping = event({"type": "ping"}, "ping")
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        reader = _Blocks()
+        if body.get("system"):
+            system = body["system"]
+            texts = [system] if isinstance(system, str) else [block.get("text", "") for block in system]
+            reader.say("system", "\n\n".join(text for text in texts if text))
+        for number, said in enumerate(body["messages"]):
+            role = said.get("role")
+            if role == "assistant":
+                reader.reply(said.get("content"))
+            elif role in ("user", "system"):
+                reader.turn(role, said.get("content"))
+            else:
+                raise RequestInvalid(f"messages.{number}.role: found {role!r}")
+        request = Request(
+            messages=tuple(reader.messages),
+            tools=read_tools(body.get("tools"), body.get("tool_choice"), _tool),
+            model=str(body.get("model") or ""),
+            asked=wishes(body, stop="stop_sequences", max_tokens="max_tokens"),
+            media=reader.media,
+        )
+        return Asked(request, bool(body.get("stream")))
+
+    def write(self, asked: Asked, reply: Reply) -> dict[str, Any]:
+        usage = {**_input(reply.usage), "output_tokens": reply.usage.completion}
+        stop = {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None}
+        return {**_head(asked, reply), "content": _write(reply.message), **stop, "usage": usage}
+
+    def stream(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+        def say(kind: str, **fields: Any) -> bytes:
+            return event({"type": kind, **fields}, kind)
+
+        usage = {**_input(reply.usage), "output_tokens": 0}
+        head = {**_head(asked, reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield say("message_start", message=head)
+        for index, block in enumerate(_write(reply.message)):
+            empty, deltas = _deltas(block)
+            yield say("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield say("content_block_delta", index=index, delta=delta)
+            yield say("content_block_stop", index=index)
+        stop = {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None}
+        yield say("message_delta", delta=stop, usage={"output_tokens": reply.usage.completion})
+        yield say("message_stop")
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+    def refusal(self, error: RamifyError) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(status_of(error), "api_error")
+        said = f"{error.name}: {error.message}"
+        return {"type": "error", "error": {"type": kind, "message": said, "name": error.name}}
+
+    def broken(self, error: RamifyError) -> bytes:
+        return event(self.refusal(error), "error")
+
+
+class _Blocks(Reader):
+    """Reads messages of blocks."""
+
+    def turn(self, role: str, content: Any) -> None:
+        """What a user says, and the results of tools in between, in their order."""
+        said: list[Any] = []
+        for block in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
+            if block.get("type") != "tool_result":
+                said.append(block)
+                continue
+            if said:
+                self.say(role, said)
+            said = []
+            self.say("tool", block.get("content"), tool_call_id=block["tool_use_id"])
+        if said:
+            self.say(role, said)
+
+    def reply(self, content: Any) -> None:
+        """What the model said earlier."""
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        thoughts = [block["thinking"] for block in blocks if block.get("type") == "thinking"]
+        calls = [
+            ToolCall(block["id"], block["name"], msgspec.json.encode(block.get("input") or {}).decode())
+            for block in blocks
+            if block.get("type") == "tool_use"
+        ]
+        texts = [block for block in blocks if block.get("type") == "text"]
+        self.say("assistant", texts, reasoning="".join(thoughts) or None, tool_calls=tuple(calls))
+
+    def part(self, entry: Any) -> Any:
+        if not isinstance(entry, str) and entry.get("type") == "image":
+            source = entry["source"]
+            if source["type"] == "base64":
+                return self.show(read_base64(source["data"], source["media_type"]))
+            return self.show(read_url(source["url"]))
+        return super().part(entry)
+
+
+def _tool(tool: Mapping[str, Any]) -> Sequence[Tool]:
+    """A tool with a schema; those that only Anthropic's own servers run are left aside."""
+    if "input_schema" not in tool:
+        return ()
+    return (function(tool["name"], tool.get("description"), tool["input_schema"]),)
+
+
+def _head(asked: Asked, reply: Reply) -> dict[str, Any]:
+    return {"id": f"msg_{reply.call}", "type": "message", "role": "assistant", "model": asked.request.model}
+
+
+def _input(usage: Usage) -> dict[str, int]:
+    """Input tokens as Anthropic counts them: those from the cache apart."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+    }
+
+
+def _write(message: Message) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.text or not message.tool_calls:
+        blocks.append({"type": "text", "text": message.text})
+    for call in message.tool_calls:
+        table = arguments(call.arguments)
+        blocks.append(
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": table if isinstance(table, dict) else {}}
+        )
+    return blocks
+
+
+def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as a stream begins it, and what it then adds."""
+    if block["type"] == "thinking":
+        deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+        return {**block, "thinking": ""}, [*deltas, {"type": "signature_delta", "signature": ""}]
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    text = msgspec.json.encode(block["input"]).decode()
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]

@@ -1,0 +1,219 @@
+"""OpenAI's Responses: `POST /v1/responses`.
+
+A conversation is a list of items there: reasoning, text and each tool call of one reply are separate, and become one
+message again here. Nothing is stored beyond the session, but `previous_response_id` works within it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import RamifyError, RequestInvalid
+from ramify.gateway.canonical import arguments
+from ramify.gateway.dialects.form import Asked, Reader, code_of, event, function, read_tools, wishes
+from ramify.gateway.exchange import Reply, Request
+from ramify.render import Tool
+from ramify.trace import ToolCall, Usage
+
+CALLS = ("function_call", "custom_tool_call")
+RESULTS = ("function_call_output", "custom_tool_call_output")
+FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+class Responses:
+    """Items in, items out."""
+
+    ping = b": waiting\n\n"
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        reader = _Items()
+        earlier = body.get("previous_response_id")
+        if body.get("instructions") and not earlier:
+            reader.say("system", body["instructions"])
+        given = body.get("input")
+        reader.take([{"role": "user", "content": given}] if isinstance(given, str) else given or [])
+        tools = body.get("tools") or ()
+        request = Request(
+            messages=tuple(reader.messages),
+            tools=read_tools(tools, body.get("tool_choice"), _tool),
+            model=str(body.get("model") or ""),
+            asked=wishes(body, stop="stop", max_tokens="max_output_tokens"),
+            media=reader.media,
+        )
+        custom = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
+        call = str(earlier).removeprefix("resp_") if earlier else None
+        return Asked(request, bool(body.get("stream")), custom=custom, continues=call)
+
+    def write(self, asked: Asked, reply: Reply) -> dict[str, Any]:
+        return _response(asked, reply, _items(asked, reply))
+
+    def stream(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+        number = 0
+
+        def say(kind: str, **fields: Any) -> bytes:
+            nonlocal number
+            number += 1
+            return event({"type": kind, "sequence_number": number - 1, **fields}, kind)
+
+        begun = {**_response(asked, reply, []), "status": "in_progress", "incomplete_details": None, "usage": None}
+        yield say("response.created", response=begun)
+        yield say("response.in_progress", response=begun)
+        items = _items(asked, reply)
+        for index, item in enumerate(items):
+            place = {"output_index": index, "item_id": item["id"]}
+            yield say("response.output_item.added", output_index=index, item=_begun(item))
+            for kind, fields in _growth(item):
+                yield say(kind, **place, **fields)
+            yield say("response.output_item.done", output_index=index, item=item)
+        whole = _response(asked, reply, items)
+        yield say(f"response.{whole['status']}", response=whole)
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def refusal(self, error: RamifyError) -> dict[str, Any]:
+        return {"error": {"message": error.message, "type": error.name, "param": None, "code": code_of(error)}}
+
+    def broken(self, error: RamifyError) -> bytes:
+        fields = {"code": code_of(error), "message": error.message, "param": None, "sequence_number": 0}
+        return event({"type": "error", **fields}, "error")
+
+
+class _Items(Reader):
+    """Reads items; those of one reply are gathered until something else comes."""
+
+    def take(self, items: Sequence[Mapping[str, Any]]) -> None:
+        reasoning, said, calls = list[str](), list[Any](), list[ToolCall]()
+
+        def finish() -> None:
+            if reasoning or said or calls:
+                thought = "\n".join(reasoning) or None
+                self.say("assistant", list(said), reasoning=thought, tool_calls=tuple(calls))
+                for gathered in (reasoning, said, calls):
+                    gathered.clear()
+
+        for number, item in enumerate(items):
+            kind = item.get("type") or "message"
+            if kind == "reasoning":
+                if said or calls:
+                    finish()
+                reasoning += [str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()]
+            elif kind == "message" and item.get("role") == "assistant":
+                content = item.get("content") or ""
+                said += [{"type": "text", "text": content}] if isinstance(content, str) else content
+            elif kind in CALLS:
+                calls.append(ToolCall(item["call_id"], item["name"], _arguments(item)))
+            elif kind in RESULTS:
+                finish()
+                self.say("tool", item.get("output"), tool_call_id=item["call_id"])
+            elif kind == "message":
+                finish()
+                role = "system" if item.get("role") in ("system", "developer") else "user"
+                self.say(role, item.get("content"))
+            else:
+                raise RequestInvalid(f"input.{number}.type: {kind!r} is not known here")
+        finish()
+
+
+def _arguments(item: Mapping[str, Any]) -> str:
+    if item["type"] == "custom_tool_call":
+        return msgspec.json.encode({"input": item.get("input") or ""}).decode()
+    return str(item.get("arguments") or "{}")
+
+
+def _tool(tool: Mapping[str, Any]) -> Sequence[Tool]:
+    """A function, or a tool of free text as a function of one text; those that only OpenAI's servers run are left."""
+    if tool.get("type") == "function":
+        return (function(tool["name"], tool.get("description"), tool.get("parameters")),)
+    if tool.get("type") == "custom":
+        return (function(tool["name"], tool.get("description"), FREE_TEXT),)
+    return ()
+
+
+def _response(asked: Asked, reply: Reply, items: list[dict[str, Any]]) -> dict[str, Any]:
+    short = reply.finish == "length"
+    return {
+        "id": f"resp_{reply.call}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if short else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "model": asked.request.model,
+        "output": items,
+        "parallel_tool_calls": True,
+        "previous_response_id": f"resp_{asked.continues}" if asked.continues else None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": _usage(reply.usage),
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def _items(asked: Asked, reply: Reply) -> list[dict[str, Any]]:
+    said, items = reply.message, list[dict[str, Any]]()
+    if said.reasoning:
+        summary = [{"type": "summary_text", "text": said.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{reply.call}", "summary": summary})
+    if said.text or not said.tool_calls:
+        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
+        head = {"type": "message", "id": f"msg_{reply.call}", "role": "assistant", "status": "completed"}
+        items.append({**head, "content": [part]})
+    for number, call in enumerate(said.tool_calls):
+        head = {"id": f"fc_{reply.call}_{number}", "call_id": call.id, "name": call.name, "status": "completed"}
+        if call.name in asked.custom:
+            items.append({"type": "custom_tool_call", **head, "input": _free_text(call)})
+        else:
+            items.append({"type": "function_call", **head, "arguments": call.arguments})
+    return items
+
+
+def _free_text(call: ToolCall) -> str:
+    table = arguments(call.arguments)
+    return str(table.get("input", "")) if isinstance(table, dict) else call.arguments
+
+
+def _begun(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as a stream begins it."""
+    empty: dict[str, Any] = {"content": [], "summary": [], "arguments": "", "input": "", "status": "in_progress"}
+    return {name: empty.get(name, value) for name, value in item.items()}
+
+
+def _growth(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events between an item's beginning and its end."""
+    if item["type"] == "message":
+        (part,) = item["content"]
+        place = {"content_index": 0}
+        yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
+        yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}
+        yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
+        yield "response.content_part.done", {**place, "part": part}
+    elif item["type"] == "reasoning":
+        (part,) = item["summary"]
+        place = {"summary_index": 0}
+        yield "response.reasoning_summary_part.added", {**place, "part": {**part, "text": ""}}
+        yield "response.reasoning_summary_text.delta", {**place, "delta": part["text"]}
+        yield "response.reasoning_summary_text.done", {**place, "text": part["text"]}
+        yield "response.reasoning_summary_part.done", {**place, "part": part}
+    elif item["type"] == "function_call":
+        yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
+        yield "response.function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]}
+    else:
+        yield "response.custom_tool_call_input.delta", {"delta": item["input"]}
+        yield "response.custom_tool_call_input.done", {"input": item["input"]}

@@ -1,0 +1,235 @@
+"""Who answers: a model that takes token ids, or any chat endpoint.
+
+A policy turns a conversation into something to sample from (`prepare`) and samples from it (`sample`). The session
+around it knows nothing of renderers or endpoints, only how many tokens a prompt has and where its messages lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.client import Completion, Sampling
+from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
+from ramify.errors import DeadlineExceeded, ProviderError
+from ramify.gateway.budget import MOST
+from ramify.gateway.chatform import read_answer, write_messages
+from ramify.gateway.stopping import first_runs, stop_at
+from ramify.render import Break, History, Problem, Rendered, Renderer, Tool
+from ramify.render.outline import Outline
+from ramify.trace import Media, Message, Span, Usage, VersionRun
+
+EMPTY = np.empty(0, np.int32)
+OPENINGS = 64  # opening prompts a policy remembers
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversation ready to be sampled from.
+
+    `added` and `spans` are what stands behind the history's tokens, as a `Turn` wants it; a policy without tokens has
+    none, and spans of no length.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    spans: tuple[Span, ...]
+    added: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY)
+    length: int = 0
+    """Tokens of the whole prompt."""
+    broke: Break | None = None
+    """Why the history's tokens could not be kept; `added` and `spans` are then the whole prompt."""
+    rendered: Rendered | None = None
+    media: Mapping[str, Media] = field(default_factory=dict[str, Media])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One sample. `body` is the part of `ids` that is text, `history` what a next turn continues."""
+
+    message: Message
+    finish: str
+    usage: Usage
+    history: History
+    ids: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY)
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    versions: tuple[VersionRun, ...] = ()
+    body: tuple[int, int] = (0, 0)
+    problems: tuple[Problem, ...] = ()
+
+
+class Policy(Protocol):
+    """A model that can be asked."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it gives token ids and logprobs."""
+        ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and reply together, where that is known."""
+        ...
+
+    def prepare(
+        self,
+        history: History | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        media: Mapping[str, Media] | None = None,
+    ) -> Prepared:
+        """The conversation `history` + `messages`; `media` are all that its messages show."""
+        ...
+
+    async def sample(
+        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+    ) -> Sampled:
+        """Take one sample, which ends with the token that completes one of the strings `stop`."""
+        ...
+
+
+class Sampler(Protocol):
+    """What a `TokenPolicy` needs of a client; `ramify.client.Client` is one."""
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, deadline: float = 600.0
+    ) -> Completion: ...
+
+
+class TokenPolicy:
+    """A model behind the token client, rendered and read here: every token and logprob is known.
+
+    The last opening prompts are remembered: all attempts at a task begin with the same one.
+    """
+
+    trainable = True
+
+    def __init__(self, client: Sampler, renderer: Renderer, name: str, *, max_model_len: int | None = None) -> None:
+        self.client, self.renderer, self.name = client, renderer, name
+        self.max_model_len = max_model_len
+        self._openings: OrderedDict[tuple[Message, ...], Rendered] = OrderedDict()
+
+    def prepare(
+        self,
+        history: History | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        media: Mapping[str, Media] | None = None,
+    ) -> Prepared:
+        """The prompt; a renderer that shows no images refuses messages that hold some."""
+        if history is None:
+            rendered = self._opening(tuple(messages), tuple(tools))
+        else:
+            rendered = self.renderer.bridge(history, messages, tools)
+        return Prepared(
+            messages=rendered.messages,
+            tools=rendered.tools,
+            spans=rendered.spans,
+            added=rendered.added,
+            length=len(rendered.ids),
+            broke=rendered.broke,
+            rendered=rendered,
+        )
+
+    async def sample(
+        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+    ) -> Sampled:
+        """Ask the client and read what it sampled."""
+        rendered = prepared.rendered
+        assert rendered is not None
+        wanted = replace(sampling, stop_ids=self.renderer.stop_ids)
+        done = await self.client.generate(rendered.ids.tolist(), wanted, session=session, deadline=deadline)
+        if done.finish == "abort":
+            raise ProviderError(f"{done.server} gave up a sample after {len(done.ids)} tokens")
+        cut = stop_at(self.renderer.tokenizer, done.ids, stop) if stop else None
+        ids = done.ids if cut is None else done.ids[: cut.tokens]
+        parsed = self.renderer.parse(ids, rendered)
+        if cut is not None:
+            parsed = replace(parsed, message=cut.shorten(parsed.message))
+        return Sampled(
+            message=parsed.message,
+            finish=done.finish if cut is None else "stop",
+            usage=Usage(len(rendered.ids), len(ids), done.usage.cached),
+            history=rendered.answered(ids, parsed),
+            ids=ids,
+            logprobs=done.logprobs[: len(ids)],
+            versions=first_runs(done.versions, len(ids)),
+            body=parsed.body,
+            problems=parsed.problems,
+        )
+
+    def _opening(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Rendered:
+        known = self._openings.get(messages)
+        if known is None or known.tools != tools:
+            known = self._openings[messages] = self.renderer.render(messages, tools)
+            if len(self._openings) > OPENINGS:
+                self._openings.popitem(last=False)
+        self._openings.move_to_end(messages)
+        return known
+
+
+class ChatPolicy:
+    """Any OpenAI-compatible chat endpoint. It gives no tokens, so its replies are recorded but cannot be trained on."""
+
+    trainable = False
+
+    def __init__(
+        self, base_url: str, model: str, api_key: str = "", *, max_model_len: int | None = None, connect: float = 5.0
+    ) -> None:
+        self.name, self.max_model_len = model, max_model_len
+        self._http = open_client(base_url.rstrip("/"), connect=connect, connections=1024)
+        if api_key:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._http.aclose()
+
+    def prepare(
+        self,
+        history: History | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        media: Mapping[str, Media] | None = None,
+    ) -> Prepared:
+        """The conversation as it is; how many tokens it has, the endpoint will say."""
+        whole = (*(history.messages if history else ()), *messages)
+        spans = tuple(Span(message, 0, (0, 0)) for message in messages)
+        return Prepared(whole, tuple(tools), spans, media=media or {})
+
+    async def sample(
+        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+    ) -> Sampled:
+        """Ask the endpoint."""
+        body: dict[str, Any] = {"model": self.name, "messages": write_messages(prepared.messages, prepared.media)}
+        body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        optional = {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed,
+            "tools": list(prepared.tools),
+            "stop": list(stop),
+            "max_tokens": sampling.max_tokens if sampling.max_tokens < MOST else None,
+        }
+        body |= {name: value for name, value in optional.items() if value}
+        try:
+            async with asyncio.timeout(deadline):
+                data = await exchange(self._http, "POST", "/chat/completions", body)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"waited {deadline:g} s for an answer of {self._http.base_url}") from error
+        except (Unsent, Lost) as error:
+            raise ProviderError(str(error)) from error
+        except Busy as error:
+            raise error.error from None
+        message, finish, usage = read_answer(data, str(self._http.base_url))
+        history = History((*prepared.messages, message), prepared.tools, EMPTY, 0, Outline())
+        return Sampled(message, finish, usage, history)

@@ -1,0 +1,83 @@
+"""How a call is really sampled: the source's settings, the client's wishes, and a seed of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from ramify.client import Sampling
+from ramify.errors import RequestInvalid
+from ramify.gateway.budget import MOST
+from ramify.gateway.config import SamplingConfig
+
+WISHES: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+
+
+def effective(config: SamplingConfig, asked: Mapping[str, Any], *, train: bool, seed: int | None) -> Sampling:
+    """The settings of one call. In training only the source decides; a client may still ask for fewer tokens.
+
+    `seed` is that of the call where the run has one; else a client may bring its own.
+    """
+    chosen: dict[str, Any] = {name: getattr(config, name) for name in WISHES}
+    if not train:
+        chosen |= {name: _number(name, asked[name]) for name in WISHES if asked.get(name) is not None}
+        seed = _seed(asked) if seed is None else seed
+    most = [n for n in (config.max_tokens, _most(asked)) if n is not None]
+    return Sampling(**chosen, seed=seed, max_tokens=min(most, default=MOST))
+
+
+def stop_strings(asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """The strings that end a reply, as the client named them."""
+    stop = asked.get("stop")
+    if not stop:
+        return ()
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) for text in strings):
+        raise RequestInvalid(f"stop: expected strings, found {stop!r}")
+    return tuple(text for text in strings if text)
+
+
+def call_seed(seed: int | None, place: bytes, sample: int) -> int | None:
+    """The seed of the `sample`-th call at a place: the same in every run, another for every sample."""
+    if seed is None:
+        return None
+    return int.from_bytes(blake2b(b"%d %d " % (seed, sample) + place, digest_size=4).digest()) >> 1
+
+
+def recorded(sampling: Sampling, stop: tuple[str, ...]) -> dict[str, Any]:
+    """What the trace keeps of it."""
+    kept: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+    }
+    if sampling.seed is not None:
+        kept["seed"] = sampling.seed
+    if stop:
+        kept["stop"] = list(stop)
+    return kept
+
+
+def _most(asked: Mapping[str, Any]) -> int | None:
+    most = asked.get("max_tokens")
+    if most is None:
+        return None
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise RequestInvalid(f"max_tokens: expected a number of at least 1, found {most!r}")
+    return most
+
+
+def _seed(asked: Mapping[str, Any]) -> int | None:
+    seed = asked.get("seed")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise RequestInvalid(f"seed: expected a whole number, found {seed!r}")
+    return seed
+
+
+def _number(name: str, value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise RequestInvalid(f"{name}: expected a number of at least 0, found {value!r}")
+    return WISHES[name](value)

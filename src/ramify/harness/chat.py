@@ -1,0 +1,142 @@
+"""The chat loop: ask, answer the tool calls, let the user speak, until nobody has anything more to say.
+
+    opening -> ask -> stop hook? -> tool calls -> stop hook? -> user? -> done
+                ^_______________________________________|_________|
+
+It runs in the worker's own process: no subprocess, no network hop. A turn hands over only the new messages and the node
+they follow, so a long conversation costs no more per turn than a short one.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from ramify.env import Context, Hook, Hooks, Task, ToolSet, User
+from ramify.errors import ConfigInvalid, MalformedCall
+from ramify.gateway.exchange import Reply, Request
+from ramify.harness.base import Harness
+from ramify.harness.config import ChatHarnessConfig
+from ramify.harness.opening import opening
+from ramify.render.conversation import ProblemKind
+from ramify.trace import Media, MediaPart, Message
+
+if TYPE_CHECKING:
+    from ramify.gateway import Session
+
+SHOWN = 200  # characters of a call that could not be read
+
+
+class ChatHarness(Harness):
+    """A conversation with tools, and with a user if the taskset has one."""
+
+    config: ChatHarnessConfig
+
+    def __init__(self, config: ChatHarnessConfig | None = None) -> None:
+        super().__init__(config or ChatHarnessConfig())
+
+    def check_task(self, task: Task, hooks: Hooks) -> None:
+        if task.prompt is None and hooks.user is None:
+            raise ConfigInvalid(
+                f"task {task.identity} has no prompt, and its taskset no `user` who could speak first: "
+                "the chat harness has nothing to begin with"
+            )
+
+    async def run(
+        self, context: Context, session: "Session", tools: ToolSet, user: User | None, stops: Sequence[Hook]
+    ) -> str:
+        async with self._with_servers(tools) as offered:
+            return await _Conversation(context, session, offered, user, stops, self.config.malformed_limit).run()
+
+    @contextlib.asynccontextmanager
+    async def _with_servers(self, tools: ToolSet) -> AsyncIterator[ToolSet]:
+        if not self.config.mcp:
+            yield tools
+            return
+        from ramify.env.mcp import open_servers
+
+        async with open_servers(self.config.mcp) as more:
+            yield ToolSet([*tools.tools, *more])
+
+
+class _Conversation:
+    """One rollout."""
+
+    def __init__(
+        self,
+        context: Context,
+        session: "Session",
+        tools: ToolSet,
+        user: User | None,
+        stops: Sequence[Hook],
+        malformed_limit: int,
+    ) -> None:
+        self._context, self._session = context, session
+        self._tools, self._user, self._stops = tools, user, stops
+        self._malformed, self._malformed_limit = 0, malformed_limit
+
+    async def run(self) -> str:
+        messages, media = opening(self._context.task)
+        if self._context.task.prompt is None:
+            first = await self._user_says(None)
+            if first is None:
+                return "user"
+            messages.append(first)
+        after: int | None = None
+        while True:
+            if self._session.exhausted is not None:
+                return self._session.exhausted
+            shown = {**media, **self._shown_in(messages)}
+            request = Request(tuple(messages), self._tools.schemas, after=after, media=shown)
+            reply = await self._session.ask(request)
+            found = await self._stopped() or await self._answers(reply)
+            if isinstance(found, str):
+                return found
+            messages, after = found, reply.node
+
+    async def _stopped(self) -> str | None:
+        """The stop hook that ends the rollout here, if one does."""
+        for stop in self._stops:
+            if await stop(self._context):
+                return stop.name
+        return None
+
+    async def _answers(self, reply: Reply) -> list[Message] | str:
+        """What is said to a reply, or why nothing is."""
+        answers: list[Message] = []
+        if len(self._tools):
+            for call in reply.message.tool_calls:
+                answers.append(await self._tools.call(call, self._context))
+            answers += self._complaint(reply)
+        if answers:
+            return await self._stopped() or answers
+        if self._user is not None:
+            said = await self._user_says(reply.message.text)
+            return "user" if said is None else [said]
+        return "length" if reply.finish == "length" else "done"
+
+    def _complaint(self, reply: Reply) -> list[Message]:
+        """The answer to calls that could not be read. A reply that was cut off is not blamed for an open call."""
+        unread = [problem for problem in reply.problems if problem.kind is not ProblemKind.UNCLOSED_REASONING]
+        if not unread or reply.finish == "length":
+            self._malformed = 0
+            return []
+        self._malformed += 1
+        lines = [f"{problem.kind}: {problem.detail or problem.text[:SHOWN]}" for problem in unread]
+        if self._malformed == self._malformed_limit:
+            raise MalformedCall(f"{self._malformed} replies in a row had tool calls that cannot be read; {lines[-1]}")
+        return [Message("user", "\n".join(["error: a tool call could not be read; write it again.", *lines]))]
+
+    async def _user_says(self, reply: str | None) -> Message | None:
+        if self._user is None:
+            raise ConfigInvalid(
+                f"task {self._context.task.identity} has no prompt, and `user` gave nobody to speak first"
+            )
+        return await self._user.speak(self._context, reply=reply, turn=self._session.turns)
+
+    def _shown_in(self, messages: Sequence[Message]) -> dict[str, Media]:
+        """The images that tools put into their answers; the trace has their bytes."""
+        parts = (part for message in messages if not isinstance(message.content, str) for part in message.content)
+        wanted = {part.hash for part in parts if isinstance(part, MediaPart)}
+        return (
+            {media.hash: media for media in self._context.trace.graph.media if media.hash in wanted} if wanted else {}
+        )

@@ -1,0 +1,35 @@
+"""What a harness can be told; importable without anything that runs."""
+
+from pydantic import Field
+
+from ramify.config import Config
+from ramify.env.mcp import McpServer
+
+
+class ServedModel(Config):
+    """Another model than the policy, at an OpenAI-compatible endpoint. Its calls are recorded, never trained on."""
+
+    base_url: str
+    """Ends in `/v1`, as OpenAI's clients want it."""
+    model: str
+    api_key_env: str | None = None
+    """The environment variable that holds the key; none is sent without it."""
+
+
+class HarnessConfig(Config):
+    """What every harness can be told."""
+
+    id: str = "chat"
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds the agent has for a task that does not say otherwise."""
+    models: dict[str, ServedModel] = {}
+    """Models that the agent may ask for by these names; every other name is answered by the policy."""
+
+
+class ChatHarnessConfig(HarnessConfig):
+    """The chat loop."""
+
+    mcp: dict[str, McpServer] = {}
+    """MCP servers, by name, whose tools are offered beside those of the taskset; opened for each rollout."""
+    malformed_limit: int = Field(default=3, ge=1)
+    """Replies in a row with tool calls that cannot be read, after which the rollout is over."""

@@ -1,0 +1,230 @@
+"""One attempt at one task, phase by phase.
+
+    boot -> setup -> harness -> finalize -> scoring -> (the box is stopped)
+
+Every phase has a time limit and is timed. A failure that the policy is to blame for ends the harness and nothing else:
+the attempt is finalized and scored. Any other failure ends the attempt, and the rewards it was due stay None. However
+it ends, cancelled too, the box is stopped and the session closed before anybody hears of it.
+"""
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from ramify.env import Context, Task, ToolSet, User
+from ramify.errors import (
+    ConfigInvalid,
+    DeadlineExceeded,
+    EnvironmentFault,
+    Failure,
+    RamifyError,
+    RolloutDeadline,
+    TokensRequired,
+    ValueRefused,
+)
+from ramify.gateway.policy import Policy
+from ramify.gateway.session import Session
+from ramify.rollout.environment import Environment
+from ramify.rollout.patient import PatientRuntime
+from ramify.rollout.scoring import due, score
+from ramify.rollout.within import within
+from ramify.trace import Episode, Trace
+from ramify.trace.plain import plain
+
+if TYPE_CHECKING:
+    from ramify.gateway import Gateway
+
+Watch = Callable[[str, Trace], None]
+"""Told the phase an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and "turn" whenever a
+model call was recorded."""
+
+CLOSING = 30.0  # seconds the box has to be gone
+
+
+async def run_attempt(
+    env: Environment,
+    task: Task,
+    *,
+    policy: Policy,
+    gateway: "Gateway | None" = None,
+    id: str,
+    group: str = "",
+    attempt: int = 0,
+    seed: int = 0,
+    train: bool = False,
+    watch: Watch | None = None,
+) -> Episode:
+    """Run one attempt and return what came of it, failures included.
+
+    Only what cannot work at all is raised, before anything starts: ConfigInvalid for a task this harness or runtime
+    cannot take, for sampling that cannot be trained on, for an endpoint that is wanted without a gateway;
+    TokensRequired for a policy without tokens in training. `seed` decides everything that is left to chance.
+    """
+    env.check(task)
+    if train and not policy.trainable:
+        raise TokensRequired(f"{env.name} is trained on, but {policy.name} gives no token ids and logprobs")
+    if env.wants_endpoint and gateway is None:
+        raise ConfigInvalid(f"{env.name} asks for an `endpoint`, which needs a gateway")
+    one = Attempt(env, task, policy, gateway, id, group, attempt, seed, train, watch)
+    return await one.run()
+
+
+class Attempt:
+    """An attempt and everything it has open."""
+
+    def __init__(
+        self,
+        env: Environment,
+        task: Task,
+        policy: Policy,
+        gateway: "Gateway | None",
+        id: str,
+        group: str,
+        attempt: int,
+        seed: int,
+        train: bool,
+        watch: Watch | None,
+    ) -> None:
+        source = env.source
+        chance = f"{seed}:{task.identity}:{attempt}"
+        self.env, self.task = env, task
+        self.limit = task.timeout or env.harness.config.timeout
+        self.runtime = PatientRuntime(env.make_runtime())
+        self.trace = Trace(
+            id=id,
+            episode=id,
+            group=group,
+            attempt=attempt,
+            env=env.name,
+            task=task.wire(),
+            rewards=due(env),
+            harness=env.harness.identity,
+            runtime=self.runtime.identity,
+            sampler={"model": policy.name, "sampling": env.sampler},
+        )
+        self.session = Session(
+            self.trace,
+            policy,
+            sampling=source.sampling,
+            limits=env.limits,
+            models=env.models(),
+            train=train,
+            seed=_number(chance),
+            deadline=self.limit,
+            retries=source.model_retries,
+        )
+        self.context = Context(task, self.trace, self.runtime, random.Random(chance))
+        self._gateway, self._watch = gateway, watch
+        if watch is not None:
+            self.session.watch = lambda _: watch("turn", self.trace)
+
+    async def run(self) -> Episode:
+        """All phases, and the way out."""
+        if self._gateway is not None:
+            self.context.endpoint = self._gateway.open(self.session)
+        try:
+            await self._phases()
+        finally:
+            await _surely(self._close())
+        self.trace.timing.model = self.session.model_seconds
+        _seal(self.trace)
+        self._tell("done")
+        return Episode((self.trace,))
+
+    async def _phases(self) -> None:
+        timeouts = self.env.source.timeouts
+        try:
+            await self._phase("boot", timeouts.boot, self.runtime.start(self.task))
+            tools, user = await self._phase("setup", timeouts.setup, self._setup())
+            try:
+                asked = self.converse(tools, user)
+                self.trace.stop = await self._phase("harness", self.limit, asked, RolloutDeadline)
+            except RamifyError as error:
+                if error.blame != "policy":
+                    raise
+                self._note(error)
+            await self.judge()
+        except RamifyError as error:
+            self._note(error)
+
+    async def judge(self) -> None:
+        """Let the environment look at what came of it."""
+        if self.env.hooks.finalize is not None:
+            await self._phase("finalize", self.env.source.timeouts.finalize, self.env.hooks.finalize(self.context))
+        self._tell("scoring")
+        start = time.monotonic()
+        await score(self.env, self.task, self.trace, self.context)
+        self.trace.timing.scoring = time.monotonic() - start
+
+    async def _setup(self) -> tuple[ToolSet, User | None]:
+        hooks = self.env.hooks
+        if hooks.setup is not None:
+            await hooks.setup(self.context)
+        return await hooks.toolset(self.context), await hooks.make_user(self.context)
+
+    async def converse(self, tools: ToolSet, user: User | None) -> str:
+        """Let the agent work; returns why it stopped."""
+        return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
+
+    async def _phase(
+        self, name: str, seconds: float, work: Coroutine[Any, Any, Any], late: type[RamifyError] = DeadlineExceeded
+    ) -> Any:
+        """One phase, timed and limited; what it raises without a name of ours is the environment's fault."""
+        self._tell(name)
+        start = time.monotonic()
+        try:
+            async with within(seconds, name, late):
+                return await work
+        except RamifyError:
+            raise
+        except Exception as error:
+            raise EnvironmentFault(f"{name}: {type(error).__name__}: {error}") from error
+        finally:
+            setattr(self.trace.timing, name, time.monotonic() - start)
+
+    def _note(self, error: RamifyError) -> None:
+        self.trace.stop = error.name
+        self.trace.errors.append(Failure.of(error))
+
+    def _tell(self, phase: str) -> None:
+        if self._watch is not None:
+            self._watch(phase, self.trace)
+
+    async def _close(self) -> None:
+        """Stop what runs for this attempt. Its result stands, whatever goes wrong here; the trace says what did."""
+        if self._gateway is not None:
+            self._gateway.end(self.session)
+        else:
+            self.session.close()
+        try:
+            async with within(CLOSING, "stopping the box"):
+                await self.runtime.stop()
+        except (RamifyError, OSError) as error:
+            self.trace.info["cleanup"] = f"{type(error).__name__}: {error}"
+
+
+async def _surely(work: Coroutine[Any, Any, None]) -> None:
+    """Do this to its end, also where the caller is cancelled (again) meanwhile; `work` has a deadline of its own."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=CLOSING)
+        raise
+
+
+def _seal(trace: Trace) -> None:
+    """Take out what cannot travel: a list in `trace.info` may have been given anything since it was set."""
+    for key in list(trace.info):
+        try:
+            plain(trace.info[key], f"info.{key}")
+        except ValueRefused as error:
+            del trace.info[key]
+            trace.errors.append(Failure.of(error))
+
+
+def _number(chance: str) -> int:
+    return int.from_bytes(hashlib.blake2b(chance.encode(), digest_size=4).digest(), "big") >> 1

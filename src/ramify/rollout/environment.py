@@ -1,0 +1,130 @@
+"""A source, loaded: the taskset with its hooks, the harness, and how a box is made for each rollout.
+
+Everything that can be wrong with a configuration is found here, before anything starts: an unknown plugin or key, a
+hook that asks for what nobody provides, a harness that cannot work with this taskset or runtime.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from ramify.config import Config
+from ramify.env import Hooks, Task, Taskset, hooks_of, plugin
+from ramify.errors import ConfigInvalid, RamifyError
+from ramify.gateway.config import Limits
+from ramify.gateway.policy import ChatPolicy, Policy
+from ramify.harness import Harness, ServedModel
+from ramify.rollout.config import SourceConfig
+from ramify.runtime import Runtime, RuntimeConfig
+
+
+@dataclass(slots=True)
+class Environment:
+    """What all rollouts of a source share."""
+
+    source: SourceConfig
+    taskset: Taskset
+    hooks: Hooks
+    harness: Harness
+    runtime_class: type[Runtime]
+    runtime_config: RuntimeConfig
+    limits: Limits
+    sampler: dict[str, Any]
+    """How its calls are sampled, as traces say it."""
+    _models: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
+
+    @classmethod
+    def load(cls, source: SourceConfig, *, keep: bool = False) -> "Environment":
+        """The environment a source describes; `keep` leaves the boxes of its rollouts where they are."""
+        taskset = _built("taskset", source.taskset)
+        harness = _built("harness", {"id": "chat", **source.harness})
+        box, told = plugin.settle("runtime", {"id": "local", **source.runtime, **({"keep": True} if keep else {})})
+        env = cls(
+            source=source,
+            taskset=taskset,
+            hooks=hooks_of(taskset),
+            harness=harness,
+            runtime_class=box,
+            runtime_config=_runtime_config(told),
+            limits=source.limits,
+            sampler=source.sampling.model_dump(mode="json"),
+        )
+        harness.check(env.hooks, env.make_runtime())
+        for name, model in harness.config.models.items():
+            _key(name, model)
+        return env
+
+    async def close(self) -> None:
+        """End the connections to the models that the harness names."""
+        models, self._models = self._models, {}
+        for model in models.values():
+            await model.close()
+
+    @property
+    def name(self) -> str:
+        return self.source.name or str(self.source.taskset.get("id", ""))
+
+    @property
+    def wants_endpoint(self) -> bool:
+        """Whether its code reaches the policy over HTTP, so that a rollout needs a gateway.
+
+        What `tools` and `user` return is not known before a rollout; they get an endpoint if there is a gateway.
+        """
+        hooks = self.hooks
+        named = (hooks.setup, hooks.finalize, hooks.tools, hooks.user)
+        found = chain(hooks.rewards, hooks.metrics, hooks.stops, (hook for hook in named if hook is not None))
+        return (
+            self.harness.wants_endpoint
+            or any("endpoint" in hook.asks for hook in found)
+            or any("endpoint" in tool.asks for tool in hooks.standing.tools)
+        )
+
+    def tasks(self) -> Iterator[Task]:
+        """The tasks, in their order. Whatever `load` raises is raised."""
+        for number, task in enumerate(self.taskset.load()):
+            if not isinstance(task, Task):
+                raise ConfigInvalid(f"{self.name}: load gave a {type(task).__qualname__} as task {number}, not a Task")
+            yield task
+
+    def check(self, task: Task) -> None:
+        """Refuse, with ConfigInvalid, a task that this harness or this runtime cannot take."""
+        self.make_runtime().check(task)
+        self.harness.check_task(task, self.hooks)
+
+    def make_runtime(self) -> Runtime:
+        """A box that is not started yet."""
+        return self.runtime_class(self.runtime_config)
+
+    def models(self) -> dict[str, Policy]:
+        """The other models that the harness names; all rollouts share their connections."""
+        for name, model in self.harness.config.models.items():
+            if name not in self._models:
+                self._models[name] = ChatPolicy(model.base_url, model.model, _key(name, model))
+        return dict(self._models)
+
+
+def _built(kind: str, table: dict[str, Any]) -> Any:
+    """A plugin; what its constructor raises is a problem of the configuration."""
+    try:
+        return plugin.build(kind, table)
+    except RamifyError:
+        raise
+    except Exception as error:
+        raise ConfigInvalid(f"{kind} {table.get('id')} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _runtime_config(config: Config) -> RuntimeConfig:
+    if not isinstance(config, RuntimeConfig):
+        raise ConfigInvalid(f"runtime: its config must derive from RuntimeConfig, found {type(config).__qualname__}")
+    return config
+
+
+def _key(name: str, model: ServedModel) -> str:
+    if model.api_key_env is None:
+        return ""
+    key = os.environ.get(model.api_key_env)
+    if not key:
+        raise ConfigInvalid(f"harness.models.{name}.api_key_env: the variable {model.api_key_env} is not set")
+    return key

@@ -1,0 +1,70 @@
+"""A box that tries again.
+
+Each call is repeated by itself, as long as its failure says that another try can succeed: a rollout of an hour is not
+lost to one moment in which the machine had no process to spare.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from ramify.env import Task
+from ramify.errors import RamifyError
+from ramify.runtime import Program, Runtime
+from ramify.runtime.base import Command
+
+T = TypeVar("T")
+RETRIES = 3
+BACKOFF = 0.1  # seconds before the first repetition, doubled each time
+
+
+class PatientRuntime(Runtime):
+    """Another runtime, called again where that may help."""
+
+    def __init__(self, inner: Runtime, *, backoff: float = BACKOFF) -> None:
+        super().__init__(inner.config)
+        self._inner, self._backoff = inner, backoff
+
+    @property
+    def workdir(self) -> Path:
+        return self._inner.workdir
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self._inner.identity
+
+    def check(self, task: Task) -> None:
+        self._inner.check(task)
+
+    async def start(self, task: Task) -> None:
+        await self._tried(lambda: self._inner.start(task))
+
+    async def stop(self) -> None:
+        await self._tried(self._inner.stop)
+
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | PurePath | None = None,
+        stdin: bytes | None = None,
+    ) -> Program:
+        return await self._tried(lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin))
+
+    async def read(self, path: str | PurePath) -> bytes:
+        return await self._tried(lambda: self._inner.read(path))
+
+    async def write(self, path: str | PurePath, data: bytes | str) -> None:
+        await self._tried(lambda: self._inner.write(path, data))
+
+    async def _tried(self, call: Callable[[], Awaitable[T]]) -> T:
+        for repetition in range(RETRIES + 1):
+            try:
+                return await call()
+            except RamifyError as error:
+                if not error.retryable or repetition == RETRIES:
+                    raise
+            await asyncio.sleep(self._backoff * 2**repetition)
+        raise AssertionError  # the loop returns or raises

@@ -1,0 +1,68 @@
+"""A rollout, started again while what went wrong was not the agent's doing."""
+
+from typing import TYPE_CHECKING
+
+from ramify.env import Task
+from ramify.errors import Failure
+from ramify.gateway.policy import Policy
+from ramify.rollout.attempt import Watch, run_attempt
+from ramify.rollout.environment import Environment
+from ramify.trace import Episode, Trace
+
+if TYPE_CHECKING:
+    from ramify.gateway import Gateway
+
+UNSCORED = Failure("EnvironmentFault", "a reward was due and did not run", "system", True)
+
+
+async def run(
+    env: Environment,
+    task: Task,
+    *,
+    policy: Policy,
+    gateway: "Gateway | None" = None,
+    id: str,
+    group: str = "",
+    attempt: int = 0,
+    seed: int = 0,
+    train: bool = False,
+    attempts: int | None = None,
+    watch: Watch | None = None,
+) -> Episode:
+    """One attempt, run up to `attempts` times (the source's number unless given) until it says something about the
+    policy. The last run is returned; `trace.info["tries"]` names what ended those before it.
+    """
+    tries: list[str] = []
+    most = env.source.attempts if attempts is None else attempts
+    while True:
+        episode = await run_attempt(
+            env,
+            task,
+            policy=policy,
+            gateway=gateway,
+            id=id,
+            group=group,
+            attempt=attempt,
+            seed=seed,
+            train=train,
+            watch=watch,
+        )
+        failure = next(filter(None, (system_failure(env, trace) for trace in episode.traces)), None)
+        if failure is None or not failure.retryable or len(tries) + 1 >= most:
+            break
+        tries.append(f"{failure.name}: {failure.message}")
+    if tries:
+        for trace in episode.traces:
+            trace.info["tries"] = tries
+    return episode
+
+
+def system_failure(env: Environment, trace: Trace) -> Failure | None:
+    """What keeps a trace from counting: a failure that was not the policy's, or a reward that did not run.
+
+    The rewards of the group are not its own; they come later.
+    """
+    found = next((error for error in trace.errors if error.blame == "system"), None)
+    if found is None and any(trace.rewards.get(hook.name) is None for hook in env.hooks.rewards):
+        return UNSCORED
+    return found

@@ -1,0 +1,85 @@
+"""Scores: every reward that is due runs or stays None, and one that fails takes no other with it.
+
+A missing score is never 0: a policy must not be trained on what its environment failed to say.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ramify.env import Context, Hook, Task
+from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
+from ramify.rollout.environment import Environment
+from ramify.rollout.within import within
+from ramify.trace import Trace
+
+
+def due(env: Environment) -> dict[str, Any]:
+    """The rewards a rollout has to have, none of which has run."""
+    return {hook.name: None for hook in (*env.hooks.rewards, *env.hooks.group_rewards)}
+
+
+async def score(env: Environment, task: Task, trace: Trace, context: Context | None = None) -> None:
+    """Run all rewards and metrics of one rollout. Failures are added to the trace, nothing is raised.
+
+    Without the rollout's own context (a saved trace is scored again) hooks get an empty state and no box.
+    """
+    context = context or Context(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
+    try:
+        async with within(env.source.timeouts.scoring, "scoring"):
+            for hook in env.hooks.rewards:
+                await _scored(hook, context, trace.rewards, lambda value, hook=hook: (value, hook.weight))
+            for hook in env.hooks.metrics:
+                await _scored(hook, context, trace.metrics, lambda value: value)
+    except RamifyError as error:
+        trace.errors.append(Failure.of(error))
+
+
+async def score_group(env: Environment, task: Task, traces: Sequence[Trace]) -> None:
+    """Run the group rewards of all attempts at a task. A failure is added to every trace, nothing is raised."""
+    if not traces:
+        return
+    context = Context(task, traces[0], rng=random.Random(f"{traces[0].group}:{task.identity}"))
+    for hook in env.hooks.group_rewards:
+        try:
+            async with within(env.source.timeouts.scoring, f"the group reward {hook.name}"):
+                _share(hook, await _called(hook, context, traces=list(traces)), traces)
+        except RamifyError as error:
+            for trace in traces:
+                trace.errors.append(Failure.of(error))
+
+
+def _share(hook: Hook, values: Any, traces: Sequence[Trace]) -> None:
+    try:
+        scores = list(values)
+    except TypeError:
+        raise EnvironmentFault(
+            f"{hook.name}: expected one number for each trace, found a {type(values).__qualname__}"
+        ) from None
+    if len(scores) != len(traces):
+        raise EnvironmentFault(f"{hook.name}: {len(scores)} scores for {len(traces)} traces")
+    before = [trace.rewards.get(hook.name) for trace in traces]
+    try:
+        for trace, value in zip(traces, scores):
+            trace.rewards[hook.name] = (value, hook.weight)
+    except ValueRefused:
+        for trace, entry in zip(traces, before):
+            trace.rewards[hook.name] = entry
+        raise
+
+
+async def _scored(hook: Hook, context: Context, table: dict[str, Any], entry: Callable[[Any], Any]) -> None:
+    try:
+        table[hook.name] = entry(await _called(hook, context))
+    except RamifyError as error:
+        context.trace.errors.append(Failure.of(error))
+
+
+async def _called(hook: Hook, context: Context, **more: Any) -> Any:
+    """The hook's result; whatever it raises without a name of ours is the environment's fault."""
+    try:
+        return await hook(context, **more)
+    except RamifyError:
+        raise
+    except Exception as error:
+        raise EnvironmentFault(f"{hook.name}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,46 @@
+"""A policy that says what it was told to say: it needs no model and is as exact as one."""
+
+from collections.abc import Mapping, Sequence
+
+from ramify.client import Sampling
+from ramify.errors import EnvironmentFault
+from ramify.gateway.policy import EMPTY, Prepared, Sampled
+from ramify.render import History, Tool
+from ramify.render.outline import Outline
+from ramify.trace import Media, Message, Span, Usage
+
+
+class ScriptedPolicy:
+    """Answers with these replies, one after another."""
+
+    name = "scripted"
+    trainable = False
+    max_model_len = None
+
+    def __init__(self, replies: Sequence[str | Message] = ()) -> None:
+        self.replies = list(replies)
+        self.said = 0
+
+    def prepare(
+        self,
+        history: History | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        media: Mapping[str, Media] | None = None,
+    ) -> Prepared:
+        """The conversation as it is."""
+        whole = (*(history.messages if history else ()), *messages)
+        return Prepared(whole, tuple(tools), tuple(Span(message, 0, (0, 0)) for message in messages))
+
+    async def sample(
+        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+    ) -> Sampled:
+        """The next reply; EnvironmentFault when there is none."""
+        if self.said == len(self.replies):
+            count = "1 reply" if self.said == 1 else f"{self.said} replies"
+            raise EnvironmentFault(f"the script has {count}, and the conversation goes on")
+        reply = self.replies[self.said]
+        self.said += 1
+        message = Message("assistant", reply) if isinstance(reply, str) else reply
+        history = History((*prepared.messages, message), prepared.tools, EMPTY, 0, Outline())
+        return Sampled(message, "stop", Usage(), history)

@@ -1,0 +1,105 @@
+"""Is a task sound? Found out without a model: set it up, run its `validate`, play its gold replies through the harness.
+
+The same attempt as any other, with a script in the place of the policy. So whatever would fail in a rollout that does
+everything right fails here: a setup that raises, a tool that does not answer, a reward that cannot be computed, or one
+that a perfect agent does not get.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ramify.env import Task, ToolSet, User
+from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.rollout.attempt import Attempt
+from ramify.rollout.environment import Environment
+from ramify.rollout.scripted import ScriptedPolicy
+from ramify.trace import Message, Trace
+
+if TYPE_CHECKING:
+    from ramify.gateway import Gateway
+
+UNPLAYED = "no gold replies"  # the stop of an attempt that was only set up
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known about one task."""
+
+    task: str
+    problem: str | None
+    """What is wrong with it; None if nothing is."""
+    reward: float | None
+    """What the gold replies earned; None where there are none."""
+    seconds: float
+    trace: Trace
+
+
+async def validate(env: Environment, task: Task, *, gateway: "Gateway | None" = None, seed: int = 0) -> Verdict:
+    """Check one task."""
+    identity = task.identity
+    one = _Validation(env, task, ScriptedPolicy(), gateway, f"validate-{identity}", "", 0, seed, False, None)
+    try:
+        env.check(task)
+    except ConfigInvalid as error:
+        return Verdict(identity, error.message, None, 0.0, one.trace)
+    await one.run()
+    timing = one.trace.timing
+    seconds = timing.boot + timing.setup + timing.harness + timing.finalize + timing.scoring
+    return Verdict(identity, one.problem(), one.reward(), seconds, one.trace)
+
+
+class _Validation(Attempt):
+    """An attempt by a perfect agent."""
+
+    async def converse(self, tools: ToolSet, user: User | None) -> str:
+        hooks = self.env.hooks
+        if hooks.validate is not None:
+            _accept(await hooks.validate(self.context))
+        gold = None if hooks.gold is None else await hooks.gold(self.context)
+        if gold is None:
+            return UNPLAYED
+        policy = self.session.policy
+        assert isinstance(policy, ScriptedPolicy)
+        policy.replies = _replies(gold)
+        stop = await super().converse(tools, user)
+        if policy.said < len(policy.replies):
+            said = f"{policy.said} of {len(policy.replies)} gold replies were played before the rollout ended"
+            raise EnvironmentFault(f"{said} ({stop})")
+        return stop
+
+    async def judge(self) -> None:
+        if self.trace.stop != UNPLAYED:
+            await super().judge()
+
+    def reward(self) -> float | None:
+        """What the gold replies earned; the rewards of a group are not theirs."""
+        entries = [self.trace.rewards[hook.name] for hook in self.env.hooks.rewards]
+        if not entries or any(entry is None for entry in entries):
+            return None
+        return sum(entry[0] * entry[1] for entry in entries if entry is not None)
+
+    def problem(self) -> str | None:
+        """What is wrong."""
+        if self.trace.errors:
+            return "; ".join(f"{error.name}: {error.message}" for error in self.trace.errors)
+        reward = self.reward()
+        if reward is not None and reward <= 0:
+            return f"the gold replies earn {reward:g}; a perfect agent should earn something"
+        return None
+
+
+def _accept(answer: Any) -> None:
+    """What `validate` says: nothing or True is well, False or a text is not."""
+    if isinstance(answer, str) and answer:
+        raise EnvironmentFault(f"validate: {answer}")
+    if answer is False:
+        raise EnvironmentFault("validate returned False")
+
+
+def _replies(gold: Any) -> list[str | Message]:
+    replies: Sequence[Any] = [gold] if isinstance(gold, str | Message) else list(gold)
+    for reply in replies:
+        if not isinstance(reply, str | Message):
+            raise EnvironmentFault(f"gold: expected str or Message, found a {type(reply).__qualname__}")
+    return list(replies)

@@ -1,0 +1,81 @@
+"""The tables of `run.sqlite`, and the row that stands for one rollout.
+
+A row holds what lists and statistics ask for, so that nobody decodes a thousand traces to print a mean. Its id is the
+rollout's: a later one with the same id takes its place, and the bytes of the old one stay behind unread.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, length INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS rollouts (
+    id TEXT PRIMARY KEY,
+    source TEXT NOT NULL,
+    task TEXT NOT NULL,
+    repetition INTEGER NOT NULL,
+    reward REAL,
+    failure TEXT,
+    summary BLOB NOT NULL,
+    segment INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    stop INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS rollouts_by_task ON rollouts (source, task, repetition);
+"""
+
+
+class Place(NamedTuple):
+    """Where a frame lies: bytes [start, stop) of a segment."""
+
+    segment: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rollout of the index. `failure` names what the system did to it: such a rollout counts as missing."""
+
+    id: str
+    task: str
+    repetition: int = 0
+    source: str = ""
+    reward: float | None = None
+    failure: str | None = None
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Plain data that lists and statistics need: counts, timing, metrics."""
+
+
+_COLUMNS = "id, task, repetition, source, reward, failure, summary"
+
+
+def put(connection: sqlite3.Connection, row: Row, summary: bytes, place: Place) -> None:
+    """Insert the row, in place of an older one with its id."""
+    values = (row.id, row.task, row.repetition, row.source, row.reward, row.failure, summary, *place)
+    marks = ", ".join("?" * len(values))
+    connection.execute(f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}, segment, start, stop) VALUES ({marks})", values)
+
+
+def select(connection: sqlite3.Connection, **where: str | int) -> Iterator[Row]:
+    """The rows whose columns have these values, by task and repetition."""
+    asked = " AND ".join(f"{column} = ?" for column in where) or "1"
+    query = f"SELECT {_COLUMNS} FROM rollouts WHERE {asked} ORDER BY source, task, repetition, id"
+    for *plain, summary in ((*found[:6], found[6]) for found in connection.execute(query, tuple(where.values()))):
+        yield Row(*plain, summary=msgspec.msgpack.decode(summary))
+
+
+def place_of(connection: sqlite3.Connection, id: str) -> Place | None:
+    """Where the rollout's traces lie."""
+    found = connection.execute("SELECT segment, start, stop FROM rollouts WHERE id = ?", (id,)).fetchone()
+    return None if found is None else Place(*found)
+
+
+def lengths(connection: sqlite3.Connection) -> dict[int, int]:
+    """How much of each segment is part of the run."""
+    return dict(connection.execute("SELECT number, length FROM segments"))

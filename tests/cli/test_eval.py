@@ -1,0 +1,334 @@
+"""`ramify eval` and the commands around a run, as a user types them."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.app import main
+from ramify.store import RunStore
+from tests.cli.command import COMMAND
+from tests.evals import environments
+from tests.evals.scripted import scripted
+
+FULL = bool(os.environ.get("RAMIFY_FULL"))
+ECHO = f"{environments.__file__}:Echo"
+QUICK = ["--attempts", "1", "--model_retries", "0"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with scripted() as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty directory to work in."""
+    monkeypatch.chdir(tmp_path)
+
+
+def outcome(path: Path) -> dict[str, tuple]:
+    """What a run found: everything but times."""
+    with RunStore.open(path, write=False) as store:
+        found = {}
+        for row in store.rows():
+            (trace,) = store.read(row.id)
+            ids = [node.tokens.tolist() for node in trace.nodes]
+            found[row.id] = (row.task, row.repetition, row.reward, row.failure, trace.stop, ids)
+        return found
+
+
+# -- finishing, continuing -------------------------------------------------------------------------------------------
+
+
+def test_it_runs_says_what_it_found_and_is_finished_the_second_time(engine, capsys):
+    command = ["eval", ECHO, "-m", "tiny", "-b", engine.url, "-n", "3", "-r", "2", "-c", "4", "--name", "run"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    for shown in ("avg@2", "pass@1", "pass@2", "pass^2", "95 % interval", "truncated", "errors", "timing", "6 counted"):
+        assert shown in said
+    assert Path("outputs/run/config.toml").is_file()
+    assert main(command) == 0
+    assert "outputs/run is finished: all 6 rollouts are there" in capsys.readouterr().out
+    engine.asked.clear()
+    assert main([*command[:8], "-r", "3", "--name", "run"]) == 0
+    assert "is finished" not in capsys.readouterr().out
+    assert len(engine.asked) == 3
+
+
+def test_the_address_may_end_in_v1(engine):
+    assert main(["eval", ECHO, "-m", "tiny", "-b", f"{engine.url}/v1", "-n", "1", "-r", "1"]) == 0
+
+
+def test_a_file_and_flags_say_the_same_as_short_flags(engine, capsys):
+    Path("run.toml").write_text(f'name = "run"\nnum_tasks = 2\nrepetitions = 1\n[taskset]\nid = "{ECHO}"\n')
+    assert main(["eval", "@", "run.toml", "-b", engine.url, "--taskset.size", "1"]) == 0
+    assert list(outcome(Path("outputs/run"))) == ["task-0.0"]
+    capsys.readouterr()
+    assert main(["eval", "@", "run.toml", "-b", engine.url, "--taskset.size", "2"]) == 2
+    assert "taskset.size: was 1, now 2" in capsys.readouterr().err
+
+
+def test_dry_run_checks_and_runs_nothing(engine, capsys):
+    engine.asked.clear()
+    assert main(["eval", ECHO, "-b", engine.url, "-n", "2", "--name", "dry", "--dry-run"]) == 0
+    assert "would run 8 rollouts" in capsys.readouterr().out
+    assert engine.asked == []
+    assert not Path("outputs/dry/run.sqlite").exists()
+
+
+def test_one_task_can_be_shown_and_its_work_directory_kept(engine, capsys):
+    writing = ECHO.replace(":Echo", ":Writing")
+    assert main(["eval", writing, "-b", engine.url, "-n", "1", "-r", "1", "--show", "--keep", "--name", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "word 0" in said
+    assert "sampled" in said
+    (folder,) = Path("outputs/run/work").iterdir()
+    assert f"work directory {folder}" in said
+    assert [path.read_text() for path in folder.rglob("note.txt")] == ["kept"]
+
+
+def test_exit_1_if_every_rollout_failed(engine, capsys):
+    engine.refuse = 100
+    try:
+        assert main(["eval", ECHO, "-b", engine.url, "-n", "1", "-r", "2", *QUICK]) == 1
+    finally:
+        engine.refuse = 0
+    assert "ProviderError 2" in capsys.readouterr().out
+
+
+# -- refused before the first rollout ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["reverse-txt"], "did you mean 'reverse-text'"),
+        (["reverse-text", "--taskset.max_char", "3"], "did you mean taskset.max_chars?"),
+        ([ECHO, "--taskset.fault", "load"], "ValueError: the corpus is not there"),
+        ([ECHO, "--taskset.size", "0"], "has no tasks"),
+        ([ECHO, "-m", "nowhere/model"], "nowhere/model"),
+        ([ECHO, "--num_task", "3"], "did you mean num_tasks?"),
+        ([], "taskset: required"),
+    ],
+    ids=["taskset", "taskset key", "load", "no tasks", "model", "key", "nothing"],
+)
+def test_what_cannot_work_is_exit_2_with_one_message(arguments, said, capsys):
+    assert main(["eval", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+    assert not Path("outputs").exists()
+
+
+def test_an_address_where_nobody_answers_is_exit_2(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert main(["eval", ECHO, "-b", url]) == 2
+    assert f"{url} cannot be reached" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_exit_2(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert main(["eval", ECHO, "-m", "tiny", "--server.port", str(port)]) == 2
+    assert f"server.port: 127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_has_is_exit_1_by_name(engine, capsys):
+    with RunStore.open(Path("outputs/run")):
+        assert main(["eval", ECHO, "-b", engine.url, "--name", "run"]) == 1
+    assert capsys.readouterr().err.startswith("RunBusy: outputs/run is in use")
+
+
+# -- killed, interrupted, out of room ---------------------------------------------------------------------------------
+
+
+def started(*arguments: str, **options) -> subprocess.Popen[str]:
+    return subprocess.Popen([COMMAND, *arguments], stdout=-1, stderr=-1, text=True, **options)
+
+
+def when(condition, seconds: float = 60.0) -> None:
+    """Return as soon as the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def test_killed_at_random_moments_and_continued_it_ends_as_if_nothing_had_happened():
+    tasks, kills = (24, 10) if FULL else (8, 2)
+    common = ["reverse-text", "-m", "tiny", "-n", str(tasks), "-r", "2", "--sampling.temperature", "0"]
+    with scripted(late=0.03) as slow:
+        whole = ["eval", *common, "-b", slow.url, "--name"]
+        assert main([*whole, "whole"]) == 0
+        expected = outcome(Path("outputs/whole"))
+        assert len(expected) == 2 * tasks
+        rng = random.Random(os.getpid())
+        for _ in range(kills):
+            slow.asked.clear()
+            process = started(*whole, "killed", "-c", "2")
+            moment = rng.randrange(1, 6)
+            when(lambda moment=moment, process=process: len(slow.asked) >= moment or process.poll() is not None)
+            process.kill()
+            process.communicate(timeout=30)
+        kept = outcome(Path("outputs/killed"))
+        slow.asked.clear()
+        assert main([*whole, "killed"]) == 0
+        assert len(slow.asked) == 2 * tasks - len(kept)
+        assert outcome(Path("outputs/killed")) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM] if FULL else [signal.SIGINT])
+def test_ctrl_c_stops_cleanly_and_says_how_to_continue(number):
+    with scripted(late=0.1) as slow:
+        process = started("eval", ECHO, "-b", slow.url, "-c", "1", "--name", "run")
+        when(lambda: len(slow.asked) >= 3)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert f"Continue with: ramify eval {ECHO} -b {slow.url} -c 1 --name run" in err
+    assert "Traceback" not in out + err
+    assert len(outcome(Path("outputs/run"))) >= 2
+
+
+def test_no_room_is_exit_1_by_name_and_the_run_can_be_continued(engine, small_disk, capsys):
+    command = ["eval", "reverse-text", "-b", engine.url, "-n", "40", "-r", "2", "-c", "1", "-o", str(small_disk)]
+    command += ["--name", "run"]
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(8_000_000))
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("StorageFull: ")
+    assert "Continue with: ramify eval reverse-text" in said
+    ballast.unlink()
+    kept = outcome(small_disk / "run")
+    engine.asked.clear()
+    assert main(command) == 0
+    assert len(engine.asked) == 80 - len(kept)
+    assert len(outcome(small_disk / "run")) == 80
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of eight megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+# -- the commands around a run ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(engine):
+    assert main(["eval", ECHO, "-b", engine.url, "-n", "2", "-r", "2", "--name", "run"]) == 0
+    return "run"
+
+
+def test_show_lists_the_rollouts_and_prints_one(ran, capsys):
+    capsys.readouterr()
+    assert main(["show", ran]) == 0
+    said = capsys.readouterr().out
+    assert "task-1.1" in said
+    assert "avg@2" in said
+    assert main(["show", f"outputs/{ran}", "task-1.1"]) == 0
+    assert "word 1" in capsys.readouterr().out
+    assert main(["show", ran, "task-1"]) == 2
+    assert main(["show", ran, "other"]) == 2
+    assert main(["show", "nothing"]) == 2
+    assert "no run 'nothing'" in capsys.readouterr().err
+
+
+def test_export_writes_the_run_for_other_tools(ran, tmp_path):
+    assert main(["export", ran, "--to", "jsonl", "-o", "out.jsonl"]) == 0
+    assert [json.loads(line)["rollout"] for line in Path("out.jsonl").read_text().splitlines()] == [
+        "task-0.0",
+        "task-0.1",
+        "task-1.0",
+        "task-1.1",
+    ]
+    assert main(["export", ran, "--to", "parquet"]) == 0
+    assert Path("outputs/run/export.parquet").is_file()
+
+
+def test_replay_scores_again_with_the_rewards_as_they_are_now(engine, capsys):
+    Path("changing.py").write_text(
+        "from pathlib import Path\n"
+        "import ramify as rf\n"
+        "class Changing(rf.Taskset):\n"
+        "    def load(self):\n"
+        "        return [rf.Task(prompt=f'word {n}', key=f'k{n}') for n in range(3)]\n"
+        "    @rf.reward\n"
+        "    def score(self, task, trace):\n"
+        "        return eval(Path('rule').read_text())\n"
+    )
+    Path("rule").write_text("0.25")
+    assert main(["eval", "changing.py", "-b", engine.url, "-r", "1", "--name", "run"]) == 0
+    Path("rule").write_text("float('1' in task.prompt)")
+    engine.asked.clear()
+    capsys.readouterr()
+    assert main(["replay", "run"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["k0.0", "0.250", "0.000"] in lines
+    assert ["k1.0", "0.250", "1.000"] in lines
+    assert ["mean", "0.250", "0.333", "3", "rollouts"] in lines
+    assert engine.asked == []
+    assert outcome(Path("outputs/run"))["k1.0"][2] == 0.25  # the run stays as it is
+
+
+# -- the engine that comes with it ------------------------------------------------------------------------------------
+
+
+def test_a_model_alone_is_enough_and_lands_where_the_model_is(capsys):
+    tasks, repetitions = ("64", "4") if FULL else ("12", "1")
+    command = ["eval", "reverse-text", "-m", "tiny", "-n", tasks, "-r", repetitions]
+    assert main(command) == 0
+    (path,) = Path("outputs").iterdir()
+    found = outcome(path)
+    assert len(found) == int(tasks) * int(repetitions)
+    mean = sum(entry[2] for entry in found.values()) / len(found)
+    assert 0.33 < mean < 0.63  # 0.48 by `ramify model show tiny`
+    assert (path / "logs" / "inference.log").is_file()
+    assert main(command) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+LEASHED = """
+import threading, time
+from ramify.cli.leash import watch
+threading.Thread(target=watch, daemon=True).start()
+print(0, flush=True)
+time.sleep(600)
+"""
+STARTER = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=-1).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_engine_does_not_outlive_whoever_started_it():
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, LEASHED], stdout=-1, text=True)
+    pid = max(int(starter.stdout.readline()) for _ in range(2))
+    starter.kill()
+    starter.communicate(timeout=30)
+    when(lambda: not _runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False

@@ -1,0 +1,41 @@
+"""`ramify init`: what it writes works at once, and nothing of the user's is overwritten."""
+
+import subprocess
+import sys
+import tomllib
+
+from ramify.cli import main
+from tests.cli.command import ramify_command
+
+
+def test_the_package_works_as_it_is_written(tmp_path):
+    place = tmp_path / "letter-count"
+    done = ramify_command("init", "letter-count", "-o", str(place))
+    assert done.returncode == 0, done.stderr
+    assert "ramify validate letter_count.py" in done.stdout
+    project = tomllib.loads((place / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["ramify.tasksets"] == {"letter-count": "letter_count:LetterCount"}
+    assert "ramify validate letter-count" in (place / "README.md").read_text()
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert tested.returncode == 0, tested.stdout
+    assert "1 passed" in tested.stdout
+
+
+def test_nothing_is_overwritten(tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    assert main(["init", "letter-count", "-o", str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_name_that_cannot_be_one_is_refused(tmp_path, capsys):
+    for name in ("Letter Count", "1st", "class", "a/b"):
+        assert main(["init", name, "-o", str(tmp_path / "new")]) == 2
+        assert repr(name) in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,54 @@
+"""A taskset for evals, as a user would write it, in a file."""
+
+from collections.abc import Iterator
+
+import ramify as rf
+
+
+class Config(rf.TasksetConfig):
+    size: int = 6
+    fault: str = ""
+    """What goes wrong with task number 1."""
+
+
+class Echo(rf.Taskset):
+    """Reverse `word NUMBER`."""
+
+    config: Config
+
+    def load(self) -> Iterator[rf.Task]:
+        if self.config.fault == "load":
+            raise ValueError("the corpus is not there")
+        for number in range(self.config.size):
+            yield rf.Task(prompt=f"word {number}", answer=f"word {number}"[::-1], key=f"task-{number}", number=number)
+
+    @rf.reward
+    def right(self, task: rf.Task, trace: rf.Trace) -> float:
+        if task.number == 1:
+            if self.config.fault == "text":
+                return "much"  # type: ignore[return-value]
+            if self.config.fault == "raise":
+                raise RuntimeError("the judge fell asleep")
+        return float(trace.last_reply == f"<reversed_text>{task.answer}</reversed_text>")
+
+    @rf.metric
+    def length(self, task: rf.Task, trace: rf.Trace) -> float:
+        if task.number == 1 and self.config.fault == "info":
+            trace.info["notes"] = []
+            trace.info["notes"].append({1, 2})
+        return float(len(trace.last_reply))
+
+
+class Writing(Echo):
+    """The same, with a file in every box."""
+
+    async def setup(self, runtime: rf.Runtime) -> None:
+        await runtime.write("note.txt", "kept")
+
+
+class Compared(Echo):
+    """The same, and a reward that only all attempts together have."""
+
+    @rf.group_reward(weight=0.5)
+    def rank(self, traces: list[rf.Trace]) -> list[float]:
+        return [float(position) for position in range(len(traces))]

@@ -1,0 +1,89 @@
+"""An engine without a model: it speaks the contract over real sockets, with the tokens of `tiny`, at once.
+
+Asked to reverse a text it reverses it, but leaves out a letter where the last one is odd: right, nearly
+right, and always the same. What it does can be changed: answer late, fail, or hang up.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from ramify.model.resolve import resolve
+from ramify.render import load_renderer
+from tests.client.fake import Exchange, Fake
+
+
+@cache
+def tokenizer():
+    return load_renderer(resolve("tiny")).tokenizer
+
+
+def reply_to(text: str) -> str:
+    cut = ord(text[-1]) % 2
+    return f"<reversed_text>{text[::-1][cut:]}</reversed_text>"
+
+
+class Scripted(Fake):
+    """One server, serving "tiny"."""
+
+    def __init__(self, *, late: float = 0.0, owner: str = "ramify") -> None:
+        super().__init__()
+        self.late, self.owner = late, owner
+        self.refuse = 0  # how many of the next requests to answer with an error
+
+    def card(self) -> dict[str, Any]:
+        return {"id": "tiny", "owned_by": self.owner, "max_model_len": 2048, "version": self.version._asdict()}
+
+    def sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = tokenizer().decode(body["token_ids"])
+        ids = [*map(int, tokenizer().encode(reply_to(_user(prompt))).ids), tokenizer().id_of("<|im_end|>")]
+        entries = [{"token": f"token_id:{token}", "logprob": -0.5, "top_logprobs": []} for token in ids]
+        choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": entries}}
+        return {"choices": [{**choice, "policy_versions": [[*self.version, len(ids)]]}]}
+
+    async def control(self, path: str, exchange: Exchange) -> None:
+        if path != "/v1/chat/completions":
+            return await super().control(path, exchange)
+        self.asked.append(exchange.body)
+        await asyncio.sleep(self.late)
+        said = {"role": "assistant", "content": reply_to(exchange.body["messages"][-1]["content"])}
+        usage = {"prompt_tokens": 11, "completion_tokens": 7}
+        return await exchange.reply({"choices": [{"message": said, "finish_reason": "stop"}], "usage": usage})
+
+
+def _user(prompt: str) -> str:
+    return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+
+
+async def _answer(engine: Fake, exchange: Exchange) -> None:
+    assert isinstance(engine, Scripted)
+    if engine.refuse:
+        engine.refuse -= 1
+        return await exchange.reply({"error": {"message": "out of cheese", "type": "other"}}, 500)
+    await asyncio.sleep(engine.late)
+    return await exchange.reply(engine.sample(exchange.body))
+
+
+@contextlib.contextmanager
+def scripted(**options: Any) -> Iterator[Scripted]:
+    """The engine, answering from a thread of its own."""
+    loop, engine, stop, ready = asyncio.new_event_loop(), Scripted(**options), asyncio.Event(), threading.Event()
+    engine.behaviour = _answer
+
+    async def main() -> None:
+        async with engine:
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), name="scripted engine")
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield engine
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        loop.close()

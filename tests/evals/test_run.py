@@ -1,0 +1,179 @@
+"""An eval fills a table of (task, repetition) pairs: each once, whatever happens on the way."""
+
+import pytest
+
+import ramify as rf
+from ramify.errors import ConfigInvalid
+from ramify.evals import EvalConfig
+from ramify.store import RunStore
+from tests.evals import environments
+from tests.evals.scripted import reply_to, scripted
+
+FILE = environments.__file__
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with scripted() as engine:
+        yield engine
+
+
+@pytest.fixture
+def configured(engine, tmp_path):
+    """An eval against the scripted engine; keywords are taskset keys or configuration."""
+
+    def make(cls: str = "Echo", taskset: dict | None = None, **more) -> EvalConfig:
+        engine.asked.clear()
+        engine.refuse = 0
+        base = {
+            "taskset": {"id": f"{FILE}:{cls}", **(taskset or {})},
+            "inference": {"engine": "external", "base_url": [engine.url]},
+            "output": tmp_path,
+            "name": "run",
+            "num_tasks": 4,
+            "repetitions": 2,
+            "concurrency": 3,
+            "attempts": 1,
+            "model_retries": 0,
+        }
+        return EvalConfig.model_validate({**base, **more})
+
+    return make
+
+
+def right(number: int) -> float:
+    text = f"word {number}"
+    return float(reply_to(text) == f"<reversed_text>{text[::-1]}</reversed_text>")
+
+
+def pairs(result) -> list[tuple[str, int]]:
+    return [(row.task, row.repetition) for row in result.rows]
+
+
+def test_every_task_is_run_so_often_and_scored(configured, engine):
+    result = rf.evaluate(configured())
+    assert pairs(result) == [(f"task-{number}", again) for number in range(4) for again in range(2)]
+    assert [row.reward for row in result.rows] == [right(number) for number in range(4) for _ in range(2)]
+    assert len({row.reward for row in result.rows}) == 2
+    assert result.ran == len(engine.asked) == 8
+    assert not result.all_failed
+    with RunStore.open(result.path, write=False) as store:
+        (trace,) = store.read("task-2.1")
+        assert trace.task["key"] == "task-2"
+        assert trace.metrics["length"] > 10
+        assert len(trace.branches) == 1
+        assert len(trace.calls) == 1
+
+
+def test_the_same_again_is_finished_and_asks_nobody(configured, engine):
+    first = rf.evaluate(configured())
+    again = rf.evaluate(configured())
+    assert (again.ran, engine.asked) == (0, [])
+    assert again.rows == first.rows
+
+
+def test_more_repetitions_and_more_tasks_run_only_what_is_new(configured, engine):
+    rf.evaluate(configured())
+    result = rf.evaluate(configured(repetitions=3))
+    assert result.ran == len(engine.asked) == 4
+    result = rf.evaluate(configured(repetitions=3, num_tasks=6, concurrency=1))
+    assert result.ran == len(engine.asked) == 6
+    assert len(result.rows) == 18
+
+
+def test_fewer_than_there_are_are_judged_alone(configured):
+    rf.evaluate(configured())
+    assert len(rf.evaluate(configured(num_tasks=1)).rows) == 2
+
+
+def test_every_rollout_has_a_seed_of_its_own_and_keeps_it(configured, engine):
+    rf.evaluate(configured(num_tasks=2))
+    seeds = {body["sampling_params"]["seed"] for body in engine.asked}
+    assert len(seeds) == 4
+    rf.evaluate(configured(num_tasks=2), fresh=True)
+    assert {body["sampling_params"]["seed"] for body in engine.asked} == seeds
+    config = configured(num_tasks=2, sampling={"seed": 7}, name="other")
+    rf.evaluate(config)
+    assert not seeds & {body["sampling_params"]["seed"] for body in engine.asked}
+
+
+def test_what_the_system_failed_is_run_again_and_nothing_else(configured, engine):
+    config = configured(concurrency=1)
+    engine.refuse = 3
+    result = rf.evaluate(config)
+    assert [row.failure for row in result.rows] == ["ProviderError"] * 3 + [None] * 5
+    assert not result.all_failed
+    again = rf.evaluate(configured())
+    assert again.ran == len(engine.asked) == 3
+    assert [row.failure for row in again.rows] == [None] * 8
+
+
+def test_if_all_failed_it_says_so(configured, engine):
+    config = configured(num_tasks=1)
+    engine.refuse = 100
+    assert rf.evaluate(config).all_failed
+
+
+@pytest.mark.parametrize(("fault", "said"), [("text", "str"), ("raise", "the judge fell asleep")])
+def test_a_reward_that_breaks_is_a_named_error_on_its_rollout_and_the_rest_finish(configured, fault, said):
+    result = rf.evaluate(configured(taskset={"fault": fault}))
+    broken = [row for row in result.rows if row.task == "task-1"]
+    assert all(row.failure and said in row.summary["message"] for row in broken)
+    assert all("right" in row.summary["message"] for row in broken)
+    assert [row.failure for row in result.rows if row.task != "task-1"] == [None] * 6
+
+
+def test_what_cannot_be_kept_is_named_with_key_and_type(configured):
+    result = rf.evaluate(configured(taskset={"fault": "info"}))
+    broken = [row for row in result.rows if row.task == "task-1"]
+    assert [row.failure for row in broken] == ["ValueRefused"] * 2
+    assert all("info.notes[0]" in row.summary["message"] and "set" in row.summary["message"] for row in broken)
+    assert len(result.rows) == 8
+
+
+def test_group_rewards_see_all_repetitions_also_those_of_an_earlier_start(configured):
+    result = rf.evaluate(configured("Compared"))
+    assert [row.reward for row in result.rows if row.task == "task-0"] == [right(0), right(0) + 0.5]
+    result = rf.evaluate(configured("Compared", repetitions=3))
+    assert [row.reward for row in result.rows if row.task == "task-0"] == [right(0) + 0.5 * rank for rank in range(3)]
+
+
+def test_a_server_without_tokens_is_asked_as_a_chat_endpoint(tmp_path, configured):
+    with scripted(owner="somebody") as chat:
+        config = configured(inference={"engine": "external", "base_url": [chat.url]}, model={"name": "gpt-x"})
+        result = rf.evaluate(config)
+        assert {body["model"] for body in chat.asked} == {"gpt-x"}
+    assert [row.reward for row in result.rows] == [right(number) for number in range(4) for _ in range(2)]
+    assert {(row.summary["input"], row.summary["output"]) for row in result.rows} == {(11, 7)}
+
+
+def test_another_identity_is_refused_and_fresh_moves_the_old_run_aside(configured, tmp_path):
+    rf.evaluate(configured())
+    hot = configured(sampling={"temperature": 0.5})
+    with pytest.raises(ConfigInvalid, match=r"sampling\.temperature: was 1\.0, now 0\.5"):
+        rf.evaluate(hot)
+    assert rf.evaluate(hot, fresh=True).ran == 8
+    assert (tmp_path / "run.old-1" / "run.sqlite").exists()
+
+
+def test_without_a_name_another_identity_is_another_run(configured):
+    one = rf.evaluate(configured(name="", num_tasks=1))
+    two = rf.evaluate(configured(name="", num_tasks=1, sampling={"temperature": 0.5}))
+    assert one.path.parent == two.path.parent
+    assert one.path != two.path
+    assert one.path.name.startswith("Echo-tiny-")
+
+
+def test_the_same_task_twice_is_two_tasks(configured, tmp_path):
+    path = tmp_path / "twins.py"
+    path.write_text(
+        "import ramify as rf\n"
+        "class Twins(rf.Taskset):\n"
+        "    def load(self):\n"
+        "        return [rf.Task(prompt='a b', key='one')] * 2\n"
+        "    @rf.reward\n"
+        "    def any(self, trace):\n"
+        "        return 1.0\n"
+    )
+    result = rf.evaluate(configured(taskset={"id": str(path)}))
+    assert pairs(result) == [("one", 0), ("one", 1), ("one#2", 0), ("one#2", 1)]

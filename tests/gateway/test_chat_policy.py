@@ -1,0 +1,172 @@
+"""A policy behind any chat endpoint: no tokens, counts from its usage, images passed through."""
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, RequestInvalid, TokensRequired
+from ramify.gateway import ChatPolicy, Limits, Request, SamplingConfig, Session
+from ramify.trace import Message, Trace, decode, encode
+from tests.client.fake import Exchange, Fake
+from tests.gateway.engine import check_tokens
+from tests.gateway.sampler import user
+from tests.gateway.stage import Stage
+
+PIXEL = base64.b64encode(b"a picture").decode()
+
+
+class Endpoint(Fake):
+    """A chat endpoint that answers from a list: a message, or a status and what it says."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        super().__init__()
+        self.answers, self.bodies = answers, list[dict[str, Any]]()
+
+    async def _route(self, target: str, exchange: Exchange) -> None:
+        assert target == "/v1/chat/completions"
+        self.bodies.append(exchange.body)
+        answer = self.answers.pop(0)
+        if isinstance(answer, tuple):
+            await exchange.reply({"error": {"message": answer[1]}}, answer[0])
+            return
+        words = sum(len(str(message["content"]).split()) for message in exchange.body["messages"])
+        usage = {"prompt_tokens": words, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
+        message = {"role": "assistant", **(answer if isinstance(answer, dict) else {"content": answer})}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        await exchange.reply({"choices": [choice], "usage": usage})
+
+
+@contextlib.asynccontextmanager
+async def speaking(answers: list[Any], **limits: int) -> AsyncIterator[tuple[Session, Endpoint]]:
+    """A session whose policy is an endpoint that gives these answers."""
+    async with Endpoint(answers) as endpoint:
+        policy = ChatPolicy(f"{endpoint.url}/v1", "big-model", "key")
+        yield Session(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=Limits(**limits)), endpoint
+        await policy.close()
+
+
+def playing(answers: list[Any], act, **limits: int) -> None:
+    async def main() -> None:
+        async with speaking(answers, **limits) as (session, endpoint):
+            await act(session, endpoint)
+
+    asyncio.run(main())
+
+
+def test_a_conversation_is_recorded_without_tokens_and_counted_by_usage():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {}}},)
+
+    async def act(session: Session, endpoint: Endpoint) -> None:
+        reply = await session.ask(user("one two three", tools=tools, model="gpt-x"))
+        assert reply.finish == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached == 1
+        result = Message("tool", "four five", tool_call_id="c1")
+        await session.ask(Request((result,), tools, after=reply.node, asked={"temperature": 0.5, "stop": ["x"]}))
+        trace = decode(encode(session.trace))
+        assert [node.message.role for node in trace.nodes] == ["user", "assistant", "tool", "assistant"]
+        assert (
+            len(trace.leaves) == 1
+            and trace.graph.tokens.size == 0
+            and not any(n.trainable for n in trace.nodes if n.call)
+        )
+        assert trace.info["token_counts"] == "usage"
+        assert (session.turns, session.output_tokens) == (2, 6) and session.input_tokens == 3
+        second = endpoint.bodies[1]
+        assert second["model"] == "big-model" and second["temperature"] == 0.5 and second["stop"] == ["x"]
+        assert second["messages"][1]["tool_calls"] == [call] and second["messages"][2]["tool_call_id"] == "c1"
+        assert second["tools"] and "max_tokens" not in second
+
+    playing([{"content": None, "reasoning_content": "hm", "tool_calls": [call]}, "done"], act)
+
+
+def test_what_gives_no_tokens_cannot_be_trained_on():
+    policy = ChatPolicy("http://localhost:1/v1", "big-model")
+    with pytest.raises(TokensRequired, match="big-model"):
+        Session(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=Limits(), train=True)
+
+
+def test_equal_requests_and_rewritten_histories_fork_without_tokens_too():
+    async def act(session: Session, endpoint: Endpoint) -> None:
+        for _ in range(2):
+            await session.ask(user("a"))
+        await session.ask(Request((Message("user", "a"), Message("assistant", "other"), Message("user", "b"))))
+        assert [fork["reason"] for fork in session.trace.info["forks"]] == ["sample", "edited"]
+        assert [node.parent for node in session.trace.nodes] == [-1, 0, 0, 0, 3, 4]
+
+    playing(["one", "two", "three"], act)
+
+
+def test_failures_have_their_names_and_those_that_pass_are_tried_again(monkeypatch):
+    monkeypatch.setattr("ramify.gateway.session.BACKOFF", 0.001)
+    answers = [(500, "oops"), (503, "full"), "fine", (400, "maximum context length is 5"), (422, "no"), (500, "oops")]
+
+    async def act(session: Session, endpoint: Endpoint) -> None:
+        assert (await session.ask(user("a"))).message.text == "fine"
+        for kind in (ContextOverflow, RequestInvalid):
+            with pytest.raises(kind):
+                await session.ask(user("a"))
+        session.retries = 0
+        with pytest.raises(ProviderError, match="oops"):
+            await session.ask(user("a"))
+
+    playing(answers, act)
+
+
+def test_budgets_go_by_what_the_endpoint_reports():
+    async def act(session: Session, endpoint: Endpoint) -> None:
+        await session.ask(user("a"))
+        await session.ask(user("b"))
+        assert [body["max_tokens"] for body in endpoint.bodies] == [5, 2]
+        with pytest.raises(BudgetExceeded, match="max_output_tokens"):
+            await session.ask(user("c"))
+
+    playing(["one", "two"], act, max_output_tokens=5)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "link"])
+def test_images_reach_the_endpoint_and_the_media_table(play, dialect):
+    url = "http://host/picture.png" if dialect == "link" else f"data:image/png;base64,{PIXEL}"
+    link = {"type": "image_url", "image_url": {"url": url}}
+
+    async def ask(stage: Stage, key: str) -> None:
+        if dialect == "messages":
+            source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
+            content: Any = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]
+            client = stage.anthropic(api_key=key)
+            await client.messages.create(model="x", max_tokens=9, messages=[{"role": "user", "content": content}])
+        elif dialect == "responses":
+            content = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url}]
+            await stage.openai(api_key=key).responses.create(model="x", input=[{"role": "user", "content": content}])
+        else:
+            messages: Any = [{"role": "user", "content": [{"type": "text", "text": "see"}, link]}]
+            await stage.openai(api_key=key).chat.completions.create(model="x", messages=messages)
+
+    async def act(stage: Stage) -> None:
+        async with speaking(["nice"]) as (session, endpoint):
+            await ask(stage, stage.gateway.open(session).api_key)
+            stage.gateway.end(session)
+        content = [{"type": "text", "text": "see"}, link]
+        assert endpoint.bodies[0]["messages"] == [{"role": "user", "content": content}]
+        (media,) = session.trace.graph.media
+        assert media.data == (url.encode() if dialect == "link" else b"a picture")
+        assert session.trace.nodes[0].message.content[1].hash == media.hash
+
+    play([], act)
+
+
+def test_a_gateway_is_such_an_endpoint_itself(play):
+    async def act(stage: Stage) -> None:
+        policy = ChatPolicy(stage.endpoint.base_url, "tiny", stage.endpoint.api_key)
+        outer = Session(Trace(id="o1"), policy, sampling=SamplingConfig(), limits=Limits())
+        reply = await outer.ask(user("a"))
+        await outer.ask(user("b", after=reply.node))
+        await policy.close()
+        assert [node.message for node in outer.trace.nodes] == [node.message for node in stage.trace.nodes]
+        assert len(stage.trace.leaves) == 1 and outer.output_tokens == stage.session.output_tokens
+        check_tokens(stage.trace, stage.engine)
+
+    play(["one", "two"], act)

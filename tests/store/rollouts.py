@@ -1,0 +1,28 @@
+"""Rollouts to keep, made by hand: a question, a reply, a reward."""
+
+from ramify.store import Row
+from ramify.trace import Call, Message, Trace, Usage
+
+
+def rollout(number: int = 0, *, text: str | None = None, reward: float | None = 0.5, failure: str | None = None):
+    """(row, traces) of rollout `number`."""
+    reply = text if text is not None else f"reply {number}"
+    trace = Trace(id=f"t{number}", episode=f"e{number}", task={"prompt": f"question {number}"})
+    question = trace.add(-1, Message("user", f"question {number}"), [1, 2, number])
+    trace.add(
+        question,
+        Message("assistant", reply),
+        [3, 4, 5],
+        sampled=(1, 3),
+        logprobs=[-0.5, -0.25],
+        call=Call(f"c{number}", finish="stop", usage=Usage(3, 2)),
+    )
+    trace.rewards = {"score": None if reward is None else (reward, 1.0)}
+    summary = {"output": 2}
+    row = Row(f"r{number}", f"task-{number // 2}", number % 2, reward=reward, failure=failure, summary=summary)
+    return row, [trace]
+
+
+def replies(store) -> dict[str, str]:
+    """What every rollout of the run says: reading them all is the test that none is half there."""
+    return {row.id: store.read(row.id)[0].last_reply for row in store.rows()}

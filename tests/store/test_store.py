@@ -1,0 +1,201 @@
+"""A run keeps what it acknowledged: through replacement, reopening, and writers that come one at a time."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt, ValueRefused
+from ramify.store import Row, RunStore, default_name, open_run
+from ramify.store import segment as segments
+from tests.store.rollouts import replies, rollout
+
+
+def add(store: RunStore, *numbers: int, **more) -> None:
+    async def all_of_them() -> None:
+        await asyncio.gather(*(store.add(*rollout(number, **more)) for number in numbers))
+
+    asyncio.run(all_of_them())
+
+
+def test_what_was_added_is_there_when_the_run_is_opened_again(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        add(store, 0, 1, 2)
+    with RunStore.open(tmp_path, write=False) as store:
+        assert [(row.task, row.repetition) for row in store.rows()] == [("task-0", 0), ("task-0", 1), ("task-1", 0)]
+        assert store.rows(task="task-1") == [rollout(2)[0]]
+        (trace,) = store.read("r1")
+        assert trace.last_reply == "reply 1"
+        assert trace.nodes[1].logprobs.tolist() == [-0.5, -0.25]
+        assert trace.reward == 0.5
+
+
+def test_it_is_there_for_a_reader_of_the_same_process_as_soon_as_add_returns(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        add(store, 3)
+        assert replies(store) == {"r3": "reply 3"}
+
+
+def test_a_second_rollout_with_the_same_id_takes_the_place_of_the_first(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        add(store, 0, text="first", failure="ProviderError", reward=None)
+        add(store, 0, text="second")
+        assert replies(store) == {"r0": "second"}
+        assert store.rows()[0].failure is None
+
+
+def test_many_rollouts_at_once_share_a_commit(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), real(handle))[1])
+    with RunStore.open(tmp_path) as store:
+        before = len(synced)
+        add(store, *range(200))
+        assert len(store.rows()) == 200
+        assert len(synced) - before < 100
+
+
+def test_segments_are_begun_anew_when_they_are_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "FULL", 2000)
+    with RunStore.open(tmp_path) as store:
+        add(store, *range(20))
+        add(store, *range(20, 25))
+    files = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert len(files) > 3
+    assert all((tmp_path / "traces" / name).stat().st_size <= 2000 for name in files)
+    with RunStore.open(tmp_path) as store:
+        add(store, 25)
+        assert replies(store) == {f"r{number}": f"reply {number}" for number in range(26)}
+
+
+def test_a_rollout_that_cannot_be_encoded_is_refused_and_the_others_stay(tmp_path):
+    row, (trace,) = rollout(0)
+    trace.info["notes"] = []
+    trace.info["notes"].append(object())
+    with RunStore.open(tmp_path) as store:
+        with pytest.raises(ValueRefused, match=r"info\.notes\[0\].*object"):
+            asyncio.run(store.add(row, [trace]))
+        add(store, 1)
+        assert replies(store) == {"r1": "reply 1"}
+
+
+def test_a_row_that_the_table_refuses_fails_alone(tmp_path):
+    _, traces = rollout(0)
+    bad = Row(None, "task", summary={})  # type: ignore[arg-type]
+
+    async def both() -> list:
+        return await asyncio.gather(store.add(bad, traces), store.add(*rollout(1)), return_exceptions=True)
+
+    with RunStore.open(tmp_path) as store:
+        refused, kept = asyncio.run(both())
+        assert "NOT NULL" in str(refused)
+        assert kept is None
+        assert replies(store) == {"r1": "reply 1"}
+
+
+def test_facts_are_remembered(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        store.remember("colour", {"sky": ["blue", 1]})
+        assert store.fact("weather") is None
+    with RunStore.open(tmp_path) as store:
+        assert store.fact("colour") == {"sky": ["blue", 1]}
+
+
+HOLD = "import sys, pathlib; from ramify.store import RunStore; s = RunStore.open(pathlib.Path(sys.argv[1])); " + (
+    "print('open', flush=True); sys.stdin.read()"
+)
+
+
+def test_two_writers_are_refused_by_name_until_the_first_is_dead(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=-1, stdout=-1, text=True)
+    try:
+        assert holder.stdout.readline() == "open\n"
+        for write in (True, False):
+            with pytest.raises(RunBusy, match=f"process {holder.pid}"):
+                RunStore.open(tmp_path, write=write)
+    finally:
+        holder.kill()
+        holder.communicate(timeout=30)
+    RunStore.open(tmp_path).close()
+
+
+def test_readers_share_a_run(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        add(store, 0)
+    with RunStore.open(tmp_path, write=False) as one, RunStore.open(tmp_path, write=False) as two:
+        assert replies(one) == replies(two) == {"r0": "reply 0"}
+        with pytest.raises(ConfigInvalid, match="only to be read"):
+            add(one, 1)
+
+
+def test_reading_what_is_no_run_makes_none(tmp_path):
+    with pytest.raises(ConfigInvalid, match="is no run"):
+        RunStore.open(tmp_path / "nothing", write=False)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        add(store, 0)
+    path = tmp_path / "traces" / "000000.seg"
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(bytes(data))
+    with RunStore.open(tmp_path) as store, pytest.raises(TraceCorrupt, match=r"000000\.seg"):
+        store.read("r0")
+
+
+def test_a_segment_shorter_than_the_index_knows_is_refused(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        add(store, 0)
+    os.truncate(tmp_path / "traces" / "000000.seg", 10)
+    with pytest.raises(TraceCorrupt, match="has 10 bytes"):
+        RunStore.open(tmp_path)
+
+
+# -- which run ---------------------------------------------------------------------------------------------------------
+
+IDENTITY = {"taskset": {"id": "a"}, "model": "tiny", "sampling": {"temperature": 1.0}, "harness": {"id": "chat"}}
+
+
+def test_the_same_identity_continues_the_run(tmp_path):
+    with open_run(tmp_path / "run", IDENTITY) as store:
+        add(store, 0)
+    with open_run(tmp_path / "run", IDENTITY) as store:
+        assert len(store.rows()) == 1
+
+
+def test_another_identity_is_refused_with_the_difference_and_the_run_is_left_alone(tmp_path):
+    open_run(tmp_path / "run", IDENTITY).close()
+    other = {**IDENTITY, "sampling": {"temperature": 0.5}, "taskset": {"id": "a", "max_chars": 3}}
+    with pytest.raises(ConfigInvalid) as refused:
+        open_run(tmp_path / "run", other)
+    assert "sampling.temperature: was 1.0, now 0.5" in refused.value.message
+    assert "taskset.max_chars: was not set, now 3" in refused.value.message
+    assert "--fresh" in refused.value.message
+    open_run(tmp_path / "run", IDENTITY).close()
+
+
+def test_fresh_moves_the_old_run_aside(tmp_path):
+    for _ in range(3):
+        with open_run(tmp_path / "run", IDENTITY, fresh=True) as store:
+            assert store.rows() == []
+            add(store, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1", "run.old-2"]
+    with RunStore.open(tmp_path / "run.old-1", write=False) as store:
+        assert replies(store) == {"r0": "reply 0"}
+
+
+def test_fresh_does_not_move_a_run_that_lives(tmp_path):
+    with open_run(tmp_path / "run", IDENTITY), pytest.raises(RunBusy):
+        open_run(tmp_path / "run", IDENTITY, fresh=True)
+
+
+def test_the_default_name_is_readable_and_tells_identities_apart():
+    name = default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", IDENTITY)
+    assert name.startswith("Reverse-Qwen3-0.6B-")
+    assert name == default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", dict(reversed(IDENTITY.items())))
+    assert name != default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", {**IDENTITY, "model": "other"})
+    assert default_name("my_env.py", "tiny", {}).startswith("my_env-tiny-")
