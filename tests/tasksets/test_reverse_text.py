@@ -3,6 +3,8 @@
 import random
 import statistics
 import string
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -10,22 +12,20 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ramify.errors import ConfigInvalid
-from ramify.tasksets.reverse_text import (
+from ramify.tasksets.drawing import split_of
+from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
+from ramify.tasksets.reversing import (
     SYSTEM,
-    ReverseTextConfig,
     answer,
     exact,
     extract,
     similarity,
-    split_of,
+    tagged,
     texts,
     well_formed,
     words,
 )
-
-
-def tagged(text: str) -> str:
-    return f"<reversed_text>{text}</reversed_text>"
+from tests.tasksets.playing import play
 
 
 def test_the_same_config_gives_the_same_tasks():
@@ -143,3 +143,17 @@ def test_random_letters_and_echoes_score_little():
     echo = statistics.mean(similarity(tagged(text), answer(text)) for text in made)
     assert noise == pytest.approx(0.18, abs=0.04)
     assert echo == pytest.approx(0.22, abs=0.04)
+
+
+def test_the_taskset_asks_for_a_text_and_scores_the_last_reply():
+    taskset = ReverseText(ReverseTextConfig(num_tasks=1))
+    (task,) = taskset.load()
+    assert (task.prompt, task.system, task.answer) == ("courage", SYSTEM, "egaruoc")
+    played = play(taskset, task, [tagged("egaruox")])
+    assert played.rewards == {"similarity": (pytest.approx(2 * 6 / 14), 1.0)}
+    assert played.metrics == {"exact": 0.0}
+
+
+def test_the_part_that_the_recipe_uses_loads_no_environment():
+    code = "import sys, ramify.tasksets.reversing; sys.exit('ramify.env' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

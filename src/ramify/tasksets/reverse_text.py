@@ -1,130 +1,32 @@
-"""reverse-text: a short text is to be written backwards, character by character, inside tags.
+"""reverse-text: a short text is to be written backwards, character by character, inside tags."""
 
-The texts are made from a list of common words and a seed, so the same config gives the same tasks everywhere. A text
-belongs to `train` or `eval` by its own hash: whatever seeds and lengths two configs choose, the splits never meet.
-"""
-
-import difflib
-import hashlib
-import random
-import re
-import string
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from typing import Literal
 
-from pydantic import Field, model_validator
-
-from ramify.config import Config
-from ramify.errors import ConfigInvalid
-
-SYSTEM = "Reverse the text character by character. Answer inside <reversed_text> tags."
-TAGGED = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
-WORDS = Path(__file__).with_name("words.txt")
-EVAL_SHARE = 0.2
-PATIENCE = 1000  # draws in a row without a new text before we say that there are no more
-
-Split = Literal["train", "eval"]
+import ramify as rf
+from ramify.tasksets import reversing
 
 
-class ReverseTextConfig(Config):
+class ReverseTextConfig(reversing.Texts, rf.TasksetConfig):
     """What the texts look like. The defaults are the default example."""
 
-    split: Split = "train"
-    num_tasks: int = Field(default=1000, ge=1)
-    min_chars: int = Field(default=4, ge=1)
-    max_chars: int = Field(default=8, ge=1)
-    alphabet: str = string.ascii_lowercase + " "
-    """The characters that texts may hold; without the space, words are written together."""
-    path: Path | None = None
-    """A file of one text per line, instead of texts made from words; lengths and alphabet do not apply to it."""
-    seed: int = 0
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "ReverseTextConfig":
-        if self.min_chars > self.max_chars:
-            raise ValueError(f"min_chars is {self.min_chars}, above max_chars, which is {self.max_chars}")
-        return self
+class ReverseText(rf.Taskset):
+    """Reverse a string, character by character."""
 
+    config: ReverseTextConfig
 
-def texts(config: ReverseTextConfig) -> Iterator[str]:
-    """The texts of the config's split, all different: `num_tasks` of them, or as many as the file has."""
-    draws = _lines(config.path) if config.path is not None else _sentences(config)
-    seen: set[str] = set()
-    idle = 0
-    for text in draws:
-        if len(seen) == config.num_tasks:
-            return
-        if not text or text in seen or split_of(text) != config.split:
-            idle += 1
-            if config.path is None and idle == PATIENCE:
-                raise ConfigInvalid(
-                    f"reverse-text: num_tasks is {config.num_tasks}, but only {len(seen)} texts of "
-                    f"{config.min_chars} to {config.max_chars} characters were found; widen the lengths or the alphabet"
-                )
-            continue
-        idle = 0
-        seen.add(text)
-        yield text
+    def load(self) -> Iterator[rf.Task]:
+        for text in reversing.texts(self.config):
+            yield rf.Task(prompt=text, system=reversing.SYSTEM, answer=reversing.answer(text))
 
+    @rf.reward
+    def similarity(self, task: rf.Task, trace: rf.Trace) -> float:
+        """How much of the text came back reversed."""
+        return reversing.similarity(trace.last_reply, task.answer)
 
-def answer(text: str) -> str:
-    """The text, reversed."""
-    return text[::-1]
+    @rf.metric
+    def exact(self, task: rf.Task, trace: rf.Trace) -> float:
+        return reversing.exact(trace.last_reply, task.answer)
 
-
-def split_of(text: str) -> Split:
-    """The split that a text belongs to, for ever."""
-    draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-    return "eval" if draw < EVAL_SHARE else "train"
-
-
-def extract(reply: str) -> str:
-    """What the first pair of tags holds, stripped; empty if there is none."""
-    found = TAGGED.search(reply)
-    return found[1].strip() if found else ""
-
-
-def similarity(reply: str, answer: str) -> float:
-    """2·matches / (length of both), as `difflib` counts matches; `reply` is the whole reply."""
-    return difflib.SequenceMatcher(None, extract(reply), answer).ratio()
-
-
-def exact(reply: str, answer: str) -> float:
-    """Whether the reply's text is the answer."""
-    return float(extract(reply) == answer)
-
-
-def well_formed(reply: str) -> bool:
-    """Whether the reply is one pair of tags with something between them, and nothing else."""
-    return bool(extract(reply)) and TAGGED.fullmatch(reply.strip()) is not None and reply.count("<reversed_text>") == 1
-
-
-def _sentences(config: ReverseTextConfig) -> Iterator[str]:
-    rng = random.Random(f"reverse-text {config.split} {config.seed}")
-    between = " " if " " in config.alphabet else ""
-    known = [word for word in words() if set(word) <= set(config.alphabet) and len(word) <= config.max_chars]
-    if not known:
-        raise ConfigInvalid(f"reverse-text: no word is made of the alphabet {config.alphabet!r}")
-    while True:
-        wanted = rng.randint(config.min_chars, config.max_chars)
-        text = rng.choice(known)
-        while len(text) < wanted:
-            text += between + rng.choice(known)
-        # What overshoots is a draw all the same, an empty one, so that impossible lengths are noticed.
-        yield text if config.min_chars <= len(text) <= config.max_chars else ""
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except OSError as error:
-        raise ConfigInvalid(f"reverse-text: path {path} cannot be read: {error.strerror}") from error
-    return (line.strip() for line in lines if line.strip())
-
-
-@cache
-def words() -> tuple[str, ...]:
-    """The bundled list of common English words."""
-    return tuple(WORDS.read_text("utf-8").split())
+    def gold(self, task: rf.Task) -> str:
+        return reversing.tagged(task.answer)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ramify.model.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
 from ramify.render import Parsed, Rendered, Renderer, load_renderer
-from ramify.tasksets import reverse_text
+from ramify.tasksets import reversing
 
 PROMPTS = 256
 
@@ -38,8 +38,8 @@ def measure(directory: Path, *, prompts: int = PROMPTS, seed: int = 0) -> Figure
     """The figures of a model directory, in float32 on the CPU."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
     renderer = load_renderer(directory)
-    config = reverse_text.ReverseTextConfig(split="eval", num_tasks=prompts)
-    texts = list(reverse_text.texts(config))
+    config = reversing.Texts(split="eval", num_tasks=prompts)
+    texts = list(reversing.texts(config))
     asked = [renderer.render(reversal_prompt(text).messages) for text in texts]
     limit = 2 * config.max_chars + 40  # room for tags that are many tokens
     replies = [parsed.message.text for parsed in sample(model, renderer, asked, limit, seed=seed)]
@@ -48,13 +48,13 @@ def measure(directory: Path, *, prompts: int = PROMPTS, seed: int = 0) -> Figure
     offers = [tool_prompt(rng, vocabulary(held_out=True))[0] for _ in range(prompts)]
     offered = [renderer.render(offer.messages, offer.tools) for offer in offers]
     calls = sample(model, renderer, offered, 96, seed=seed)
-    answers = [reverse_text.answer(text) for text in texts]
+    answers = [reversing.answer(text) for text in texts]
     return Figures(
-        well_formed=_mean([reverse_text.well_formed(reply) for reply in replies]),
-        similarity=_mean(list(map(reverse_text.similarity, replies, answers))),
-        exact=_mean(list(map(reverse_text.exact, replies, answers))),
-        greedy_similarity=_mean(list(map(reverse_text.similarity, greedy, answers))),
-        greedy_exact=_mean(list(map(reverse_text.exact, greedy, answers))),
+        well_formed=_mean([reversing.well_formed(reply) for reply in replies]),
+        similarity=_mean(list(map(reversing.similarity, replies, answers))),
+        exact=_mean(list(map(reversing.exact, replies, answers))),
+        greedy_similarity=_mean(list(map(reversing.similarity, greedy, answers))),
+        greedy_exact=_mean(list(map(reversing.exact, greedy, answers))),
         tool_calls=_mean([_is_call(parsed) for parsed in calls]),
         offered_calls=_mean([_is_call(parsed) and _was_offered(parsed, made) for parsed, made in zip(calls, offered)]),
     )

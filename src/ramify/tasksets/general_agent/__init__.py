@@ -1,0 +1,118 @@
+"""general-agent: do what is asked in a small world, with its tools.
+
+A task owns a database and a goal in words. What counts is the database that is left at the end: it must equal the one
+that the known calls leave, however the agent got there.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+import ramify as rf
+from ramify.tasksets.drawing import distinct
+from ramify.tasksets.general_agent.hotel import Hotel
+from ramify.tasksets.general_agent.library import Library
+from ramify.tasksets.general_agent.shop import Shop
+from ramify.tasksets.general_agent.tickets import Tickets
+from ramify.tasksets.general_agent.world import Call, Goal, World
+from ramify.tasksets.gold import calls
+from ramify.trace import Message
+
+SYSTEM = "Do what is asked with the tools, in order and nothing more, then say that it is done."
+
+Domain = Literal["shop", "hotel", "library", "tickets"]
+WORLDS: dict[Domain, type[World]] = {"shop": Shop, "hotel": Hotel, "library": Library, "tickets": Tickets}
+
+
+class GeneralAgentConfig(rf.TasksetConfig):
+    """Which worlds, how large, and how much is asked."""
+
+    num_tasks: int = Field(default=1000, ge=1)
+    domains: tuple[Domain, ...] = Field(default=("shop", "hotel", "library", "tickets"), min_length=1)
+    min_goals: int = Field(default=1, ge=1)
+    max_goals: int = Field(default=2, ge=1, le=10)
+    """Things that one task asks for."""
+    num_rows: int = Field(default=6, ge=4, le=14)
+    """Rows in each table of a world, roughly."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "GeneralAgentConfig":
+        if self.min_goals > self.max_goals:
+            raise ValueError(f"min_goals is {self.min_goals}, above max_goals, which is {self.max_goals}")
+        return self
+
+
+class WorldTask(rf.Task):
+    """A world as it is found, and calls that do what is asked."""
+
+    domain: Domain
+    database: dict[str, Any]
+    calls: tuple[Call, ...]
+
+
+class GeneralAgent(rf.Taskset):
+    """Reach a goal in a small world of tables and tools."""
+
+    config: GeneralAgentConfig
+    task_type = WorldTask
+
+    def load(self) -> Iterator[WorldTask]:
+        config = self.config
+        few = "general-agent: num_tasks is {count}, but only {found} were found; allow more goals or rows"
+        return distinct(_draws(config), config.split, config.num_tasks, lambda task: str(task.prompt), few)
+
+    def tools(self, task: WorldTask, state: SimpleNamespace) -> list[Callable[..., Any]]:
+        """The tools of a world of this rollout's own."""
+        state.world = found(task)
+        return state.world.tools()
+
+    def finalize(self, trace: rf.Trace, state: SimpleNamespace) -> None:
+        trace.info["database"] = state.world.model_dump(mode="json")
+
+    @rf.reward
+    def reached(self, task: WorldTask, trace: rf.Trace) -> float:
+        """1 if the world is left as the known calls leave it, else 0."""
+        return float(trace.info["database"] == wanted(task).model_dump(mode="json"))
+
+    def gold(self, task: WorldTask) -> list[Message]:
+        return [*calls((call.tool, call.arguments) for call in task.calls), Message("assistant", "Done.")]
+
+
+def found(task: WorldTask) -> World:
+    """The world as the agent finds it."""
+    return WORLDS[task.domain].model_validate(task.database)
+
+
+def wanted(task: WorldTask) -> World:
+    """The world as the known calls leave it."""
+    world = found(task)
+    world.do(task.calls)
+    return world
+
+
+def _draws(config: GeneralAgentConfig) -> Iterator[WorldTask]:
+    rng = random.Random(f"general-agent {config.split} {config.seed}")
+    while True:
+        domain = rng.choice(config.domains)
+        world = WORLDS[domain].make(rng, config.num_rows)
+        database = world.model_dump(mode="json")
+        goals = [_goal(rng, world) for _ in range(rng.randint(config.min_goals, config.max_goals))]
+        words = [goal.words for goal in goals]
+        asked = words[0] if len(words) == 1 else "\n".join(f"{at}. {text}" for at, text in enumerate(words, 1))
+        if world.model_dump(mode="json") == database:
+            continue  # the goals undid each other: an agent that does nothing would be right
+        done = tuple(call for goal in goals for call in goal.calls)
+        yield WorldTask(prompt=asked, system=SYSTEM, domain=domain, database=database, calls=done)
+
+
+def _goal(rng: random.Random, world: World) -> Goal:
+    """A goal for the world as it is now; the world moves on to where the goal is reached."""
+    while True:
+        goal = rng.choice(world.goals)(world, rng)
+        if goal is not None:
+            world.do(goal.calls)
+            return goal

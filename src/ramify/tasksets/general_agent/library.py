@@ -1,0 +1,163 @@
+"""A library: members borrow books."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+from ramify.tasksets.general_agent.world import Goal, Refused, World, call, named, people, row
+
+KINDS = ("history", "secret", "garden", "letters", "shadow", "island", "winter", "journey")
+MATTERS = ("rivers", "bread", "stars", "clocks", "bridges", "birds", "silence", "gold", "maps", "rain")
+DAYS = 14  # a loan lasts, and a renewal adds
+
+
+class Book(BaseModel):
+    name: str
+    copies: int
+
+
+class Member(BaseModel):
+    name: str
+    fine: int
+
+
+class Loan(BaseModel):
+    member: str
+    book: str
+    due: int
+
+
+class Library(World):
+    """Books, members, and loans, keyed by member and book. Days are counted from today, which is 0."""
+
+    books: dict[str, Book]
+    members: dict[str, Member]
+    loans: dict[str, Loan]
+
+    @classmethod
+    def make(cls, rng: random.Random, size: int) -> "Library":
+        titles = rng.sample([f"The {kind} of {matter}".title() for kind in KINDS for matter in MATTERS], size)
+        books = {f"B{n}": Book(name=title, copies=rng.randint(0, 3)) for n, title in enumerate(titles)}
+        names = people(rng, size)
+        members = {f"M{n}": Member(name=name, fine=rng.choice([0, 0, 2, 5])) for n, name in enumerate(names)}
+        loans: dict[str, Loan] = {}
+        for _ in range(size):
+            member, book = rng.choice(list(members)), rng.choice(list(books))
+            loans[f"{member}{book}"] = Loan(member=member, book=book, due=rng.randint(1, DAYS))
+        return cls(books=books, members=members, loans=loans)
+
+    def tools(self) -> list[Callable[..., Any]]:
+        return [
+            self.find_member,
+            self.find_book,
+            self.list_loans,
+            self.lend_book,
+            self.return_book,
+            self.renew_loan,
+            self.pay_fine,
+        ]
+
+    def find_member(self, name: str) -> dict[str, Any]:
+        """Find a member by name."""
+        id = named(self.members, name, "member")
+        return {"member_id": id, **self.members[id].model_dump()}
+
+    def find_book(self, title: str) -> dict[str, Any]:
+        """Find a book by title."""
+        id = named(self.books, title, "book")
+        return {"book_id": id, **self.books[id].model_dump()}
+
+    def list_loans(self, member_id: str) -> dict[str, Any]:
+        """The books that a member has, with the day they are due."""
+        row(self.members, member_id, "member")
+        loans = [loan for loan in self.loans.values() if loan.member == member_id]
+        return {loan.book: {"title": self.books[loan.book].name, "due": loan.due} for loan in loans}
+
+    def lend_book(self, member_id: str, book_id: str) -> str:
+        """Lend a book to a member who owes no fine."""
+        member, book = row(self.members, member_id, "member"), row(self.books, book_id, "book")
+        if member.fine:
+            raise Refused(f"{member.name} has to pay a fine of {member.fine} first")
+        if not book.copies:
+            raise Refused(f"no copy of {book.name} is left")
+        if f"{member_id}{book_id}" in self.loans:
+            raise Refused(f"{member.name} has {book.name} already")
+        book.copies -= 1
+        self.loans[f"{member_id}{book_id}"] = Loan(member=member_id, book=book_id, due=DAYS)
+        return f"lent, due in {DAYS} days"
+
+    def return_book(self, member_id: str, book_id: str) -> str:
+        """Take back a book from a member."""
+        loan = self._loan(member_id, book_id)
+        self.books[loan.book].copies += 1
+        del self.loans[f"{member_id}{book_id}"]
+        return "returned"
+
+    def renew_loan(self, member_id: str, book_id: str) -> str:
+        """Give a member 14 more days with a book."""
+        loan = self._loan(member_id, book_id)
+        loan.due += DAYS
+        return f"due in {loan.due} days"
+
+    def pay_fine(self, member_id: str) -> str:
+        """Take the payment of a member's fine."""
+        member = row(self.members, member_id, "member")
+        if not member.fine:
+            raise Refused(f"{member.name} owes nothing")
+        member.fine = 0
+        return "paid"
+
+    def lending(self, rng: random.Random) -> Goal | None:
+        member, book = rng.choice(list(self.members)), rng.choice(list(self.books))
+        if not self.books[book].copies or f"{member}{book}" in self.loans:
+            return None
+        name, title = self.members[member].name, self.books[book].name
+        fine = self.members[member].fine
+        return Goal(
+            f"Lend {title} to {name}" + (", who has come to pay the fine too." if fine else "."),
+            (
+                call("find_member", name=name),
+                call("find_book", title=title),
+                *([call("pay_fine", member_id=member)] if fine else []),
+                call("lend_book", member_id=member, book_id=book),
+            ),
+        )
+
+    def returning(self, rng: random.Random) -> Goal | None:
+        if not self.loans:
+            return None
+        member = self.loans[rng.choice(list(self.loans))].member
+        name = self.members[member].name
+        books = [loan.book for loan in self.loans.values() if loan.member == member]
+        return Goal(
+            f"{name} brings back every book that is out on that name.",
+            (
+                call("find_member", name=name),
+                call("list_loans", member_id=member),
+                *(call("return_book", member_id=member, book_id=book) for book in books),
+            ),
+        )
+
+    def renewing(self, rng: random.Random) -> Goal | None:
+        if not self.loans:
+            return None
+        loan = self.loans[rng.choice(list(self.loans))]
+        name, title = self.members[loan.member].name, self.books[loan.book].name
+        return Goal(
+            f"Renew the loan of {title} for {name}.",
+            (
+                call("find_member", name=name),
+                call("list_loans", member_id=loan.member),
+                call("renew_loan", member_id=loan.member, book_id=loan.book),
+            ),
+        )
+
+    goals = (lending, returning, renewing)
+
+    def _loan(self, member_id: str, book_id: str) -> Loan:
+        member, book = row(self.members, member_id, "member"), row(self.books, book_id, "book")
+        if f"{member_id}{book_id}" not in self.loans:
+            raise Refused(f"{member.name} does not have {book.name}")
+        return self.loans[f"{member_id}{book_id}"]

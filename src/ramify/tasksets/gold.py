@@ -1,0 +1,15 @@
+"""The replies of a perfect agent that works with tools."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ramify.trace import Message, ToolCall
+
+
+def calls(wanted: Iterable[tuple[str, dict[str, Any]]]) -> list[Message]:
+    """One reply for each call, given as (tool, arguments)."""
+    return [
+        Message("assistant", tool_calls=(ToolCall(f"gold{number}", name, json.dumps(arguments)),))
+        for number, (name, arguments) in enumerate(wanted)
+    ]

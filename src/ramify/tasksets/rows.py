@@ -1,0 +1,96 @@
+"""The rows of a data file, or of a directory of them, as they are shared: jsonl, parquet, arrow.
+
+A Hugging Face dataset is a directory of such files, saved by `datasets` or downloaded; an id is looked up in the local
+cache and never downloaded. `datasets` itself is not needed to read one.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ramify.errors import ConfigInvalid
+
+Row = dict[str, Any]
+
+
+def rows(name: str, part: str | None = None) -> Iterator[Row]:
+    """The rows of a file, a directory or a dataset's id; `part` picks the files of one part, such as `test`."""
+    for file in _files(name, part):
+        yield from READERS[file.suffix](file)
+
+
+def _files(name: str, part: str | None) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise ConfigInvalid(f"dataset: {path} is not one of {', '.join(READERS)}")
+        return [path]
+    directory = path if path.is_dir() else _cached(name)
+    found = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
+    chosen = [file for file in found if part is None or part in _parts(file, directory)]
+    if not chosen:
+        there = ", ".join(sorted({word for file in found for word in _parts(file, directory)})) or "no data files"
+        raise ConfigInvalid(f"dataset: {name} has no {f'part {part!r}' if part else 'data files'}; it has {there}")
+    return chosen
+
+
+def _parts(file: Path, directory: Path) -> set[str]:
+    """The words by which a part is known: `train/data-0.arrow`, `data/train-00000-of-00002.parquet`, `train.jsonl`."""
+    return {*file.relative_to(directory).parts[:-1], file.stem.split("-")[0], file.stem}
+
+
+def _cached(name: str) -> Path:
+    """Where the local Hugging Face cache keeps the main revision of a dataset."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    entry = cache / f"datasets--{name.replace('/', '--')}"
+    main = entry / "refs" / "main"
+    found = entry / "snapshots" / main.read_text().strip() if main.is_file() else None
+    if found is None or not found.is_dir():
+        raise ConfigInvalid(
+            f"dataset: {name} is no file and no directory, and {entry} is not in the cache. Nothing is downloaded: "
+            f"run `hf download --repo-type dataset {name}`, or give a path"
+        )
+    return found
+
+
+def _jsonl(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigInvalid(f"dataset: {file}:{number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigInvalid(f"dataset: {file}:{number} is not a JSON object")
+            yield row
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    for batch in _arrow_module("pyarrow.parquet").ParquetFile(file).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _arrow(file: Path) -> Iterator[Row]:
+    with file.open("rb") as stream:
+        for batch in _arrow_module("pyarrow.ipc").open_stream(stream):
+            yield from batch.to_pylist()
+
+
+def _arrow_module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigInvalid("dataset: parquet and arrow files need pyarrow: pip install 'ramify[parquet]'") from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}

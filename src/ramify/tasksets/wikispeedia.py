@@ -1,0 +1,174 @@
+"""wikispeedia: get from one article to another by following links.
+
+Where the agent is lies in `trace.info["walk"]`, written by the tools as they move it. So the reward, a replay of the
+saved trace and a person who reads it all see the walk that happened.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+import ramify as rf
+from ramify.tasksets import articles
+from ramify.tasksets.drawing import distinct
+from ramify.tasksets.gold import calls
+from ramify.trace import Message
+
+SYSTEM = "Go from page to page by their links until you reach the target."
+
+
+class WikispeediaConfig(rf.TasksetConfig):
+    """The graph, and how far apart the ends of a way are.
+
+    `num_articles = 24, num_topics = 4, max_links = 6, min_dist = 1, max_dist = 3` is a world for a very small model.
+    """
+
+    num_tasks: int = Field(default=1000, ge=1)
+    min_dist: int = Field(default=3, ge=1)
+    """Clicks on the shortest way, at least."""
+    max_dist: int = Field(default=8, ge=1)
+    max_turns: int = Field(default=30, ge=1)
+    """Tool calls after which the walk ends."""
+    num_articles: int = Field(default=400, ge=1)
+    num_topics: int = Field(default=16, ge=1)
+    max_links: int = Field(default=30, ge=articles.MIN_LINKS, le=30)
+    """Links on a page, at most."""
+    text_chars: int = Field(default=0, ge=0)
+    """How much of an article's text a page shows."""
+    path: Path | None = None
+    """A directory with the SNAP Wikispeedia files, instead of the bundled graph; its sizes do not apply to it."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "WikispeediaConfig":
+        if self.min_dist > self.max_dist:
+            raise ValueError(f"min_dist is {self.min_dist}, above max_dist, which is {self.max_dist}")
+        return self
+
+
+class WalkTask(rf.Task):
+    """A way to find; `shortest` is how many clicks it needs."""
+
+    source: str
+    target: str
+    shortest: int
+
+
+class Wikispeedia(rf.Taskset):
+    """Navigate from article to article until the target is reached."""
+
+    config: WikispeediaConfig
+    task_type = WalkTask
+
+    @cached_property
+    def graph(self) -> articles.Graph:
+        config = self.config
+        if config.path is not None:
+            return articles.read(config.path, texts=config.text_chars > 0)
+        return articles.made(config.num_articles, config.num_topics, config.max_links)
+
+    def load(self) -> Iterator[WalkTask]:
+        few = (
+            "wikispeedia: num_tasks is {count}, but only {found} pairs at distances "
+            f"{self.config.min_dist} to {self.config.max_dist} were found; widen them or take a larger graph"
+        )
+        pairs = distinct(self._pairs(), self.config.split, self.config.num_tasks, _written, few)
+        for source, target, shortest in pairs:
+            prompt = f"Target: {target}\n{self.page(source)}"
+            yield WalkTask(prompt=prompt, system=SYSTEM, source=source, target=target, shortest=shortest)
+
+    def setup(self, task: WalkTask, trace: rf.Trace) -> None:
+        trace.info["walk"] = {"path": [task.source], "clicks": 0, "turns": 0}
+
+    @rf.tool
+    def click_link(self, article: str, task: WalkTask, trace: rf.Trace) -> str:
+        """Follow a link."""
+        walk = _take_turn(trace)
+        here = walk["path"][-1]
+        if here == task.target:
+            return f"You have reached {here}."
+        links = self.graph.links[here]
+        title = articles.find(article, links)
+        if title is None:
+            return "\n".join([f"error: {here} has no link {article!r}. Links:", *links])
+        walk["path"].append(title)
+        walk["clicks"] += 1
+        return f"You have reached {title}." if title == task.target else self.page(title)
+
+    @rf.tool
+    def go_back(self, task: WalkTask, trace: rf.Trace) -> str:
+        """Return to the page before."""
+        path = _take_turn(trace)["path"]
+        if path[-1] == task.target:
+            return f"You have reached {task.target}."
+        if len(path) == 1:
+            return f"error: {path[0]} is the first page, there is none before it."
+        path.pop()
+        return self.page(path[-1])
+
+    @rf.stop
+    def target_reached(self, task: WalkTask, trace: rf.Trace) -> bool:
+        return trace.info["walk"]["path"][-1] == task.target
+
+    @rf.stop
+    def out_of_turns(self, trace: rf.Trace) -> bool:
+        return trace.info["walk"]["turns"] >= self.config.max_turns
+
+    @rf.reward
+    def reached(self, task: WalkTask, trace: rf.Trace) -> float:
+        """1 at the target, else 0."""
+        return float(self.target_reached(task, trace))
+
+    @rf.metric
+    def clicks(self, trace: rf.Trace) -> float:
+        return float(trace.info["walk"]["clicks"])
+
+    @rf.metric
+    def shortest(self, task: WalkTask) -> float:
+        return float(task.shortest)
+
+    @rf.metric
+    def efficiency(self, task: WalkTask, trace: rf.Trace) -> float:
+        """shortest / clicks where the target was reached, else 0."""
+        return task.shortest / trace.info["walk"]["clicks"] if self.target_reached(task, trace) else 0.0
+
+    def gold(self, task: WalkTask) -> list[Message]:
+        way = articles.shortest_path(self.graph, task.source, task.target)
+        return calls(("click_link", {"article": title}) for title in way[1:])
+
+    def page(self, title: str) -> str:
+        """What the agent sees of an article."""
+        shown = self.graph.texts.get(title, "")[: self.config.text_chars]
+        return "\n".join([title, *([shown] if shown else []), "Links:", *self.graph.links[title]])
+
+    def _pairs(self) -> Iterator[tuple[str, str, int]]:
+        """Endless pairs with their distance; an article from which nothing is that far gives an empty target."""
+        rng = random.Random(f"wikispeedia {self.config.split} {self.config.seed}")
+        titles = sorted(self.graph.links)
+        known: dict[str, list[tuple[str, int]]] = {}
+        while True:
+            source = rng.choice(titles)
+            if source not in known:
+                known[source] = sorted(
+                    (title, away)
+                    for title, away in articles.distances(self.graph, source).items()
+                    if self.config.min_dist <= away <= self.config.max_dist
+                )
+            target, away = rng.choice(known[source]) if known[source] else ("", 0)
+            yield source, target, away
+
+
+def _written(pair: tuple[str, str, int]) -> str:
+    source, target, _ = pair
+    return f"{source} -> {target}" if target else ""
+
+
+def _take_turn(trace: rf.Trace) -> dict[str, Any]:
+    """The walk so far, with one more tool call counted."""
+    walk = trace.info["walk"]
+    walk["turns"] += 1
+    return walk

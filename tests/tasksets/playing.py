@@ -1,0 +1,57 @@
+"""A rollout without a model: given replies are played through the real hooks, tools and user of a taskset."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from ramify.env import Context, Task, Taskset, hooks_of
+from ramify.trace import Message, ToolCall, Trace
+
+
+def calling(tool: str, /, **arguments: object) -> Message:
+    """A reply that calls a tool."""
+    return Message("assistant", tool_calls=(ToolCall("call", tool, json.dumps(arguments)),))
+
+
+def said(trace: Trace, role: str) -> list[str]:
+    """What was said in a role."""
+    return [node.message.text for node in trace.nodes if node.message.role == role]
+
+
+def play(taskset: Taskset, task: Task, replies: str | Sequence[str | Message]) -> Trace:
+    """The scored trace of an agent that says just this."""
+    return asyncio.run(_play(taskset, task, [replies] if isinstance(replies, str) else replies))
+
+
+async def _play(taskset: Taskset, task: Task, replies: Sequence[str | Message]) -> Trace:
+    hooks, trace = hooks_of(taskset), Trace(id="played")
+    context = Context(task, trace)
+    if hooks.setup:
+        await hooks.setup(context)
+    tools, user = await hooks.toolset(context), await hooks.make_user(context)
+
+    def add(message: Message | None) -> bool:
+        if message is not None:
+            trace.add(len(trace.nodes) - 1, message)
+        return message is not None
+
+    if isinstance(task.prompt, str):
+        add(Message("user", task.prompt))
+    elif user:
+        add(await user.speak(context, reply=None, turn=0))
+    for turn, reply in enumerate(replies, 1):
+        message = Message("assistant", reply) if isinstance(reply, str) else reply
+        add(message)
+        for call in message.tool_calls:
+            add(await tools.call(call, context))
+        if any([await stop(context) for stop in hooks.stops]):
+            break
+        if not message.tool_calls and not (user and add(await user.speak(context, reply=message.text, turn=turn))):
+            break
+    if hooks.finalize:
+        await hooks.finalize(context)
+    for reward in hooks.rewards:
+        trace.rewards[reward.name] = (await reward(context), reward.weight)
+    for metric in hooks.metrics:
+        trace.metrics[metric.name] = await metric(context)
+    return trace

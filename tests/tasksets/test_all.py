@@ -1,0 +1,86 @@
+"""What every taskset keeps: the same tasks everywhere, splits that never meet, and a perfect agent that scores 1."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.env import plugin
+from tests.tasksets.playing import play
+
+EXAMPLES = max(6, settings.default.max_examples // 8) if settings.default else 6
+
+SIZES = {
+    "reverse-text": {"max_chars": st.integers(8, 40)},
+    "alphabet-sort": {"max_turns": st.integers(1, 4), "max_names": st.integers(1, 6)},
+    "wikispeedia": {"max_dist": st.integers(3, 9), "num_articles": st.sampled_from([200, 400])},
+    "wordle": {},
+    "arithmetic": {"max_steps": st.integers(2, 5), "max_number": st.integers(5, 50)},
+    "general-agent": {"max_goals": st.integers(1, 3), "num_rows": st.integers(4, 8)},
+}
+
+
+def first_tasks(id: str, count: int = 20, **settings: object) -> list:
+    return list(islice(plugin.build("taskset", {"id": id, **settings}).load(), count))
+
+
+def asked(id: str, task) -> str:
+    """What must not be in both splits."""
+    return str({"alphabet-sort": getattr(task, "turns", ""), "wordle": task.answer}.get(id, task.prompt))
+
+
+def test_another_process_with_another_hash_seed_makes_the_same_tasks():
+    code = (
+        "import json; from tests.tasksets.test_all import SIZES, first_tasks;"
+        "print(json.dumps({id: [task.wire() for task in first_tasks(id)] for id in SIZES}))"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "17"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, stdout=subprocess.PIPE, timeout=60)
+    assert json.loads(done.stdout) == {id: [task.wire() for task in first_tasks(id)] for id in SIZES}
+
+
+@pytest.mark.parametrize("id", SIZES)
+@given(data=st.data(), seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)))
+@settings(max_examples=EXAMPLES)
+def test_train_and_eval_share_no_task_whatever_the_config(id, data, seeds):
+    sizes = [{name: data.draw(values) for name, values in SIZES[id].items()} for _ in range(2)]
+    train = {asked(id, task) for task in first_tasks(id, 40, seed=seeds[0], **sizes[0])}
+    held = {asked(id, task) for task in first_tasks(id, 40, seed=seeds[1], split="eval", **sizes[1])}
+    assert len(train) == len(held) == 40
+    assert not train & held
+
+
+@pytest.mark.parametrize("id", SIZES)
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_perfect_agent_scores_one(id, split):
+    taskset = plugin.build("taskset", {"id": id, "split": split})
+    for task in islice(taskset.load(), 12):
+        assert play(taskset, task, taskset.gold(task)).reward == 1.0
+
+
+@pytest.mark.parametrize("id", SIZES)
+def test_another_seed_makes_other_tasks_and_fewer_are_the_first_of_more(id):
+    assert first_tasks(id, num_tasks=10) == first_tasks(id, num_tasks=15)[:10]
+    assert first_tasks(id, num_tasks=10) != first_tasks(id, num_tasks=10, seed=1)
+
+
+@pytest.mark.parametrize("id", SIZES)
+def test_tasks_differ_and_survive_the_wire(id):
+    tasks = first_tasks(id, 100)
+    assert len({task.identity for task in tasks}) == 100
+    kind = plugin.build("taskset", {"id": id}).task_type
+    assert [kind.read(task.wire()) for task in tasks] == tasks
+
+
+@pytest.mark.parametrize("id", SIZES)
+def test_saying_nothing_scores_nothing(id):
+    taskset = plugin.build("taskset", {"id": id})
+    for task in islice(taskset.load(), 5):
+        assert play(taskset, task, "").reward == 0.0

@@ -1,0 +1,117 @@
+"""arithmetic: stories whose result follows from their sentences, and answers compared as numbers."""
+
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from ramify.errors import ConfigInvalid
+from ramify.tasksets.arithmetic import SENTENCES, Arithmetic, ArithmeticConfig
+from ramify.tasksets.reading import boxed, same_value
+from tests.tasksets.playing import play
+
+
+def retold(story: str) -> int:
+    """The result, read back from the sentences."""
+    opening, *steps, _ = re.findall(r"[^.?]+[.?]", story)
+    count = int(re.findall(r"\d+", opening)[0])
+    for step in steps:
+        (number,) = map(int, re.findall(r"\d+", step))
+        shape = re.sub(r"\d+", "{n}", step.strip())
+        (operation,) = (name for name, sentences in SENTENCES.items() if shape in sentences)
+        if operation == "divide":
+            assert count % number == 0
+        count = {
+            "add": count + number,
+            "subtract": count - number,
+            "multiply": count * number,
+            "divide": count // number,
+        }[operation]
+        assert count >= 0
+    return count
+
+
+def test_the_answer_is_what_the_story_tells():
+    for task in Arithmetic().load():
+        assert int(task.answer) == retold(task.prompt)
+
+
+def test_stories_have_as_many_steps_as_asked():
+    tasks = Arithmetic(ArithmeticConfig(min_steps=3, max_steps=5, num_tasks=100)).load()
+    assert {len(re.findall(r"[.?]", task.prompt)) - 2 for task in tasks} == {3, 4, 5}
+
+
+def test_only_the_allowed_operations_are_told():
+    tasks = Arithmetic(ArithmeticConfig(operations=("add",), num_tasks=50)).load()
+    assert not any(word in task.prompt for task in tasks for word in ("taken", "sold", "lost", "times", "shared"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("\\boxed{42}", 1.0),
+        ("First 40, then 42: \\boxed{ 42 }.", 1.0),
+        ("\\boxed{40} no, \\boxed{42}", 1.0),
+        ("\\boxed{42} no, \\boxed{40}", 0.0),
+        ("$\\boxed{42.0}$", 1.0),
+        ("\\boxed{84/2}", 1.0),
+        ("\\boxed{\\frac{84}{2}}", 1.0),
+        ("\\boxed{42\\text{ apples}}", 1.0),
+        ("42", 0.0),
+        ("\\boxed{42", 0.0),
+        ("\\boxed{}", 0.0),
+        ("\\boxed{4 2x}", 0.0),
+        ("\\boxed{42.01}", 0.0),
+        ("\\boxed{1/0}", 0.0),
+        ("\\boxed{1e999999999}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_value_in_the_last_box_counts(reply, reward):
+    taskset = Arithmetic(ArithmeticConfig(num_tasks=1))
+    task = next(iter(taskset.load())).model_copy(update={"answer": "42"})
+    assert play(taskset, task, reply).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\\boxed{a{b}c} d}", "a{b}c"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{1}\\boxed{2", None),
+        ("", None),
+    ],
+)
+def test_braces_in_a_box_balance(text, found):
+    assert boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1,200", "1200", True),
+        ("0.5", "\\dfrac{1}{2}", True),
+        ("-\\frac{1}{2}", "-.5", True),
+        ("\\$5.00", "5", True),
+        ("(1, 2)", "(1,2)", True),
+        ("x + 1", "x+1", True),
+        ("1,2", "12", False),
+        ("x+1", "x+2", False),
+        ("", "", False),
+    ],
+)
+def test_answers_are_compared_by_value(one, other, same):
+    assert same_value(one, other) is same
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"min_steps": 9}, {"operations": ()}, {"operations": ("divide",)}, {"max_number": 1}]
+)
+def test_configs_without_stories_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        ArithmeticConfig(**wrong)
+
+
+def test_a_dead_end_is_noticed():
+    with pytest.raises(ConfigInvalid, match="only 0 were found"):
+        list(Arithmetic(ArithmeticConfig(operations=("multiply",), min_steps=40, max_steps=40)).load())

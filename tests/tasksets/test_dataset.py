@@ -1,0 +1,158 @@
+"""dataset: rows of files in several forms, columns by name, rewards by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ramify.errors import ConfigInvalid
+from ramify.tasksets.dataset import BOXED, Dataset, DatasetConfig, final
+from tests.tasksets.playing import play
+
+ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.\n#### {2 * n}"} for n in range(50)]
+GSM8K = {"prompt": "question", "reward": "boxed"}
+
+
+def jsonl(path: Path, rows=ROWS) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def dataset(path: object, **settings: object) -> Dataset:
+    return Dataset(DatasetConfig(path=str(path), **settings))
+
+
+def questions(taskset: Dataset) -> list[str]:
+    return [task.prompt for task in taskset.load()]
+
+
+def test_a_file_in_the_shape_of_gsm8k_needs_no_code(tmp_path):
+    taskset = dataset(jsonl(tmp_path / "rows.jsonl"), eval_share=0, **GSM8K)
+    tasks = list(taskset.load())
+    assert [task.prompt for task in tasks] == [row["question"] for row in ROWS]
+    assert {task.system for task in tasks} == {BOXED}
+    assert play(taskset, tasks[3], taskset.gold(tasks[3])).reward == 1.0
+    assert play(taskset, tasks[3], "\\boxed{6.0}").reward == 1.0
+    assert play(taskset, tasks[3], "\\boxed{7}").reward == 0.0
+    assert play(taskset, tasks[3], "6").reward == 0.0
+
+
+def test_a_solution_in_the_shape_of_math_is_judged_by_its_box(tmp_path):
+    row = {"problem": "Half of one?", "solution": "So it is $\\boxed{\\frac{1}{2}}$."}
+    taskset = dataset(
+        jsonl(tmp_path / "rows.jsonl", [row]), prompt="problem", answer="solution", reward="boxed", eval_share=0
+    )
+    (task,) = taskset.load()
+    assert play(taskset, task, "\\boxed{0.5}").reward == 1.0
+
+
+@pytest.mark.parametrize(("answer", "result"), [("a\n#### 7", "7"), ("so \\boxed{7}", "7"), (" 7 ", "7")])
+def test_the_result_of_a_worked_answer(answer, result):
+    assert final(answer) == result
+
+
+def test_exact_compares_the_whole_reply(tmp_path):
+    rows = [{"prompt": "Say yes.", "answer": "yes", "how": "Be brief."}]
+    taskset = dataset(jsonl(tmp_path / "rows.jsonl", rows), system="how", eval_share=0)
+    (task,) = taskset.load()
+    assert task.system == "Be brief."
+    assert [play(taskset, task, reply).reward for reply in ("yes", " yes\n", "Yes", "yes!", "")] == [1, 1, 0, 0, 0]
+    assert taskset.gold(task) == "yes"
+
+
+def test_a_function_of_your_own_sees_task_row_and_trace(tmp_path):
+    code = "def longer(task, trace):\n    return float(len(trace.last_reply) > task.row['length'])\n"
+    (tmp_path / "mine.py").write_text(code)
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "Talk.", "answer": None, "length": 3}])
+    taskset = dataset(path, reward=f"{tmp_path}/mine.py:longer", eval_share=0)
+    (task,) = taskset.load()
+    assert [play(taskset, task, reply).reward for reply in ("abc", "abcd")] == [0.0, 1.0]
+    assert taskset.gold(task) is None
+
+
+@pytest.mark.parametrize(("reward", "told"), [("nowhere.py:f", "no file nowhere.py"), ("{}:g", "no function 'g'")])
+def test_a_reward_that_is_not_there_is_an_error(tmp_path, reward, told):
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(ConfigInvalid, match=told):
+        dataset("rows.jsonl", reward=reward.format(tmp_path / "mine.py"))
+
+
+def test_an_unknown_reward_is_refused():
+    with pytest.raises(ValidationError, match="'exact', 'boxed' or"):
+        DatasetConfig(path="rows.jsonl", reward="exakt")
+
+
+@given(count=st.integers(1, 60), share=st.floats(0, 1))
+def test_rows_are_in_one_split_each_by_their_prompt(tmp_path_factory, count, share):
+    rows = [{"prompt": f"Row {n}", "answer": n} for n in range(count)]
+    path = jsonl(tmp_path_factory.getbasetemp() / "split.jsonl", rows)
+    train, held = (questions(dataset(path, split=split, eval_share=share)) for split in ("train", "eval"))
+    assert sorted(train + held) == sorted(row["prompt"] for row in rows)
+
+
+def test_messages_are_a_prompt_too_and_equal_rows_are_one_task(tmp_path):
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "?"},
+        {"role": "user", "content": "Go"},
+    ]
+    rows = [{"prompt": messages, "answer": "x"}, {"prompt": messages, "answer": "x"}]
+    (task,) = dataset(jsonl(tmp_path / "rows.jsonl", rows), eval_share=0).load()
+    assert task.prompt == tuple(messages)
+
+
+def test_parquet_and_saved_datasets_are_read(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.Table.from_pylist(ROWS)
+    data = tmp_path / "downloaded" / "data"
+    data.mkdir(parents=True)
+    pytest.importorskip("pyarrow.parquet").write_table(table, data / "train-00000-of-00001.parquet")
+    saved = tmp_path / "saved" / "test"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text("{\n}")
+    with (
+        pa.OSFile(str(saved / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    expected = [row["question"] for row in ROWS]
+    assert questions(dataset(data / "train-00000-of-00001.parquet", eval_share=0, **GSM8K)) == expected
+    assert questions(dataset(tmp_path / "downloaded", part="train", eval_share=0, **GSM8K)) == expected
+    assert questions(dataset(tmp_path / "saved", part="test", eval_share=0, **GSM8K)) == expected
+    with pytest.raises(ConfigInvalid, match="no part 'validation'"):
+        questions(dataset(tmp_path / "saved", part="validation", **GSM8K))
+
+
+def test_an_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    entry = tmp_path / "datasets--some--rows"
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text("abc")
+    (entry / "snapshots" / "abc").mkdir(parents=True)
+    jsonl(entry / "snapshots" / "abc" / "test.jsonl")
+    assert len(questions(dataset("some/rows", part="test", eval_share=0, **GSM8K))) == len(ROWS)
+    with pytest.raises(ConfigInvalid, match="Nothing is downloaded"):
+        questions(dataset("other/rows", **GSM8K))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"prompt": "a"', r"rows\.jsonl:1 is not JSON"),
+        ("[1]", r"rows\.jsonl:1 is not a JSON object"),
+        ('{"question": "a"}', "no column 'prompt'; it has question"),
+        ('{"prompt": 7}', "neither text nor messages"),
+    ],
+)
+def test_rows_that_cannot_be_tasks_are_named(tmp_path, text, told):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ConfigInvalid, match=told):
+        questions(dataset(tmp_path / "rows.jsonl", eval_share=0))
+
+
+def test_num_tasks_takes_the_first_rows(tmp_path):
+    taskset = dataset(jsonl(tmp_path / "rows.jsonl"), eval_share=0, num_tasks=3, **GSM8K)
+    assert questions(taskset) == [row["question"] for row in ROWS[:3]]

@@ -1,0 +1,117 @@
+"""general-agent: what counts is the database that is left."""
+
+import pytest
+
+from ramify.tasksets.general_agent import WORLDS, GeneralAgent, GeneralAgentConfig, found, wanted
+from ramify.tasksets.general_agent.world import Refused, call
+from ramify.trace import Message, ToolCall
+from tests.tasksets.playing import calling, play, said
+
+WRITES = {
+    "shop": {"place_order", "cancel_order", "move_customer"},
+    "hotel": {"book_room", "cancel_stay", "move_stay"},
+    "library": {"lend_book", "return_book", "renew_loan", "pay_fine"},
+    "tickets": {"assign_ticket", "close_ticket", "reopen_ticket"},
+}
+
+
+def tasks(domain: str, count: int = 30, **settings: object):
+    return list(GeneralAgent(GeneralAgentConfig(domains=(domain,), num_tasks=count, **settings)).load())
+
+
+def plain(world) -> dict:
+    return world.model_dump(mode="json")
+
+
+@pytest.mark.parametrize("domain", WORLDS)
+def test_doing_nothing_leaves_the_goal_unreached(domain):
+    for task in tasks(domain):
+        assert plain(wanted(task)) != task.database
+        assert play(GeneralAgent(), task, "Done.").reward == 0.0
+
+
+@pytest.mark.parametrize("domain", WORLDS)
+def test_only_the_calls_that_write_are_needed(domain):
+    for task in tasks(domain):
+        replies = [calling(step.tool, **step.arguments) for step in task.calls if step.tool in WRITES[domain]]
+        assert play(GeneralAgent(), task, [*replies, "Done."]).reward == 1.0
+
+
+@pytest.mark.parametrize("domain", WORLDS)
+def test_a_call_too_few_misses_the_goal_and_a_refused_one_does_no_harm(domain):
+    refused = calling(sorted(WRITES[domain])[0])  # without arguments
+    for task in tasks(domain, 10, max_goals=1):
+        *gold, done = GeneralAgent().gold(task)
+        assert play(GeneralAgent(), task, [*gold[:-1], done]).reward == 0.0
+        assert play(GeneralAgent(), task, [*gold, refused, done]).reward == 1.0
+
+
+def test_something_done_beside_the_goal_is_not_the_goal():
+    for task in tasks("shop", 10):
+        *gold, done = GeneralAgent().gold(task)
+        beside = calling("move_customer", customer_id="C0", city="Nowhere")
+        assert play(GeneralAgent(), task, [*gold, beside, done]).reward == 0.0
+
+
+@pytest.mark.parametrize("domain", WORLDS)
+def test_the_words_name_everything_that_reading_does_not_tell(domain):
+    """Every argument of a known call is in the words, in what a tool answered, or a state of the world by name."""
+    for task in tasks(domain):
+        world = found(task)
+        told = str(task.prompt)
+        for step in task.calls:
+            fresh = {"status"}
+            for name, value in step.arguments.items():
+                assert name in fresh or str(value) in told, (task.prompt, step)
+            tool = {method.__name__: method for method in world.tools()}[step.tool]
+            told += str(tool(**step.arguments)) + str(step.arguments)
+
+
+@pytest.mark.parametrize("domain", WORLDS)
+def test_a_tool_that_refuses_changes_nothing(domain):
+    for task in tasks(domain, 10):
+        world = found(task)
+        for step in (step for step in task.calls if step.tool in WRITES[domain]):
+            wrong = call(
+                step.tool, **{name: "?" if isinstance(value, str) else -1 for name, value in step.arguments.items()}
+            )
+            with pytest.raises(Refused):
+                world.do([wrong])
+        assert plain(world) == task.database
+
+
+@pytest.mark.parametrize("domain", WORLDS)
+def test_every_goal_of_a_domain_is_asked(domain):
+    asked = {step.tool for task in tasks(domain, 150) for step in task.calls}
+    assert WRITES[domain] <= asked
+
+
+def test_tool_errors_are_text_that_the_agent_can_go_on_from():
+    taskset, (task,) = GeneralAgent(), tasks("library", 1)
+    wrong = [
+        calling("find_member", name="Nobody"),
+        calling("pay_fine"),
+        calling("burn_book", book_id="B0"),
+        Message("assistant", tool_calls=(ToolCall("x", "find_book", "{not json"),)),
+    ]
+    trace = play(taskset, task, [*wrong, *taskset.gold(task)])
+    assert all(text.startswith("error:") for text in said(trace, "tool")[:4])
+    assert "no member called 'Nobody'" in said(trace, "tool")[0]
+    assert trace.reward == 1.0
+
+
+def test_two_rollouts_of_a_task_have_worlds_of_their_own():
+    taskset, (task,) = GeneralAgent(), tasks("shop", 1)
+    assert play(taskset, task, taskset.gold(task)).reward == 1.0
+    assert play(taskset, task, "Done.").reward == 0.0
+    assert play(taskset, task, taskset.gold(task)).reward == 1.0
+
+
+def test_several_goals_are_numbered():
+    (task,) = tasks("hotel", 1, min_goals=3, max_goals=3)
+    assert [line[:2] for line in task.prompt.splitlines()] == ["1.", "2.", "3."]
+
+
+def test_the_database_is_left_in_the_trace():
+    taskset, (task,) = GeneralAgent(), tasks("tickets", 1)
+    assert play(taskset, task, taskset.gold(task)).info["database"] == plain(wanted(task))

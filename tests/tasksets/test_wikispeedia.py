@@ -1,0 +1,191 @@
+"""wikispeedia: a graph that can be walked, tools that move only along links, distances that are right."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ramify
+from ramify.errors import ConfigInvalid
+from ramify.render import load_renderer
+from ramify.tasksets.articles import Graph, distances, find, made, read, shortest_path
+from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
+from ramify.trace import Message
+from tests.tasksets.playing import calling, play, said
+
+SMALL = {"num_articles": 24, "num_topics": 4, "max_links": 6, "min_dist": 1, "max_dist": 3, "num_tasks": 40}
+TITLES = "abcdefgh"
+GRAPHS = st.fixed_dictionaries({title: st.sets(st.sampled_from(TITLES), max_size=3) for title in TITLES})
+
+LINKS = """\
+# a comment, as in the published file
+
+A_Tale\tBread
+Bread\tCaf%C3%A9
+Caf%C3%A9\tDoor
+Door\tA_Tale
+Bread\tA_Tale
+"""
+
+
+def by_relaxing(links: dict[str, set[str]], source: str) -> dict[str, int]:
+    """Distances the slow way: shorten every edge until nothing changes."""
+    away = {source: 0}
+    for _ in links:
+        for here in [title for title in links if title in away]:
+            for there in links[here]:
+                away[there] = min(away.get(there, 99), away[here] + 1)
+    return away
+
+
+@given(links=GRAPHS)
+def test_distances_and_paths_are_shortest(links):
+    graph = Graph({title: tuple(sorted(found)) for title, found in links.items()}, {})
+    expected = by_relaxing(links, "a")
+    assert distances(graph, "a") == expected
+    for target in TITLES:
+        way = shortest_path(graph, "a", target)
+        assert len(way) - 1 == expected.get(target, -1)
+        assert all(there in links[here] for here, there in pairwise(way))
+
+
+@given(topics=st.integers(1, 16), each=st.integers(4, 26), max_links=st.integers(3, 30))
+def test_every_made_graph_is_connected_and_keeps_to_its_degrees(topics, each, max_links):
+    graph = made(topics * each, topics, max_links)
+    assert len(graph.links) == topics * each
+    for title, links in graph.links.items():
+        assert 3 <= len(links) <= max_links
+        assert list(links) == sorted(set(links) - {title})
+    assert all(len(distances(graph, title)) == len(graph.links) for title in list(graph.links)[:5])
+
+
+def test_the_default_graph_has_long_ways():
+    taskset = Wikispeedia()
+    tasks = list(taskset.load())
+    assert {task.shortest for task in tasks} == set(range(3, 9))
+    for task in tasks[:50]:
+        assert distances(taskset.graph, task.source)[task.target] == task.shortest
+
+
+@pytest.mark.parametrize("wrong", [(10, 4), (500, 16), (40, 17)])
+def test_sizes_that_the_topics_do_not_give_are_refused(wrong):
+    with pytest.raises(ConfigInvalid, match=f"found {wrong[0]}"):
+        made(*wrong, 30)
+
+
+def test_more_pairs_than_there_are_is_an_error():
+    with pytest.raises(ConfigInvalid, match="at distances 1 to 3"):
+        list(Wikispeedia(WikispeediaConfig(**SMALL | {"num_tasks": 2000})).load())
+
+
+@pytest.mark.parametrize("name", ["Bronze Age", "Bronze_Age", "bronze age", "BRONZE_AGE", " Bronze Age"])
+def test_a_link_is_found_with_underscores_and_in_any_case(name):
+    assert find(name, ("Bread", "Bronze Age")) == "Bronze Age"
+
+
+def test_an_exact_title_wins_over_another_in_other_case():
+    assert find("turkey", ("Turkey", "turkey")) == "turkey"
+    assert find("Bronze", ("Bronze Age",)) is None
+
+
+@pytest.fixture
+def snap(tmp_path: Path) -> Wikispeedia:
+    (tmp_path / "articles.tsv").write_text("# names\n\nA_Tale\nBread\nCaf%C3%A9\nDoor\n")
+    (tmp_path / "links.tsv").write_text(LINKS)
+    return Wikispeedia(WikispeediaConfig(path=tmp_path, num_tasks=1, min_dist=3, max_dist=3))
+
+
+@pytest.fixture
+def tale(snap):
+    task = next(task for task in pairs(snap) if task.source == "A Tale")
+    assert (task.target, task.shortest) == ("Door", 3)
+    return task
+
+
+def pairs(taskset):
+    for split in ("train", "eval"):
+        for seed in range(20):
+            config = taskset.config.model_copy(update={"split": split, "seed": seed})
+            yield from Wikispeedia(config).load()
+
+
+def test_snap_files_are_read_with_their_escapes_and_comments(snap):
+    assert snap.graph.links == {
+        "A Tale": ("Bread",),
+        "Bread": ("A Tale", "Café"),
+        "Café": ("Door",),
+        "Door": ("A Tale",),
+    }
+
+
+def test_a_page_shows_title_and_sorted_links_and_text_if_asked(snap, tmp_path):
+    assert snap.page("Bread") == "Bread\nLinks:\nA Tale\nCafé"
+    (tmp_path / "plaintext_articles").mkdir()
+    (tmp_path / "plaintext_articles" / "Bread.txt").write_text("Bread is\n baked.")
+    assert read(tmp_path, texts=True).texts["Bread"] == "Bread is baked."
+    config = snap.config.model_copy(update={"text_chars": 8})
+    assert Wikispeedia(config).page("Bread") == "Bread\nBread is\nLinks:\nA Tale\nCafé"
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigInvalid, match=r"articles\.tsv"):
+        read(tmp_path, texts=False)
+
+
+def test_the_shortest_way_has_efficiency_one(snap, tale):
+    trace = play(snap, tale, [calling("click_link", article=title) for title in ("bread", "Café", "Door")])
+    assert trace.reward == 1.0
+    assert trace.metrics == {"clicks": 3.0, "shortest": 3.0, "efficiency": 1.0}
+    assert said(trace, "tool")[-1] == "You have reached Door."
+
+
+def test_a_wrong_link_is_answered_with_the_links_and_does_not_move(snap, tale):
+    trace = play(snap, tale, [calling("click_link", article="Door"), calling("click_link", article="Bread")])
+    assert said(trace, "tool")[0] == "error: A Tale has no link 'Door'. Links:\nBread"
+    assert trace.info["walk"] == {"path": ["A Tale", "Bread"], "clicks": 1, "turns": 2}
+    assert (trace.reward, trace.metrics["efficiency"]) == (0.0, 0.0)
+
+
+def test_going_back_and_detours_cost_clicks(snap, tale):
+    way = [("click_link", "Bread"), ("go_back", None), ("go_back", None), ("click_link", "Bread")]
+    way += [("click_link", "A Tale"), ("click_link", "Bread"), ("click_link", "Café"), ("click_link", "Door")]
+    replies = [calling(name, **({"article": title} if title else {})) for name, title in way]
+    trace = play(snap, tale, replies)
+    assert "is the first page" in said(trace, "tool")[2]
+    assert trace.metrics == {"clicks": 6.0, "shortest": 3.0, "efficiency": 0.5}
+
+
+def test_reaching_the_target_ends_the_walk_even_in_the_middle_of_a_reply(snap, tale):
+    three = [calling("click_link", article=title).tool_calls[0] for title in ("Bread", "Café", "Door", "A Tale")]
+    back = calling("go_back").tool_calls[0]
+    trace = play(snap, tale, [Message("assistant", tool_calls=(*three, back)), "never said"])
+    assert (trace.reward, trace.metrics["clicks"]) == (1.0, 3.0)
+    assert len(said(trace, "assistant")) == 1
+
+
+def test_the_walk_ends_when_its_turns_are_used_up(snap, tale):
+    snap.config = snap.config.model_copy(update={"max_turns": 2})
+    trace = play(snap, tale, [calling("click_link", article=title) for title in ("Bread", "Café", "Door")])
+    assert (trace.reward, trace.metrics["clicks"]) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "reply", ["I click Bread.", calling("click", article="Bread"), calling("click_link", page="x")]
+)
+def test_a_malformed_reply_moves_nothing(snap, tale, reply):
+    trace = play(snap, tale, [reply])
+    assert trace.info["walk"]["path"] == ["A Tale"]
+    assert trace.reward == 0.0
+
+
+def test_a_perfect_walk_in_the_small_world_fits_the_small_model():
+    renderer = load_renderer(Path(ramify.__file__).parent / "models" / "tiny")
+    taskset = Wikispeedia(WikispeediaConfig(**SMALL))
+    pages = [taskset.page(title) for title in taskset.graph.links]
+    assert max(map(len, pages)) < 100
+    for task in list(taskset.load())[:5]:
+        trace = play(taskset, task, taskset.gold(task))
+        messages = [Message("system", task.system), *(node.message for node in trace.nodes)]
+        assert len(renderer.render(messages).ids) < 1024

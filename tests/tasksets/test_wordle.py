@@ -1,0 +1,127 @@
+"""wordle: marks with the right multiplicity, six guesses, one warning."""
+
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.errors import ConfigInvalid
+from ramify.tasksets.wordle import Wordle, WordleConfig, feedback, guess_of, play, words
+from tests.tasksets import playing
+
+TASK = next(iter(Wordle().load())).model_copy(update={"answer": "crane"})
+LETTERS = st.text("abc", min_size=5, max_size=5)  # few letters, so that they repeat
+
+
+def marks_by_rules(guess: str, secret: str) -> str:
+    """The slow way: greens take their letters off the secret, then yellows do, from the left."""
+    marks, left = ["X"] * 5, list(secret)
+    for at in range(5):
+        if guess[at] == secret[at]:
+            marks[at] = "G"
+            left.remove(guess[at])
+    for at in range(5):
+        if marks[at] == "X" and guess[at] in left:
+            marks[at] = "Y"
+            left.remove(guess[at])
+    return "".join(marks)
+
+
+@given(guess=LETTERS, secret=LETTERS)
+def test_marks_are_those_of_the_rules(guess, secret):
+    assert feedback(guess, secret) == marks_by_rules(guess, secret)
+
+
+@pytest.mark.parametrize(
+    ("guess", "secret", "marks"),
+    [
+        ("crane", "crane", "GGGGG"),
+        ("eerie", "crane", "XXYXG"),
+        ("allow", "llama", "YGYXX"),
+        ("level", "crane", "XYXXX"),
+        ("light", "crane", "XXXXX"),
+    ],
+)
+def test_marks_of_repeated_letters(guess, secret, marks):
+    assert feedback(guess, secret) == marks
+
+
+@pytest.mark.parametrize(
+    ("reply", "guess"),
+    [
+        ("[crane]", "crane"),
+        ("I say [CRANE], not [slate].", "crane"),
+        ("[1] my guess: [slate]", "slate"),
+        ("crane", None),
+        ("[]", None),
+        ("[crane", None),
+        ("", None),
+    ],
+)
+def test_the_first_word_in_brackets_is_the_guess(reply, guess):
+    assert guess_of(reply) == guess
+
+
+def test_a_win_scores_one_however_long_it_took():
+    game = play("crane", ["[light]", "[slate]", "[crane]"])
+    assert (game.won, game.over, game.score, len(game.guesses)) == (True, True, 1.0, 3)
+
+
+def test_a_loss_scores_the_latest_valid_guess():
+    wrong = ["[light]", "[moist]", "[bread]", "[plumb]", "[drink]", "[brake]"]
+    game = play("crane", wrong)
+    assert (game.over, game.won) == (True, False)
+    assert game.marks == "XGGXG"
+    assert game.score == pytest.approx(3 / 5)
+
+
+def test_yellows_are_worth_half():
+    assert play("crane", ["[eaten]"]).marks == "YYXXY"
+    assert play("crane", ["[eaten]"]).score == pytest.approx(0.5 * 3 / 5)
+
+
+@pytest.mark.parametrize("invalid", ["crane", "[cranes]", "[xxxxx]", "[light]"])
+def test_one_invalid_guess_is_warned_about_and_a_second_in_a_row_ends_the_game(invalid):
+    warned = play("crane", ["[light]", invalid])
+    assert (warned.over, bool(warned.problem), warned.guesses) == (False, True, ("light",))
+    assert play("crane", ["[light]", invalid, "[crane]"]).won
+    assert play("crane", ["[light]", invalid, invalid]).over
+    assert not play("crane", ["[light]", invalid, "[slate]", invalid]).over
+
+
+def test_the_score_after_two_invalid_guesses_is_that_of_the_valid_one_before():
+    assert play("crane", ["[slate]", "?", "?", "[crane]"]).score == pytest.approx(2 / 5)
+    assert play("crane", ["?", "?"]).score == 0.0
+
+
+def test_invalid_guesses_cost_no_guess():
+    replies = [word for guess in ["light", "moist", "bread", "plumb", "drink", "crane"] for word in ("?", f"[{guess}]")]
+    assert play("crane", replies).won
+
+
+def test_the_host_answers_with_marks_and_warnings_until_the_end():
+    trace = playing.play(Wordle(), TASK, ["[slate]", "hm", "[crane]", "[light]"])
+    opening, marks, warning = playing.said(trace, "user")
+    assert opening == TASK.prompt
+    assert marks == "SLATE\nXXGXG"
+    assert "[word]" in warning
+    assert len(playing.said(trace, "assistant")) == 3
+    assert (trace.reward, trace.metrics) == (1.0, {"guesses": 2.0})
+
+
+def test_the_list_is_plain_sorted_and_long():
+    assert len(words()) >= 500
+    assert list(words()) == sorted(set(words()))
+    assert all(len(word) == 5 and set(word) <= set(string.ascii_lowercase) for word in words())
+
+
+def test_every_word_is_in_one_split():
+    train, held = ({task.answer for task in Wordle(WordleConfig(split=split)).load()} for split in ("train", "eval"))
+    assert train | held == set(words())
+    assert not train & held
+
+
+def test_more_secrets_than_words_is_an_error():
+    with pytest.raises(ConfigInvalid, match="num_tasks is 5000"):
+        list(Wordle(WordleConfig(num_tasks=5000)).load())
