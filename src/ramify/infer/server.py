@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -102,7 +103,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
     }
     routes = [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
     routes += [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
-    handlers: dict[Any, Any] = {RamifyError: _refused, ClientGone: _gone}
+    handlers: dict[Any, Any] = {RamifyError: _refused, ClientGone: _gone, ClientDisconnect: _gone}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -112,7 +113,7 @@ async def _refused(_: HttpRequest, error: RamifyError) -> Response:
     return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 503 else None)
 
 
-async def _gone(_: HttpRequest, __: ClientGone) -> Response:
+async def _gone(_: HttpRequest, __: ClientGone | ClientDisconnect) -> Response:
     return Response(status_code=499)
 
 
