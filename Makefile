@@ -6,11 +6,15 @@ VERIFIERS_PYTHON ?=
 # A second interpreter with vLLM installed, for `test-vllm` and benchmarks; docs/inference.md says how to make one.
 VLLM_PYTHON ?=
 
+# A second interpreter with `trl` installed, for the benchmarks that compare against it.
+TRL_PYTHON ?=
+
 # SmolLM2-135M-Instruct as a Hugging Face directory, for the benchmarks that run it.
 SMOLLM2 ?=
 
 COMPETITORS := $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) \
-	$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
+	$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
+	$(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 BIN := .venv/bin
 STAMP := .venv/.installed

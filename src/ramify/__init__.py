@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ramify.env import tool as tool
     from ramify.evals import evaluate as evaluate
     from ramify.harness import Harness as Harness
+    from ramify.launch import rl as rl
     from ramify.runtime import Runtime as Runtime
     from ramify.trace import Trace as Trace
 
@@ -40,6 +41,7 @@ _FACE = {
     "group_reward": "ramify.env",
     "metric": "ramify.env",
     "reward": "ramify.env",
+    "rl": "ramify.launch",
     "stop": "ramify.env",
     "tool": "ramify.env",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "group_reward",
     "metric",
     "reward",
+    "rl",
     "stop",
     "tool",
 ]

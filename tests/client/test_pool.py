@@ -305,3 +305,11 @@ async def test_weights_of_vllm_are_labelled_and_each_token_knows_its_label():
         done = await client.generate([1], SAMPLING)
         assert fake.label == "mine@1.5"
         assert [(run.policy, run.incarnation, run.step, run.count) for run in done.versions] == [("mine", 1, 5, 3)]
+
+
+@bounded
+async def test_a_call_on_a_closed_client_fails_at_once():
+    async with connected(Fake()) as client:
+        pass
+    with pytest.raises(ProviderError, match="closed"):
+        await client.generate([1, 2], Sampling(max_tokens=1))

@@ -1,6 +1,9 @@
 """The model that ships with the package: an ordinary directory, that writes the formats and has little skill."""
 
+import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -60,6 +63,73 @@ def test_it_is_small_and_says_how_it_was_built():
     assert figures["tool_calls"] >= 0.80
 
 
+def test_it_can_begin_every_taskset_that_it_is_trained_on():
+    """A policy that never scores learns nothing: each taskset gets its format, and some reward to tell apart."""
+    figures = json.loads((TINY / "ramify.json").read_text())["figures"]
+    assert figures["walk_calls"] >= 0.9
+    assert figures["walk_links"] >= 0.5
+    assert 0.1 <= figures["walk_reached"] <= 0.5
+    assert figures["sort_tagged"] >= 0.9
+    assert 0.1 <= figures["sort_reward"] <= 0.5
+    assert figures["guess_valid"] >= 0.6
+    assert 0.1 <= figures["guess_reward"] <= 0.4
+    assert figures["guess_spread"] >= 0.03
+
+
+def test_the_recipe_loads_no_environment_until_it_builds():
+    parts = ("build", "conversation", "corpus", "drills", "files", "games", "measure", "playing", "start", "train")
+    code = f"""
+import sys
+from importlib import import_module
+for part in {parts!r}:
+    import_module(f"ramify.model.recipe.{{part}}")
+sys.exit(any(name in sys.modules for name in ("ramify.env", "ramify.rollout", "ramify.infer")))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_no_conversation_to_learn_from_is_of_an_eval_split():
+    from itertools import islice
+
+    from ramify.model.recipe.corpus import conversations
+    from ramify.tasksets.drawing import split_of
+    from ramify.tasksets.reversing import SYSTEM as REVERSING
+    from ramify.tasksets.wikispeedia import SYSTEM as WALKING
+
+    seen = set[str]()
+    for made in islice(conversations(7), 300):
+        first = made.messages[0].text
+        asked = [message.text for message in made.messages if message.role == "user"]
+        if first == REVERSING:
+            assert {split_of(text) for text in asked} == {"train"}
+        elif first == WALKING:
+            target, source = asked[0].removeprefix("Target: ").split("\n")[:2]
+            assert split_of(f"{source} -> {target}") == "train"
+        else:
+            continue
+        seen.add(first)
+    assert seen == {REVERSING, WALKING}
+
+
+def test_heads_look_back_before_any_training():
+    """The start that copying is learned from: the first layer attends one, two and three characters back."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from ramify.model.recipe.files import model_config
+    from ramify.model.recipe.start import BACK, prepare
+
+    config = model_config()
+    config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage] - the only one that shows what it attends to
+    torch.manual_seed(0)
+    fresh = LlamaForCausalLM(config).float().eval()
+    prepare(fresh, seed=0)
+    with torch.no_grad():
+        shown = fresh(torch.randint(0, 256, (1, 64)), output_attentions=True, use_cache=False).attentions[0][0]
+    for head in range(BACK):
+        assert torch.diagonal(shown[head], -(head + 1)).mean() > 0.8
+
+
 @given(TEXTS)
 def test_any_text_comes_back_from_its_tokens(text):
     from ramify.render import FileTokenizer
@@ -101,13 +171,28 @@ def test_a_tool_call_comes_back_as_it_was_written():
     assert not parsed.problems
 
 
-def test_sampled_replies_are_well_formed(model):
+def test_sampled_replies_are_well_formed():
+    from ramify.client import Sampling
     from ramify.model.recipe.corpus import reversal_prompt
-    from ramify.model.recipe.measure import sample
-    from ramify.tasksets.reverse_text import ReverseTextConfig, texts, well_formed
+    from ramify.model.recipe.playing import playing
+    from ramify.tasksets.reversing import Texts, texts, well_formed
 
-    config = ReverseTextConfig(split="eval", num_tasks=32, seed=1)
+    config = Texts(split="eval", num_tasks=32, seed=1)
     prompts = [RENDERER.render(reversal_prompt(text).messages) for text in texts(config)]
-    replies = [parsed.message.text for parsed in sample(model, RENDERER, prompts, 32, seed=0)]
+    with playing(TINY) as player:
+        parsed = asyncio.run(player.replies(prompts, Sampling(max_tokens=32)))
+    replies = [one.message.text for one in parsed]
     assert sum(map(well_formed, replies)) >= 0.9 * len(replies)
     assert len(set(replies)) > len(replies) / 2
+
+
+def test_a_rollout_of_it_calls_tools_over_several_turns():
+    from ramify.model.recipe.measure import WIKISPEEDIA
+    from ramify.model.recipe.playing import playing
+
+    with playing(TINY) as player:
+        groups = asyncio.run(player.rollouts(WIKISPEEDIA, 4, 2))
+    assert [len(group) for group in groups] == [2] * 4
+    traces = [trace for group in groups for trace in group]
+    assert all(trace.reward is not None for trace in traces)
+    assert max(len(trace.nodes) for trace in traces) > 4

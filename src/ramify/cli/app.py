@@ -24,13 +24,21 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "rl": Command("ramify.cli.rl", "train a model on environments, all processes included; again to continue"),
     "eval": Command("ramify.cli.eval", "run a taskset with a model and see how well it does; again to continue"),
+    "why": Command("ramify.cli.why", "what a run is waiting for, or how it ended; --audit checks its ledger"),
+    "metrics": Command("ramify.cli.metrics", "the numbers of a run, while it lives and afterwards"),
+    "plot": Command("ramify.cli.plot", "curves of one run or several, as a picture"),
     "show": Command("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),
     "replay": Command("ramify.cli.replay", "score a run's saved rollouts again with the rewards as they are now"),
     "export": Command("ramify.cli.export", "write a run's rollouts to one file for other tools"),
     "validate": Command("ramify.cli.validate", "check every task of a taskset without a model"),
     "init": Command("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),
+    "sft": Command("ramify.cli.sft", "teach a model conversations from a dataset; again to continue"),
+    "orchestrator": Command("ramify.cli.orchestrator", "the run's own process alone, given engines and env servers"),
+    "trainer": Command("ramify.cli.trainer", "the trainer alone: batches from an orchestrator, or recorded ones"),
     "serve": Command("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
+    "env-server": Command("ramify.cli.env_server", "serve a source of rollouts from worker processes"),
     "model": Command("ramify.cli.model", "the models that ship with Ramify: list, show, build"),
     "doctor": Command("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
 }

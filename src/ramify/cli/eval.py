@@ -29,6 +29,7 @@ USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS]
   --show        print the trace of every rollout at the end
   --keep        leave the work directories where they are
   --dry-run     resolve and check everything, run nothing
+  --workers N   run the rollouts in N processes instead of this one
 
 The same command again continues the run, or says that it is finished. All keys:
 """

@@ -34,6 +34,10 @@ EXTRAS = {
     "local": "training, and sampling with the native engine, on this machine",
     "mcp": "tools that come from MCP servers",
     "parquet": "exports of a run as parquet, and datasets in it",
+    "plot": "ramify plot: curves as a picture",
+    "tensorboard": "metrics as event files, for TensorBoard",
+    "trackio": "metrics to Trackio",
+    "wandb": "metrics to Weights & Biases",
     "renderers": "hand-written renderers for model families, where a chat template is not enough",
     "dev": "the checks of this repository: make test, make lint",
 }

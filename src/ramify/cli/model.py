@@ -15,13 +15,21 @@ from ramify.errors import ConfigInvalid, ModelNotFound
 from ramify.model.resolve import PACKAGED, resolve
 
 FIGURES = {
-    "well_formed": "well-formed replies",
-    "similarity": "similarity",
-    "exact": "exact",
-    "greedy_similarity": "similarity, greedy",
-    "greedy_exact": "exact, greedy",
-    "tool_calls": "parseable tool calls",
+    "well_formed": "reverse-text: well-formed replies",
+    "similarity": "... similarity",
+    "exact": "... exact",
+    "greedy_similarity": "... similarity, greedy",
+    "greedy_exact": "... exact, greedy",
+    "tool_calls": "tools never seen: parseable tool calls",
     "offered_calls": "... of an offered tool",
+    "walk_calls": "wikispeedia: calls of an offered tool",
+    "walk_links": "... clicks on a link of the page",
+    "walk_reached": "... targets reached",
+    "sort_tagged": "alphabet-sort: replies with the right tags",
+    "sort_reward": "... reward",
+    "guess_valid": "wordle: valid guesses",
+    "guess_reward": "... reward",
+    "guess_spread": "... its deviation over attempts at a word",
 }
 SIZES = {
     "layers": "num_hidden_layers",

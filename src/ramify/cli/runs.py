@@ -15,9 +15,14 @@ WIDTH = 120  # columns where there is no terminal to ask
 
 def open_named(name: str) -> RunStore:
     """The run, open for reading."""
+    return RunStore.open(run_path(name), write=False)
+
+
+def run_path(name: str) -> Path:
+    """The run's directory."""
     for path in (Path(name), OUTPUTS / name):
         if (path / DATABASE).is_file():
-            return RunStore.open(path, write=False)
+            return path
     raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUTS / name} is a directory with a {DATABASE}")
 
 

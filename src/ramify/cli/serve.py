@@ -35,7 +35,8 @@ def run(args: Sequence[str]) -> int:
         print(f"{directory} has no tokenizer.json: serving token ids alone, no chat", flush=True)
     engine = Engine.load(config.model.name, config.inference)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(engine, name=config.model.name, config=config.server, renderer=renderer))
+        name = config.server.model_name or config.model.name
+        asyncio.run(serve(engine, name=name, config=config.server, renderer=renderer))
     return 0
 
 

@@ -18,6 +18,7 @@ from ramify.client.completion import Completion, Sampling
 from ramify.client.config import ClientConfig
 from ramify.client.control import KV, Acknowledgement, Dialect, PauseMode, Unnamed, Update
 from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
+from ramify.client.load import Load, read_load
 from ramify.client.meet import catch_up, meet
 from ramify.client.pool import Pool, Replica, State
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, WeightsRefused
@@ -81,8 +82,9 @@ class Client:
         """End the watching tasks and the connections."""
         await _end(self._watchers)
         self._watchers = []
+        self._pool.closed = True
         for replica in self._pool.replicas:
-            replica.state = State.DOWN
+            self._pool.eject(replica, "the client is closed")
             await replica.http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -167,6 +169,15 @@ class Client:
     def down(self) -> dict[str, str]:
         """The servers that get no requests, and why."""
         return {replica.url: replica.reason for replica in self._pool.replicas if replica.state is State.DOWN}
+
+    async def loads(self) -> list[Load]:
+        """How loaded every server is that is up and answers."""
+        found: list[Load] = []
+        for replica in self._pool.up:
+            with contextlib.suppress(RamifyError, Unsent, Lost, Busy):
+                async with self._within(self.config.health_timeout, lambda url=replica.url: f"{url}/metrics"):
+                    found.append(read_load((await exchange(replica.http, "GET", "/metrics")).decode()))
+        return found
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling on all servers; requests stay where they are (`keep`) or end with finish `abort`."""

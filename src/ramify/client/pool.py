@@ -66,6 +66,7 @@ class Pool:
         self.replicas = list(replicas)
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._some_up = asyncio.Event()
+        self.closed = False
 
     @property
     def up(self) -> list[Replica]:
@@ -107,6 +108,8 @@ class Pool:
     async def choose(self, session: str | None, avoid: Collection[Replica], *, patience: float) -> Replica:
         """As `pick`, but waits for a server to come up; after `patience` seconds the failure names them all."""
         while (replica := self.pick(session, avoid)) is None:
+            if self.closed:
+                raise ProviderError("the client is closed")
             try:
                 async with asyncio.timeout(patience):
                     await self._some_up.wait()

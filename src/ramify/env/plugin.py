@@ -1,9 +1,9 @@
 """Plugins: an id in a configuration becomes a class.
 
-Tasksets, harnesses, runtimes and judges are found in the same four places: the built-in names, the entry points of
-installed packages, an import path (`package.module:Class`), a file (`my_env.py`, or `my_env.py:Class`). What a plugin
-may be told is its own config class, the one its `config` attribute is annotated with; keys it does not have are refused
-as everywhere else. Nothing is imported but what is named.
+Tasksets, harnesses, runtimes, judges, algorithms and filters are found in the same four places: the built-in names, the
+entry points of installed packages, an import path (`package.module:Class`), a file (`my_env.py`, or `my_env.py:Class`).
+What a plugin may be told is its own config class, the one its `config` attribute is annotated with; keys it does not
+have are refused as everywhere else. Nothing is imported but what is named.
 """
 
 import difflib
@@ -55,6 +55,25 @@ KINDS = {
         "ramify.judges",
         "ramify.env.judge:Judge",
         {"reference": "ramify.env.judge:ReferenceJudge", "rubric": "ramify.env.judge:RubricJudge"},
+    ),
+    "algorithm": Kind(
+        "ramify.algorithms",
+        "ramify.orchestrate.algorithms:Algorithm",
+        {
+            "dr_grpo": "ramify.orchestrate.algorithms.dr_grpo:DrGrpo",
+            "grpo": "ramify.orchestrate.algorithms.grpo:Grpo",
+            "max_rl": "ramify.orchestrate.algorithms.max_rl:MaxRl",
+            "rloo": "ramify.orchestrate.algorithms.rloo:Rloo",
+        },
+    ),
+    "filter": Kind(
+        "ramify.filters",
+        "ramify.orchestrate.filters:Filter",
+        {
+            "gibberish": "ramify.orchestrate.filters.gibberish:Gibberish",
+            "repetition": "ramify.orchestrate.filters.repetition:Repetition",
+            "zero_advantage": "ramify.orchestrate.filters.zero_advantage:ZeroAdvantage",
+        },
     ),
 }
 

@@ -114,9 +114,9 @@ class ModelNotFound(RamifyError, blame="system", retryable=False):
 
 
 class ModelUnsupported(RamifyError, blame="system", retryable=False):
-    """A model uses something the native engine does not know.
+    """A model uses something the native engine or the trainer does not know.
 
-    The message names it; serve this model with vLLM.
+    The message names it; serve this model with vLLM, or train another.
     """
 
 
@@ -267,10 +267,31 @@ class RunBusy(RamifyError, blame="system", retryable=True):
     """
 
 
+class ProcessDied(RamifyError, blame="system", retryable=True):
+    """A process of a run ended again and again, more often than `launch.restarts` allows.
+
+    Read the end of its log in the message; the same command continues the run.
+    """
+
+
+class PortTaken(RamifyError, blame="system", retryable=True):
+    """A port that a process of the run should listen on is in use.
+
+    End whoever holds it, or choose another `launch.base_port`; 0 takes any that are free.
+    """
+
+
 class TransitionRefused(RamifyError, blame="system", retryable=False):
     """The ledger was told that a group, attempt or batch is in a state that cannot follow the one it is in.
 
     Fix the caller: the message names the group, its state and what was asked; the ledger is unchanged.
+    """
+
+
+class RunStalled(RamifyError, blame="system", retryable=False):
+    """A run made no progress for longer than it may.
+
+    The message says who waits for whom, and so does `stalled.txt` in the run; look at the last of them first.
     """
 
 

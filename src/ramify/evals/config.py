@@ -24,6 +24,8 @@ class EvalConfig(SourceConfig):
     """Rollouts of each task (-r)."""
     concurrency: int = Field(default=32, ge=1)
     """Rollouts at the same time (-c)."""
+    workers: int = Field(default=0, ge=0)
+    """Worker processes that rollouts run in; 0 runs them in this one."""
     threshold: float = 1.0
     """The reward from which a rollout passes, for pass@k and pass^k."""
     model: ModelConfig = ModelConfig()

@@ -35,6 +35,12 @@ class Answering:
     policy: Policy
     engine: EngineChild | None = None
 
+    @property
+    def engine_url(self) -> str:
+        """Where the server that was started for us answers."""
+        assert self.engine is not None
+        return self.engine.url
+
 
 def check_server(config: EvalConfig) -> None:
     """Refuse a model that would have to be served here and is not there, or a port that is taken."""

@@ -16,10 +16,10 @@ from ramify.evals.groups import score_groups
 from ramify.evals.plan import Pair, missing, pairs_of
 from ramify.evals.policies import answering, check_server
 from ramify.evals.progress import Progress, by_task
+from ramify.evals.running import Runs, running
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import row_of
-from ramify.gateway import Gateway, Policy
-from ramify.rollout import Environment, run
+from ramify.rollout import Environment
 from ramify.store import Row, RunStore, default_name, naming, open_run
 from ramify.trace import Trace
 
@@ -72,8 +72,11 @@ async def evaluation(config: EvalConfig, *, fresh: bool, keep: bool, display: Di
         progress = Progress(environment.name, len(pairs), known)
         try:
             if todo:
-                async with answering(config, path, display.say) as found, _gateway(environment) as gateway:
-                    filling = Filling(config, environment, store, found.policy, gateway, progress, display)
+                async with (
+                    answering(config, path, display.say) as found,
+                    running(config, environment, found, path) as runs,
+                ):
+                    filling = Filling(config, environment, store, runs, progress, display)
                     async with _watched(found.engine), _shown(progress, display):
                         await filling.fill(todo)
             await score_groups(environment, store, pairs, progress.rows)
@@ -89,8 +92,7 @@ class Filling:
     config: EvalConfig
     environment: Environment
     store: RunStore
-    policy: Policy
-    gateway: Gateway | None
+    runs: Runs
     progress: Progress
     display: Display
 
@@ -118,18 +120,7 @@ class Filling:
         def watch(phase: str, trace: Trace) -> None:
             self.progress.watch(pair.id, phase, len(trace.calls))
 
-        episode = await run(
-            self.environment,
-            pair.task,
-            policy=self.policy,
-            gateway=self.gateway,
-            id=pair.id,
-            group=pair.key,
-            attempt=pair.repetition,
-            seed=pair.seed(self.config.sampling.seed or 0),
-            watch=watch,
-        )
-        return episode.traces
+        return await self.runs(pair, watch)
 
 
 def with_split(config: EvalConfig) -> EvalConfig:
@@ -141,13 +132,6 @@ def run_path(config: EvalConfig) -> Path:
     """The run's directory."""
     name = config.name or default_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
     return config.output / name
-
-
-def _gateway(environment: Environment) -> contextlib.AbstractAsyncContextManager[Gateway | None]:
-    """A gateway, where code of the environment may ask the policy over HTTP."""
-    hooks = environment.hooks
-    needed = environment.wants_endpoint or hooks.tools is not None or hooks.user is not None
-    return Gateway() if needed else contextlib.nullcontext()
 
 
 @contextlib.asynccontextmanager

@@ -108,6 +108,8 @@ class ServerConfig(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 lets the system choose; the address is printed."""
+    model_name: str | None = None
+    """What clients call the model; by default as `model.name` does."""
     timeout: float = Field(default=3600.0, gt=0)
     """Seconds a request may take in all, waiting included."""
     shutdown: float = Field(default=10.0, gt=0)

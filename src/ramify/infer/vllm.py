@@ -63,7 +63,8 @@ class VLLMServer:
         """The command line."""
         config = self.config
         words = [str(Path(config.python).expanduser()), "-m", "vllm.entrypoints.cli.main", "serve", str(self.path)]
-        words += ["--served-model-name", self.name, "--host", self.server.host, "--port", str(self.port)]
+        words += ["--served-model-name", self.server.model_name or self.name]
+        words += ["--host", self.server.host, "--port", str(self.port)]
         words += ["--enable-scale-out"]  # the generate endpoint
         words += ["--logprobs-mode", "processed_logprobs"]  # after temperature; the default is before
         words += ["--generation-config", "vllm"]  # the model's own defaults must not change what is sampled

@@ -28,6 +28,8 @@ from ramify.render.tokenizer import Encoded, Tokenizer
 from ramify.render.writer import Writer
 from ramify.trace import Message, Span
 
+MOST_PROMPTS = 64
+
 
 class TemplateRenderer:
     """Messages to ids and back, through a tokenizer and a chat template."""
@@ -49,12 +51,24 @@ class TemplateRenderer:
         self._layouts = Layouts(self._writer, self._seams)
         self._keeping = Keeping(self._writer)
         self._verbatim = history == "verbatim"
+        self._prompts: dict[tuple[tuple[Message, ...], bool], Rendered] = {}
         self.tool_format = recognise(template, tokenizer) if tool_format == "auto" else tool_format
         self._reader = ReplyReader(
             tokenizer, self.stop_ids, self._writer.tags, FORMATS[self.tool_format], self._margins()
         )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool = True) -> Rendered:
+        """The prompt. All attempts at a task begin with the same one, so the latest are remembered."""
+        key = (tuple(messages), generate)
+        known = self._prompts.get(key)
+        if known is None or known.tools != tuple(tools):
+            known = self._render(messages, tools, generate=generate)
+            if len(self._prompts) >= MOST_PROMPTS:
+                self._prompts.pop(next(iter(self._prompts)))
+            self._prompts[key] = known
+        return known
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool = True) -> Rendered:
         if tools and not self._writer.shows_tools:
             raise TemplateRefused("the chat template shows no tools, and some are offered")
         layout = self._layouts.lay_out(messages, tools, generate=generate)
@@ -75,7 +89,7 @@ class TemplateRenderer:
             if isinstance(continued, Rendered):
                 return continued
             broke = continued
-        return self.render([*history.messages, *messages], offered).continuing(history, broke)
+        return self._render([*history.messages, *messages], offered).continuing(history, broke)
 
     def parse(self, sampled: npt.ArrayLike, prompt: Rendered) -> Parsed:
         return self._reader.read(np.asarray(sampled, np.int32), prompt)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -95,7 +96,9 @@ class FileTokenizer:
         anchor = self._anchor if inside else ""
         encoding = self.backend.encode(anchor + _unicode(text), add_special_tokens=False)
         skip = 1 if anchor else 0
-        offsets = np.array(encoding.offsets[skip:], np.int32).reshape(-1, 2) - len(anchor)
+        places = encoding.offsets[skip:]
+        flat = np.fromiter(chain.from_iterable(places), np.int32, 2 * len(places))
+        offsets = flat.reshape(-1, 2) - len(anchor)
         return Encoded(np.array(encoding.ids[skip:], np.int32), offsets[:, 0], offsets[:, 1])
 
     def decode(self, ids: npt.ArrayLike, *, special: bool = True) -> str:

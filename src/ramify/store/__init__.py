@@ -14,14 +14,22 @@ if TYPE_CHECKING:
     from ramify.store.directory import set_aside as set_aside
     from ramify.store.export import FORMATS as FORMATS
     from ramify.store.export import export as export
+    from ramify.store.journal import Journal as Journal
+    from ramify.store.ledger import Ledger as Ledger
     from ramify.store.rows import Row as Row
+    from ramify.store.states import DropReason as DropReason
+    from ramify.store.states import State as State
     from ramify.store.store import RunStore as RunStore
     from ramify.store.writer import naming as naming
 
 _FACE = {
+    "DropReason": "ramify.store.states",
     "FORMATS": "ramify.store.export",
+    "Journal": "ramify.store.journal",
+    "Ledger": "ramify.store.ledger",
     "Row": "ramify.store.rows",
     "RunStore": "ramify.store.store",
+    "State": "ramify.store.states",
     "default_name": "ramify.store.directory",
     "export": "ramify.store.export",
     "naming": "ramify.store.writer",
@@ -29,7 +37,20 @@ _FACE = {
     "set_aside": "ramify.store.directory",
 }
 
-__all__ = ["FORMATS", "Row", "RunStore", "default_name", "export", "naming", "open_run", "set_aside"]
+__all__ = [
+    "FORMATS",
+    "DropReason",
+    "Journal",
+    "Ledger",
+    "Row",
+    "RunStore",
+    "State",
+    "default_name",
+    "export",
+    "naming",
+    "open_run",
+    "set_aside",
+]
 
 
 def __getattr__(name: str) -> Any:

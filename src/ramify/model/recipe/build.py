@@ -1,10 +1,11 @@
-"""From a seed to a model directory: train in two stages, write, measure what was written, move it into place."""
+"""From a seed to a model directory: train in three stages, write, measure what was written, move it into place."""
 
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,37 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from ramify.model.recipe import FIGURES, VERSION
-from ramify.model.recipe.corpus import conversations, drills
+from ramify.model.recipe.conversation import Conversation
+from ramify.model.recipe.corpus import Shares, conversations
+from ramify.model.recipe.drills import drills
 from ramify.model.recipe.files import model_config, write_tokenizer
 from ramify.model.recipe.measure import measure
+from ramify.model.recipe.start import prepare
 from ramify.model.recipe.train import batches, train
 from ramify.render import load_renderer
 
-DRILL_STEPS = 500
-STEPS = 900
-LEARNING_RATE = 2e-3
-BATCH_TOKENS = 1024
+LEARNING_RATE = 1.2e-3
+BATCH_TOKENS = 2048
 EVERY = 50  # steps between two reports
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the training, with an optimizer of its own. The rate rises for `warmup` steps."""
+
+    rows: Callable[[int], Iterator[Conversation]]
+    steps: int
+    warmup: int
+    decay: bool = False
+
+
+FORMATS = Shares()
+REVERSALS = Shares(reversal=16, backwards=24, tool_use=4, walk=3, sorting=4, guessing=7, drill=6)
+STAGES = [
+    Stage(drills, 150, 7),
+    Stage(lambda seed: conversations(seed, FORMATS), 350, 42),
+    Stage(lambda seed: conversations(seed + 1, REVERSALS), 800, 20, decay=True),
+]
 
 
 def build(name: str, directory: Path, *, seed: int, tell: Callable[[str], None] = print) -> None:
@@ -62,10 +83,15 @@ def _train(directory: Path, seed: int, tell: Callable[[str], None]) -> None:
     renderer = load_renderer(directory)
     torch.manual_seed(seed)
     model: Any = LlamaForCausalLM(model_config()).float()  # Any: stubs lose the type of `to`
-    progress = Progress(DRILL_STEPS + STEPS, tell)
-    for source, steps, decay in [(drills, DRILL_STEPS, False), (conversations, STEPS, True)]:
-        rows = batches(source(seed), renderer, tokens=BATCH_TOKENS)
-        train(model, rows, steps=steps, lr=LEARNING_RATE, decay=decay, report=progress.add)
+    prepare(model, seed)
+    progress = Progress(sum(stage.steps for stage in STAGES), tell)
+    for stage in STAGES:
+        rows = batches(stage.rows(seed), renderer, tokens=BATCH_TOKENS)
+        train(model, rows, stage.steps, lr=LEARNING_RATE, warmup=stage.warmup, decay=stage.decay, report=progress.add)
+    _save(model, directory)
+
+
+def _save(model: Any, directory: Path) -> None:
     end, pad = model.config.eos_token_id, model.config.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
     model.to(torch.bfloat16).save_pretrained(directory)

@@ -11,10 +11,11 @@ climb.
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ramify.model.recipe.conversation import Conversation, sketch, tool
-from ramify.model.recipe.drills import LETTERS, drills
+from ramify.model.recipe.drills import LETTERS, backwards, drills
 from ramify.model.recipe.games import guessings, sortings, walks
 from ramify.tasksets import reversing
 from ramify.trace import Message
@@ -22,24 +23,39 @@ from ramify.trace import Message
 SLIP = 0.5
 
 
-def conversations(seed: int) -> Iterator[Conversation]:
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How many rows of each kind there are among all."""
+
+    reversal: int = 10
+    backwards: int = 0
+    tool_use: int = 5
+    walk: int = 8
+    sorting: int = 8
+    guessing: int = 5
+    reckoning: int = 1
+    drill: int = 12
+
+
+def conversations(seed: int, shares: Shares) -> Iterator[Conversation]:
     """Every format in its share, without end; drills go on among them."""
     rng = random.Random(f"conversations {seed}")
     words = vocabulary(held_out=False)
-    backwards = list(reversing.texts(reversing.Texts(num_tasks=4000, seed=seed)))
+    texts = list(reversing.texts(reversing.Texts(num_tasks=4000, seed=seed)))
     drill = drills(seed + 1)
-    kinds: list[tuple[Callable[[], Conversation], int]] = [
-        (lambda: reversal(rng, backwards), 10),
-        (lambda: tool_use(rng, words), 5),
-        (walks(rng), 8),
-        (sortings(rng), 8),
-        (guessings(rng), 4),
-        (lambda: reckoning(rng, words), 1),
-        (lambda: next(drill), 12),
-    ]
-    makers, weights = zip(*kinds, strict=True)
+    makers: dict[str, Callable[[], Conversation]] = {
+        "reversal": lambda: reversal(rng, texts),
+        "tool_use": lambda: tool_use(rng, words),
+        "walk": walks(rng),
+        "sorting": sortings(rng),
+        "guessing": guessings(rng),
+        "reckoning": lambda: reckoning(rng, words),
+        "drill": lambda: next(drill),
+        "backwards": lambda: backwards(rng),
+    }
+    weights = [getattr(shares, kind) for kind in makers]
     while True:
-        (make,) = rng.choices(makers, weights)
+        (make,) = rng.choices(list(makers.values()), weights)
         yield make()
 
 

@@ -1,24 +1,46 @@
 """What a model can do before any reinforcement learning: sampled at temperature 1, as training will sample it."""
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
+from ramify.client import Sampling
 from ramify.model.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
-from ramify.render import Parsed, Rendered, Renderer, load_renderer
+from ramify.model.recipe.playing import Player, playing
+from ramify.render import Parsed, Rendered, load_renderer
 from ramify.tasksets import reversing
+from ramify.trace import Message, Trace
 
 PROMPTS = 256
+ATTEMPTS = 4  # at each task of several turns
+CALL = 96  # tokens
+SAMPLING = {"seed": 0, "max_tokens": 160}
+WIKISPEEDIA: dict[str, Any] = {
+    "taskset": {
+        **{"id": "wikispeedia", "split": "eval", "num_articles": 24, "num_topics": 4, "max_links": 6},
+        **{"min_dist": 1, "max_dist": 3, "max_turns": 8, "num_tasks": 64},
+    },
+    "sampling": SAMPLING,
+    "max_turns": 8,
+}
+ALPHABET_SORT: dict[str, Any] = {
+    "taskset": {
+        **{"id": "alphabet-sort", "split": "eval", "min_turns": 2, "max_turns": 2},
+        **{"min_names": 2, "max_names": 3, "num_tasks": 64},
+    },
+    "sampling": SAMPLING,
+}
+WORDLE: dict[str, Any] = {"taskset": {"id": "wordle", "split": "eval", "num_tasks": 64}, "sampling": SAMPLING}
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Means over held-out prompts: of reverse-text's default example, and of tools with names never seen."""
+    """Means over held-out tasks: of reverse-text's default example, of tools with names never seen, and of the small
+    settings of the tasksets of several turns."""
 
     well_formed: float
     similarity: float
@@ -29,59 +51,95 @@ class Figures:
     """Replies that are parseable calls, among prompts that offer tools."""
     offered_calls: float
     """... and that call a tool which was offered."""
+    walk_calls: float
+    """wikispeedia: replies that call one of its tools."""
+    walk_links: float
+    """... and that click a link which is on the page."""
+    walk_reached: float
+    sort_tagged: float
+    """alphabet-sort: replies with the tags that the turn asks for."""
+    sort_reward: float
+    guess_valid: float
+    """wordle: replies that are a valid guess."""
+    guess_reward: float
+    guess_spread: float
+    """The standard deviation of the rewards for one secret."""
 
     def as_dict(self) -> dict[str, float]:
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 def measure(directory: Path, *, prompts: int = PROMPTS, seed: int = 0) -> Figures:
-    """The figures of a model directory, in float32 on the CPU."""
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    """The figures of a model directory."""
+    with playing(directory) as player:
+        return asyncio.run(_measured(player, directory, prompts, seed))
+
+
+async def _measured(player: Player, directory: Path, prompts: int, seed: int) -> Figures:
     renderer = load_renderer(directory)
     config = reversing.Texts(split="eval", num_tasks=prompts)
     texts = list(reversing.texts(config))
     asked = [renderer.render(reversal_prompt(text).messages) for text in texts]
     limit = 2 * config.max_chars + 40  # room for tags that are many tokens
-    replies = [parsed.message.text for parsed in sample(model, renderer, asked, limit, seed=seed)]
-    greedy = [parsed.message.text for parsed in sample(model, renderer, asked, limit, seed=None)]
+    replies = _texts(await player.replies(asked, Sampling(max_tokens=limit)))
+    greedy = _texts(await player.replies(asked, Sampling(max_tokens=limit, temperature=0.0)))
     rng = random.Random(seed)
     offers = [tool_prompt(rng, vocabulary(held_out=True))[0] for _ in range(prompts)]
     offered = [renderer.render(offer.messages, offer.tools) for offer in offers]
-    calls = sample(model, renderer, offered, 96, seed=seed)
+    calls = await player.replies(offered, Sampling(max_tokens=CALL))
     answers = [reversing.answer(text) for text in texts]
+    tasks = max(1, prompts // ATTEMPTS)
     return Figures(
-        well_formed=_mean([reversing.well_formed(reply) for reply in replies]),
-        similarity=_mean(list(map(reversing.similarity, replies, answers))),
-        exact=_mean(list(map(reversing.exact, replies, answers))),
-        greedy_similarity=_mean(list(map(reversing.similarity, greedy, answers))),
-        greedy_exact=_mean(list(map(reversing.exact, greedy, answers))),
-        tool_calls=_mean([_is_call(parsed) for parsed in calls]),
-        offered_calls=_mean([_is_call(parsed) and _was_offered(parsed, made) for parsed, made in zip(calls, offered)]),
+        well_formed=fmean(map(reversing.well_formed, replies)),
+        similarity=fmean(map(reversing.similarity, replies, answers)),
+        exact=fmean(map(reversing.exact, replies, answers)),
+        greedy_similarity=fmean(map(reversing.similarity, greedy, answers)),
+        greedy_exact=fmean(map(reversing.exact, greedy, answers)),
+        tool_calls=fmean(map(_is_call, calls)),
+        offered_calls=fmean(_is_call(parsed) and _was_offered(parsed, made) for parsed, made in zip(calls, offered)),
+        **_of_walks(await player.rollouts(WIKISPEEDIA, tasks, ATTEMPTS)),
+        **_of_sortings(await player.rollouts(ALPHABET_SORT, tasks, ATTEMPTS)),
+        **_of_guessings(await player.rollouts(WORDLE, tasks, ATTEMPTS)),
     )
 
 
-def sample(
-    model: Any, renderer: Renderer, prompts: Sequence[Rendered], limit: int, *, seed: int | None
-) -> list[Parsed]:
-    """One reply to each prompt, at temperature 1, or the likeliest tokens if there is no seed."""
-    width = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt.ids) :] = torch.from_numpy(prompt.ids)
-        mask[row, width - len(prompt.ids) :] = 1
-    how = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    stops = list(renderer.stop_ids)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed or 0)
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops, pad_token_id=stops[0], **how
-        )
-    parsed: list[Parsed] = []
-    for prompt, reply in zip(prompts, out[:, width:].tolist()):
-        end = next((at for at, id in enumerate(reply, 1) if id in stops), len(reply))
-        parsed.append(renderer.parse(reply[:end], prompt))
-    return parsed
+def _of_walks(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
+    traces = [trace for group in groups for trace in group]
+    replies = [reply for trace in traces for reply in _replies(trace)]
+    tools = {"click_link", "go_back"}
+    return {
+        "walk_calls": fmean(bool(reply.tool_calls) and reply.tool_calls[0].name in tools for reply in replies),
+        "walk_links": sum(trace.metrics["clicks"] for trace in traces) / len(replies),
+        "walk_reached": fmean(trace.reward or 0.0 for trace in traces),
+    }
+
+
+def _of_sortings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
+    from ramify.tasksets.alphabet_sort import tag
+
+    traces = [trace for group in groups for trace in group]
+    said = [(f"{tag(turn)}>", reply.text) for trace in traces for turn, reply in enumerate(_replies(trace))]
+    return {
+        "sort_tagged": fmean(text.startswith(f"<{mark}") and text.endswith(f"</{mark}") for mark, text in said),
+        "sort_reward": fmean(trace.reward or 0.0 for trace in traces),
+    }
+
+
+def _of_guessings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
+    traces = [trace for group in groups for trace in group]
+    return {
+        "guess_valid": sum(trace.metrics["guesses"] for trace in traces) / sum(len(_replies(trace)) for trace in traces),
+        "guess_reward": fmean(trace.reward or 0.0 for trace in traces),
+        "guess_spread": fmean(pstdev(trace.reward or 0.0 for trace in group) for group in groups),
+    }
+
+
+def _replies(trace: Trace) -> list[Message]:
+    return [node.message for node in trace.nodes if node.message.role == "assistant"]
+
+
+def _texts(replies: Sequence[Parsed]) -> list[str]:
+    return [parsed.message.text for parsed in replies]
 
 
 def _is_call(parsed: Parsed) -> bool:
@@ -91,7 +149,3 @@ def _is_call(parsed: Parsed) -> bool:
 def _was_offered(parsed: Parsed, prompt: Rendered) -> bool:
     names = {tool["function"]["name"] for tool in prompt.tools}
     return all(call.name in names for call in parsed.message.tool_calls)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

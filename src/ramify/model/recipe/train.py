@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from ramify.model.recipe.corpus import Conversation
+from ramify.model.recipe.conversation import Conversation
 from ramify.render import Renderer
 
 IGNORED = -100
@@ -34,15 +34,16 @@ def batches(source: Iterator[Conversation], renderer: Renderer, *, tokens: int, 
 
 
 def row(made: Conversation, renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
-    """A conversation as ids and labels: of each reply, its body and the token that ends it."""
+    """A conversation up to its last reply, as ids and labels: of each reply, its body and the token that ends it."""
     rendered = renderer.render(made.messages, made.tools, generate=False)
     ids = torch.from_numpy(rendered.ids).long()
     labels = torch.full_like(ids, IGNORED)
+    end = 0
     for span in rendered.spans:
         if span.message.role == "assistant":
-            start, stop = span.body
-            labels[start : stop + 1] = ids[start : stop + 1]
-    return ids, labels
+            start, end = span.body[0], span.body[1] + 1
+            labels[start:end] = ids[start:end]
+    return ids[:end], labels[:end]
 
 
 def _padded(rows: tuple[torch.Tensor, ...], value: int) -> torch.Tensor:
@@ -52,15 +53,15 @@ def _padded(rows: tuple[torch.Tensor, ...], value: int) -> torch.Tensor:
 def train(
     model: torch.nn.Module,
     source: Iterator[Batch],
-    *,
     steps: int,
+    *,
     lr: float,
+    warmup: int,
     decay: bool,
     report: Callable[[float], None],
 ) -> None:
     """AdamW with a short warmup, and with `decay` down to zero over the last half; `report` gets every step's loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = max(1, steps // 20)
     model.train()
     for step, batch in enumerate(islice(source, steps), 1):
         scale = min(1.0, step / warmup, 2 * (steps - step + 1) / steps if decay else 1.0)

@@ -1,0 +1,185 @@
+"""Env servers: how soon they serve, how much they carry, and what they add to a rollout.
+
+Against an engine in another process that answers after 0.2 s, rollouts of two turns: from the start of the command to
+the first rollout; 200 rollouts at the same time with 2 workers; rollouts and bytes a second at 1, 2 and 4 workers; and
+how much longer a rollout takes than in process. Beside it `verifiers` 0.4.0 in a second interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from pathlib import Path
+
+from _check import Row, competitor, finish, parser
+
+from ramify.client import Client
+from ramify.env import Task
+from ramify.envserver import EnvClient, EnvServerChild, EnvServerConfig
+from ramify.gateway import Gateway, TokenPolicy
+from ramify.model.resolve import resolve
+from ramify.render import load_renderer
+from ramify.rollout import Environment, SourceConfig, run
+from ramify.trace import encode_episode
+
+LATE = 0.2
+ROLLOUTS = 200
+SUSTAINED, CONCURRENCY = 1000, 256
+LONG = 200  # times the question stands in a prompt, for bytes a second
+SINGLE = 8  # rollouts at the same time where latency is measured, evenly apart
+WORKERS = (1, 2, 4)
+TASKSET = Path(__file__).with_name("_trains.py")
+REPLY = "The first train arrives ten minutes before the second. <answer>the first, by ten minutes</answer>"
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[str]:
+    """The late engine, and its address."""
+    renderer = load_renderer(resolve("tiny"))
+    ids = [*renderer.tokenizer.encode(REPLY, inside=True).ids.tolist(), renderer.stop_ids[0]]
+    command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", json.dumps(ids)]
+    command += ["--stop", str(renderer.stop_ids[0]), "--late", str(LATE)]
+    command += ["--card", json.dumps({"id": "tiny", "max_model_len": 1 << 20})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+def source(repeat: int = 1) -> SourceConfig:
+    return SourceConfig(taskset={"id": str(TASKSET), "repeat": repeat})
+
+
+@contextlib.asynccontextmanager
+async def serving(url: str, folder: Path, workers: int, repeat: int = 1) -> AsyncIterator[EnvClient]:
+    """A server with so many workers, and a client."""
+    config = EnvServerConfig.model_validate(
+        {
+            "train": [{**source(repeat).model_dump(mode="json"), "pool": {"type": "static", "workers": workers}}],
+            "model": {"name": "tiny"},
+            "inference": {"engine": "external", "base_url": [url]},
+            "output": folder,
+            "grace": 0.0,
+        }
+    )
+    async with EnvServerChild(config, folder / "config.toml") as child, EnvClient(child.address) as client:
+        yield client
+
+
+async def ready(client: EnvClient, workers: int) -> None:
+    while sum(worker.state == "ready" for worker in (await client.health()).workers) < workers:
+        await asyncio.sleep(0.05)
+
+
+def tasks(repeat: int, count: int) -> list[Task]:
+    return list(islice(Environment.load(source(repeat)).tasks(), count))
+
+
+async def through(
+    client: EnvClient, todo: list[Task], concurrency: int, apart: float = 0.0
+) -> tuple[float, int, list[float]]:
+    """Seconds for all rollouts, begun so many seconds apart, bytes of their episodes, and seconds of each."""
+    waiting, size, each = iter(enumerate(todo)), 0, []
+
+    async def work(wait: float) -> None:
+        nonlocal size
+        await asyncio.sleep(wait)
+        for number, task in waiting:
+            start = time.perf_counter()
+            done = await client.run(task, id=f"r{number}", deadline=300)
+            each.append(time.perf_counter() - start)
+            size += len(done.data)
+            (trace,) = done.episode.traces
+            if trace.reward != 1.0 or len(trace.calls) != 2:
+                raise AssertionError(f"a rollout went wrong: {trace.stop}, {trace.errors}")
+
+    start = time.perf_counter()
+    await asyncio.gather(*(work(apart * at) for at in range(concurrency)))
+    return time.perf_counter() - start, size, each
+
+
+async def in_process(url: str, todo: list[Task], concurrency: int, apart: float) -> list[float]:
+    """Seconds of each rollout without a server."""
+    env, each, waiting = Environment.load(source()), [], iter(enumerate(todo))
+    async with Client(url) as client, Gateway() as gateway:
+        policy = TokenPolicy(client, load_renderer(resolve("tiny")), "tiny", max_model_len=1 << 20)
+
+        async def work(wait: float) -> None:
+            await asyncio.sleep(wait)
+            for number, task in waiting:
+                start = time.perf_counter()
+                encode_episode(await run(env, task, policy=policy, gateway=gateway, id=f"r{number}"))
+                each.append(time.perf_counter() - start)
+
+        await asyncio.gather(*(work(apart * at) for at in range(concurrency)))
+    return each
+
+
+async def first(url: str, folder: Path) -> float:
+    """Seconds from the start of the command to the first rollout's result."""
+    start = time.perf_counter()
+    async with serving(url, folder, 2) as client:
+        await client.run(tasks(1, 1)[0], id="first")
+        return time.perf_counter() - start
+
+
+async def measure(url: str, folder: Path) -> list[tuple[str, float, str, float | None, bool]]:
+    rows: list[tuple[str, float, str, float | None, bool]] = []
+    starts = [await first(url, folder) for _ in range(4)][1:]  # the first one writes bytecode
+    rows.append(("start to first rollout", statistics.median(starts), "s", 3.0, False))
+    todo = tasks(1, SUSTAINED)
+    for workers in WORKERS:
+        async with serving(url, folder, workers) as client:
+            await ready(client, workers)
+            await through(client, todo[:32], 32)
+            if workers == 2:
+                burst = [(await through(client, todo[:ROLLOUTS], ROLLOUTS))[0] for _ in range(3)]
+                rows.append((f"{ROLLOUTS} rollouts at once, 2 workers", statistics.median(burst), "s", 3.0, False))
+            seconds, _, _ = await through(client, todo, CONCURRENCY)
+            rows.append((f"rollouts, {workers} workers", SUSTAINED / seconds, "/s", None, True))
+        async with serving(url, folder, workers, LONG) as client:
+            await ready(client, workers)
+            long = tasks(LONG, ROLLOUTS)
+            await through(client, long[:16], 16)
+            seconds, size, _ = await through(client, long, ROLLOUTS)
+            name = f"episodes of {size / ROLLOUTS / 1e3:.0f} kB, {workers} workers"
+            rows.append((name, size / 1e6 / seconds, "MB/s", None, True))
+    async with serving(url, folder, 1) as client:
+        await through(client, todo[:SINGLE], SINGLE)
+        added: dict[int, list[float]] = {50: [], 99: []}
+        for _ in range(3):
+            _, _, served = await through(client, todo[:ROLLOUTS], SINGLE, 2 * LATE / SINGLE)
+            local = await in_process(url, todo[:ROLLOUTS], SINGLE, 2 * LATE / SINGLE)
+            for percent, found in added.items():
+                quantiles = (statistics.quantiles(each, n=100)[percent - 1] for each in (served, local))
+                found.append(1e3 * (next(quantiles) - next(quantiles)))
+    rows.append(("added to a rollout, p50", statistics.median(added[50]), "ms", 3.0, False))
+    rows.append(("added to a rollout, p99", statistics.median(added[99]), "ms", 20.0, False))
+    return rows
+
+
+def main() -> int:
+    args = parser(__doc__.splitlines()[0]).parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    theirs = competitor(
+        args.verifiers_python, "_verifiers_envserver.py", "verifiers==0.4.0", "--verifiers-python", args.check
+    )
+    with engine() as url, tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(measure(url, Path(folder)))
+    rows = [Row(name, got, (theirs or {}).get(name), unit, target, more) for name, got, unit, target, more in found]
+    return finish("benchmarks/envserver.py: rollouts through an env server", rows, args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,316 @@
+"""A training step on one GPU: MFU, time per part, forest over flat, gradients in bfloat16, recompilations.
+
+The model is random and has the shape of Qwen3-0.6B; it computes in bfloat16 on float32 master weights, and a step
+includes clipping and AdamW. MFU counts each matrix product once, attention over visible pairs only, no recomputation
+and no padding, against 989 TFLOP/s; the formula is printed. 16k tokens are 16 sequences of 1,024, 64k are 4 of 16,384.
+Forest over flat runs the same rollouts both ways in packs of 16k tokens: groups of 16 attempts of 1,024 tokens, and
+agents with a long main line and forks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from _check import NO_COMPETITOR, Row, finish, parser
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from ramify.model.layout import Layout
+from ramify.model.tree import ATTENTION
+from ramify.trace import Annotation, Forest, Message, Sample, Trace, grow
+from ramify.train import Batch, Trainer, TrainerConfig, find_loss, lay_out
+from ramify.train.flops import FORMULA, PEAK
+from ramify.train.metrics import StepMetrics
+from ramify.train.policy import Policy, compile_layers
+
+PACK = 16384
+RATIOS = (1, 2, 4, 8, 12)
+GROUP, PATH = 16, 1024
+TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
+AGENTS = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
+STEPS = 5
+SHAPES = {
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    ),
+    "small": Qwen3Config(  # to try the script itself
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+# -- rollouts ------------------------------------------------------------------------------------------------------
+
+
+class Maker:
+    """Traces of random tokens."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.rng, self.vocabulary, self.names = np.random.default_rng(0), vocabulary, itertools.count()
+
+    def ids(self, size: int) -> np.ndarray:
+        return self.rng.integers(0, self.vocabulary, size, dtype=np.int32)
+
+    def reply(self, trace: Trace, parent: int, size: int) -> int:
+        trace.add(
+            parent, Message("assistant"), self.ids(size), sampled=(0, size), logprobs=np.full(size, -11.0, np.float32)
+        )
+        return len(trace.nodes) - 1
+
+    def sample(self, trace: Trace) -> Sample:
+        sampled = [number for number, node in enumerate(trace.nodes) if node.message.role == "assistant"]
+        return Sample(trace, tuple(Annotation(trace.id, node, advantage=float(self.rng.normal())) for node in sampled))
+
+    def chain(self, prompt: np.ndarray, reply: int) -> Sample:
+        trace = Trace(id=f"t{next(self.names)}")
+        trace.add(-1, Message("user"), prompt)
+        self.reply(trace, 0, reply)
+        return self.sample(trace)
+
+    def chains(self, count: int, length: int, trained: int) -> list[list[Sample]]:
+        return [[self.chain(self.ids(length - trained), trained)] for _ in range(count)]
+
+    def group(self, ratio: float) -> list[Sample]:
+        """Attempts at one prompt whose paths have about `ratio` times the tokens of their forest; packs hold it
+        without a rest."""
+        if ratio == 1:
+            return [self.chain(self.ids(PATH // 2), PATH // 2)]
+        size = PACK // round(PACK * ratio / (GROUP * PATH))
+        reply = (size - PATH) // (GROUP - 1)
+        prompt = self.ids(PATH - reply)
+        return [self.chain(prompt, reply) for _ in range(GROUP)]
+
+    def agent(self, ratio: float) -> list[Sample]:
+        """A main line of turns and side branches that fork off it evenly, in trees that fill packs."""
+        size = PACK // AGENTS[ratio]
+        line = TURN * round((size + (size**2 - 8 * FORK * (ratio - 1) * size) ** 0.5) / 2 / TURN)
+        trace = Trace(id=f"t{next(self.names)}")
+        turns: list[int] = []
+        last = -1
+        for _ in range(line // TURN):
+            trace.add(last, Message("user"), self.ids(TURN * 3 // 4))
+            last = self.reply(trace, len(trace.nodes) - 1, TURN // 4)
+            turns.append(last)
+        forks = (size - line) // FORK
+        for number in range(forks):
+            place = turns[round((number + 0.5) / forks * (len(turns) - 1))]
+            trace.add(place, Message("tool"), self.ids(FORK // 2))
+            self.reply(trace, len(trace.nodes) - 1, FORK // 2)
+        return [self.sample(trace)]
+
+
+def both(groups: Sequence[list[Sample]]) -> tuple[list[Forest], list[Forest]]:
+    """The rollouts as forests and as flat paths."""
+    forests = lay_out([grow(group) for group in groups], PACK)
+    return forests, lay_out([grow([each]) for group in groups for each in group], PACK, flat=True)
+
+
+def filled(make: Any, ratio: float, packs: int) -> list[list[Sample]]:
+    """As many groups as fill so many packs when laid out as forests."""
+    groups: list[list[Sample]] = []
+    size = 0
+    while True:
+        group = make(ratio)
+        size += len(grow(group))
+        if size > packs * PACK and groups:
+            return groups
+        groups.append(group)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def frames() -> int:
+    return counters["frames"]["ok"]
+
+
+def measured(trainer: Trainer, batches: Iterator[list[Forest]], warm: int = 3) -> tuple[StepMetrics, int]:
+    """The median of several steps on fresh data, and how often something was compiled after the warm ones."""
+    for _ in range(warm):
+        trainer.step(Batch.of(0, next(batches)))
+    before = frames()
+    torch.cuda.reset_peak_memory_stats()
+    found = sorted((trainer.step(Batch.of(0, next(batches))) for _ in range(STEPS)), key=lambda each: each.seconds)
+    return found[STEPS // 2], frames() - before
+
+
+def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
+    """Milliseconds of each part of one step, by events on the device."""
+    marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def mark(name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        marks.append((name, event))
+
+    def entered(*_: Any) -> None:
+        mark("rows")
+
+    def left(module: Any, given: Any, found: Any) -> None:
+        mark("layers")
+        found.last_hidden_state.register_hook(lambda grad: mark("head backward"))
+
+    decoder = trainer.policy.model.get_decoder()
+    hooks = [decoder.register_forward_pre_hook(entered), decoder.register_forward_hook(left)]
+    torch.cuda.synchronize()
+    mark("start")
+    trainer.masters.zero_grad()
+    batch = Batch.of(0, packs)
+    for pack in packs:
+        seen = trainer.policy(trainer.row(pack), batch.counts)
+        mark("head and loss")
+        seen.loss.backward()
+        mark("layers backward")
+    trainer.update(0)
+    mark("clip and optimizer")
+    torch.cuda.synchronize()
+    for hook in hooks:
+        hook.remove()
+    found: dict[str, float] = {}
+    for (_, before), (name, after) in itertools.pairwise(marks):
+        found[name] = found.get(name, 0.0) + before.elapsed_time(after)
+    return found
+
+
+def shown(title: str, trainer: Trainer, packs: list[Forest], found: StepMetrics) -> None:
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    timed = ", ".join(f"{name} {ms:.1f}" for name, ms in parts(trainer, packs).items())
+    rate = found.tokens_per_second / 1e3
+    print(f"{title}: {1e3 * found.seconds:.0f} ms, {rate:.1f}k tok/s, {memory:.1f} GiB; ms: {timed}", flush=True)
+
+
+# -- the questions -------------------------------------------------------------------------------------------------
+
+
+def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
+    cases = [
+        ("16k tokens, all trained", 16, PATH, PATH - 1, 40.0),
+        ("16k tokens, an eighth trained", 16, PATH, PATH // 8, 46.0),
+        ("64k tokens, all trained", 4, 16 * PATH, 16 * PATH - 1, 40.0),
+    ]
+    rows: list[Row] = []
+    compiled = 0
+    for name, count, length, trained, target in cases:
+
+        def batches(count: int = count, length: int = length, trained: int = trained) -> Iterator[list[Forest]]:
+            while True:
+                yield lay_out([grow(each) for each in maker.chains(count, length, trained)], count * length)
+
+        found, again = measured(trainer, batches())
+        compiled += again
+        shown(name, trainer, next(batches()), found)
+        rows.append(Row(f"MFU, {name}", 100 * (found.mfu or 0.0), None, "%", target, at_least=True))
+    return rows, compiled
+
+
+def speed_up(trainer: Trainer, maker: Maker, packs: int) -> tuple[list[Row], int]:
+    rows: list[Row] = []
+    compiled = 0
+    for name, make in (("groups of 16", maker.group), ("agents with forks", maker.agent)):
+        for ratio in RATIOS:
+            forests, flat = both(filled(make, ratio, packs))
+            seconds: list[float] = []
+            for each in (forests, flat):
+                trainer.step(Batch.of(0, each))  # every length of row once
+                before = frames()
+                seconds.append(statistics.median(trainer.step(Batch.of(0, each)).seconds for _ in range(3)))
+                compiled += frames() - before
+            flops = sum(map(trainer.cost.flops, flat)) / sum(map(trainer.cost.flops, forests))
+            tokens = sum(each.tokens for each in flat) / sum(each.tokens for each in forests)
+            what = f"{name}, forest over flat: {tokens:.2f} x tokens, {flops:.2f} x FLOPs"
+            rows.append(Row(what, seconds[1] / seconds[0], flops, "x", 0.9 * flops, at_least=True))
+            full = " and ".join(f"{len(each)} packs {_fill(each):.0%} full" for each in (forests, flat))
+            print(f"{what}: {seconds[1] / seconds[0]:.2f} x faster, {full}", flush=True)
+    return rows, compiled
+
+
+def _fill(packs: list[Forest]) -> float:
+    return sum(each.tokens for each in packs) / (PACK * len(packs))
+
+
+def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
+    trainer.masters.zero_grad()
+    batch = Batch.of(0, packs)
+    for pack in packs:
+        trainer.policy(trainer.row(pack), batch.counts).loss.backward()
+    return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
+
+
+def agreement(trainer: Trainer, maker: Maker) -> list[Row]:
+    """Forest and flat in bfloat16 differ no more than flat runs that are packed differently."""
+    groups = [maker.group(4) for _ in range(4)]
+    forests = [grow(group) for group in groups]
+    flat = [grow([each]) for group in groups for each in group]
+    spread = [gradients(trainer, lay_out(order, budget)) for order, budget in ((flat, PACK), (flat[::-1], PACK // 2))]
+    tree = gradients(trainer, lay_out(forests, PACK))
+
+    def apart(left: torch.Tensor, right: torch.Tensor) -> float:
+        return float((left - right).norm() / right.norm())
+
+    between = apart(spread[1], spread[0])
+    found = min(apart(tree, spread[0]), apart(tree, spread[1]))
+    return [Row("gradients in bfloat16, forest to flat beside flat to flat", found, between, "of norm", between)]
+
+
+def trainer_of(shape: str, pack: int) -> Trainer:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation=ATTENTION, dtype=torch.float32)
+    policy = Policy(model, Layout.FOREST, find_loss("dppo"))
+    compile_layers(policy)
+    settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": {"lr": 1e-6}}
+    return Trainer(policy, TrainerConfig(**settings), dtype=torch.bfloat16)
+
+
+def main() -> int:
+    flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
+    flags.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    flags.add_argument("--packs", type=int, default=2, help="packs of 16k tokens the forests of a comparison fill")
+    flags.add_argument("--only", choices=["mfu", "forest", "gradients"], help="ask one of the questions")
+    args: Any = flags.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
+        return NO_COMPETITOR
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, {args.shape}\nFLOPs = {FORMULA}")
+    print(f"MFU against {PEAK['H200'] / 1e12:.0f} TFLOP/s", flush=True)
+    trainer, maker = trainer_of(args.shape, 4 * PACK), Maker(SHAPES[args.shape].vocab_size)
+    rows: list[Row] = []
+    compiled = 0
+    if args.only in (None, "mfu"):
+        found, again = utilisation(trainer, maker)
+        rows, compiled = rows + found, compiled + again
+    if args.only in (None, "forest"):
+        found, again = speed_up(trainer, maker, args.packs)
+        rows, compiled = rows + found, compiled + again
+    if args.only in (None, "gradients"):
+        rows += agreement(trainer, maker)
+    rows.append(Row("compilations after the third step", float(compiled), None, "", 0.0))
+    return finish(f"benchmarks/trainer_gpu.py: a training step on {name}", rows, args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""`ramify plot RUN [RUN...] -o FILE.png`: curves of one run, or of several beside each other."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+DEFAULT = ("reward/all/mean", "eval/*/avg")
+
+
+def run(args: Sequence[str]) -> int:
+    """Draw the metrics whose names match."""
+    asked = _parser().parse_args(args)
+    from ramify.cli.runs import run_path  # loaded here, not for help
+    from ramify.errors import ConfigInvalid
+    from ramify.launch.asking import metrics_of
+    from ramify.monitor.figure import draw
+
+    runs = {path.name: path for path in map(run_path, asked.run)}
+    names = asked.name or list(DEFAULT)
+    points = {label: [point for name in names for point in metrics_of(path, name)] for label, path in runs.items()}
+    if not any(points.values()):
+        raise ConfigInvalid(f"there is nothing to draw: no run has {' or '.join(names)}")
+    draw(points, Path(asked.o))
+    print(f"drew {asked.o}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ramify.cli.app import COMMANDS
+
+    parser = argparse.ArgumentParser(prog="ramify plot", description=COMMANDS["plot"].help)
+    parser.add_argument("run", metavar="RUN", nargs="+", help="a run's directory, or its name below outputs")
+    parser.add_argument("-o", metavar="FILE", required=True, help="where the picture goes: .png, .svg or .pdf")
+    parser.add_argument(
+        "--name", action="append", metavar="GLOB", help=f"metrics to draw; without, {' and '.join(DEFAULT)}"
+    )
+    return parser

@@ -1,0 +1,100 @@
+"""`ramify rl @ config.toml`: a whole run, from its processes to its last checkpoint; again to continue."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+
+from ramify.config import parse, switch
+from ramify.errors import RamifyError
+from ramify.orchestrate.config import RunConfig
+
+SHORT = {"-m": "--model.name", "-o": "--output"}
+USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
+       ramify rl ID [-m MODEL] [--taskset.KEY VALUE] [--key value]
+
+  ID            a taskset to learn, with nothing said about it but its own keys; measured on its eval split
+  --fresh       begin anew; the old run is moved aside
+  --dry-run     resolve and check everything, print the plan, start nothing
+
+The same command again continues the run, or says that it is finished. Ctrl-C ends it at once; SIGTERM and SIGUSR1 make
+a checkpoint first and exit with 75. Exit codes: 0 finished, 1 a named failure, 2 configuration, 75 left, 130
+interrupted. All keys:
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Read the configuration, and plan or run it."""
+    if "--help" in args or "-h" in args:
+        print(USAGE)
+    fresh, rest = switch(args, "--fresh")
+    dry, rest = switch(rest, "--dry-run")
+    config = parse(RunConfig, spelled_out(rest), prog="ramify rl")
+    if dry:
+        from ramify.launch.plan import plan_of
+        from ramify.launch.tables import check_tables
+
+        check_tables(config)
+        plan = plan_of(config, dry=True)
+        plan.write()
+        print("\n".join(plan.lines()))
+        print(f"dry run: nothing was started; the resolved configuration is in {config.path / 'config.toml'}")
+        return 0
+    from ramify.launch.dashboard import choose  # the rest is loaded here, not for help
+    from ramify.launch.run import rl
+    from ramify.launch.supervisor import Outcome
+
+    again = shlex.join(["ramify", "rl", *(arg for arg in args if arg != "--fresh")])
+    try:
+        ended = rl(config, fresh=fresh, display=choose())
+    except RamifyError as error:
+        if error.name != "ConfigInvalid":
+            print(f"what was committed is kept. Continue with: {again}", file=sys.stderr)
+        raise
+    where = shlex.quote(str(ended.path))
+    match ended.outcome:
+        case Outcome.FINISHED if not ended.ran:
+            print(f"{ended.path} is finished: all {config.max_steps} steps are there; --fresh begins anew")
+        case Outcome.FINISHED:
+            print(f"done: {config.max_steps} steps in {ended.path}; see it with: ramify plot {where} -o reward.png")
+        case Outcome.LEFT:
+            print(f"left. Continue with: {again}", file=sys.stderr)
+        case Outcome.INTERRUPTED:
+            print(f"stopped; what was committed is kept. Continue with: {again}", file=sys.stderr)
+    return ended.outcome.value
+
+
+def spelled_out(args: Sequence[str]) -> list[str]:
+    """The arguments with the taskset's id and the short flags as the keys they stand for."""
+    rest = [SHORT.get(arg, arg) for arg in args]
+    found: list[str] = []
+    if rest and not rest[0].startswith(("-", "@")):
+        taskset = {"id": rest.pop(0)}
+        found += [f"--train={json.dumps([{'taskset': taskset}])}"]
+        found += [f"--eval={json.dumps([{'taskset': {**taskset, 'split': 'eval'}}])}"]
+        rest = _for_both(rest)
+    for at, arg in enumerate(rest):
+        if arg == "-b":
+            found += ["--inference.engine", "external", "--inference.base_url"]
+        elif at and rest[at - 1] == "-b":
+            found.append(arg.rstrip("/").removesuffix("/v1"))
+        else:
+            found.append(arg)
+    return found
+
+
+def _for_both(args: Sequence[str]) -> list[str]:
+    """`--taskset.KEY` is said of what is learnt and of what is measured."""
+    found: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("--taskset."):
+            found.append(arg)
+            continue
+        words: list[str] = []
+        while "=" not in arg and rest and not rest[0].startswith(("-", "@")):
+            words.append(rest.pop(0))
+        key = arg.removeprefix("--")
+        found += [f"--train.0.{key}", *words, f"--eval.0.{key}", *words]
+    return found

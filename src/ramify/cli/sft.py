@@ -1,0 +1,49 @@
+"""`ramify sft @ config.toml`: teach a model conversations; the same command again goes on where it was left."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from ramify.config import dry_run, parse, switch
+from ramify.errors import StorageFull
+from ramify.train.sft.config import SftConfig
+
+SHORT = {"-m": "--model.name", "-o": "--output", "-d": "--data.path"}
+USAGE = """usage: ramify sft [@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]
+
+  -d DATA     conversations: a jsonl, parquet or arrow file, a directory of them, or the id of a cached dataset
+  --fresh     begin anew; the old run is moved aside
+  --dry-run   read and check everything, train nothing
+
+The same command again continues the run, or says that it is finished. On several GPUs:
+torchrun --nproc-per-node N -m ramify sft ... All keys:
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Read the configuration, train what is missing, say where the weights are."""
+    if "--help" in args or "-h" in args:
+        print(USAGE)
+    fresh, rest = switch(args, "--fresh")
+    dry, rest = switch(rest, "--dry-run")
+    config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft")
+    if dry:
+        from ramify.train.sft.plan import lines_of, plan_of
+
+        plan = plan_of(config)
+        dry_run(config, plan.path, lines_of(plan, config))
+        return 0
+    from ramify.train.sft.display import choose  # torch is loaded here, not for help
+    from ramify.train.sft.run import train
+
+    again = shlex.join(["ramify", "sft", *(arg for arg in args if arg != "--fresh")])
+    try:
+        result = train(config, fresh=fresh, display=choose())
+    except StorageFull as error:
+        raise StorageFull(f"{error.message}. Continue with: {again}") from error
+    if result.weights is None:
+        print(f"stopped after {result.steps} steps; continue with: {again}", file=sys.stderr)
+        return 130
+    said = f"{result.path} is finished" if not result.ran else "done"
+    print(f"{said}: {result.steps} steps; the model is {result.weights}")
+    return 0

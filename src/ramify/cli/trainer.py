@@ -1,0 +1,82 @@
+"""`ramify trainer @ config.toml`: the trainer alone, fed by an orchestrator or from a recording."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from ramify.config import dry_run, parse, switch
+from ramify.errors import ConfigInvalid
+from ramify.train.service_config import ServiceConfig
+
+SHORT = {"-m": "--model.name", "-o": "--output"}
+USAGE = """usage: ramify trainer [@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]
+
+  --record DIR         keep every batch that comes
+  --replay DIR         train on recorded batches; writes no checkpoints and no weights
+  --replay DIR --flat  the same batches with every branch laid out whole
+  --dry-run            read and check everything, train nothing
+
+On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... All keys:
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    """Read the configuration, find the source, train until it ends."""
+    if "--help" in args or "-h" in args:
+        print(USAGE)
+    dry, rest = switch(args, "--dry-run")
+    flat, rest = switch(rest, "--flat")
+    replay, rest = _folder(rest, "--replay")
+    record, rest = _folder(rest, "--record")
+    config = parse(ServiceConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify trainer")
+    if (config.address is None) == (replay is None):
+        raise ConfigInvalid("a trainer needs one source: --address of an orchestrator, or --replay DIR")
+    if (flat and replay is None) or (record is not None and replay is not None):
+        raise ConfigInvalid("--flat goes with --replay, and --record with --address")
+    if dry:
+        source = config.address or f"the batches in {replay}"
+        dry_run(config, config.path, [f"would train {config.model.name} on {source}, into {config.path}"])
+        return 0
+    from ramify.train.parallel import joined  # torch is loaded here, not for help
+    from ramify.train.remote import RemoteSource
+    from ramify.train.service import Service
+    from ramify.train.source import Recording, ReplaySource
+
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.append(number))
+    with joined(config.trainer) as ranks:
+        if replay is not None:
+            source = ReplaySource(Recording(replay), flat=flat)
+        else:
+            assert config.address is not None
+            kept = Recording(record) if record is not None else None
+            secret = os.environ.get(config.secret_env)
+            source = RemoteSource(config.address, secret=secret, patience=config.patience, recording=kept)
+        try:
+            tell = _print if ranks.first else _nothing
+            service = Service(config, source, ranks, keep=replay is None, tell=tell, stopped=lambda: bool(asked))
+            done = service.run()
+        finally:
+            source.close()
+        if ranks.first:
+            print(f"done after step {done}" if not asked else f"stopped after step {done}")
+    return 0
+
+
+def _folder(args: Sequence[str], flag: str) -> tuple[Path | None, list[str]]:
+    """The word behind a flag of the command's own, and the other arguments."""
+    if flag not in args:
+        return None, list(args)
+    at = list(args).index(flag)
+    if at + 1 == len(args):
+        raise ConfigInvalid(f"{flag} needs a directory")
+    return Path(args[at + 1]), [*args[:at], *args[at + 2 :]]
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _nothing(line: str) -> None: ...

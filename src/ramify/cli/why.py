@@ -1,0 +1,109 @@
+"""`ramify why RUN`: what a run is waiting for, since when, on whom; or how one that is over ended."""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EVENTS = 10  # the last so many are shown
+TAIL = 5  # lines of each log
+
+
+def run(args: Sequence[str]) -> int:
+    """Ask the run, or read what it left behind; with --audit, check its ledger."""
+    asked = _parser().parse_args(args)
+    from ramify.cli.runs import run_path  # loaded here, not for help
+    from ramify.launch.asking import live
+
+    path = run_path(asked.run)
+    if asked.audit:
+        return _audit(path)
+    client = live(path)
+    if client is not None:
+        _alive(client.ask("/status"), client.ask("/why"))
+    else:
+        _over(path)
+    return 0
+
+
+def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ramify.cli.runs import paper
+    from ramify.launch.dashboard import line_of
+
+    console = paper()
+    console.print(Text(f"{status.get('run', '')} {line_of(status)}"))
+    if not waits:
+        console.print("nobody waits")
+        return
+    table = Table("who", "waits for", "seconds", "at most", "detail", box=None, padding=(0, 2, 0, 0))
+    for wait in sorted(waits, key=lambda wait: -(wait.get("since_s") or 0)):
+        deadline = wait.get("deadline_s")
+        since, most = f"{wait.get('since_s') or 0:.1f}", "" if deadline is None else f"{deadline:.1f}"
+        table.add_row(Text(str(wait.get("who"))), Text(str(wait.get("waits_for"))), since, most, str(wait.get("detail", "")))
+    console.print(table)
+
+
+def _over(path: Path) -> None:
+    """From the files alone: how far it came, what happened last, how each process ended."""
+    from ramify.cli.runs import paper
+    from ramify.launch.record import read_record
+    from ramify.store import RunStore
+    from ramify.store.journal import Journal
+    from ramify.store.ledger import Ledger
+
+    console = paper()
+    with RunStore.open(path, write=False) as store:
+        ledger, journal = Ledger.read(store), Journal(store)
+        marks, states = ledger.marks(), Counter(group.state.value for group in ledger.groups())
+        done, events = store.fact("finished"), journal.events()[-EVENTS:]
+    end = "is finished" if done is not None else "is not running, and not finished"
+    print(f"{path} {end}: step {marks.committed} is committed, {marks.acknowledged - marks.committed} done after it")
+    print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
+    for event in events:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+        told = " ".join(f"{key}={value}" for key, value in event.fields.items())
+        console.print(f"{at} {event.kind} {told}", markup=False, soft_wrap=True)
+    if done is None:
+        for name, process in read_record(path).get("processes", {}).items():
+            console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
+            for line in _tail(Path(process["log"])):
+                console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        return log.read_text(errors="replace").splitlines()[-TAIL:]
+    except OSError:
+        return ["(no log)"]
+
+
+def _audit(path: Path) -> int:
+    from ramify.store import RunStore
+    from ramify.store.audit import audit
+    from ramify.store.ledger import Ledger
+
+    with RunStore.open(path, write=False) as store:
+        ledger = Ledger.read(store)
+        problems = audit(ledger, finished=store.fact("finished") is not None)
+        groups, marks = len(ledger.groups()), ledger.marks()
+    for problem in problems:
+        print(problem)
+    verdict = "nothing is lost, nothing counts twice" if not problems else f"{len(problems)} problems"
+    print(f"{path}: {groups} groups, {marks.committed} steps: {verdict}")
+    return 1 if problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ramify.cli.app import COMMANDS
+
+    parser = argparse.ArgumentParser(prog="ramify why", description=COMMANDS["why"].help)
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
+    parser.add_argument(
+        "--audit", action="store_true", help="check that every group was trained once or dropped by name; exit 1 if not"
+    )
+    return parser

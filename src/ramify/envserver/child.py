@@ -1,0 +1,115 @@
+"""An env server as a child: `ramify env-server`, for whoever needs one and has none.
+
+Its address is the line it prints. It is on a leash (`ramify.cli.leash`): however we end, it ends too, and its workers
+with it.
+"""
+
+import asyncio
+import contextlib
+import re
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Self
+
+from ramify.config import write
+from ramify.envserver.config import EnvServerConfig
+from ramify.errors import ConfigInvalid, DeadlineExceeded, WorkerDied
+
+ADDRESS = re.compile(r"^serving (\S+) at (\S+)$")
+TAIL = 30  # lines that a failure shows
+UNUSABLE = 2  # the exit code of a command whose configuration cannot be used
+
+
+class EnvServerChild:
+    """One `ramify env-server`; its configuration is written to `file`. Start it once, stop it once."""
+
+    def __init__(self, config: EnvServerConfig, file: Path, *, deadline: float = 180.0) -> None:
+        self.config, self.file, self.deadline = config, file, deadline
+        self.address = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._said: deque[str] = deque(maxlen=TAIL)
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> Self:
+        """Start it and wait until it says where it listens."""
+        write(self.config, self.file)
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "ramify.cli.leash", "env-server", "@", str(self.file)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(self.deadline):
+                await self._listen()
+        except TimeoutError:
+            await self.stop()
+            raise DeadlineExceeded(f"the env server was not ready within {self.deadline:g} s: {self.tail}") from None
+        except BaseException:
+            await self.stop()
+            raise
+        self._reading = asyncio.create_task(self._read(), name="output of the env server")
+        return self
+
+    async def stop(self) -> int | None:
+        """End it: it lets attempts finish for its grace; returns its exit code."""
+        process = self._process
+        if process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        patience = self.config.grace + 30.0
+        try:
+            await asyncio.wait_for(process.wait(), patience)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        finally:  # also where we are told to hurry: the leash is let go
+            if process.stdin is not None:
+                process.stdin.close()
+            if self._reading is not None:
+                self._reading.cancel()
+        return process.returncode
+
+    async def wait(self) -> int:
+        """Its exit code, when it has ended."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def tail(self) -> str:
+        """The last it said."""
+        return "\n".join(self._said)
+
+    async def _listen(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while line := (await self._process.stdout.readline()).decode(errors="replace").rstrip():
+            if found := ADDRESS.match(line):
+                self.address = found[2]
+                return
+            self._said.append(line)
+        await self._read()
+        code = await self._process.wait()
+        if code == UNUSABLE:
+            raise ConfigInvalid(self.tail)
+        raise WorkerDied(f"the env server ended with exit code {code}:\n{self.tail}")
+
+    async def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            self._said.append(line.decode(errors="replace").rstrip())

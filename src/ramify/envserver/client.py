@@ -1,0 +1,143 @@
+"""The client of an env server: its methods with types, and rollouts that can be watched while they grow."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ramify.env import Task
+from ramify.envserver.messages import (
+    Cancel,
+    Done,
+    GroupScores,
+    Health,
+    Info,
+    Run,
+    ScoreGroup,
+    Stats,
+    TaskPage,
+    Tasks,
+    Turn,
+)
+from ramify.trace import Episode, Trace, TraceReader, decode_episode, encode
+from ramify.wire import Client, Message, Settings
+
+QUICK = 30.0  # seconds for what needs no model
+LONG = 3600.0  # seconds for a rollout, unless the caller says otherwise
+
+Watch = Callable[[str, Trace], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A rollout that is finished: its encoded episode, and what it took."""
+
+    data: bytes | memoryview
+    worker: str
+    starts: int
+    crashes: int
+
+    @property
+    def episode(self) -> Episode:
+        """The traces; their arrays are views over the received bytes."""
+        return decode_episode(self.data)
+
+
+class EnvClient:
+    """An env server at `address`. It may be started later than us: `start` waits for it as long as it is told to."""
+
+    def __init__(self, address: str, secret: str | None = None, *, settings: Settings | None = None) -> None:
+        self._client = Client(address, secret=secret, settings=settings)
+
+    async def start(self, deadline: float | None = None) -> Self:
+        """Connect; PeerLost if nobody answers in time."""
+        await self._client.start(deadline)
+        return self
+
+    async def close(self) -> None:
+        """Take back what is open and go."""
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def run(
+        self,
+        task: Task | dict[str, Any],
+        *,
+        id: str,
+        group: str = "",
+        attempt: int = 0,
+        seed: int = 0,
+        train: bool = False,
+        sampling: dict[str, Any] | None = None,
+        attempts: int | None = None,
+        watch: Watch | None = None,
+        deadline: float = LONG,
+    ) -> Ran:
+        """One rollout. `watch` gets its phases and the trace as it grows; a rollout that is started again starts over.
+
+        Whoever cancels this cancels the rollout.
+        """
+        ask = Run(
+            task=task.wire() if isinstance(task, Task) else task,
+            id=id,
+            group=group,
+            attempt=attempt,
+            seed=seed,
+            train=train,
+            sampling=sampling,
+            attempts=attempts,
+            stream=watch is not None,
+        )
+        on_part = None if watch is None else _Growing(watch).take
+        answer = await self._client.call("run", Message.of(ask), deadline=deadline, on_part=on_part)
+        done = answer.read(Done)
+        return Ran(answer.blobs[0], done.worker, done.starts, done.crashes)
+
+    async def score_group(
+        self, task: Task | dict[str, Any], traces: Sequence[Trace], *, deadline: float = LONG
+    ) -> GroupScores:
+        """The rewards that only all attempts at a task together have, for each trace."""
+        ask = ScoreGroup(task.wire() if isinstance(task, Task) else task)
+        message = Message.of(ask, *(encode(trace) for trace in traces))
+        return (await self._client.call("score_group", message, deadline=deadline)).read(GroupScores)
+
+    async def tasks(self, start: int = 0, count: int = 100, *, deadline: float = 300.0) -> TaskPage:
+        """Tasks `start` to `start + count` of the taskset, in its order."""
+        return (await self._client.call("tasks", Message.of(Tasks(start, count)), deadline=deadline)).read(TaskPage)
+
+    async def cancel(self, ids: Iterable[str]) -> int:
+        """Cancel rollouts by id, whoever asked for them; returns how many were running."""
+        return (await self._client.call("cancel", Message.of(Cancel(list(ids))), deadline=QUICK)).read(int)
+
+    async def info(self) -> Info:
+        """What the server serves."""
+        return (await self._client.call("info", deadline=QUICK)).read(Info)
+
+    async def health(self) -> Health:
+        """How the server does."""
+        return (await self._client.call("health", deadline=QUICK)).read(Health)
+
+    async def stats(self) -> Stats:
+        """What the server has done."""
+        return (await self._client.call("stats", deadline=QUICK)).read(Stats)
+
+
+class _Growing:
+    """Puts the deltas of a rollout together; a later start replaces an earlier one."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._start, self._reader = watch, -1, TraceReader()
+
+    def take(self, part: Message) -> None:
+        turn = part.read(Turn)
+        if turn.start < self._start:
+            return
+        if turn.start > self._start:
+            self._start, self._reader = turn.start, TraceReader()
+        for delta in part.blobs:
+            self._reader.apply(delta)
+        self._watch(turn.phase, self._reader.trace)

@@ -1,0 +1,68 @@
+"""One log file for a server and all its workers: every line once, with the time and who wrote it."""
+
+import asyncio
+import os
+from collections import deque
+from datetime import datetime
+from pathlib import Path
+
+LONGEST = 1 << 16  # bytes of a line; a longer one is broken
+TAIL = 20  # lines of each worker that a failure may show
+
+
+class Log:
+    """An open log file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+
+    def write(self, who: str, line: str) -> None:
+        """Add one line."""
+        if not self._file.closed:
+            self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {who} {line}\n")
+
+    def event(self, text: str) -> None:
+        """Add what the broker has to say."""
+        for line in text.splitlines():
+            self.write("broker", line)
+
+    def close(self) -> None:
+        """No more lines."""
+        self._file.close()
+
+
+class Output(asyncio.Protocol):
+    """What a worker and its children print, line by line into the log."""
+
+    def __init__(self, log: Log, who: str) -> None:
+        self._log, self._who, self._rest = log, who, b""
+        self.tail: deque[str] = deque(maxlen=TAIL)
+        self.ended = asyncio.Event()
+
+    @classmethod
+    async def open(cls, log: Log, who: str) -> tuple["Output", int]:
+        """A reader, and the descriptor to write to."""
+        reading, writing = os.pipe()
+        pipe = os.fdopen(reading, "rb", 0)
+        _, output = await asyncio.get_running_loop().connect_read_pipe(lambda: cls(log, who), pipe)
+        return output, writing
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        while len(self._rest) > LONGEST:
+            self._line(self._rest[:LONGEST])
+            self._rest = self._rest[LONGEST:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._rest:
+            self._line(self._rest)
+        self.ended.set()
+
+    def _line(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        self.tail.append(text)
+        self._log.write(self._who, text)

@@ -1,0 +1,175 @@
+"""What is asked of an env server and what it answers; the traces themselves travel as blobs beside these."""
+
+from typing import Any
+
+import msgspec
+
+from ramify.errors import Failure
+
+
+class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One rollout of a task."""
+
+    task: dict[str, Any]
+    id: str
+    group: str = ""
+    attempt: int = 0
+    seed: int = 0
+    train: bool = False
+    sampling: dict[str, Any] | None = None
+    """In place of the source's, key by key."""
+    attempts: int | None = None
+    """How often it is started at most; the source's number unless given."""
+    stream: bool = False
+    """Whether turns are sent as they are made."""
+    start: int = 0
+    """The number of its first start: a broker counts on where another worker has stopped."""
+
+
+class Turn(msgspec.Struct):
+    """News of a rollout; the blob is a trace delta. A higher `start` replaces all that came before."""
+
+    start: int
+    phase: str
+
+
+class Done(msgspec.Struct):
+    """The end of a rollout; the blob is its encoded episode."""
+
+    worker: str
+    starts: int
+    crashes: int = 0
+    """Workers that were lost under it."""
+
+
+class Tasks(msgspec.Struct):
+    """A page of tasks."""
+
+    start: int
+    count: int
+
+
+class TaskEntry(msgspec.Struct):
+    """A task and what it is called."""
+
+    identity: str
+    task: dict[str, Any]
+
+
+class TaskPage(msgspec.Struct):
+    """Tasks in their order; `end` says that there are no more."""
+
+    tasks: list[TaskEntry]
+    end: bool
+
+
+class ScoreGroup(msgspec.Struct):
+    """All attempts at a task, to be compared; the blobs are their traces."""
+
+    task: dict[str, Any]
+
+
+class GroupScores(msgspec.Struct):
+    """What each trace got: the rewards of the group, and what went wrong."""
+
+    rewards: list[dict[str, tuple[float, float] | None]]
+    errors: list[list[Failure]]
+
+
+class Cancel(msgspec.Struct):
+    """Rollouts that nobody wants any more, by id."""
+
+    ids: list[str]
+
+
+class Info(msgspec.Struct, kw_only=True):
+    """What a server serves."""
+
+    name: str
+    version: str
+    taskset: dict[str, Any]
+    harness: dict[str, Any]
+    runtime: dict[str, Any]
+    model: str
+    trainable: bool
+    rewards: dict[str, float]
+    group_rewards: dict[str, float]
+    metrics: list[str]
+    sampling: dict[str, Any]
+    limits: dict[str, int | None]
+
+
+class WorkerHealth(msgspec.Struct, kw_only=True):
+    """One worker as it is."""
+
+    id: str
+    pid: int
+    state: str
+    load: int
+    lag: float
+    silence: float
+    age: float
+    memory: float
+    """MiB."""
+
+
+class Death(msgspec.Struct):
+    """A worker that is no more, against its will."""
+
+    worker: str
+    at: float
+    reason: str
+    attempts: int
+    """How many attempts it held."""
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """How a server does: `ok`, `booting`, `broken` (no worker will boot) or `closing`."""
+
+    state: str
+    reason: str
+    running: int
+    waiting: int
+    workers: list[WorkerHealth]
+    deaths: list[Death]
+
+
+class Decision(msgspec.Struct):
+    """A change of the pool."""
+
+    at: float
+    before: int
+    after: int
+    reason: str
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """What a server has done."""
+
+    uptime: float
+    lag: float
+    worst_lag: float
+    counts: dict[str, int]
+    failures: dict[str, int]
+    decisions: list[Decision]
+    workers: list[WorkerHealth]
+    worker_lag: dict[str, float]
+    """The longest each worker's event loop stood still."""
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """What a worker is told when it is started."""
+
+    id: str
+    source: dict[str, Any]
+    config: dict[str, Any]
+    secret: str
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """What a worker says when it can work, or why it cannot."""
+
+    pid: int
+    address: str = ""
+    info: Info | None = None
+    failure: Failure | None = None

@@ -1,0 +1,222 @@
+"""The env server: one address, behind it a broker that hands every request to a worker and sees it answered once.
+
+An attempt whose worker is lost runs again elsewhere. How often is bounded: a worker that was killed counts against all
+that it held, one that hung against the rollout whose code stood still, as far as that is known.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from ramify.envserver.config import ADDRESS, EnvServerConfig
+from ramify.envserver.log import Log
+from ramify.envserver.messages import Cancel, Done, Health, Run, Stats, Turn
+from ramify.envserver.pool import Pool
+from ramify.envserver.process import WorkerProcess
+from ramify.errors import PeerLost, RamifyError, RequestCancelled, WorkerDied
+from ramify.wire import Message, Pulse, Request, Server
+
+INNOCENT = 10  # times `crashes` that a rollout may be moved without being to blame
+POLL = 0.05
+
+
+class EnvServer:
+    """One source, served; `start` and `close` (or `async with`) are its life."""
+
+    def __init__(self, config: EnvServerConfig) -> None:
+        self.config, self.picked = config, config.pick()
+        handlers = {
+            "info": self._info,
+            "tasks": self._forwarded,
+            "run": self._run,
+            "score_group": self._forwarded,
+            "cancel": self._cancel,
+            "health": self._health,
+            "stats": self._stats,
+        }
+        self._front = Server(
+            {name: self._counted(name, handler) for name, handler in handlers.items()},
+            self.picked.config.address or ADDRESS,
+            secret=config.secret(),
+            settings=config.settings,
+            name="env-server",
+        )
+        self.counts: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self._runs: dict[str, set[asyncio.Task[Message]]] = {}
+        self._cancelled: set[asyncio.Task[Message]] = set()
+        self._closing = False
+
+    @property
+    def address(self) -> str:
+        """Where it listens; the real one once it has started."""
+        return self._front.address
+
+    async def wait_broken(self) -> None:
+        """Returns if the server can no longer be reached."""
+        await self._front.broken.wait()
+
+    @property
+    def log_path(self) -> Path:
+        return self.picked.log(self.config.output)
+
+    async def start(self) -> Self:
+        """Returns when the first worker is ready; raises ConfigInvalid or WorkerDied if none will be."""
+        self._pulse = Pulse()
+        self.log = Log(self.log_path)
+        self.log.event(f"serving {self.picked.name}, pool {self.picked.config.pool}")
+        self.pool = Pool(self.config, self.picked, self.log, self._pulse)
+        self._front.pulse = self._pulse
+        await self._front.start()
+        try:
+            await self.pool.start()
+        except BaseException:
+            await self.close(grace=0)
+            raise
+        self.log.event(f"listening at {self.address}")
+        return self
+
+    async def close(self, grace: float | None = None) -> None:
+        """Let what is in flight finish for `grace` seconds, cancel the rest, stop the workers."""
+        end = time.monotonic() + (self.config.grace if grace is None else grace)
+        self._closing = True
+        while self.pool.running + self.pool.waiting and time.monotonic() < end:
+            await asyncio.sleep(POLL)
+        self.log.event(f"closing, {self.pool.running + self.pool.waiting} attempts are cancelled")
+        await self._front.close()
+        await self.pool.close()
+        self._pulse.stop()
+        self.log.event("closed")
+        self.log.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- methods -------------------------------------------------------------------------------------------------------
+
+    async def _info(self, request: Request) -> Message:
+        return Message.of(self.pool.info)
+
+    async def _health(self, request: Request) -> Message:
+        pool = self.pool
+        workers = [worker.health() for worker in pool.workers.values()]
+        state = "ok" if any(worker.state == "ready" for worker in workers) else "booting"
+        state = "broken" if pool.broken is not None and state != "ok" else state
+        return Message.of(
+            Health(
+                state="closing" if self._closing else state,
+                reason=pool.broken.message if pool.broken is not None else "",
+                running=pool.running,
+                waiting=pool.waiting,
+                workers=workers,
+                deaths=list(pool.deaths),
+            )
+        )
+
+    async def _stats(self, request: Request) -> Message:
+        pool = self.pool
+        return Message.of(
+            Stats(
+                uptime=time.monotonic() - pool.began,
+                lag=self._pulse.lag,
+                worst_lag=self._pulse.worst,
+                counts={**self.counts, **pool.counts, "clients": self._front.clients, "refused": self._front.refused},
+                failures=dict(self.failures),
+                decisions=list(pool.decisions),
+                workers=[worker.health() for worker in pool.workers.values()],
+                worker_lag=pool.worst_lag,
+            )
+        )
+
+    async def _cancel(self, request: Request) -> Message:
+        found = [task for id in request.read(Cancel).ids for task in self._runs.get(id, ())]
+        for task in found:
+            self._cancelled.add(task)
+            task.cancel()
+        return Message.of(len(found))
+
+    async def _forwarded(self, request: Request) -> Message:
+        """Let any worker answer; a worker that is lost meanwhile is followed by another."""
+        method, end = request.header.method, time.monotonic() + request.left
+        for _ in range(self.config.crashes):
+            worker = await self.pool.acquire()
+            try:
+                return await worker.client.call(method, request.message, deadline=end - time.monotonic())
+            except (PeerLost, WorkerDied):
+                continue
+            finally:
+                self.pool.release(worker)
+        raise WorkerDied(f"{self.config.crashes} workers were lost under {method}; the last {worker.reason}")
+
+    async def _run(self, request: Request) -> Message:
+        if self._closing:
+            raise PeerLost("the env server is closing")
+        ask = request.read(Run)
+        running = asyncio.create_task(self._attempts(ask, request), name=f"rollout {ask.id}")
+        self._runs.setdefault(ask.id, set()).add(running)
+        try:
+            return await running
+        except asyncio.CancelledError:
+            if running in self._cancelled:
+                raise RequestCancelled(f"rollout {ask.id} was cancelled") from None
+            running.cancel()
+            raise
+        finally:
+            self._cancelled.discard(running)
+            self._runs[ask.id].discard(running)
+            if not self._runs[ask.id]:
+                del self._runs[ask.id]
+
+    async def _attempts(self, ask: Run, request: Request) -> Message:
+        """Run an attempt on one worker after another until one has finished it."""
+        end = time.monotonic() + request.left
+        crashes = moves = 0
+        while True:
+            worker = await self.pool.acquire()
+            try:
+                answer = await self._on(worker, ask, request, end)
+                done = msgspec.structs.replace(answer.read(Done), crashes=moves)
+                return Message.of(done, *answer.blobs)
+            except (PeerLost, WorkerDied):
+                moves += 1
+                crashes += worker.guilty in (None, ask.id)
+                self.counts["reruns"] += 1
+            finally:
+                self.pool.release(worker)
+            if crashes >= self.config.crashes or moves >= INNOCENT * self.config.crashes:
+                raise WorkerDied(f"{moves} workers were lost under rollout {ask.id}; the last {worker.reason}")
+
+    async def _on(self, worker: WorkerProcess, ask: Run, request: Request, end: float) -> Message:
+        def forward(part: Message) -> None:
+            ask.start = max(ask.start, part.read(Turn).start + 1)
+            request.part(part)
+
+        message = Message.of(ask)  # its start is where the last worker was lost
+        on_part = forward if ask.stream else None
+        return await worker.client.call("run", message, deadline=end - time.monotonic(), on_part=on_part)
+
+    def _counted(
+        self, name: str, handler: Callable[[Request], Awaitable[Message]]
+    ) -> Callable[[Request], Awaitable[Message]]:
+        async def counted(request: Request) -> Message:
+            self.counts[name] += 1
+            try:
+                answer = await handler(request)
+            except asyncio.CancelledError:
+                self.failures["RequestCancelled"] += 1
+                raise
+            except RamifyError as error:
+                self.failures[error.name] += 1
+                raise
+            self.counts[f"{name}_done"] += 1
+            return answer
+
+        return counted

@@ -1,0 +1,112 @@
+"""Where the rollouts of an eval run: here, or in the workers of an env server. What comes of them is the same."""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+from ramify.errors import Failure, WorkerDied
+from ramify.evals.config import EvalConfig
+from ramify.evals.plan import Pair
+from ramify.evals.policies import Answering
+from ramify.gateway import Gateway
+from ramify.infer.config import ExternalConfig
+from ramify.rollout import Environment, run
+from ramify.rollout.attempt import Watch
+from ramify.rollout.scoring import due
+from ramify.trace import Trace
+
+Runs = Callable[[Pair, Watch], Awaitable[Sequence[Trace]]]
+"""Runs one pair, telling whoever watches."""
+
+
+def running(
+    config: EvalConfig, environment: Environment, found: Answering, path: Path
+) -> contextlib.AbstractAsyncContextManager[Runs]:
+    """What runs the pairs of an eval."""
+    if config.workers:
+        return _in_workers(config, environment, found, path)
+    return _in_process(config, environment, found)
+
+
+@contextlib.asynccontextmanager
+async def _in_process(config: EvalConfig, environment: Environment, found: Answering) -> AsyncIterator[Runs]:
+    hooks = environment.hooks
+    asks = environment.wants_endpoint or hooks.tools is not None or hooks.user is not None
+    async with Gateway() if asks else contextlib.nullcontext() as gateway:
+
+        async def here(pair: Pair, watch: Watch) -> Sequence[Trace]:
+            episode = await run(
+                environment,
+                pair.task,
+                policy=found.policy,
+                gateway=gateway,
+                id=pair.id,
+                group=pair.key,
+                attempt=pair.repetition,
+                seed=pair.seed(config.sampling.seed or 0),
+                watch=watch,
+            )
+            return episode.traces
+
+        yield here
+
+
+@contextlib.asynccontextmanager
+async def _in_workers(
+    config: EvalConfig, environment: Environment, found: Answering, path: Path
+) -> AsyncIterator[Runs]:
+    from ramify.envserver import EnvClient, EnvServerChild, EnvServerConfig
+
+    urls = config.inference.base_url if isinstance(config.inference, ExternalConfig) else [found.engine_url]
+    source = environment.source.model_dump(mode="json")
+    if environment.runtime_config.keep:
+        source["runtime"] = {**source["runtime"], "keep": True}
+    served = EnvServerConfig.model_validate(
+        {
+            "eval": [{**source, "pool": {"type": "static", "workers": config.workers}}],
+            "model": config.model.model_dump(),
+            "renderer": config.renderer.model_dump(),
+            "inference": {"engine": "external", "base_url": urls},
+            "client": config.client,
+            "api_key_env": config.api_key_env,
+            "output": path,
+            "queue": max(EnvServerConfig.model_fields["queue"].default, config.concurrency),
+            "grace": 0.0,
+        }
+    )
+    async with (
+        EnvServerChild(served, path / "configs" / "env-server.toml", deadline=config.start_deadline) as child,
+        EnvClient(child.address) as client,
+    ):
+
+        async def there(pair: Pair, watch: Watch) -> Sequence[Trace]:
+            try:
+                done = await client.run(
+                    pair.task,
+                    id=pair.id,
+                    group=pair.key,
+                    attempt=pair.repetition,
+                    seed=pair.seed(config.sampling.seed or 0),
+                    watch=watch,
+                )
+            except WorkerDied as error:
+                return [_lost(environment, pair, error)]
+            return done.episode.traces
+
+        yield there
+
+
+def _lost(environment: Environment, pair: Pair, error: WorkerDied) -> Trace:
+    """What is left of a rollout that no worker survived."""
+    trace = Trace(
+        id=pair.id,
+        episode=pair.id,
+        group=pair.key,
+        attempt=pair.repetition,
+        env=environment.name,
+        task=pair.task.wire(),
+        rewards=due(environment),
+        stop=error.name,
+    )
+    trace.errors.append(Failure.of(error))
+    return trace

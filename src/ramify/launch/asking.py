@@ -1,0 +1,35 @@
+"""What a run says of itself: asked at its status address while it lives, read from its files afterwards."""
+
+import fnmatch
+from pathlib import Path
+
+from ramify.errors import ConfigInvalid, ProviderError
+from ramify.launch.record import read_record
+from ramify.launch.status import StatusClient
+from ramify.store import RunStore
+from ramify.store.journal import Journal, Metric
+
+
+def live(path: Path) -> StatusClient | None:
+    """The way to ask the run; None where nobody answers, or another run does at the same address."""
+    record = read_record(path)
+    if not record.get("status"):
+        return None
+    client = StatusClient(record["status"])
+    try:
+        answered = client.ask("/status")
+    except ProviderError:
+        return None
+    return client if isinstance(answered, dict) and answered.get("run") == path.resolve().name else None
+
+
+def metrics_of(path: Path, glob: str = "*") -> list[Metric]:
+    """The metrics whose names match, by step and name."""
+    client = live(path)
+    if client is not None:
+        found = [Metric(int(row["step"]), str(row["name"]), float(row["value"])) for row in client.ask("/metrics", name=glob)]
+        return sorted(point for point in found if fnmatch.fnmatchcase(point.name, glob))
+    with RunStore.open(path, write=False) as store:
+        if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):
+            raise ConfigInvalid(f"{path} has no metrics: it never trained")
+        return Journal(store).metrics(glob)

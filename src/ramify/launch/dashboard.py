@@ -1,0 +1,209 @@
+"""How a run shows itself while it lives: a page in a terminal, lines everywhere else.
+
+Both read the same two things, what the orchestrator says of the run (the answer to `/status`) and what the supervisor
+sees of the processes. Either may be missing: a run that is starting has no orchestrator yet.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ramify.evals.display import clock
+from ramify.launch.supervisor import Seen
+
+EVERY = 0.5  # seconds between two looks
+LINE_EVERY = 10.0  # seconds between two lines that say the same step
+ERRORS = 5  # the last so many are shown
+TICKS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # of the bar and of the curve
+
+Status = dict[str, Any]
+
+
+class Display(Protocol):
+    """A front end."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def say(self, line: str) -> None:
+        """Something worth a line of its own."""
+        ...
+
+    def look(self, status: Status | None, processes: Sequence[Seen]) -> None:
+        """The run now; None where the orchestrator does not answer."""
+        ...
+
+
+def choose() -> Display:
+    """The page where there is a terminal to draw it on, lines where there is none."""
+    return Page() if sys.stdout.isatty() else Lines()
+
+
+class Quiet:
+    """Shows nothing: for programs."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def look(self, status: Status | None, processes: Sequence[Seen]) -> None: ...
+
+
+class Lines(Quiet):
+    """One line for each step, one every few seconds where a step takes long, and one for each new error."""
+
+    def __init__(self) -> None:
+        self._step, self._next, self._errors = -1, 0.0, 0.0
+        self._states: list[str] = []
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def look(self, status: Status | None, processes: Sequence[Seen]) -> None:
+        if status is None:
+            states = [f"{one.name} {one.state.value}" for one in processes]
+            if states != self._states:
+                self._states = states
+                self.say(", ".join(states))
+            return
+        for error in status.get("errors") or ():
+            if error["time"] > self._errors:
+                self._errors = error["time"]
+                self.say(f"{error['name']}: {error['message']}")
+        if status.get("step", 0) > self._step or time.monotonic() >= self._next:
+            self._step, self._next = status.get("step", 0), time.monotonic() + LINE_EVERY
+            self.say(line_of(status))
+
+
+class Page(Quiet):
+    """A page that is drawn anew twice a second."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._live = Live(console=console or Console(), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._live.console.print(line, markup=False, highlight=False)
+
+    def look(self, status: Status | None, processes: Sequence[Seen]) -> None:
+        self._live.update(page_of(status, processes), refresh=True)
+
+
+def line_of(status: Status) -> str:
+    """The run in one line of fields."""
+    fields = {
+        "step": f"{status.get('step', 0)}/{status.get('max_steps', '?')}",
+        "state": status.get("state", "?"),
+        "reward": _number(status.get("reward"), ".3f"),
+        "rollouts_per_s": _number(status.get("rollouts_per_s"), ".1f"),
+        "tokens_per_s": _number(status.get("tokens_per_s"), ".0f"),
+        "staleness": _number((status.get("staleness") or {}).get("mean"), ".1f"),
+        "trainable": _share(status.get("trainable")),
+        "left": "unknown" if status.get("eta_s") is None else clock(status["eta_s"]),
+    }
+    evals = {f"eval/{name}": _number(value, ".3f") for name, value in _evals(status)}
+    return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals}.items())
+
+
+def page_of(status: Status | None, processes: Sequence[Seen]) -> RenderableType:
+    """The run as a page: progress, figures, what each process does, the last errors."""
+    said = status or {}
+    parts: list[RenderableType] = []
+    if status is None:
+        parts.append(Text("starting" if not any(one.restarts for one in processes) else "waiting for the orchestrator"))
+    else:
+        parts += [_head(status), Text(), _figures(status)]
+    rows = _grid("process", "state", "pid", "restarts", "doing")
+    for one in processes:
+        style = {"ready": "green", "starting": "yellow"}.get(one.state.value, "red" if one.restarts else "dim")
+        doing = str((said.get("processes") or {}).get(one.name, ""))
+        pid, restarts = str(one.pid or ""), str(one.restarts or "")
+        rows.add_row(Text(one.name), Text(one.state.value, style), pid, restarts, Text(doing, overflow="ellipsis"))
+    parts += [Text(), rows]
+    if errors := list(said.get("errors") or ())[-ERRORS:]:
+        table = _grid("last errors", "")
+        for error in errors:
+            table.add_row(Text(error["name"], "red"), Text(str(error["message"]).splitlines()[0], overflow="ellipsis"))
+        parts += [Text(), table]
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """A curve in one line: the values, averaged into `width` places, between their own extremes."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    places = [values[at * len(values) // count : (at + 1) * len(values) // count] for at in range(count)]
+    means = [sum(place) / len(place) for place in places]
+    low, high = min(means), max(means)
+    scale = (len(TICKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(TICKS[round((mean - low) * scale)] for mean in means)
+
+
+def _head(status: Status) -> Table:
+    head = Table.grid(padding=(0, 2, 0, 0))
+    step, steps = status.get("step", 0), status.get("max_steps") or 1
+    left = "" if status.get("eta_s") is None else f"{clock(status['eta_s'])} left"
+    bar = ProgressBar(total=steps, completed=min(step, steps), width=WIDTH)
+    head.add_row(Text(str(status.get("run", "")), style="bold"), bar, f"step {step}/{steps}", left)
+    return head
+
+
+def _figures(status: Status) -> Table:
+    figures = _grid()
+    history = [value for value in status.get("reward_history") or () if value is not None]
+    figures.add_row("reward", f"{_number(status.get('reward'), '.3f')}  {sparkline(history)}")
+    for name, value in _evals(status):
+        figures.add_row(f"eval {name}", _number(value, ".3f"))
+    figures.add_row("rollouts/s", _number(status.get("rollouts_per_s"), ".1f"))
+    figures.add_row("tokens/s", _number(status.get("tokens_per_s"), ",.0f"))
+    stale = status.get("staleness") or {}
+    figures.add_row("staleness", f"{_number(stale.get('mean'), '.1f')} mean, {_number(stale.get('max'), '.0f')} max")
+    figures.add_row("trainable", _share(status.get("trainable")))
+    groups = ", ".join(f"{count} {state}" for state, count in (status.get("groups") or {}).items() if count)
+    figures.add_row("groups", groups or "none yet")
+    figures.add_row("committed", f"step {status.get('committed', 0)}, {status.get('state', '?')}")
+    return figures
+
+
+def _evals(status: Status) -> list[tuple[str, float]]:
+    """The newest mean of each eval; an eval is a number, or a table that has one as `avg`."""
+    found: list[tuple[str, float]] = []
+    for name, told in (status.get("evals") or {}).items():
+        value = told.get("avg") if isinstance(told, dict) else told
+        if isinstance(value, int | float):
+            found.append((name, value))
+    return found
+
+
+def _number(value: Any, form: str) -> str:
+    return "none yet" if value is None else f"{value:{form}}"
+
+
+def _share(pair: Sequence[int] | None) -> str:
+    return "none yet" if not pair else f"{pair[0]}/{pair[1]}"
+
+
+def _grid(*titles: str) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    if titles:
+        table.add_row(*(Text(title, style="dim") for title in titles))
+    return table

@@ -1,0 +1,105 @@
+"""Who gets which cores and which GPUs.
+
+On a CPU the engine and the trainer compute at the same time, and threads that contend are worse than none: on two cores,
+2 + 2 threads are 2.4 times slower than 1 + 1. So each gets its share, everything else one, and waits are passive. GPUs
+are split, the engine's first, or shared by both.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ramify.cli.ask import ask
+from ramify.config import refuse
+
+QUICK = 10.0  # seconds for the driver to say what there is
+QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]
+ENOUGH = 8  # threads beside a GPU, which does the work itself
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU of this machine; `memory` in bytes, None where it was only asked for."""
+
+    index: str
+    name: str
+    memory: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a process may use."""
+
+    threads: int
+    gpus: list[Gpu] = field(default_factory=list[Gpu])
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables that say so."""
+        threads = str(self.threads)
+        cores = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": threads}
+        return {**cores, "CUDA_VISIBLE_DEVICES": ",".join(gpu.index for gpu in self.gpus)}
+
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return ", ".join([threads, *(f"GPU {gpu.index} ({gpu.name})" for gpu in self.gpus)])
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Who gets what."""
+
+    inference: Share
+    trainer: Share
+    rest: Share
+
+    @property
+    def shared(self) -> bool:
+        """Whether engine and trainer are on the same GPU."""
+        return bool(self.inference.gpus) and self.inference.gpus == self.trainer.gpus
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that we may use, as the driver shows them; none without a driver."""
+    told = ask(QUERY, deadline=QUICK)
+    found = [line.split(", ", 2) for line in told.text.splitlines()] if told.ok else []
+    gpus = [Gpu(index, name, int(memory) << 20) for index, memory, name in found]
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return gpus
+    return [gpu for index in allowed.split(",") for gpu in gpus if gpu.index == index.strip()]
+
+
+def share(
+    cores: int,
+    gpus: list[Gpu],
+    *,
+    inference: Literal["cpu", "cuda", "auto", "none"],
+    trainer: Literal["cpu", "cuda", "auto"],
+    mode: Literal["auto", "split", "shared"],
+    trainer_gpus: int = 1,
+    assume: bool = False,
+) -> Shares:
+    """Divide the machine. With `assume`, GPUs that a config asks for and that are not here are taken as given."""
+    engine_gpu = inference == "cuda" or (inference == "auto" and bool(gpus))
+    trainer_gpu = trainer == "cuda" or (trainer == "auto" and bool(gpus))
+    both = engine_gpu and trainer_gpu
+    if trainer_gpus > 1 and not (trainer_gpu and (mode == "split" or not both)):
+        refuse([("launch.trainer_gpus", f"{trainer_gpus} GPUs need a trainer on GPUs of its own: launch.gpus = 'split'")])
+    if mode != "auto" and not both:
+        where = "the engine" if trainer_gpu else "the trainer"
+        refuse([("launch.gpus", f"{mode!r} needs engine and trainer on GPUs, and {where} is on none")])
+    split = both and (mode == "split" or (mode == "auto" and len(gpus) > 1))
+    wanted = (1 + trainer_gpus) if split else trainer_gpus if trainer_gpu else int(engine_gpu)
+    if len(gpus) < wanted:
+        if not assume or gpus:
+            found = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} here"
+            refuse([("launch.gpus", f"the run needs {wanted} GPU{'s' if wanted > 1 else ''}, {found}")])
+        gpus = [Gpu(str(number), "not on this machine", None) for number in range(wanted)]
+    ours = gpus[1 : 1 + trainer_gpus] if split else gpus[:trainer_gpus]
+    half = max(1, cores // 2 if inference != "none" else cores - 1)
+    return Shares(
+        inference=Share(min(half, ENOUGH) if engine_gpu else half, gpus[:1] if engine_gpu else []),
+        trainer=Share(min(half, ENOUGH) if trainer_gpu else half, ours if trainer_gpu else []),
+        rest=Share(1),
+    )

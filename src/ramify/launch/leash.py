@@ -1,0 +1,106 @@
+"""`python -m ramify.launch.leash GRACE COMMAND ...`: a command that ends, with all it started, when it is let go.
+
+    supervisor ==socket==> leash ---> command ---> whatever it starts
+
+A process cannot clean up after its own `kill -9`, so something small has to stand above it. The leash waits for one of
+two things: the end of the command, whose exit code becomes its own (128 + n for signal n), or the end of its standard
+input, which the kernel closes however the supervisor dies. Then the command is asked to end, killed after GRACE
+seconds, and what it left behind, daemons included, is inherited by the leash (it is a subreaper) and killed too. If the
+leash itself is killed, the kernel kills the command.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+ENDING = 2.0  # seconds after which what is still there is stuck in the kernel
+PAUSE = 0.01
+BY_SIGNAL = 128  # added to the number of the signal that ended the command
+UNSTARTED = 127  # the exit code of a command that cannot be started
+
+
+def hold(command: Sequence[str], *, grace: float) -> int:
+    """Run the command, its process id told over standard input; returns its exit code when nothing of it is left."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    leash, pid = os.getpid(), os.fork()
+    if pid == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _become(command, leash)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # they are for the command
+    with contextlib.suppress(OSError):
+        os.write(0, f"{pid}\n".encode())
+    code = _watch(pid, grace)
+    _end_children()
+    return code
+
+
+def _become(command: Sequence[str], leash: int) -> NoReturn:
+    if os.getppid() != leash:
+        os._exit(UNSTARTED)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+    os._exit(UNSTARTED)
+
+
+def _watch(pid: int, grace: float) -> int:
+    """Wait for the end of the command, or bring it about when the supervisor lets go; returns its exit code."""
+    handle = os.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(0, select.POLLIN | select.POLLHUP)
+    poller.register(handle, select.POLLIN)
+    end: float | None = None
+    while True:
+        left = None if end is None else max(0.0, end - time.monotonic()) * 1000
+        ready = [fd for fd, _ in poller.poll(left)]
+        if handle in ready:
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            return code if code >= 0 else BY_SIGNAL - code
+        if 0 in ready and _let_go():
+            poller.unregister(0)
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+            end = time.monotonic() + grace
+        elif end is not None and time.monotonic() >= end:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            end = None
+
+
+def _let_go() -> bool:
+    try:
+        return not os.read(0, 4096)
+    except OSError:  # the supervisor died before it read the process id
+        return True
+
+
+def _end_children() -> None:
+    """Kill all that is left; whatever loses its parent meanwhile becomes a child of ours."""
+    end = time.monotonic() + ENDING
+    while time.monotonic() < end:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        import psutil  # a leash is small; most commands leave nothing behind
+
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        time.sleep(PAUSE)
+
+
+if __name__ == "__main__":
+    sys.exit(hold(sys.argv[2:], grace=float(sys.argv[1])))

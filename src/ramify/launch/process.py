@@ -1,0 +1,176 @@
+"""One process of a run: what is to be started, and one life of it.
+
+    STARTING -> READY -> ENDED
+        |                  ^
+        +------------------+   it exited, or was let go
+
+It runs on a leash, in a session of its own (Ctrl-C is for the supervisor alone), and writes to its log, which keeps what
+earlier lives have written. Its end is seen at once, through a process handle.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from ramify.errors import DeadlineExceeded
+from ramify.launch.leash import BY_SIGNAL
+from ramify.launch.ready import answers
+from ramify.store import naming
+
+TAIL = 30  # lines of the log that a failure shows
+PATIENCE = 5.0  # seconds a process gets to end by itself
+KILLING = 3.0  # seconds its leash gets to end the rest
+STARTING = 10.0  # seconds for a leash to say what it holds
+POLL = 0.1  # seconds between two looks at whether it answers
+
+
+class Role(Enum):
+    """What the end of a process means for the run."""
+
+    LEADER = "leader"  # its exit code is the run's
+    FOLLOWER = "follower"  # exit code 0 says that its part is done
+    SERVICE = "service"  # should be there as long as the run is
+
+
+class State(Enum):
+    """Where a process is in its life."""
+
+    WAITING = "waiting"  # for others, or for its next start
+    STARTING = "starting"
+    READY = "ready"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A process as the plan has it."""
+
+    name: str
+    """`inference`, `env/train/reverse`, `orchestrator`, `trainer`."""
+    command: tuple[str, ...]
+    log: Path
+    role: Role = Role.SERVICE
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables on top of our own."""
+    address: str = ""
+    """Where it answers once it is ready (`http://...`, `tcp://...`); without, it is ready when it is there."""
+    after: tuple[str, ...] = ()
+    """Processes that have to be ready before it starts for the first time."""
+    deadline: float = 600.0
+    """Seconds until it has to answer."""
+    prepare: Callable[[], None] | None = None
+    """Done before each start."""
+
+
+class Process:
+    """One life. Start it once; stop it in any case."""
+
+    def __init__(self, entry: Entry, *, patience: float = PATIENCE) -> None:
+        self.entry, self.patience, self.state, self.pid = entry, patience, State.STARTING, 0
+        self.since = time.monotonic()
+        self._held: socket.socket | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._handle: int | None = None
+        self._log_start = 0
+
+    async def start(self) -> None:
+        """Start it. Raises StorageFull or StorageFailed if its log cannot be written."""
+        entry = self.entry
+        if entry.prepare is not None:
+            entry.prepare()
+        with naming(entry.log):
+            entry.log.parent.mkdir(parents=True, exist_ok=True)
+            log = entry.log.open("ab")
+        self._log_start = log.tell()
+        self._held, theirs = socket.socketpair()
+        self._held.setblocking(False)
+        with log, theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "ramify.launch.leash", str(self.patience), *entry.command],
+                stdin=theirs,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **entry.env},
+                start_new_session=True,
+            )
+        self._handle = os.pidfd_open(self._child.pid)
+        told = asyncio.get_running_loop().sock_recv(self._held, 32)
+        with contextlib.suppress(TimeoutError, ValueError, OSError):  # it ended at once: its exit says more
+            self.pid = int(await asyncio.wait_for(told, STARTING))
+
+    async def ready(self) -> None:
+        """Return when it answers. Raises DeadlineExceeded if it does not in time."""
+        end = time.monotonic() + self.entry.deadline
+        while self.entry.address and not await answers(self.entry.address):
+            if time.monotonic() > end:
+                said = f"{self.entry.name} did not answer at {self.entry.address} within {self.entry.deadline:g} s"
+                raise DeadlineExceeded(f"{said}; the end of {self.entry.log}:\n{self.tail()}")
+            await asyncio.sleep(POLL)
+        self.state = State.READY
+
+    async def ended(self) -> int:
+        """Return its exit code when it is over."""
+        assert self._child is not None and self._handle is not None
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._handle, over.set)
+        try:
+            await over.wait()
+        finally:
+            loop.remove_reader(self._handle)
+        self.state = State.ENDED
+        return self._child.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Tell it something."""
+        if self.pid and self.state is not State.ENDED:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    async def stop(self) -> None:
+        """Let it go, and return when nothing of it is left."""
+        child, held = self._child, self._held
+        self._child = self._held = None
+        if held is not None:
+            held.close()
+        if child is None or self._handle is None:
+            return
+        self._child = child
+        try:
+            await asyncio.wait_for(self.ended(), self.patience + KILLING)
+        except TimeoutError:  # the leash itself hangs
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        finally:
+            self.state = State.ENDED
+            os.close(self._handle)
+            self._handle = self._child = None
+
+    def tail(self) -> str:
+        """The end of what this life has written."""
+        with contextlib.suppress(OSError), self.entry.log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = deque(log, TAIL)
+            return b"".join(lines).decode(errors="replace").strip() or "(nothing)"
+        return "(no log)"
+
+
+def how(code: int) -> str:
+    """What an exit code says, in words."""
+    number = -code if code < 0 else code - BY_SIGNAL
+    if number <= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(number).name}"
+    except ValueError:
+        return f"ended with exit code {code}"

@@ -1,0 +1,52 @@
+"""`run.json`: where a run that lives can be asked, and which processes it has.
+
+Written by the supervisor alone, whole each time, so a reader sees one moment or another. A run that is over leaves it
+behind; whether somebody still answers is found out by asking.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ramify import __version__
+from ramify.launch.supervisor import Seen
+from ramify.store import naming
+
+RECORD = "run.json"
+
+
+class Record:
+    """The file of one run."""
+
+    def __init__(self, path: Path, status: str) -> None:
+        self.file = path / RECORD
+        self._told: dict[str, Any] = {
+            "name": path.name,
+            "status": status,
+            "pid": os.getpid(),
+            "started": time.time(),
+            "versions": {"ramify": __version__, "python": platform.python_version()},
+        }
+
+    def write(self, processes: Sequence[Seen]) -> None:
+        """Say what each process is now."""
+        rows = {
+            one.name: {**asdict(one), "state": one.state.value, "seconds": round(one.seconds, 1)} for one in processes
+        }
+        part = self.file.with_name(f".{RECORD}.{os.getpid()}")
+        with naming(self.file):
+            part.write_text(json.dumps({**self._told, "processes": rows}, indent=2), encoding="utf-8")
+            part.replace(self.file)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What the file says; nothing where there is none."""
+    try:
+        return json.loads((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

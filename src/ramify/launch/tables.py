@@ -1,0 +1,86 @@
+"""Are the plugin tables of a configuration right? Asked of the plugins themselves, in a process that ends right after.
+
+A table's keys are known only to the plugin's own config class, and loading it runs code of the user's. The launcher
+never does that: it hands the tables to `python -m ramify.launch.tables` and reads back the problems.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+from ramify.config import refuse
+from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault
+from ramify.orchestrate.config import RunConfig
+
+DEADLINE = 120.0  # seconds for all plugins to be imported
+TAIL = 2000  # characters of what went wrong that are shown
+
+
+def check_tables(config: RunConfig) -> None:
+    """Refuse, with ConfigInvalid, tables that their plugins refuse."""
+    command = [sys.executable, "-m", "ramify.launch.tables"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(_asked(config), default=str), capture_output=True, text=True, timeout=DEADLINE
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"the environments were not loaded within {DEADLINE:g} s, to check their keys") from None
+    if done.returncode != 0:
+        raise EnvironmentFault(f"the environments cannot be checked:\n{(done.stderr or done.stdout)[-TAIL:].strip()}")
+    problems = json.loads(done.stdout.splitlines()[-1])
+    if problems:
+        refuse([(key, text) for key, text in problems])
+
+
+def _asked(config: RunConfig) -> dict[str, Any]:
+    """What is to be checked: sources as a whole, and single tables by the key they stand under."""
+    sources: dict[str, Any] = {}
+    tables: list[tuple[str, str, dict[str, Any]]] = []
+    for kind, listed in (("train", config.train), ("eval", config.eval)):
+        for number, source in enumerate(listed):
+            if source.address is None:
+                sources[f"{kind}.{number}"] = source.source.model_dump(mode="json")
+    for number, source in enumerate(config.train):
+        tables.append(("algorithm", f"train.{number}.algorithm", {"id": "grpo", **source.algorithm}))
+    for number, table in enumerate(config.orchestrator.filters):
+        tables.append(("filter", f"orchestrator.filters.{number}", table))
+    return {"sources": sources, "tables": tables}
+
+
+def problems_in(asked: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each problem with its key; runs in the process of its own."""
+    from ramify.env import plugin
+    from ramify.rollout import Environment, SourceConfig
+
+    problems: list[tuple[str, str]] = []
+    for at, table in asked["sources"].items():
+        try:
+            Environment.load(SourceConfig(**table))
+        except ConfigInvalid as error:
+            problems += [_below(at, key, text) for key, text in _listed(error.message)]
+    for kind, at, table in asked["tables"]:
+        try:
+            plugin.settle(kind, table, at=at)
+        except ConfigInvalid as error:
+            problems += _listed(error.message)
+    return problems
+
+
+def _below(at: str, key: str, text: str) -> tuple[str, str]:
+    """The problem as it is seen from the top, where the source stands under `at`."""
+    meant = re.sub(r"did you mean (?=[a-z]\w*\.)", f"did you mean {at}.", text)
+    return (f"{at}.{key}" if key else at, meant)
+
+
+def _listed(message: str) -> list[tuple[str, str]]:
+    """The single problems in a message of `refuse`; any other message is one."""
+    head, *lines = message.splitlines()
+    if not head.endswith("in the configuration:"):
+        return [("", message)]
+    return [(key, text) if text else ("", key) for key, _, text in (line.strip().partition(": ") for line in lines)]
+
+
+if __name__ == "__main__":
+    print(f"\n{json.dumps(problems_in(json.load(sys.stdin)))}")

@@ -1,0 +1,64 @@
+"""Which shape of training data a model can compute: a forest, or chains.
+
+Attention can be told who sees whom, so it computes a forest as it lies. A recurrent or convolution layer reads its row
+from left to right and cannot step back to a fork; such a model gets every root-to-leaf path as a chain of its own. An
+attention that adds something the tree attention does not compute is refused by name, before anything is loaded.
+Importable without torch.
+"""
+
+from enum import Enum
+from typing import Any
+
+from ramify.errors import ModelUnsupported
+
+ATTENTION = {"full_attention", "sliding_attention", "attention"}
+FREE = {"sparse", "dense", "moe", "mlp"}  # layers that look at one token at a time
+SEQUENTIAL = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
+SEQUENTIAL_MODELS = {"rwkv", "xlstm"}  # that do not list their layers
+REFUSED = {
+    "attn_logit_softcapping": "softcapped attention scores",
+    "final_logit_softcapping": "softcapped logits",
+    "logit_scale": "scaled logits",
+    "logits_scaling": "scaled logits",
+    "lm_head_multiplier": "scaled logits",
+    "output_multiplier": "scaled logits",
+    "kv_lora_rank": "latent keys and values",
+}
+SINKS = {"gpt_oss"}
+
+
+class Layout(Enum):
+    """How a batch is laid out for a model."""
+
+    FOREST = "forest"
+    CHAINS = "chains"
+
+
+def layout_for(config: Any) -> Layout:
+    """The layout for the model of a Hugging Face `config`; ModelUnsupported names what cannot be computed."""
+    text = config.get_text_config()
+    kinds = _kinds(text)
+    if unknown := sorted(kinds - ATTENTION - FREE - SEQUENTIAL):
+        raise ModelUnsupported(f"{text.model_type} has layers the trainer does not know: {', '.join(unknown)}")
+    for name, what in REFUSED.items():
+        if getattr(text, name, None) not in (None, 1, 1.0):
+            raise ModelUnsupported(f"{text.model_type} has {what} ({name}), which the trainer does not compute")
+    if text.model_type in SINKS:
+        raise ModelUnsupported(f"{text.model_type} has attention sinks, which the trainer does not compute")
+    if config.is_encoder_decoder:
+        raise ModelUnsupported(f"{text.model_type} is an encoder and a decoder; the trainer knows decoders alone")
+    return Layout.CHAINS if kinds & SEQUENTIAL or text.model_type in SEQUENTIAL_MODELS else Layout.FOREST
+
+
+def explain(config: Any) -> str:
+    """The layout of a model and its reason, for a line at the start of a run."""
+    if layout_for(config) is Layout.FOREST:
+        return "forest: shared prefixes are computed once"
+    text = config.get_text_config()
+    kinds = ", ".join(sorted(_kinds(text) & SEQUENTIAL)) or "recurrent"
+    return f"chains: {text.model_type} has {kinds} layers, which read from left to right; every path is computed whole"
+
+
+def _kinds(text: Any) -> set[str]:
+    lists = (getattr(text, name, None) or () for name in ("layer_types", "layers_block_type", "block_types"))
+    return {kind for kinds in lists for kind in kinds}

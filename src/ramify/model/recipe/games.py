@@ -1,0 +1,105 @@
+"""The tasksets of several turns, played badly: every reply has the right form, and is drawn almost at random.
+
+The tasks are those of the tasksets themselves, always of the train split. Tasksets are loaded inside the functions,
+because they stand on `ramify.env`, which the rest of `ramify.model` does without.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ramify.model.recipe.conversation import Conversation
+
+WORLDS: list[dict[str, Any]] = [
+    {"num_articles": 24, "num_topics": 4, "num_tasks": 300},
+    {"num_articles": 60, "num_topics": 8, "num_tasks": 600},
+]
+SMALL: dict[str, Any] = {"min_dist": 1, "max_dist": 3, "max_links": 6}
+CLICKS = 6  # of a walk, at most
+BACK = 0.06  # how often a walk goes back
+GUESSED = 8  # one in so many words of the train split is ever guessed
+TRIES = 3  # words that a guess is chosen from, by what is known
+
+
+def walks(rng: random.Random) -> Callable[[], Conversation]:
+    """wikispeedia: any link of the page is followed."""
+    from ramify.env import hooks_of
+    from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
+
+    worlds = [Wikispeedia(WikispeediaConfig(**SMALL, **world)) for world in WORLDS]
+    tasks = [list(world.load()) for world in worlds]
+    tools = hooks_of(worlds[0]).standing.schemas
+
+    def walk() -> Conversation:
+        (at,) = rng.choices(range(len(worlds)), [2, 1])
+        world, task = worlds[at], rng.choice(tasks[at])
+        made = Conversation(tools=tools)
+        made.say("system", task.system or "")
+        made.say("user", str(task.prompt))
+        path = [task.source]
+        for _ in range(rng.randint(1, CLICKS)):
+            if len(path) > 1 and rng.random() < BACK:
+                path.pop()
+                made.call("go_back", {}, world.page(path[-1]))
+                continue
+            path.append(rng.choice(world.graph.links[path[-1]]))
+            reached = path[-1] == task.target
+            answer = f"You have reached {path[-1]}." if reached else world.page(path[-1])
+            made.call("click_link", {"article": path[-1]}, answer)
+            if reached:
+                break
+        return made
+
+    return walk
+
+
+def sortings(rng: random.Random) -> Callable[[], Conversation]:
+    """alphabet-sort: all names come back, in any order."""
+    from ramify.tasksets import alphabet_sort as names
+
+    config = names.AlphabetSortConfig(num_tasks=4000, min_turns=1, max_turns=2, max_names=3)
+    tasks = list(names.AlphabetSort(config).load())
+
+    def sorting() -> Conversation:
+        task = rng.choice(tasks)
+        made = Conversation()
+        for turn, new in enumerate(task.turns):
+            lines = names.expected(task.by, task.turns, turn)
+            if rng.random() < 0.7:
+                rng.shuffle(lines)
+            made.say("user", names.request(task.by, turn, new))
+            made.say("assistant", names.block(names.tag(turn), lines))
+        return made
+
+    return sorting
+
+
+def guessings(rng: random.Random) -> Callable[[], Conversation]:
+    """wordle: words of a small part of the list, with a slight liking for those that keep the greens."""
+    from ramify.tasksets import wordle
+    from ramify.tasksets.drawing import split_of
+
+    secrets = [word for word in wordle.words() if split_of(word) == "train"]
+    known = secrets[::GUESSED]
+
+    def guessing() -> Conversation:
+        secret = rng.choice(secrets)
+        made = Conversation()
+        made.say("system", wordle.SYSTEM)
+        made.say("user", wordle.OPENING)
+        said: list[str] = []
+        for _ in range(rng.randint(3, wordle.GUESSES)):
+            guess = _next_guess(rng, [word for word in known if word not in said], said, secret)
+            said.append(guess)
+            made.say("assistant", f"[{guess}]")
+            if guess == secret:
+                break
+            made.say("user", f"{guess.upper()}\n{wordle.feedback(guess, secret)}")
+        return made
+
+    return guessing
+
+
+def _next_guess(rng: random.Random, words: Sequence[str], said: Sequence[str], secret: str) -> str:
+    green = {at: secret[at] for guess in said for at, letter in enumerate(guess) if letter == secret[at]}
+    return max(rng.sample(words, TRIES), key=lambda word: sum(word[at] == letter for at, letter in green.items()))

@@ -1,0 +1,58 @@
+"""Rollouts as people look at them: one row for each branch of the trace, its messages in order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ramify.trace import MediaPart, Message, Trace
+
+COLUMNS = ("source", "rollout", "branch", "reward", "advantage", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One branch of a rollout."""
+
+    source: str
+    rollout: str
+    branch: int
+    reward: float | None
+    advantage: float | None
+    messages: tuple[tuple[str, str], ...]
+    """(role, text) in order."""
+
+    @property
+    def row(self) -> tuple[str, str, int, float | None, float | None, str]:
+        """The values of COLUMNS."""
+        return (self.source, self.rollout, self.branch, self.reward, self.advantage, self.text)
+
+    @property
+    def text(self) -> str:
+        """The conversation as one text."""
+        return "\n".join(f"[{role}] {text}" for role, text in self.messages)
+
+
+def samples_of(trace: Trace, *, source: str, advantage: float | None = None) -> list[Sample]:
+    """The branches of a rollout; media are shown as their type and size."""
+    sizes = {media.hash: f"[{media.mime}, {len(media.data):,} bytes]" for media in trace.graph.media}
+    return [
+        Sample(
+            source=source,
+            rollout=trace.id,
+            branch=number,
+            reward=trace.reward,
+            advantage=advantage,
+            messages=tuple((message.role, _text(message, sizes)) for message in branch.messages),
+        )
+        for number, branch in enumerate(trace.branches)
+    ]
+
+
+def _text(message: Message, sizes: Mapping[str, str]) -> str:
+    parts = [f"(thinks) {message.reasoning}"] if message.reasoning else []
+    if isinstance(message.content, str):
+        parts.append(message.content)
+    else:
+        shown = (sizes.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text for part in message.content)
+        parts.append("".join(shown))
+    parts += [f"(calls) {call.name}({call.arguments})" for call in message.tool_calls]
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,110 @@
+"""The sinks that come with us. A library is imported when its sink is opened, never before."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ramify.monitor.sample import COLUMNS, Sample
+
+SHOWN = ("reward/all/mean", "train/loss", "train/grad_norm", "train/entropy", "train/mismatch_kl", "staleness/mean")
+LONGEST = 2000  # characters of a sample in a log
+
+
+class Console:
+    """A line for what matters of a step, and the samples as text; into the log of whoever owns it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        names = [name for name in values if name in SHOWN or (name.startswith("eval/") and name.endswith("/avg"))]
+        if names:
+            self._say(f"step={step} " + " ".join(f"{name}={values[name]:.4g}" for name in names))
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            figures = f"reward={_figure(sample.reward)} advantage={_figure(sample.advantage)}"
+            self._say(f"sample step={step} source={sample.source} rollout={sample.rollout} {figures}")
+            text = sample.text if len(sample.text) <= LONGEST else f"{sample.text[:LONGEST]}..."
+            for line in text.splitlines():
+                self._say(f"  {line}")
+
+    def close(self) -> None: ...
+
+
+class Wandb:
+    """Weights & Biases. A run that goes on is the same run there."""
+
+    def __init__(self, name: str, folder: Path, told: Mapping[str, Any], *, project: str, entity: str | None) -> None:
+        self._wandb = import_module("wandb")
+        self._run = self._wandb.init(
+            project=project, entity=entity, name=name, id=name, resume="allow", dir=str(folder), config=dict(told)
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        table = self._wandb.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
+        self._run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """Trackio. A run that goes on is the same run there."""
+
+    def __init__(self, name: str, told: Mapping[str, Any], *, project: str) -> None:
+        self._trackio = import_module("trackio")
+        self._run = self._trackio.init(project=project, name=name, resume="allow", config=dict(told))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        table = self._trackio.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
+        self._run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tensorboard:
+    """Event files in a directory. Written with tensorboard's own writer, which needs neither torch nor tensorflow."""
+
+    def __init__(self, folder: Path) -> None:
+        proto = "tensorboard.compat.proto"
+        self._event = import_module(f"{proto}.event_pb2").Event
+        self._summary = import_module(f"{proto}.summary_pb2").Summary
+        self._metadata = import_module(f"{proto}.summary_pb2").SummaryMetadata
+        self._tensor = import_module("tensorboard.util.tensor_util").make_tensor_proto
+        self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        values_of = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step, values_of)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        text = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
+        values_of = [
+            self._summary.Value(
+                tag=f"samples/{sample.source}/{number}",
+                metadata=text,
+                tensor=self._tensor([f"reward {_figure(sample.reward)}\n\n{sample.text}"], dtype=object),
+            )
+            for number, sample in enumerate(samples)
+        ]
+        self._add(step, values_of)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+
+def _figure(value: float | None) -> str:
+    return "due" if value is None else f"{value:.3f}"

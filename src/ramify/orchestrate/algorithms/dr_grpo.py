@@ -1,0 +1,20 @@
+"""Dr. GRPO: GRPO without what biases it (Liu et al. 2025, 2503.20783).
+
+No division by the group's spread, which favours tasks that are too easy or too hard. And no division by a rollout's
+length, which makes long wrong answers cheap: the trainer's mean over the entries of the batch already gives every token
+the same weight.
+"""
+
+from collections.abc import Sequence
+
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered
+from ramify.trace import Trace
+
+
+class DrGrpo(Algorithm):
+    """A = r − mean."""
+
+    config: AlgorithmConfig
+
+    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+        return centered(rewards)

@@ -1,0 +1,40 @@
+"""GRPO: a rollout against the mean of its group, in units of the group's spread (Shao et al. 2024, 2402.03300)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered, sampled_tokens
+from ramify.trace import Trace
+
+EPSILON = 1e-6
+
+
+class GrpoConfig(AlgorithmConfig):
+    """GRPO."""
+
+    normalize: bool = True
+    """Divide by the standard deviation of the group: groups in which little differs count as much as others."""
+    length_penalty: float = Field(default=0.0, ge=0)
+    """Taken from the reward of the group's longest rollout; from the others their share, nothing from the shortest."""
+
+
+class Grpo(Algorithm):
+    """A = (r − mean) / std, where r may be less a penalty for length."""
+
+    config: GrpoConfig
+
+    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+        if self.config.length_penalty:
+            rewards = rewards - self.config.length_penalty * _stretch(traces)
+        above = centered(rewards)
+        if not self.config.normalize or len(above) < 2:
+            return above
+        return above / (above.std(ddof=1) + EPSILON)
+
+
+def _stretch(traces: Sequence[Trace]) -> Numbers:
+    """Where between the shortest (0) and the longest (1) of the group each rollout lies."""
+    lengths = np.array([sampled_tokens(trace) for trace in traces], np.float64)
+    return (lengths - lengths.min()) / max(1.0, np.ptp(lengths))

@@ -1,0 +1,22 @@
+"""MaxRL: towards the likelihood of success instead of its expectation (Tajwar et al. 2026, 2602.02710).
+
+The gradient of log p is that of p divided by p. Dividing by the group's mean reward estimates it, so a task that is
+seldom solved counts for more; with n attempts the first n terms of log p are maximized. Meant for rewards from 0 to 1.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered
+from ramify.trace import Trace
+
+
+class MaxRl(Algorithm):
+    """A = (r − mean) / mean, 0 where no attempt earned anything."""
+
+    config: AlgorithmConfig
+
+    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+        mean = rewards.mean()
+        return centered(rewards) / mean if mean > 0 else np.zeros_like(rewards)

@@ -1,0 +1,19 @@
+"""RLOO: a rollout against the mean of the others (Ahmadian et al. 2024, 2402.14740).
+
+The baseline does not hold the rollout's own reward, so it leaves the gradient's expectation as it is.
+"""
+
+from collections.abc import Sequence
+
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered
+from ramify.trace import Trace
+
+
+class Rloo(Algorithm):
+    """A = r − mean of the others, which is n / (n − 1) · (r − mean). Alone, a rollout has none."""
+
+    config: AlgorithmConfig
+
+    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+        count = len(rewards)
+        return centered(rewards) * (count / (count - 1) if count > 1 else 0.0)

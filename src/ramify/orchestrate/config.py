@@ -1,0 +1,254 @@
+"""The configuration of a run, whole: `ramify rl`, and each of its parts, read this.
+
+Importable without torch and without any environment. A key that would do nothing beside the others is an error.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ramify.config import Config
+from ramify.envserver.config import ElasticConfig, ServedSourceConfig
+from ramify.errors import ConfigInvalid
+from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
+from ramify.orchestrate.admission import Shape
+from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
+from ramify.render.config import RendererConfig, TemplateRendererConfig
+from ramify.store.directory import default_name
+from ramify.train.config import CheckpointConfig, TrainerConfig
+from ramify.train.service_config import WeightsConfig
+
+CurriculumConfig = Annotated[ShuffleConfig | PoolsConfig, Field(discriminator="type")]
+
+
+class EndpointConfig(Config):
+    """A model server of a source's own, in place of the run's."""
+
+    base_url: str
+    """Its root, such as `http://10.0.0.1:8000`."""
+    model: str = ""
+    """What it calls the model; by default the first it names."""
+    api_key_env: str | None = None
+    """The variable that holds its key; none is sent without it."""
+
+
+class RunSourceConfig(ServedSourceConfig):
+    """An environment of the run, served by an env server that the run starts or finds at `address`."""
+
+    endpoint: EndpointConfig | None = None
+    """Where its agents' model calls go; by default to the run's inference."""
+
+    @model_validator(mode="after")
+    def _a_server_of_ones_own_has_its_pool(self) -> "RunSourceConfig":
+        if self.address is not None and self.pool != ElasticConfig():
+            raise ValueError("pool needs a server that the run starts; the one at `address` has its own")
+        return self
+
+
+class TrainSourceConfig(RunSourceConfig):
+    """`[[train]]`: an environment to learn from."""
+
+    ratio: float = Field(default=1.0, gt=0)
+    """Its share of the groups, as a ratio to those of the other sources."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Attempts at each of its tasks; by default `orchestrator.group_size`."""
+    algorithm: dict[str, Any] = {"id": "grpo"}
+    """grpo, dr_grpo, rloo, max_rl or a plugin, with its keys."""
+    curriculum: CurriculumConfig = ShuffleConfig()
+
+    @field_validator("algorithm")
+    @classmethod
+    def _grpo_unless_named(cls, table: dict[str, Any]) -> dict[str, Any]:
+        return {"id": "grpo", **table}
+
+    @model_validator(mode="after")
+    def _sampled_as_it_is_trained(self) -> "TrainSourceConfig":
+        try:
+            self.sampling.check_trainable()
+        except ConfigInvalid as error:
+            raise ValueError(error.message) from error
+        return self
+
+
+class EvalSourceConfig(RunSourceConfig):
+    """`[[eval]]`: an environment to be measured by, before the first step, now and then, and at the end."""
+
+    num_tasks: int = Field(default=128, ge=1)
+    """The first so many tasks."""
+    repetitions: int = Field(default=1, ge=1)
+    """Rollouts of each task."""
+    interval: int | None = Field(default=20, ge=1)
+    """Steps between two evals; None leaves the first and the last."""
+    threshold: float = 1.0
+    """The reward from which a rollout passes, for pass@k and pass^k."""
+    hold_weights: bool | None = None
+    """Delay new weights until the eval's calls are done; by default where the run's engines serve it."""
+
+    @model_validator(mode="after")
+    def _only_our_weights_can_be_held(self) -> "EvalSourceConfig":
+        if self.hold_weights and self.endpoint is not None:
+            raise ValueError("hold_weights needs the run's own inference; `endpoint` serves other weights")
+        return self
+
+
+class OrchestratorConfig(Config):
+    """How rollouts become batches."""
+
+    batch_size: int = Field(default=128, ge=1)
+    """Rollouts of a step, a multiple of `group_size`."""
+    group_size: int = Field(default=16, ge=1)
+    """Attempts at each task."""
+    min_group: int = Field(default=2, ge=1)
+    """A group with fewer attempts left is dropped."""
+    max_off_policy: int = Field(default=8, ge=0)
+    """Most steps between the weights a group starts with and those trained on it; 0 samples and trains in turns."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """Attempts at once; None is as many as `max_off_policy` lets be active. Below it the engines' load decides."""
+    filters: list[dict[str, Any]] = [
+        {"id": "gibberish"},
+        {"id": "repetition"},
+        {"id": "zero_advantage", "mode": "enforce"},
+    ]
+    """What is not trained on: gibberish, repetition, zero_advantage or plugins, with their keys."""
+    stall_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds without progress after which the run fails, saying what is missing."""
+    address: str = "tcp://127.0.0.1:0"
+    """Where the trainer finds it; `ramify rl` fills in a free port."""
+    status: str = "http://127.0.0.1:0"
+    """Where it says how the run is; `ramify rl` fills in a free port."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> "OrchestratorConfig":
+        if self.batch_size % self.group_size:
+            raise ValueError(f"batch_size must be a multiple of group_size: {self.batch_size}, {self.group_size}")
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        """Groups of a batch, slots and window."""
+        return Shape.of(self.batch_size // self.group_size, self.max_off_policy)
+
+
+class LaunchConfig(Config):
+    """How the processes of a run are started and kept alive."""
+
+    gpus: Literal["auto", "split", "shared"] = "auto"
+    """Engine and trainer on GPUs of their own, or on the same; `auto` splits where there are two."""
+    trainer_gpus: int = Field(default=1, ge=1)
+    """GPUs of the trainer, with a process for each, where they are split."""
+    base_port: int = Field(default=0, ge=0, le=60000)
+    """Train source i listens at base + i, eval source i at base + 1000 + i; 0 takes any free port."""
+    start_deadline: float = Field(default=600.0, gt=0)
+    """Seconds until every process has to be ready."""
+    restarts: int = Field(default=10, ge=0)
+    """Processes that may be started again before the run gives up."""
+    grace: float = Field(default=120.0, gt=0)
+    """Seconds for a last checkpoint when the run is asked to end."""
+
+
+class WandbConfig(Config):
+    """Weights & Biases."""
+
+    type: Literal["wandb"] = "wandb"
+    project: str = "ramify"
+    entity: str | None = None
+
+
+class TrackioConfig(Config):
+    """Trackio."""
+
+    type: Literal["trackio"] = "trackio"
+    project: str = "ramify"
+
+
+class TensorboardConfig(Config):
+    """Event files in the run's directory."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+
+
+SinkConfig = Annotated[WandbConfig | TrackioConfig | TensorboardConfig, Field(discriminator="type")]
+
+
+class SamplesConfig(Config):
+    """Rollouts that are shown as they are."""
+
+    interval: int = Field(default=20, ge=1)
+    """Steps between two looks."""
+    count: int = Field(default=2, ge=0)
+    """Rollouts of each source; 0 shows none."""
+
+
+class MonitorConfig(Config):
+    """Where metrics go besides the run's own tables."""
+
+    sinks: list[SinkConfig] = []
+    samples: SamplesConfig = SamplesConfig()
+
+
+class RunConfig(Config):
+    """`ramify rl`."""
+
+    name: str = ""
+    """The run's directory below `output`; by default taskset, model and a hash of what makes the run itself."""
+    output: Path = Path("outputs")
+    """Where runs lie (-o)."""
+    max_steps: int = Field(default=100, ge=1)
+    seq_len: int = Field(default=2048, ge=2)
+    """The longest path from the root of a trace to a leaf, in tokens, that is sampled or trained."""
+    seed: int = 0
+    """Of the order of tasks and of everything sampled."""
+    model: ModelConfig = ModelConfig()
+    """The model (-m)."""
+    renderer: RendererConfig = TemplateRendererConfig()
+    inference: InferenceConfig = EngineConfig()
+    """The engine that is started; or `base_url`, servers that run already (-b)."""
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
+    train: list[TrainSourceConfig] = Field(min_length=1)
+    eval: list[EvalSourceConfig] = []
+    launch: LaunchConfig = LaunchConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @model_validator(mode="after")
+    def _sources_fit_together(self) -> "RunConfig":
+        for kind, sources in (("train", self.train), ("eval", self.eval)):
+            names = [source.title for source in sources]
+            for number, (source, name) in enumerate(zip(sources, names)):
+                if names.count(name) > 1:
+                    raise ValueError(f"two {kind} sources are called {name!r}; give them names of their own")
+                if source.seq_len is not None and source.seq_len > self.seq_len:
+                    said = f"{source.seq_len} is longer than the run's seq_len, {self.seq_len}"
+                    raise ValueError(f"{kind}.{number}.seq_len: {said}")
+        return self
+
+    def group_size(self, source: TrainSourceConfig) -> int:
+        """Attempts at each task of a source."""
+        return source.group_size or self.orchestrator.group_size
+
+    def limited(self, source: RunSourceConfig) -> RunSourceConfig:
+        """The source with the run's own limit where it has none."""
+        return source if source.seq_len is not None else source.model_copy(update={"seq_len": self.seq_len})
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes this run itself: a run with another one is another run."""
+        sources = {
+            source.title: {
+                "taskset": source.taskset,
+                "harness": source.harness,
+                "sampling": source.sampling.model_dump(mode="json"),
+            }
+            for source in self.train
+        }
+        return json.loads(json.dumps({"model": self.model.name, "train": sources}, default=str))
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        titles = "+".join(source.title for source in self.train)
+        return self.output / (self.name or default_name(titles, self.model.name, self.identity))

@@ -1,0 +1,310 @@
+"""The orchestrator without its processes: what to sample next, what to train next, and how to go on after a crash.
+
+Whoever talks to env servers, engines and the trainer asks the core what to do and tells it what came of it. Each method
+writes to the ledger first and moves the state machines then, so a process that dies between the two has lost nothing:
+`open` reads the rows and stands where it stood. Methods may be called from many tasks at once: those of one group take
+turns, and so do those that number groups or batches. A call that has begun should not be cancelled.
+
+    issue -> take -> back / failed -> (complete) -> settle -> cut -> serve -> acknowledge -> commit
+                                                                        applied: slots are free again
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ramify.errors import Failure, TransitionRefused
+from ramify.orchestrate.admission import Admission, Shape
+from ramify.orchestrate.batch import Member, decide
+from ramify.orchestrate.dispatch import Dispatch, Order
+from ramify.orchestrate.groups import Fate, GroupRun, Standing
+from ramify.orchestrate.judging import Rules, Source, judge, rollout_id
+from ramify.orchestrate.sources import Mix
+from ramify.store import Row
+from ramify.store.ledger import Group, Ledger, Marks, StoredBatch
+from ramify.store.states import DropReason, State
+from ramify.trace import Forest, Trace
+
+
+class Core:
+    """The decisions of one run. Make it with `open`."""
+
+    def __init__(
+        self, ledger: Ledger, mix: Mix, sources: Mapping[str, Source], rules: Rules, admission: Admission
+    ) -> None:
+        self.ledger, self.mix, self.sources, self.rules, self.admission = ledger, mix, dict(sources), rules, admission
+        self.dispatch = Dispatch()
+        self.marks = Marks()
+        self._issued = 0
+        self._groups: dict[int, Group] = {}
+        self._runs: dict[int, GroupRun] = {}
+        self._ready: dict[int, tuple[Member, Forest]] = {}  # scored and in no batch yet
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._numbering = asyncio.Lock()
+
+    @classmethod
+    async def open(
+        cls, ledger: Ledger, mix: Mix, sources: Mapping[str, Source], rules: Rules, shape: Shape, last_step: int | None
+    ) -> "Core":
+        """A run at its beginning, or where it was left: only attempts that are missing wait to be sent out.
+
+        Whether the trainer and the engines lived on, the caller finds out: it says so by `applied`, or starts them
+        again and calls `restart_trainer`. Until then the history is all that counts as applied.
+        """
+        core = cls(ledger, mix, sources, rules, Admission(shape, last_step=last_step))
+        for source in sources.values():
+            await ledger.declare(source.name, source.epoch)
+        mix.restore(ledger.states)
+        core._issued = ledger.issued()
+        core._go_back()
+        for group in ledger.open_groups():
+            await core._resume(group)
+        return core
+
+    # -- sampling ------------------------------------------------------------------------------------------------
+
+    async def issue(self) -> list[Group]:
+        """Issue as many groups as there is room for."""
+        found: list[Group] = []
+        async with self._numbering:
+            while self.admission.room:
+                chosen = self.mix.next()
+                if chosen is None:
+                    self.admission.exhausted = True
+                    break
+                size = self.sources[chosen.source].size
+                version = (self.marks.incarnation, self.admission.applied)
+                group = Group(self._issued, chosen.source, chosen.task, size, chosen.epoch, *version)
+                await self.ledger.issue(group, chosen.states)
+                self._issued += 1
+                self.admission.issue(group.number)
+                self._begin(group)
+                for attempt in range(size):
+                    self.dispatch.add(group.number, attempt)
+                found.append(group)
+        return found
+
+    def take(self, limit: int) -> tuple[Group, Order] | None:
+        """The next attempt to send out, unless `limit` are out or the trainer has to catch up first."""
+        order = self.dispatch.take(limit) if self.admission.may_dispatch else None
+        return None if order is None else (self._groups[order.group], order)
+
+    async def back(
+        self, number: int, attempt: int, traces: Sequence[Trace], summary: dict[str, Any] | None = None
+    ) -> Standing:
+        """An attempt came back with its episode. A COMPLETE group is to be settled, one of TOO_FEW was dropped."""
+        self.dispatch.back(number, attempt)
+        async with self._alone(number) as run:
+            if run is None:
+                return Standing.TOO_FEW  # dropped meanwhile
+            fate = run.back(attempt, traces)
+            if fate is Fate.KEPT:
+                await self.ledger.sampled(number, attempt, self._row(number, attempt, traces, summary), traces)
+                return run.standing
+            failures = (error for trace in traces for error in trace.errors if error.blame == "system")
+            return await self._unlucky(run, attempt, fate, _told(next(failures, None)))
+
+    async def failed(self, number: int, attempt: int, failure: Failure) -> Standing:
+        """An attempt came back with nothing but a failure."""
+        self.dispatch.back(number, attempt)
+        async with self._alone(number) as run:
+            if run is None:
+                return Standing.TOO_FEW
+            return await self._unlucky(run, attempt, run.failed(attempt, failure), _told(failure))
+
+    def group(self, number: int) -> Group:
+        """A group that is not in a batch yet."""
+        return self._groups[number]
+
+    def traces(self, number: int) -> list[Trace]:
+        """The traces of a group that is not in a batch yet, to be compared by the rewards of its source."""
+        return self._runs[number].traces
+
+    def complete(self) -> list[int]:
+        """Groups that wait to be settled: in a run that goes on, those whose process died before it did so."""
+        return [
+            number
+            for number, run in self._runs.items()
+            if number not in self._ready and run.standing is Standing.COMPLETE
+        ]
+
+    async def settle(self, number: int, summaries: Mapping[int, dict[str, Any]] | None = None) -> bool:
+        """Judge a complete group whose rewards are all there; whether it can be trained on.
+
+        `summaries` are those of the attempts whose traces the rewards of the group have changed.
+        """
+        async with self._alone(number) as run:
+            if run is None or number in self._ready:
+                return run is not None  # dropped meanwhile, or judged already
+            group = self._groups[number]
+            found = judge(run, self.sources[group.source], self.rules)
+            states = {} if found.reward is None else self.mix.learn(group.source, group.task, found.reward)
+            if found.member is None or found.forest is None:
+                assert found.reason is not None
+                await self.ledger.drop(number, found.reason, found.detail, states=states)
+                self._forget(number)
+                return False
+            changed = [
+                (self._row(number, attempt, run.rollouts[attempt], summary), run.rollouts[attempt])
+                for attempt, summary in (summaries or {}).items()
+            ]
+            await self.ledger.scored(number, found.notes, rollouts=changed, states=states)
+            self.admission.score(number)
+            self._ready[number] = (found.member, found.forest)
+            return True
+
+    async def drop(self, number: int, reason: DropReason, detail: str = "") -> None:
+        """Give a group up. Attempts of it that are out count no more and should be cancelled."""
+        async with self._alone(number) as run:
+            if run is not None:
+                await self.ledger.drop(number, reason, detail)
+                self._forget(number)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    async def cut(self) -> list[StoredBatch]:
+        """Decide every batch that can be decided now."""
+        found: list[StoredBatch] = []
+        async with self._numbering:
+            while numbers := self.admission.ready():
+                batch = decide(self.admission.step, [self._ready[number] for number in numbers], self.rules.seq_len)
+                await self.ledger.batch(batch)
+                self.admission.cut(numbers)
+                for number in numbers:
+                    del self._ready[number], self._runs[number], self._groups[number], self._locks[number]
+                found.append(batch)
+        return found
+
+    async def serve(self, step: int) -> StoredBatch | None:
+        """The batch of a step for the trainer; None while it was not cut."""
+        found = self.ledger.stored(step)
+        if found is not None:
+            await self.ledger.serve(step)
+        return found
+
+    async def acknowledge(self, step: int) -> None:
+        """The trainer has done a step."""
+        await self.ledger.acknowledge(step)
+        self.marks = self.ledger.marks()
+
+    def applied(self, incarnation: int, version: int) -> None:
+        """The engines sample from this version now; one of an earlier incarnation frees nothing."""
+        if incarnation == self.marks.incarnation:
+            self.admission.apply(version)
+
+    async def commit(self, version: int) -> None:
+        """The trainer's checkpoint of this version is safe."""
+        await self.ledger.commit(version)
+        self.marks = self.ledger.marks()
+
+    async def restart_trainer(self) -> Marks:
+        """A trainer begins at `committed`: it is served the batches after that again, the same in the same order."""
+        async with self._numbering:
+            await self.ledger.restart()
+            self._go_back()
+        return self.marks
+
+    async def finish(self) -> None:
+        """The last step is done: what was issued beside it is dropped by that name."""
+        if not self.admission.finished:
+            raise TransitionRefused(f"the run cannot end: batch {self.admission.step} is still to be cut")
+        for group in self.ledger.open_groups():
+            await self.drop(group.number, DropReason.RUN_ENDED)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _go_back(self) -> None:
+        self.marks = self.ledger.marks()
+        again = {batch.step: batch.groups for batch in self.ledger.batches(self.marks.committed)}
+        self.admission.go_back(self.marks.committed, again)
+
+    @asynccontextmanager
+    async def _alone(self, number: int) -> AsyncIterator[GroupRun | None]:
+        """The group, with nobody else at it; None if it is in a batch or was dropped."""
+        lock = self._locks.get(number)
+        if lock is None:
+            yield None
+            return
+        async with lock:
+            yield self._runs.get(number)
+
+    def _begin(self, group: Group) -> GroupRun:
+        source = self.sources[group.source]
+        run = GroupRun(
+            group.number,
+            group.size,
+            tries=source.tries,
+            min_group=self.rules.min_group,
+            group_rewards=source.group_rewards,
+        )
+        self._groups[group.number], self._runs[group.number] = group, run
+        self._locks[group.number] = asyncio.Lock()
+        return run
+
+    async def _resume(self, group: Group) -> None:
+        """A group that an earlier process issued."""
+        if group.source not in self.sources:
+            await self.ledger.drop(
+                group.number, DropReason.CANCELLED, f"the run has no source {group.source!r} any more"
+            )
+            return
+        run = self._begin(group)
+        attempts = self.ledger.attempts(group.number)
+        run.restore(
+            {
+                each.attempt: self.ledger.store.read(each.rollout)
+                for each in attempts
+                if each.rollout is not None and each.state is not State.DROPPED
+            },
+            {each.attempt: _untold(each.detail) for each in attempts if each.state is State.DROPPED},
+            {each.attempt: each.tries for each in attempts},
+        )
+        self.admission.resume(group.number)
+        for attempt in run.missing:
+            self.dispatch.add(group.number, attempt, again=1)
+        if group.state is State.SCORED:
+            found = judge(run, self.sources[group.source], self.rules)
+            if found.member is None or found.forest is None:  # other filters or another algorithm than before
+                await self.drop(group.number, found.reason or DropReason.CANCELLED, found.detail)
+                return
+            self.admission.score(group.number)
+            self._ready[group.number] = (found.member, found.forest)
+        elif run.standing is Standing.TOO_FEW:
+            await self.drop(group.number, DropReason.TOO_FEW, _why(run))
+
+    async def _unlucky(self, run: GroupRun, attempt: int, fate: Fate, told: str) -> Standing:
+        if fate is Fate.AGAIN:
+            await self.ledger.retry(run.number, attempt, told)
+            self.dispatch.add(run.number, attempt, again=run.runs(attempt) - 1)
+            return Standing.OPEN
+        await self.ledger.drop_attempt(run.number, attempt, DropReason.FAILED, told)
+        if run.standing is Standing.TOO_FEW:
+            await self.ledger.drop(run.number, DropReason.TOO_FEW, _why(run))
+            self._forget(run.number)
+        return run.standing
+
+    def _forget(self, number: int) -> None:
+        self.admission.drop(number)
+        self.dispatch.forget(number)
+        self._ready.pop(number, None)
+        del self._runs[number], self._groups[number], self._locks[number]
+
+    def _row(self, number: int, attempt: int, traces: Sequence[Trace], summary: dict[str, Any] | None) -> Row:
+        group = self._groups[number]
+        task, reward = str(group.task), traces[0].reward if traces else None
+        return Row(rollout_id(number, attempt), task, attempt, group.source, reward, summary=summary or {})
+
+
+def _told(failure: Failure | None) -> str:
+    return "a reward was due and did not run" if failure is None else f"{failure.name}: {failure.message}"
+
+
+def _untold(detail: str) -> Failure:
+    name, _, message = detail.partition(": ")
+    return Failure(name, message, "system", False)
+
+
+def _why(run: GroupRun) -> str:
+    names = sorted({failure.name for failure in run.lost.values()})
+    return f"{len(run.lost)} of {run.size} attempts failed: {', '.join(names)}"

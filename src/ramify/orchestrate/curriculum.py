@@ -1,0 +1,179 @@
+"""Which task is next. Tasks are numbers here: what they are, only the environment knows.
+
+A curriculum is a pure function of its seed and its state. The state is plain data by key; what a choice or a reward
+changed of it (`changed`) is kept in the ledger together with the group. So a run that was killed goes on with the very
+task that was next.
+"""
+
+from bisect import insort
+from collections.abc import Mapping
+from random import Random
+from typing import Any, Literal, NamedTuple, Protocol
+
+from pydantic import Field, model_validator
+
+from ramify.config import Config
+
+
+class Pick(NamedTuple):
+    """A task, and how often all tasks were gone through before."""
+
+    task: int
+    epoch: int
+
+
+class Curriculum(Protocol):
+    """What chooses tasks."""
+
+    has_epochs: bool
+    """Whether every task is chosen once in each epoch, so that an audit may ask for it."""
+
+    def next(self) -> Pick | None:
+        """The next task; None when there is none left."""
+        ...
+
+    def learn(self, task: int, reward: float) -> None:
+        """The mean reward of a group that tried the task."""
+        ...
+
+    def changed(self) -> dict[str, Any]:
+        """Plain data by key: what is new since this was last asked."""
+        ...
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from all that was ever `changed`, the last value of each key."""
+        ...
+
+
+class ShuffleConfig(Config):
+    """Every task once in each epoch, in an order drawn from the seed."""
+
+    type: Literal["shuffle"] = "shuffle"
+    epochs: int | None = Field(default=None, ge=1)
+    """How often all tasks are gone through; None is for ever."""
+
+
+class PoolsConfig(Config):
+    """Tasks in three pools by the rewards they earned of late: easy, normal, hard. New ones are normal."""
+
+    type: Literal["pools"] = "pools"
+    easy: float = Field(default=0.1, ge=0, le=1)
+    """Share of the groups that try an easy task."""
+    hard: float = Field(default=0.2, ge=0, le=1)
+    """Share of the groups that try a hard task."""
+    easy_above: float = 0.9
+    """A task whose mean reward is above this is easy."""
+    hard_below: float = 0.1
+    """A task whose mean reward is below this is hard."""
+    recent: int = Field(default=4, ge=1)
+    """How many groups of a task its mean counts."""
+
+    @model_validator(mode="after")
+    def _leave_something(self) -> "PoolsConfig":
+        if self.easy + self.hard > 1:
+            raise ValueError(f"easy and hard are shares of one whole, got {self.easy + self.hard:g}")
+        if self.hard_below > self.easy_above:
+            raise ValueError("hard_below must not be above easy_above")
+        return self
+
+
+def build(config: ShuffleConfig | PoolsConfig, tasks: int | None, seed: str) -> Curriculum:
+    """The curriculum of a source with so many tasks; None is as many as one asks for."""
+    if isinstance(config, PoolsConfig):
+        if tasks is None:
+            raise ValueError("pools need a source whose tasks can be counted")
+        return Pools(config, tasks, seed)
+    return Shuffle(config, tasks, seed)
+
+
+class Shuffle:
+    """Every task once in each epoch. A source without end is taken in its own order, as one epoch."""
+
+    def __init__(self, config: ShuffleConfig, tasks: int | None, seed: str) -> None:
+        self._config, self._tasks, self._seed = config, tasks, seed
+        self.has_epochs = tasks is not None
+        self._epoch = self._position = 0
+        self._order = self._shuffled()
+
+    def next(self) -> Pick | None:
+        if self._tasks is None:
+            self._position += 1
+            return Pick(self._position - 1, 0)
+        if self._position == self._tasks:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._shuffled()
+        if self._tasks == 0 or self._epoch == self._config.epochs:
+            return None
+        self._position += 1
+        return Pick(self._order[self._position - 1], self._epoch)
+
+    def learn(self, task: int, reward: float) -> None:
+        """All tasks come equally often, whatever they earn."""
+
+    def changed(self) -> dict[str, Any]:
+        return {"at": [self._epoch, self._position]}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        self._epoch, self._position = kept.get("at", (0, 0))
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(self._tasks or 0))
+        Random(f"{self._seed}:{self._epoch}").shuffle(order)
+        return order
+
+
+class Pools:
+    """Tasks drawn from pools of like difficulty, each pool as often as the config says (or as it has tasks at all)."""
+
+    has_epochs = False
+
+    def __init__(self, config: PoolsConfig, tasks: int, seed: str) -> None:
+        self._config, self._seed = config, seed
+        self._drawn = 0
+        self._rewards: dict[int, list[float]] = {}
+        self._news: dict[str, Any] = {}
+        self._pools: dict[str, list[int]] = {"easy": [], "normal": list(range(tasks)), "hard": []}
+
+    def next(self) -> Pick | None:
+        config = self._config
+        shares = {"easy": config.easy, "hard": config.hard, "normal": 1 - config.easy - config.hard}
+        names = [name for name in shares if self._pools[name]]
+        if not names:
+            return None
+        rng = Random(f"{self._seed}:{self._drawn}")
+        self._drawn += 1
+        self._news["drawn"] = self._drawn
+        weights = [shares[name] for name in names]
+        (name,) = rng.choices(names, weights if any(weights) else None)
+        return Pick(rng.choice(self._pools[name]), 0)
+
+    def learn(self, task: int, reward: float) -> None:
+        self._set(task, [*self._rewards.get(task, []), reward][-self._config.recent :])
+        self._news[f"task/{task}"] = self._rewards[task]
+
+    def pool(self, task: int) -> str:
+        """How hard a task is: easy, normal or hard."""
+        rewards = self._rewards.get(task)
+        if not rewards:
+            return "normal"
+        mean = sum(rewards) / len(rewards)
+        return "easy" if mean > self._config.easy_above else "hard" if mean < self._config.hard_below else "normal"
+
+    def changed(self) -> dict[str, Any]:
+        news, self._news = self._news, {}
+        return news
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        self._drawn = kept.get("drawn", 0)
+        for key, rewards in kept.items():
+            if key.startswith("task/"):
+                self._set(int(key.removeprefix("task/")), list(rewards))
+
+    def _set(self, task: int, rewards: list[float]) -> None:
+        before = self.pool(task)
+        self._rewards[task] = rewards
+        after = self.pool(task)
+        if before != after:
+            self._pools[before].remove(task)
+            insort(self._pools[after], task)

@@ -1,0 +1,136 @@
+"""Online evals: how good are the weights of this step, measured on tasks that are never trained on.
+
+An eval is labelled with the version it held while it ran, or, where weights were not held, with the versions its tokens
+came from. A rollout that failed by the system's doing counts as missing, not as zero.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+from ramify.errors import Failure, RamifyError
+from ramify.evals.stats import clustered_mean, ladder, passes
+from ramify.orchestrate.config import EvalSourceConfig
+from ramify.orchestrate.sampling import Served, seed_of
+from ramify.orchestrate.weights import Weights
+from ramify.store import Row, RunStore
+from ramify.store.journal import Metric
+from ramify.trace import Trace
+
+AT_ONCE = 64  # rollouts of an eval
+
+
+class Evaluating:
+    """The evals of a run. `report` is told the values of each one that was done."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[EvalSourceConfig, Served]],
+        weights: Weights,
+        store: RunStore,
+        *,
+        seed: int,
+        report: Callable[[int, dict[str, float]], None],
+        failed: Callable[[str, Failure], None],
+    ) -> None:
+        self._sources, self._weights, self._store, self._seed = sources, weights, store, seed
+        self._report, self._failed = report, failed
+        self.running: dict[str, float] = {}  # source: since when
+        self._last: dict[str, int] = {}  # the version each source was last evaluated at
+
+    def restore(self, known: Iterable[Metric]) -> None:
+        """Go on where an earlier process stopped: what it measured is not measured again."""
+        for metric in known:
+            self._last[metric.name.split("/")[1]] = metric.step
+
+    def due(self, step: int, *, last: bool = False) -> list[str]:
+        """The sources to be evaluated at a version: at the first, at the last, and when an interval has passed."""
+        return [name for name, (config, _) in self._sources.items() if self._is_due(name, config.interval, step, last)]
+
+    def _is_due(self, name: str, interval: int | None, step: int, last: bool) -> bool:
+        before = self._last.get(name)
+        if before is None or (last and step > before):
+            return True
+        return interval is not None and step // interval > before // interval
+
+    async def run(self, step: int, names: list[str]) -> None:
+        """Evaluate these sources at a version."""
+        self._last |= dict.fromkeys(names, step)
+        async with asyncio.TaskGroup() as together:
+            for name in names:
+                together.create_task(self._one(name, step), name=f"eval {name} at {step}")
+
+    async def _one(self, name: str, step: int) -> None:
+        config, served = self._sources[name]
+        ours = config.endpoint is None
+        hold = ours if config.hold_weights is None else config.hold_weights
+        self.running[name] = start = time.monotonic()
+        try:
+            async with self._weights.hold() if hold else contextlib.nullcontext():
+                found = await self._rollouts(name, config, served, step)
+        finally:
+            del self.running[name]
+        self._report(step, {**_values(f"eval/{name}", config, found), f"eval/{name}/seconds": time.monotonic() - start})
+
+    async def _rollouts(self, name: str, config: EvalSourceConfig, served: Served, step: int) -> dict[str, list[Trace]]:
+        gate = asyncio.Semaphore(AT_ONCE)
+        count = await served.tasks.count(config.num_tasks)
+        tasks = config.num_tasks if count is None else min(count, config.num_tasks)
+        found: dict[str, list[Trace]] = {str(number): [] for number in range(tasks)}
+
+        async def rollout(number: int, repetition: int) -> None:
+            id = f"eval.{name}.{step}.{number}.{repetition}"
+            async with gate:
+                try:
+                    task = await served.tasks.get(number)
+                    ran = await served.client.run(
+                        task,
+                        id=id,
+                        group=id,
+                        attempt=repetition,
+                        seed=seed_of(self._seed, f"{name}:{number}"),
+                        deadline=served.deadline,
+                    )
+                except RamifyError as error:
+                    self._failed(f"eval/{name}", Failure.of(error))
+                    return
+            traces = list(ran.episode.traces)
+            reward = traces[0].reward
+            await self._store.add(
+                Row(id, str(number), repetition, f"eval/{name}", reward, summary={"step": step}), traces
+            )
+            if reward is not None:
+                found[str(number)].append(traces[0])
+
+        async with asyncio.TaskGroup() as together:
+            for number in range(tasks):
+                for repetition in range(config.repetitions):
+                    together.create_task(rollout(number, repetition))
+        return found
+
+
+def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]) -> dict[str, float]:
+    rewards = {task: [trace.reward for trace in traces if trace.reward is not None] for task, traces in found.items()}
+    mean = clustered_mean(rewards.values())
+    values: dict[str, float] = {
+        f"{prefix}/missing": float(sum(len(each) < config.repetitions for each in rewards.values()))
+    }
+    if mean is None:
+        return values
+    values[f"{prefix}/avg"] = mean.mean
+    if mean.error is not None:
+        values[f"{prefix}/error"] = mean.error
+    for k in ladder(config.repetitions):
+        if (both := passes(rewards, k, config.threshold)) is not None:
+            values[f"{prefix}/pass@{k}"], values[f"{prefix}/pass^{k}"] = both[0].mean, both[1].mean
+    traces = [trace for each in found.values() for trace in each]
+    names = {name for trace in traces for name in trace.metrics}
+    metrics: dict[str, Any] = {
+        name: [trace.metrics[name] for trace in traces if name in trace.metrics] for name in names
+    }
+    values |= {f"{prefix}/metric/{name}": fmean(numbers) for name, numbers in metrics.items()}
+    values[f"{prefix}/truncated"] = fmean(trace.truncated for trace in traces)
+    return values

@@ -1,0 +1,37 @@
+"""Rollouts that go round in circles: once a model repeats itself, it is almost certain of every token."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from ramify.orchestrate.algorithms.base import trained_nodes
+from ramify.orchestrate.filters.base import Filter, FilterConfig, Rollout
+
+
+class RepetitionConfig(FilterConfig):
+    """The repetition filter."""
+
+    tokens: int = Field(default=3000, ge=1)
+    """So many in a row."""
+    probability: float = Field(default=0.99, gt=0, lt=1)
+    """Each more likely than this."""
+
+
+class Repetition(Filter):
+    """Fires on `tokens` consecutive tokens of one reply, each with a probability above `probability`."""
+
+    config: RepetitionConfig
+
+    def fires(self, rollout: Rollout) -> bool:
+        limit = math.log(self.config.probability)
+        nodes = rollout.trace.nodes
+        runs = (_longest(nodes[node].logprobs > limit) for node in trained_nodes(rollout.trace))
+        return max(runs, default=0) >= self.config.tokens
+
+
+def _longest(sure: npt.NDArray[np.bool_]) -> int:
+    """The longest run of True."""
+    edges = np.flatnonzero(np.diff(sure, prepend=False, append=False))
+    return int((edges[1::2] - edges[::2]).max(initial=0))

@@ -1,0 +1,50 @@
+"""The plugins of a run's own process: an algorithm for each train source, and the filters."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ramify.config import refuse
+from ramify.env import plugin
+from ramify.errors import ConfigInvalid
+from ramify.orchestrate.algorithms import Algorithm
+from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.curriculum import build
+from ramify.orchestrate.filters import Filter
+from ramify.orchestrate.sources import Mix
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What turns groups into annotations."""
+
+    algorithms: dict[str, Algorithm]  # by the name of the source
+    filters: tuple[Filter, ...]
+
+
+def load_parts(config: RunConfig) -> Parts:
+    """Find and check every algorithm and filter; raises ConfigInvalid naming the key that is wrong."""
+    tables: list[tuple[str, str, dict[str, Any]]] = [
+        ("algorithm", f"train.{number}.algorithm", source.algorithm) for number, source in enumerate(config.train)
+    ]
+    filters = config.orchestrator.filters
+    tables += [("filter", f"orchestrator.filters.{number}", table) for number, table in enumerate(filters)]
+    found: list[Any] = []
+    problems: list[str] = []
+    for kind, at, table in tables:
+        try:
+            found.append(plugin.build(kind, table, at=at))
+        except ConfigInvalid as error:
+            problems += error.message.splitlines()[1:]
+    if problems:
+        refuse([("", problem.strip()) for problem in problems])
+    algorithms = dict(zip([source.title for source in config.train], found))
+    return Parts(algorithms, tuple(found[len(config.train) :]))
+
+
+def load_mix(config: RunConfig, tasks: dict[str, int | None]) -> Mix:
+    """The sources of a run, given how many tasks each has (None: no end)."""
+    curricula = {
+        source.title: build(source.curriculum, tasks[source.title], f"{config.seed}:{source.title}")
+        for source in config.train
+    }
+    return Mix({source.title: source.ratio for source in config.train}, curricula)

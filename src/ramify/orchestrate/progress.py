@@ -1,0 +1,120 @@
+"""What a run tells about itself while it goes: the numbers of each step, its last failures, when it last moved.
+
+Rewards are those of all groups that were judged, also of those that teach nothing: a run whose easy tasks are all
+solved must not look worse for it.
+"""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from ramify.errors import Failure
+from ramify.store.journal import Journal
+from ramify.store.ledger import Group
+from ramify.trace import Trace
+
+FAILURES = 20  # that are remembered
+WINDOW = 60.0  # seconds over which speeds are measured
+
+
+@dataclass(slots=True)
+class _Judged:
+    """Groups since the last batch was cut."""
+
+    rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    groups: int = 0
+    trainable: int = 0
+    rollouts: int = 0
+    trainable_rollouts: int = 0
+
+
+class Progress:
+    """The run's numbers. `sink` is told what the journal is told."""
+
+    def __init__(self, journal: Journal, sink: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
+        self._journal, self._sink = journal, sink
+        self._judged = _Judged()
+        self._rollouts: deque[tuple[float, int]] = deque()  # (when, tokens)
+        self.moved = time.monotonic()
+        self.failures: deque[dict[str, Any]] = deque(maxlen=FAILURES)
+        self.failed: Counter[str] = Counter()
+        self.rewards: list[float] = [
+            metric.value for metric in journal.metrics("reward/all/mean")
+        ]  # of every step, for the curve
+        self.trainable = (0, 0)
+        self.evals: dict[str, dict[str, float]] = {}
+        self.last: dict[str, float] = {}
+        self.finished: list[Trace] = []  # a few, to be shown
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step, for the tables and the sinks."""
+        self._journal.record(step, values)
+        self.last |= values
+        if self._sink is not None:
+            self._sink(step, values)
+
+    def settled(self, group: Group, traces: list[Trace], trainable: bool) -> None:
+        """A group was judged."""
+        judged, now = self._judged, time.monotonic()
+        judged.groups += 1
+        judged.trainable += trainable
+        judged.rollouts += len(traces)
+        judged.trainable_rollouts += len(traces) if trainable else 0
+        for trace in traces:
+            self._rollouts.append((now, trace.graph.logprobs.size))
+            if trace.reward is not None:
+                judged.rewards[group.source].append(trace.reward)
+            for name, value in self._told(group.source, trace):
+                judged.metrics[name].append(value)
+        self.finished = traces
+        while self._rollouts and self._rollouts[0][0] < now - WINDOW:
+            self._rollouts.popleft()
+
+    def _told(self, source: str, trace: Trace) -> Iterable[tuple[str, float]]:
+        yield "turns/mean", float(len(trace.calls))
+        yield "tokens/sampled", float(trace.graph.logprobs.size)
+        yield "truncated", float(trace.truncated)
+        yield "render/breaks", trace.metrics.get("render/breaks", 0.0)
+        for name, value in trace.metrics.items():
+            if not name.startswith("render/breaks"):
+                yield f"metric/{source}/{name}", value
+        for name, entry in trace.rewards.items():
+            if entry is not None:
+                yield f"reward/{source}/{name}", entry[0]
+
+    def cut(self, step: int, ages: list[int]) -> None:
+        """A batch was decided: what was judged since the last one belongs to its step."""
+        judged, self._judged = self._judged, _Judged()
+        self.moved = time.monotonic()
+        everything = [reward for rewards in judged.rewards.values() for reward in rewards]
+        values = {f"reward/{source}/mean": fmean(rewards) for source, rewards in judged.rewards.items()}
+        values |= {name: fmean(numbers) for name, numbers in judged.metrics.items()}
+        if everything:
+            values["reward/all/mean"] = fmean(everything)
+            self.rewards.append(values["reward/all/mean"])
+        if judged.groups:
+            values["trainable"] = judged.trainable / judged.groups
+            self.trainable = (judged.trainable_rollouts, judged.rollouts)
+        if ages:
+            values |= {"staleness/mean": fmean(ages), "staleness/max": float(max(ages))}
+        rollouts, tokens = self.speed()
+        values |= {"rollouts_per_s": rollouts, "tokens_per_s": tokens, "rollouts": float(judged.rollouts)}
+        self.record(step, values)
+
+    def speed(self) -> tuple[float, float]:
+        """Rollouts and sampled tokens a second."""
+        if len(self._rollouts) < 2:
+            return 0.0, 0.0
+        span = max(1e-3, time.monotonic() - self._rollouts[0][0])
+        return len(self._rollouts) / span, sum(tokens for _, tokens in self._rollouts) / span
+
+    def trouble(self, where: str, failure: Failure) -> None:
+        """Something failed that is run again or dropped."""
+        self.failed[failure.name] += 1
+        told = {"time": time.time(), "where": where, "name": failure.name, "message": failure.message}
+        self.failures.append(told)
+        self._journal.note("failure", **told)

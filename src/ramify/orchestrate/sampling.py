@@ -1,0 +1,154 @@
+"""Carries out what the core decides about sampling: sends attempts to env servers, brings back what came of them.
+
+Every attempt is a task of its own that ends in exactly one call of the core. What an env server could not do is a
+failure like any other; a server that is gone is asked again, by the same rule.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ramify.envserver.client import EnvClient
+from ramify.errors import Failure, RamifyError
+from ramify.orchestrate.core import Core
+from ramify.orchestrate.dispatch import Order
+from ramify.orchestrate.groups import Standing
+from ramify.orchestrate.judging import rollout_id
+from ramify.orchestrate.tasks import TaskBook
+from ramify.store.ledger import Group
+from ramify.store.states import DropReason
+from ramify.trace import Trace
+
+PAUSE = 1.0  # seconds before an attempt is sent again to a server that did not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A source as the orchestrator reaches it."""
+
+    name: str
+    client: EnvClient
+    tasks: TaskBook
+    compares: bool  # whether it has rewards that only a whole group can have
+    deadline: float  # seconds one attempt may take, its waiting included
+
+
+class Sampling:
+    """Attempts that are out. `settled` is told every group that was judged, and whether it can be trained on."""
+
+    def __init__(
+        self,
+        core: Core,
+        sources: Mapping[str, Served],
+        *,
+        seed: int,
+        limit: Callable[[], int],
+        settled: Callable[[Group, list[Trace], bool], None],
+        failed: Callable[[str, Failure], None],
+    ) -> None:
+        self._core, self._sources, self._seed = core, sources, seed
+        self._limit, self._settled, self._failed = limit, settled, failed
+        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._settling: set[int] = set()
+        self._wake = asyncio.Event()
+        self.open = asyncio.Event()  # closed while the engines do not serve what the run stands at
+        self.cut = asyncio.Event()  # set whenever a batch was decided
+
+    def wake(self) -> None:
+        """Something changed: there may be room for more."""
+        self._wake.set()
+
+    @property
+    def out(self) -> int:
+        return len(self._tasks)
+
+    async def run(self) -> None:
+        """Issue and dispatch, for ever."""
+        async with asyncio.TaskGroup() as attempts:
+            for number in self._core.complete():
+                await self._settle(number)
+            while True:
+                await self.open.wait()
+                self._wake.clear()
+                await self._core.issue()
+                while (taken := self._core.take(self._limit())) is not None:
+                    self._send(attempts, *taken)
+                await self._wake.wait()
+
+    def _send(self, attempts: asyncio.TaskGroup, group: Group, order: Order) -> None:
+        key = (order.group, order.attempt)
+        task = attempts.create_task(self._attempt(group, order), name=f"attempt {rollout_id(*key)}")
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._back(key))
+
+    def _back(self, key: tuple[int, int]) -> None:
+        del self._tasks[key]
+        self.wake()
+
+    async def _attempt(self, group: Group, order: Order) -> None:
+        source = self._sources[group.source]
+        core, attempt = self._core, order.attempt
+        try:
+            task = await source.tasks.get(group.task)
+            ran = await source.client.run(
+                task,
+                id=rollout_id(group.number, attempt),
+                group=str(group.number),
+                attempt=attempt,
+                seed=seed_of(self._seed, group.number),
+                train=True,
+                attempts=1,
+                deadline=source.deadline,
+            )
+            traces = list(ran.episode.traces)
+        except RamifyError as error:
+            self._failed(group.source, failure := Failure.of(error))
+            if failure.retryable:
+                await asyncio.sleep(PAUSE)
+            standing = await core.failed(group.number, attempt, failure)
+        else:
+            for error in (error for trace in traces for error in trace.errors if error.blame == "system"):
+                self._failed(group.source, error)
+            standing = await core.back(group.number, attempt, traces)
+        if standing is Standing.COMPLETE and group.number not in self._settling:
+            await self._settle(group.number)
+        elif standing is Standing.TOO_FEW:
+            self._cancel(group.number)
+
+    async def _settle(self, number: int) -> None:
+        """Let the whole group be compared where its source does that, judge it, and cut what can be cut."""
+        self._settling.add(number)  # attempts that come back together find the group complete together
+        try:
+            await self._judge(number)
+        finally:
+            self._settling.discard(number)
+            self.wake()
+
+    async def _judge(self, number: int) -> None:
+        group, traces = self._core.group(number), self._core.traces(number)
+        source = self._sources[group.source]
+        if source.compares:
+            try:
+                found = await source.client.score_group(traces[0].task, traces, deadline=source.deadline)
+            except RamifyError as error:
+                self._failed(group.source, Failure.of(error))
+                await self._core.drop(number, DropReason.UNSCORED, f"{error.name}: {error.message}")
+                return
+            for trace, rewards in zip(traces, found.rewards, strict=True):
+                trace.rewards.update(rewards)
+        changed = {trace.attempt: {} for trace in traces} if source.compares else None
+        trainable = await self._core.settle(number, changed)
+        self._settled(group, traces, trainable)
+        if await self._core.cut():
+            self.cut.set()
+
+    def _cancel(self, number: int) -> None:
+        for key in [key for key in self._tasks if key[0] == number]:
+            if self._tasks[key] is not asyncio.current_task():
+                self._tasks[key].cancel()
+
+
+def seed_of(seed: int, number: int | str) -> int:
+    """The seed of a group's attempts, which each draw from it for themselves."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=4).digest(), "big") >> 1

@@ -1,0 +1,45 @@
+"""The tasks of a source by their number, fetched from its env server in pages as they are needed."""
+
+import asyncio
+from typing import Any
+
+from ramify.envserver.client import EnvClient
+from ramify.errors import ConfigInvalid, EnvironmentFault
+
+PAGE = 256
+MANY = 100_000  # a source with more tasks is taken for one without end
+
+
+class TaskBook:
+    """What the numbers of a source's tasks stand for."""
+
+    def __init__(self, name: str, client: EnvClient) -> None:
+        self.name, self._client = name, client
+        self._pages: dict[int, list[dict[str, Any]]] = {}
+        self._turning = asyncio.Lock()
+
+    async def count(self, most: int = MANY) -> int | None:
+        """How many tasks there are; None if there are more than `most`."""
+        start = 0
+        while start < most:
+            page = await self._client.tasks(start, PAGE)
+            self._pages[start // PAGE] = [entry.task for entry in page.tasks]
+            start += len(page.tasks)
+            if page.end:
+                if not start:
+                    raise ConfigInvalid(f"{self.name}: its taskset has no tasks")
+                return start
+        return None
+
+    async def get(self, number: int) -> dict[str, Any]:
+        """The wire form of a task."""
+        page, place = divmod(number, PAGE)
+        if page not in self._pages:
+            async with self._turning:
+                if page not in self._pages:
+                    found = await self._client.tasks(page * PAGE, PAGE)
+                    self._pages[page] = [entry.task for entry in found.tasks]
+        tasks = self._pages[page]
+        if place >= len(tasks):
+            raise EnvironmentFault(f"{self.name} has no task {number} any more")
+        return tasks[place]

@@ -1,0 +1,66 @@
+"""Metrics and events of a run: appended, never changed.
+
+Nobody waits for them: a metric that is lost with its process costs a point of a curve, so these calls only queue. What
+a step that was done again says later counts; what it said first stays in the table.
+"""
+
+import sqlite3
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ramify.store.store import RunStore
+
+
+class Metric(NamedTuple):
+    """One point of a curve."""
+
+    step: int
+    name: str
+    value: float
+
+
+class Event(NamedTuple):
+    """Something that happened, at Unix seconds `time`."""
+
+    time: float
+    kind: str
+    fields: dict[str, Any]
+
+
+class Journal:
+    """Beside the ledger, in the same tables and behind the same writer."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def record(self, step: int, values: Mapping[str, float]) -> "Future[None]":
+        """Values by name, of one step."""
+        rows = [(step, name, float(value)) for name, value in values.items()]
+
+        def apply(connection: sqlite3.Connection, _: object) -> None:
+            connection.executemany("INSERT INTO metrics VALUES (?, ?, ?)", rows)
+
+        return self._store.change(apply)
+
+    def note(self, kind: str, **fields: Any) -> "Future[None]":
+        """An event with its fields, plain data."""
+        row = (time.time(), kind, msgspec.msgpack.encode(fields))
+        return self._store.change(
+            lambda connection, _: connection.execute("INSERT INTO events VALUES (?, ?, ?)", row) and None
+        )
+
+    def metrics(self, glob: str = "*") -> list[Metric]:
+        """The last value of every (step, name) whose name matches."""
+        query = """SELECT step, name, value FROM metrics WHERE rowid IN (
+            SELECT max(rowid) FROM metrics WHERE name GLOB ? GROUP BY step, name) ORDER BY step, name"""
+        return [Metric(*row) for row in self._store.select(query, (glob,))]
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """All events, or those of one kind, in order."""
+        where, values = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
+        rows = self._store.select(f"SELECT time, kind, fields FROM events {where} ORDER BY rowid", values)
+        return [Event(at, name, msgspec.msgpack.decode(fields)) for at, name, fields in rows]

@@ -1,0 +1,56 @@
+"""From a model's directory to a trainer: loaded, given adapters, sharded."""
+
+from pathlib import Path
+
+import torch
+
+from ramify.model.load import DTYPES
+from ramify.train.batches import Laying
+from ramify.train.config import TrainerConfig
+from ramify.train.lora import add_adapters
+from ramify.train.losses import find_loss
+from ramify.train.parallel import Ranks, shard
+from ramify.train.policy import compile_layers, load_policy
+from ramify.train.step import Trainer
+
+CPU = torch.device("cpu")
+
+
+def build_trainer(
+    path: Path, config: TrainerConfig, ranks: Ranks, *, steps: int | None = None, seed: int = 0
+) -> Trainer:
+    """The trainer of the model directory `path`, this rank's part of it."""
+    cuda, dtype = ranks.device.type == "cuda", dtype_of(config, ranks)
+    policy = load_policy(
+        path,
+        find_loss(config.loss.id, config.loss.options),
+        device=CPU if ranks.size > 1 else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
+        checkpoint_activations=config.checkpoint_activations,
+    )
+    if config.lora.enabled:
+        add_adapters(policy.model, config.lora, seed)
+        policy.to(ranks.device if ranks.size == 1 else CPU)
+    if cuda if config.compile is None else config.compile:
+        compile_layers(policy)
+    if ranks.size == 1:
+        return Trainer(policy, config, steps=steps, dtype=dtype)
+    shard(policy, ranks, dtype)
+    return Trainer(policy, config, steps=steps, gather=ranks.gather)
+
+
+def dtype_of(config: TrainerConfig, ranks: Ranks) -> torch.dtype:
+    """Of the computation, and of the weights that are published: an engine then computes what was trained."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+
+
+def laying_of(trainer: Trainer) -> Laying:
+    """How this trainer wants its packs."""
+    cost = trainer.cost
+    return Laying(
+        layout=trainer.policy.layout,
+        pack_tokens=trainer.config.pack_tokens,
+        per_token=cost.token,
+        per_pair=cost.pair * len(cost.windows),
+    )

@@ -1,0 +1,233 @@
+"""Checkpoints: everything a run needs to go on, as if nothing had happened.
+
+A checkpoint is a directory that torch's distributed checkpointing (DCP) fills: all ranks write their shares at once,
+and any number of ranks can read them back. It is written beside its place and renamed into it, so what bears a step's
+name is whole. A disk that is full fails the save by name and leaves the checkpoints before it as they were.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
+from ramify.model.manifest import write_synced
+from ramify.store.segment import sync_directory
+from ramify.store.writer import is_full, named
+from ramify.train.parallel import Ranks
+from ramify.train.step import Trainer
+
+NOTE = "checkpoint.json"  # the last file to be written: step, optimizer, and what the run wants to know again
+ROOM = 16 << 20  # bytes; a disk with less left is full
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class Checkpoints:
+    """The checkpoints of a run. Ranks save and load together; the first of them moves and removes."""
+
+    def __init__(self, directory: Path, ranks: Ranks) -> None:
+        self.directory, self.ranks = directory, ranks
+
+    def steps(self) -> list[int]:
+        """The steps that can be loaded, rising."""
+        found = (_STEP.fullmatch(path.parent.name) for path in self.directory.glob(f"step_*/{NOTE}"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06}"
+
+    def save(self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None) -> Path:
+        """Keep the trainer as it is after `step` steps. Raises StorageFull or StorageFailed, with nothing changed."""
+        place = self.path(step)
+        if self.ranks.told(place.exists()):
+            return place
+        aside = place.with_name(f".{place.name}.partial")
+        about = {"step": step, "optimizer": trainer.config.optim.type, "note": dict(note or {})}
+        try:
+            with self.ranks.together(), _naming(self.directory):
+                if self.ranks.first:
+                    self.clear()
+                    aside.mkdir(parents=True)
+            with self.ranks.together(), _naming(self.directory):
+                writer = FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)
+                with _one_is_one():
+                    state_dict_saver.save(dict(_tensors(trainer)), storage_writer=writer, no_dist=self.ranks.size == 1)
+            with self.ranks.together(), _naming(self.directory):
+                if self.ranks.first:
+                    write_synced(aside / NOTE, json.dumps(about).encode())
+                    aside.rename(place)
+                    sync_directory(self.directory)
+        except RamifyError:
+            if self.ranks.first:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return place
+
+    def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
+        """Put the trainer back to where it was after `step` steps; returns the note. Raises CheckpointRefused."""
+        place, about, kind = self.path(step), self._about(step), trainer.config.optim.type
+        try:
+            reader = FileSystemReader(place)
+            found = reader.read_metadata().state_dict_metadata
+        except (OSError, ValueError, EOFError) as error:
+            raise CheckpointRefused(f"{place} is no checkpoint: {error}") from error
+        if about["optimizer"] != kind:
+            raise CheckpointRefused(f"{place} was written by {about['optimizer']}, this run has {kind}")
+        state = _wanted(trainer, found, place)
+        try:
+            with _one_is_one():
+                state_dict_loader.load(state, storage_reader=reader, no_dist=self.ranks.size == 1)
+        except CheckpointException as error:
+            raise CheckpointRefused(f"{place} cannot be read: {_first(error)}") from error
+        _restore(trainer, state)
+        return about["note"]
+
+    def note(self, step: int) -> dict[str, Any]:
+        """What the run wrote down beside the checkpoint of `step`."""
+        return self._about(step)["note"]
+
+    def discard_after(self, step: int) -> None:
+        """Remove what never became part of the run's history: newer checkpoints, and halves."""
+        self._remove(each for each in self.steps() if each > step)
+        if self.ranks.first:
+            self.clear()
+
+    def keep_last(self, count: int) -> None:
+        """Remove all but the newest `count`."""
+        self._remove(self.steps()[:-count])
+
+    def clear(self) -> None:
+        """Remove what a save that was interrupted left behind."""
+        for half in self.directory.glob(".step_*.partial"):
+            shutil.rmtree(half, ignore_errors=True)
+
+    def _about(self, step: int) -> dict[str, Any]:
+        try:
+            return json.loads((self.path(step) / NOTE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointRefused(f"{self.path(step)} is no checkpoint: {error}") from error
+
+    def _remove(self, steps: Iterable[int]) -> None:
+        """By a rename first: a checkpoint is never seen half removed."""
+        steps = list(steps)
+        self.ranks.wait()  # nobody still looks at what is there
+        for step in steps if self.ranks.first else ():
+            gone = self.path(step).with_name(f".step_{step:06}.gone.partial")
+            self.path(step).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        self.ranks.wait()
+
+
+@contextlib.contextmanager
+def _one_is_one() -> Iterator[None]:
+    """Without torch's warning that a single process is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Everything that changes from step to step, under names that do not depend on the number of ranks."""
+    for name, master in trainer.masters.named():
+        yield f"model/{name}", master.detach()
+        for field, value in _part_of(trainer, master).state.get(master, {}).items():
+            yield f"optim/{name}/{field}", value
+    yield "rng/cpu", torch.get_rng_state()
+    if trainer.device.type == "cuda":
+        yield "rng/cuda", torch.cuda.get_rng_state(trainer.device)
+
+
+def _part_of(trainer: Trainer, master: Tensor) -> torch.optim.Optimizer:
+    for part in trainer.optimizer.parts:
+        if any(master is each for group in part.param_groups for each in group["params"]):
+            return part
+    raise ValueError("a master weight that no optimizer updates")
+
+
+def _wanted(trainer: Trainer, found: Mapping[str, Any], place: Path) -> dict[str, Tensor]:
+    """Tensors to read into: the masters themselves, and new ones for what the optimizer keeps."""
+    masters = dict(trainer.masters.named())
+    there = {key.removeprefix("model/") for key in found if key.startswith("model/")}
+    if there != set(masters):
+        odd = sorted(there ^ set(masters))
+        raise CheckpointRefused(f"{place} is of another model: {len(odd)} weights differ, such as {odd[0]}")
+    state: dict[str, Tensor] = {}
+    for key, entry in found.items():
+        kind, _, rest = key.partition("/")
+        if kind == "rng":
+            if rest == "cpu" or trainer.device.type == "cuda":
+                state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            continue
+        master = masters[rest if kind == "model" else rest.rpartition("/")[0]]
+        if kind == "model":
+            if entry.size != master.shape:
+                said = f"{rest} has shape {list(entry.size)}, the model {list(master.shape)}"
+                raise CheckpointRefused(f"{place} is of another model: {said}")
+            state[key] = master.detach()
+        elif entry.size == master.shape:
+            state[key] = torch.zeros_like(master, dtype=entry.properties.dtype).detach()
+        else:
+            state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=master.device)
+    return state
+
+
+def _restore(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
+    masters = dict(trainer.masters.named())
+    kept: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if key.startswith("optim/"):
+            name, _, field = key.removeprefix("optim/").rpartition("/")
+            kept.setdefault(name, {})[field] = value
+    for name, master in masters.items():
+        part = _part_of(trainer, master)
+        part.state.pop(master, None)
+        if name in kept:
+            part.state[master] = kept[name]
+    trainer.masters.sync()
+    torch.set_rng_state(state["rng/cpu"])
+    if "rng/cuda" in state:
+        torch.cuda.set_rng_state(state["rng/cuda"], trainer.device)
+
+
+@contextlib.contextmanager
+def _naming(directory: Path) -> Iterator[None]:
+    """A save that fails has a name of ours outside."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise _named(error, directory) from error
+
+
+def _named(error: BaseException, directory: Path) -> RamifyError:
+    """A failed save by name. Torch may hide the reason of a write that failed: then the room that is left tells."""
+    first = _first(error)
+    known = named(first, directory)
+    if isinstance(known, RamifyError):
+        return known
+    free = shutil.disk_usage(directory).free
+    failure = StorageFull if free < ROOM else StorageFailed
+    return failure(f"{directory}: a checkpoint cannot be written: {first} ({free / 2**20:.1f} MiB free)")
+
+
+def _first(error: BaseException) -> BaseException:
+    """What lies under a failure of DCP: the error of the disk if there is one."""
+    found = [error]
+    if isinstance(error, CheckpointException):
+        found = [failure for failure, _ in error.failures.values()]
+    for each in found:
+        link: BaseException | None = each
+        while link is not None:
+            if is_full(link):
+                return link
+            link = link.__cause__ or link.__context__
+    return found[0]

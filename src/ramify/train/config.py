@@ -1,0 +1,113 @@
+"""How a model is trained. Importable without torch."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ramify.config import Config
+from ramify.errors import ConfigInvalid
+
+
+class ScheduleConfig(Config):
+    """The learning rate over the steps, as a share of `optim.lr`."""
+
+    type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Steps of decay: None is all steps after the warmup, for `wsd` the last fifth of all steps."""
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """The share that is left at the end of the decay."""
+
+    @model_validator(mode="after")
+    def _constant_does_not_decay(self) -> "ScheduleConfig":
+        if self.type == "constant" and (self.decay_steps is not None or self.floor):
+            raise ValueError("decay_steps and floor need a schedule that decays: linear, cosine or wsd")
+        return self
+
+
+class OptimConfig(Config):
+    """The optimizer."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """`muon` updates hidden matrices by their direction, and everything else by AdamW."""
+    lr: float = Field(default=1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Of matrices; norms and biases do not decay."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of `muon`."""
+    max_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm; None leaves them."""
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class LossConfig(Config):
+    """The loss of the `rl` component."""
+
+    id: str = "dppo"
+    """dppo, ppo, cispo, gspo, icepop, tis, or an import path."""
+    options: dict[str, Any] = {}
+    """What the loss takes beyond entries, such as `{ high = 0.28 }`."""
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "LossConfig":
+        from ramify.train.losses import LOSSES, check_options
+
+        if "." not in self.id and ":" not in self.id and self.id not in LOSSES:
+            raise ValueError(f"there is no loss {self.id!r}: {', '.join(LOSSES)}, or an import path")
+        if self.id in LOSSES:
+            try:
+                check_options(self.id, LOSSES[self.id], self.options)
+            except ConfigInvalid as error:
+                raise ValueError(str(error)) from error
+        return self
+
+
+class LoraConfig(Config):
+    """Train adapters beside the matrices of the layers, which stay as they are."""
+
+    enabled: bool = False
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    """The adapters' product counts alpha / rank times."""
+    targets: list[str] = []
+    """The linear maps that get one, by the last part of their names; empty is all inside the layers."""
+
+    @model_validator(mode="after")
+    def _off_says_nothing(self) -> "LoraConfig":
+        if not self.enabled:
+            plain = LoraConfig.model_construct()
+            for name in ("rank", "alpha", "targets"):
+                if getattr(self, name) != getattr(plain, name):
+                    raise ValueError(f"{name} needs lora.enabled = true")
+        return self
+
+
+class CheckpointConfig(Config):
+    """When a run is saved, so that it can go on from there."""
+
+    interval: int = Field(default=50, ge=1)
+    """Steps between two checkpoints."""
+    keep_last: int = Field(default=2, ge=1)
+    """Older ones are removed."""
+
+
+class TrainerConfig(Config):
+    """The computation of a step."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the computation; master weights are always float32. `auto` is bfloat16 on a GPU, float32 on a CPU."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; None leaves torch's own choice."""
+    pack_tokens: int = Field(default=16384, ge=128, multiple_of=128)
+    """Tokens of one forward and backward; larger trees are cut."""
+    compile: bool | None = None
+    """Compile the layers; None does so on a GPU."""
+    checkpoint_activations: bool = False
+    """Compute activations again in the backward pass: a third more work, a fraction of the memory."""
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    lora: LoraConfig = LoraConfig()

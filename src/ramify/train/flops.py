@@ -1,0 +1,67 @@
+"""What a step costs, by the one formula behind every MFU we print.
+
+Each matrix product counts once: two operations per weight and token forward, four backward. The head counts for the
+pairs it scores, attention for the pairs it sees (two products forward, four backward). Nothing that is computed again
+counts, nor padding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ramify.trace import Forest
+
+FORMULA = "6·(weights in layers)·tokens + 6·vocabulary·width·scored + 12·heads·head_dim·Σ over layers of visible pairs"
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a model spends on a token, on a scored pair, and on a visible pair of each attention layer."""
+
+    token: float
+    scored: float
+    pair: float
+    windows: tuple[int, ...]  # of each attention layer, 0 is none
+
+    @classmethod
+    def of(cls, model: Any) -> "Cost":
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        window = getattr(config, "sliding_window", None) or 0
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind.endswith("_attention")]
+        return cls(
+            token=6.0 * _weights(model, config),
+            scored=6.0 * config.vocab_size * config.hidden_size,
+            pair=12.0 * heads * width,
+            windows=tuple(windows),
+        )
+
+    def flops(self, forest: Forest) -> float:
+        """The cost of training on a forest, forward and backward."""
+        depth = forest.position if forest.position.ndim == 1 else forest.position[0]
+        seen = depth[: forest.tokens].astype(np.int64) + 1  # a token sees its path
+        pairs = sum(int((np.minimum(seen, window) if window else seen).sum()) for window in self.windows)
+        return self.token * forest.tokens + self.scored * len(forest.heads()[0]) + self.pair * pairs
+
+
+def _weights(model: Any, config: Any) -> float:
+    """Weights of the layers' matrices that a token meets; of experts, its share."""
+    share = 1.0
+    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        share = getattr(config, "num_experts_per_tok", experts) / experts
+    layers: nn.Module = model.get_decoder().layers
+    return sum(
+        value.numel() * (share if "experts" in name and "shared" not in name else 1.0)
+        for name, value in layers.named_parameters()
+        if value.ndim >= 2
+    )
+
+
+def peak(device_name: str) -> float | None:
+    """The most a device can do in a second; None where we do not know."""
+    return next((value for name, value in PEAK.items() if name in device_name), None)

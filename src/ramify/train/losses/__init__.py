@@ -1,0 +1,58 @@
+"""Losses by name. Each is one short pure function of `Entries`; the trainer adds them up and knows no algorithm.
+
+The loss of a batch is Σ over components c of (1/N_c) Σ w_c·ℓ_c. `rl` is one of `LOSSES` or any function with their
+signature, given as an import path; `ce` and `ref_kl` are always themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ramify.errors import ConfigInvalid
+from ramify.train.losses.ce import ce
+from ramify.train.losses.cispo import cispo
+from ramify.train.losses.dppo import dppo
+from ramify.train.losses.entries import Entries, Loss, Term
+from ramify.train.losses.gspo import gspo
+from ramify.train.losses.icepop import icepop
+from ramify.train.losses.ppo import ppo
+from ramify.train.losses.ref_kl import ref_kl
+from ramify.train.losses.tis import tis
+
+LOSSES = {each.__name__: each for each in (dppo, ppo, cispo, gspo, icepop, tis)}
+
+__all__ = ["LOSSES", "Entries", "Loss", "Term", "ce", "check_options", "find_loss", "ref_kl"]
+
+
+def find_loss(id: str, options: Mapping[str, Any] | None = None) -> Loss:
+    """The loss of a built-in name or of an import path (`package.module.function`), with its options set."""
+    function = LOSSES.get(id) or _imported(id)
+    check_options(id, function, options or {})
+    return partial(function, **(options or {}))
+
+
+def check_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
+    """Refuse an option the loss does not take, naming the nearest one it does."""
+    known = [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known) or 'none'}"
+            raise ConfigInvalid(f"loss {id!r} has no option {name!r}{hint}")
+
+
+def _imported(id: str) -> Any:
+    module, _, name = id.replace(":", ".").rpartition(".")
+    if not module:
+        near = get_close_matches(id, LOSSES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(LOSSES)}"
+        raise ConfigInvalid(f"there is no loss {id!r}; {hint}")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigInvalid(f"loss {id!r} cannot be imported: {error}") from error

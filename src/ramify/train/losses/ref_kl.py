@@ -1,0 +1,9 @@
+"""The reverse KL to a reference model, estimated on what the policy sampled."""
+
+from ramify.train.losses.entries import Entries, Term
+
+
+def ref_kl(entries: Entries, *, tau: float = 1e-3) -> Term:
+    """−sg(logπ_ref − logπ)·ρ + τ·lr²."""
+    lr = entries.log_ratio
+    return Term(-(entries.reference - entries.logprob).detach() * lr.exp() + tau * lr**2)

@@ -1,0 +1,188 @@
+"""What a step tells: sums over its entries, grouped by environment and by the age of the weights that sampled.
+
+Every row leaves a small table of sums on the device, made by scattering whole columns; they are fetched once, at the
+end of the step, and added up by name. Sums of several ranks add up the same way, so `Sums` is what ranks exchange.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.trace import Forest
+from ramify.train.policy import Seen
+from ramify.train.rows import Row
+
+
+class Group(NamedTuple):
+    """Entries of one environment sampled by weights `age` steps old; None where that is unknown."""
+
+    env: str
+    age: int | None
+
+
+# One row per group: entries, entries with a sampler logprob, Σ(ρ − lr − 1), Σ entropy, masked entries, max |lr|
+COLUMNS = ("entries", "sampled", "mismatch_kl", "entropy", "masked", "max_log_ratio")
+
+
+@dataclass(slots=True)
+class Sums:
+    """The part of a step's metrics that adds up."""
+
+    terms: dict[str, float] = field(default_factory=dict)
+    groups: dict[Group, np.ndarray] = field(default_factory=dict)  # by COLUMNS
+    tokens: int = 0
+    padding: int = 0
+    flat_tokens: int = 0
+    flops: float = 0.0
+
+    @classmethod
+    def merged(cls, parts: Iterable["Sums"]) -> "Sums":
+        total = cls()
+        for part in parts:
+            for name, value in part.terms.items():
+                total.terms[name] = total.terms.get(name, 0.0) + value
+            for group, row in part.groups.items():
+                total.groups[group] = _joined(total.groups.get(group), row)
+            total.tokens += part.tokens
+            total.padding += part.padding
+            total.flat_tokens += part.flat_tokens
+            total.flops += part.flops
+        return total
+
+
+def _joined(left: np.ndarray | None, right: np.ndarray) -> np.ndarray:
+    if left is None:
+        return right
+    both = left + right
+    both[-1] = max(left[-1], right[-1])
+    return both
+
+
+class Tally:
+    """Sums of a step's rows, on the device until they are asked for."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._rows: list[tuple[list[Group], Tensor, dict[str, Tensor]]] = []
+        self._sums = Sums()
+
+    def add(self, row: Row, seen: Seen, flops: float) -> None:
+        forest = row.forest
+        groups, number = grouped(forest, self.step)
+        self._rows.append((groups, _table(row, seen, torch.from_numpy(number), len(groups)), seen.terms))
+        self._sums.tokens += forest.tokens
+        self._sums.padding += row.ids.numel() - forest.tokens
+        self._sums.flat_tokens += forest.flat_tokens
+        self._sums.flops += flops
+
+    def sums(self) -> Sums:
+        """Everything so far; waits for the device."""
+        parts = [self._sums]
+        for groups, table, terms in self._rows:
+            values = table.double().cpu().numpy()
+            named = {name: float(term) for name, term in terms.items()}
+            parts.append(Sums(named, dict(zip(groups, values))))
+        return Sums.merged(parts)
+
+
+def grouped(forest: Forest, step: int) -> tuple[list[Group], np.ndarray]:
+    """The groups of a forest's entries, and for each entry the number of its group."""
+    ages = np.array([*(step - version.step for version in forest.versions), -1], np.int64)
+    known = forest.targets.version >= 0
+    age = np.where(known, ages[forest.targets.version], np.iinfo(np.int64).min)
+    pairs = np.stack([forest.of_sequence("env").astype(np.int64), age], axis=1)
+    found, number = np.unique(pairs, axis=0, return_inverse=True)
+    names = [Group(forest.envs[env], None if age == np.iinfo(np.int64).min else age) for env, age in found.tolist()]
+    return names, number.reshape(-1)
+
+
+def _table(row: Row, seen: Seen, number: Tensor, groups: int) -> Tensor:
+    """[groups, columns], by scattering columns."""
+    device = seen.logprob.device
+    table = torch.zeros(
+        groups, len(COLUMNS), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
+    )
+    if not groups:
+        return table
+    number = number.to(device)
+    ratio = (seen.logprob - row.columns.sampler).to(table.dtype)
+    sampled = ~ratio.isnan()
+    ratio = ratio.nan_to_num(0.0)
+    masked = torch.zeros_like(ratio)
+    if seen.masked is not None:
+        masked[row.chosen["rl"]] = seen.masked.to(masked.dtype)
+    sampled = sampled.to(ratio.dtype)
+    columns = [torch.ones_like(ratio), sampled, ratio.exp() - ratio - 1, seen.entropy.to(ratio.dtype), masked]
+    table[:, :-1].index_add_(0, number, torch.stack(columns, 1))
+    table[:, -1].scatter_reduce_(0, number, ratio.abs(), "amax")
+    return table
+
+
+@dataclass(slots=True, frozen=True)
+class StepMetrics:
+    """One optimizer step, measured."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool  # the gradient was not finite: the weights stayed
+    seconds: float
+    peak_flops: float | None
+    sums: Sums
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.sums.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        return self.sums.flops / self.seconds / self.peak_flops if self.peak_flops else None
+
+    @property
+    def token_ratio(self) -> float:
+        """Flat tokens over forest tokens: what sharing prefixes saves."""
+        return self.sums.flat_tokens / max(1, self.sums.tokens)
+
+    def named(self) -> Mapping[str, float]:
+        """Every number under its name, as it is logged."""
+        found = {
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/lr": self.lr,
+            "train/skipped": float(self.skipped),
+            "train/seconds": self.seconds,
+            "train/tokens_per_second": self.tokens_per_second,
+            "forest/tokens": float(self.sums.tokens),
+            "forest/padding": float(self.sums.padding),
+            "forest/token_ratio": self.token_ratio,
+        }
+        if self.mfu is not None:
+            found["train/mfu"] = self.mfu
+        found.update({f"loss/{name}": value for name, value in sorted(self.sums.terms.items())})
+        every = [
+            (f"/{group.env}/age_{'unknown' if group.age is None else group.age}", row) for group, row in self._rows()
+        ]
+        total: np.ndarray | None = None
+        for _, row in every:
+            total = _joined(total, row)
+        for where, row in [("", total), *every] if total is not None else []:
+            found.update({f"{name}{where}": value for name, value in _means(row).items()})
+        return found
+
+    def _rows(self) -> list[tuple[Group, np.ndarray]]:
+        return sorted(
+            self.sums.groups.items(), key=lambda item: (item[0].env, -1 if item[0].age is None else item[0].age)
+        )
+
+
+def _means(row: np.ndarray) -> dict[str, float]:
+    entries, sampled, kl, entropy, masked, largest = map(float, row)
+    found = {"entries": entries, "entropy": entropy / max(1.0, entries)}
+    if sampled:
+        found |= {"mismatch_kl": kl / sampled, "masked": masked / sampled, "max_log_ratio": largest}
+    return found

@@ -1,0 +1,83 @@
+"""Optimizers and schedules.
+
+An optimizer here is one or two of torch's, stepped together: AdamW for everything, or Muon for the matrices inside the
+layers (an update is the direction of a matrix, orthogonalised by Newton–Schulz, scaled to what AdamW's would be) and
+AdamW for embeddings, head, norms and biases. The schedule is a pure function of the step.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ramify.train.config import OptimConfig, ScheduleConfig
+
+ENDS = ("embed", "lm_head", "wte", "wpe")  # parts of the names of matrices that are not hidden ones
+
+
+class Optimizer:
+    """The optimizers of a run as one, with the schedule."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, steps: int | None) -> None:
+        self.config, self.steps = config, steps
+        named = list(named)
+        hidden = [value for name, value in named if config.type == "muon" and is_hidden(name, value)]
+        chosen = {id(value) for value in hidden}
+        others = [value for _, value in named if id(value) not in chosen]
+        self.parts: list[torch.optim.Optimizer] = []
+        if hidden:
+            self.parts.append(
+                torch.optim.Muon(
+                    hidden,
+                    lr=config.lr,
+                    weight_decay=config.weight_decay,
+                    momentum=config.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        groups = [
+            {"params": [value for value in others if value.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [value for value in others if value.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        if groups:
+            self.parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
+
+    def step(self, step: int) -> float:
+        """Update the weights as step number `step`, from 0; returns the learning rate."""
+        rate = self.config.lr * share(self.config.schedule, step, self.steps)
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+        return rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return {type(part).__name__: part.state_dict() for part in self.parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part in self.parts:
+            part.load_state_dict(state[type(part).__name__])
+
+
+def is_hidden(name: str, value: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix inside the layers."""
+    return value.ndim == 2 and not any(end in name for end in ENDS)
+
+
+def share(schedule: ScheduleConfig, step: int, steps: int | None) -> float:
+    """The share of the learning rate at `step`, from 0, of `steps` in all."""
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.type == "constant":
+        return 1.0
+    if steps is None:
+        raise ValueError(f"the {schedule.type} schedule needs to know the number of steps")
+    after = max(1, steps - schedule.warmup_steps)
+    length = schedule.decay_steps or (max(1, steps // 5) if schedule.type == "wsd" else after)
+    begin = steps - length if schedule.type == "wsd" else schedule.warmup_steps
+    done = min(1.0, max(0.0, (step - begin) / length))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule.type == "cosine" else 1.0 - done
+    return schedule.floor + (1 - schedule.floor) * left

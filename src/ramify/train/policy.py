@@ -1,0 +1,109 @@
+"""The model that is trained, as one root module: a row in, the loss and what was seen on the way out.
+
+Everything that touches a weight happens inside `Policy.forward`: the layers, the head in chunks, the loss. That is what
+sharding needs, which gathers weights when a module is entered and frees them when it is left, and it keeps the one
+place that knows the model apart from the many that know steps.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from ramify.model.layout import Layout, layout_for
+from ramify.model.tree import ATTENTION, windows_of
+from ramify.train.head import score
+from ramify.train.losses import Loss, ce, ref_kl
+from ramify.train.rows import Row
+
+
+class Seen(NamedTuple):
+    """What a row gave: the loss to differentiate, and per entry what is measured, without gradients."""
+
+    loss: Tensor
+    terms: dict[str, Tensor]  # component: its part of the loss
+    logprob: Tensor  # [entries]
+    entropy: Tensor
+    masked: Tensor | None  # [rl entries]
+
+
+class Policy(nn.Module):
+    """A causal language model with the losses on top."""
+
+    def __init__(self, model: Any, layout: Layout, rl: Loss) -> None:
+        super().__init__()
+        self.model, self.layout = model, layout
+        self.windows = windows_of(model.config)
+        self.losses: dict[str, Loss] = {"rl": rl, "ce": ce, "ref_kl": ref_kl}
+        _without_dropout(model)
+        self.train()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers: what is compiled, checkpointed and sharded one by one."""
+        return self.model.get_decoder().layers
+
+    def forward(self, row: Row, counts: Mapping[str, int]) -> Seen:
+        """The row's share of the loss of its batch, whose components have `counts` entries in all."""
+        logprob, entropy = self.score(row)
+        terms: dict[str, Tensor] = {}
+        masked: Tensor | None = None
+        for name, weight in row.weight.items():
+            term = self.losses[name](row.entries(name, logprob))
+            terms[name] = (weight * term.loss).sum() / counts[name]
+            masked = term.masked if name == "rl" else masked
+        loss = sum(terms.values(), start=torch.zeros((), device=logprob.device)) if terms else 0.0 * logprob.sum()
+        seen = {name: term.detach() for name, term in terms.items()}
+        return Seen(loss, seen, logprob.detach(), entropy.detach(), masked)
+
+    def score(self, row: Row) -> tuple[Tensor, Tensor]:
+        """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
+        more = {} if row.tree is None else {"tree": row.tree}
+        found = self.model.get_decoder()(input_ids=row.ids, position_ids=row.position, use_cache=False, **more)
+        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, row.source)
+        head = self.model.get_output_embeddings()
+        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), row.token, row.temperature)
+        return (logprob[row.pair], entropy[row.pair]) if len(row.pair) else (logprob, entropy)
+
+
+def load_policy(
+    path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False, compile: bool = False
+) -> Policy:
+    """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    layout = layout_for(config)
+    logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation=attention_for(layout), local_files_only=True
+    )
+    policy = Policy(model.to(device), layout, rl)
+    if checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compile:
+        compile_layers(policy)
+    return policy
+
+
+def attention_for(layout: Layout) -> str:
+    """The attention a model is loaded with: chains need none of ours."""
+    return ATTENTION if layout is Layout.FOREST else "sdpa"
+
+
+def compile_layers(policy: Policy) -> None:
+    """Compile each layer by itself; all layers of a kind share the code, one for each length of row."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    for layer in policy.layers:
+        layer.compile(dynamic=False)
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """A policy is what was sampled from: it has no noise of its own."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - of no declared type

@@ -1,0 +1,118 @@
+"""The orchestrator over the wire.
+
+The trainer is one thread of plain code; a second thread runs the event loop of the wire. A question that gets no answer
+because the orchestrator is gone or slow is asked again until `patience` is over: it is the same question, so it has the
+same answer. An orchestrator that was started again has forgotten the trainer, so it is greeted again first, under the
+incarnation it had.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
+from ramify.model.version import Version
+from ramify.train.batches import Batch, Laying, decode
+from ramify.train.source import Recording, Welcome
+from ramify.wire import Client, Message
+
+ASK = 60.0  # seconds that one question may take before it is asked again
+LOOK = 0.2  # seconds between two looks at whether to stop
+AGAIN = 0.5  # seconds before a question is repeated
+
+
+class _Stopped(Exception):
+    """Nobody wants the answer any more."""
+
+
+class RemoteSource:
+    """A `BatchSource` that asks the orchestrator at `address`."""
+
+    def __init__(
+        self, address: str, *, secret: str | None = None, patience: float = 3600.0, recording: Recording | None = None
+    ) -> None:
+        self.address, self.patience, self.recording = address, patience, recording
+        self._secret = secret
+        self._greeting: dict[str, Any] | None = None
+        self._client: Client | None = None
+        self._forgotten = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="wire to the orchestrator", daemon=True)
+        self._thread.start()
+
+    def hello(self, rank: int, ranks: int, laying: Laying, incarnation: int | None) -> Welcome:
+        greeting = {"rank": rank, "ranks": ranks, "laying": laying, "incarnation": incarnation}
+        welcome = self._ask("hello", greeting).read(Welcome)
+        self._greeting = {**greeting, "incarnation": welcome.incarnation}
+        return welcome
+
+    def batch(self, step: int, stopped: Callable[[], bool]) -> Batch | None:
+        try:
+            answer = self._ask("batch", self._own(step=step), stopped)
+            if not answer.blobs:
+                return None
+            try:
+                found = decode(answer.blobs[0])
+            except BatchCorrupt:
+                answer = self._ask("batch", self._own(step=step), stopped)
+                found = decode(answer.blobs[0])
+        except _Stopped:
+            return None
+        if self.recording is not None:
+            self.recording.add(step, self._own()["rank"], answer.blobs[0])
+        return found
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
+        return self._ask("trained", self._own(step=step, metrics=dict(metrics))).read(bool)
+
+    def published(self, version: Version, path: Path) -> Sequence[Version] | None:
+        kind: Any = list[tuple[str, int, int]] | None
+        found = self._ask("published", self._own(version=tuple(version), path=str(path))).read(kind)
+        return None if found is None else [Version(*each) for each in found]
+
+    def checkpoint(self, step: int) -> None:
+        self._ask("checkpoint", self._own(step=step))
+
+    def close(self) -> None:
+        if self._client is not None:
+            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(ASK)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(ASK)
+        self._loop.close()
+
+    def _own(self, **said: Any) -> dict[str, Any]:
+        """What is said, and who says it: a trainer that was replaced is told so by its incarnation."""
+        assert self._greeting is not None, "say hello first"
+        return {"rank": self._greeting["rank"], "incarnation": self._greeting["incarnation"], **said}
+
+    def _ask(self, method: str, said: Mapping[str, Any], stopped: Callable[[], bool] = lambda: False) -> Message:
+        """The answer, however often the question has to be asked until `patience` is over."""
+        message = Message.of(said)
+        deadline = time.monotonic() + self.patience
+        while True:
+            asked = asyncio.run_coroutine_threadsafe(self._talk(method, message), self._loop)
+            try:
+                while not asked.done():
+                    if stopped():
+                        asked.cancel()
+                        raise _Stopped
+                    concurrent.futures.wait([asked], LOOK)
+                return asked.result()
+            except (PeerLost, DeadlineExceeded, QueueFull) as error:
+                self._forgotten |= isinstance(error, PeerLost)
+                if time.monotonic() > deadline:
+                    waited = f"{method} was not answered for {self.patience:g} s"
+                    raise DeadlineExceeded(f"the orchestrator at {self.address}: {waited} ({error})") from error
+            time.sleep(AGAIN)
+
+    async def _talk(self, method: str, message: Message) -> Message:
+        if self._client is None:
+            self._client = await Client(self.address, secret=self._secret).start(min(ASK, self.patience))
+        if self._forgotten and self._greeting is not None:
+            await self._client.call("hello", Message.of(self._greeting), deadline=ASK)
+        self._forgotten = False
+        return await self._client.call(method, message, deadline=ASK)

@@ -1,0 +1,139 @@
+"""From forests to the rows a model computes.
+
+A forest goes through the model as one row of tokens whose attention knows the tree. A model that cannot step back to a
+fork gets a grid instead: every root-to-leaf path is a chain in a line of its own. Either way the head reads hidden
+states at flat indices, and the entries of the loss point at what the head scored.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.errors import ModelUnsupported
+from ramify.model.layout import Layout
+from ramify.model.tree import BLOCK, Tree
+from ramify.trace import Forest, concat, filler
+from ramify.trace.forest import COMPONENTS
+from ramify.train.head import ROW_STEP
+from ramify.train.losses import Entries
+
+CPU = torch.device("cpu")
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One forward and backward: what the model reads, what the head scores, what each component is told."""
+
+    forest: Forest
+    ids: Tensor  # [lines, length]
+    position: Tensor  # [lines, length], or [3, lines, length]
+    tree: Tree | None  # None where lines are plain causal chains
+    source: Tensor  # [pairs] flat index of the hidden state that predicts
+    token: Tensor  # [pairs] what it should predict
+    temperature: Tensor  # [pairs]
+    pair: Tensor  # [entries] which pair scores the entry
+    chosen: dict[str, Tensor]  # component: the entries it applies to
+    weight: dict[str, Tensor]  # component: their weights
+    columns: Entries  # of all entries; `logprob` is to be filled in
+
+    def entries(self, component: str, logprob: Tensor) -> Entries:
+        """What the loss of a component sees, given the logprob of every entry."""
+        chosen, columns = self.chosen[component], self.columns
+        return Entries(
+            logprob[chosen],
+            columns.sampler[chosen],
+            columns.advantage[chosen],
+            columns.reference[chosen],
+            columns.sequence[chosen],
+            columns.sequences,
+        )
+
+
+def bucket(length: int, budget: int) -> int:
+    """The padded length of a compiled row: quarters of the budget, and whole budgets for a path that is over it."""
+    step = budget if length > budget else -(-budget // (4 * BLOCK)) * BLOCK
+    padded = -(-length // step) * step
+    return padded if length > budget else min(padded, budget)
+
+
+def row_of(
+    forest: Forest,
+    *,
+    layout: Layout = Layout.FOREST,
+    device: torch.device = CPU,
+    windows: frozenset[int] = frozenset({0}),
+    length: int | None = None,
+) -> Row:
+    """The row of a pack, padded to `length`, on the device."""
+    if forest.media:
+        raise ModelUnsupported("images are not trained yet: a pack holds media")
+    if length and length > len(forest):
+        forest = concat([forest, filler(length - len(forest))])
+    source, token, temperature, pair = _pairs(forest)
+    if layout is Layout.CHAINS:
+        ids, position, places = _grid(forest)
+        source, tree = places[source], None
+    else:
+        ids, position = forest.ids[None], forest.position[..., None, :]
+        tree = Tree(forest.end, forest.position, device, windows)
+    step = ROW_STEP if device.type == "cuda" else 1
+    source, token, temperature = (_padded(each, step) for each in (source, token, temperature))
+    targets = forest.targets
+    chosen = {name: np.flatnonzero(getattr(targets, name)) for name in COMPONENTS}
+
+    def put(array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # columns may be views of bytes
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    return Row(
+        forest,
+        ids=put(ids.astype(np.int64)),
+        position=put(position.astype(np.int64)),
+        tree=tree,
+        source=put(source.astype(np.int64)),
+        token=put(token.astype(np.int64)),
+        temperature=put(temperature),
+        pair=put(pair),
+        chosen={name: put(index) for name, index in chosen.items() if len(index)},
+        weight={name: put(getattr(targets, name)[index]) for name, index in chosen.items() if len(index)},
+        columns=Entries(
+            torch.empty(0),
+            put(targets.logprob),
+            put(targets.advantage),
+            put(targets.reference),
+            put(targets.sequence.astype(np.int64)),
+            len(forest.sequences),
+        ),
+    )
+
+
+def _pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Source, token and temperature of what the head must score, and for each entry which of them is its own."""
+    source, token, pair = forest.heads()
+    degrees, which = np.unique(forest.of_sequence("temperature"), return_inverse=True)
+    if len(degrees) <= 1:
+        return source, token, np.broadcast_to(degrees[:1], len(source)).astype(np.float32), pair
+    split, pair = np.unique(pair * len(degrees) + which, return_inverse=True)
+    return source[split // len(degrees)], token[split // len(degrees)], degrees[split % len(degrees)], pair
+
+
+def _padded(column: np.ndarray, step: int) -> np.ndarray:
+    """Up to a multiple of the head's step, with pairs that no entry points at; at least one, so that a row without
+    targets takes part in every collective of the backward pass."""
+    return np.concatenate([column, np.ones(-len(column) % step if len(column) else step, column.dtype)])
+
+
+def _grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and positions of chains, one a line, and the flat place of each token."""
+    starts = forest.segments["start"][forest.segments["parent"] < 0]
+    lengths = np.diff(np.append(starts, forest.tokens))
+    lines, width = max(1, len(starts)), int(lengths.max(initial=1))
+    offset = np.arange(forest.tokens) - np.repeat(starts, lengths)
+    if not np.array_equal(offset, forest.position[..., : forest.tokens].reshape(-1, forest.tokens)[0]):
+        raise ValueError("a forest with forks was given to a model that reads chains")
+    places = np.repeat(np.arange(len(starts)), lengths) * width + offset
+    ids = np.zeros(lines * width, np.int64)
+    ids[places] = forest.ids[: forest.tokens]
+    return ids.reshape(lines, width), np.broadcast_to(np.arange(width), (lines, width)), places

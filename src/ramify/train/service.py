@@ -1,0 +1,146 @@
+"""The trainer as a service: greet, go back to the end of the history, then batch after batch.
+
+    hello -> load checkpoint `committed`, forget newer ones, publish it
+    then: batch(s) -> step -> trained(s) -> publish version s+1 -> published
+          every `interval` steps: rename checkpoint c -> checkpoint(c), and c is the end of the history
+
+What happens to a trainer between two commits never happened: its successor starts at `committed` under the next
+incarnation and is given the same batches again.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ramify.errors import StorageFull
+from ramify.model.resolve import resolve
+from ramify.train.build import build_trainer, dtype_of, laying_of
+from ramify.train.checkpoint import Checkpoints
+from ramify.train.metrics import StepMetrics
+from ramify.train.parallel import Ranks
+from ramify.train.publish import Publisher, weights_directory
+from ramify.train.service_config import ServiceConfig
+from ramify.train.source import BatchSource, Welcome
+from ramify.train.step import Trainer
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where a service leaves things; a replay leaves none."""
+
+    checkpoints: Checkpoints
+    publisher: Publisher
+    interval: int
+    keep_last: int
+
+
+class Service:
+    """One rank of a trainer, and its source."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        source: BatchSource,
+        ranks: Ranks,
+        *,
+        keep: bool = True,
+        tell: Tell = print,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config, self.source, self.ranks, self.tell, self.stopped = config, source, ranks, tell, stopped
+        self.model = resolve(config.model.name)
+        self.keep = keep
+
+    def run(self) -> int:
+        """Train until the source has no more batches; returns the steps that are done."""
+        trainer = build_trainer(self.model, self.config.trainer, self.ranks, seed=self.config.seed)
+        welcome = self._greet(trainer)
+        trainer.optimizer.steps = welcome.steps
+        kept = self._kept(welcome) if self.keep else None
+        done = saved = welcome.committed
+        if kept is not None:
+            kept.checkpoints.discard_after(done)
+            if done:
+                kept.checkpoints.load(trainer, done)
+            if done or welcome.incarnation:  # engines may hold weights that are no part of the history any more
+                self._publish(trainer, kept, welcome, done)
+        while True:
+            batch = self.source.batch(done, self.stopped)
+            if any(self.ranks.all(batch is None)) or batch is None:
+                break
+            metrics = trainer.step(batch)
+            done += 1
+            wanted = self._trained(metrics)
+            if kept is not None:
+                self._publish(trainer, kept, welcome, done)
+                if wanted or done % kept.interval == 0:
+                    saved = self._save(trainer, kept, done, saved)
+        if kept is not None and done > saved:
+            self._save(trainer, kept, done, saved)
+        return done
+
+    def _greet(self, trainer: Trainer) -> Welcome:
+        """All ranks are one trainer: the first asks who it is, the others join it."""
+        laying, ranks = laying_of(trainer), self.ranks
+        first: Welcome | None = None
+        with ranks.together():
+            if ranks.first:
+                first = self.source.hello(0, ranks.size, laying, None)
+        welcome: Welcome = ranks.told(first)
+        with ranks.together():
+            if not ranks.first:
+                self.source.hello(ranks.rank, ranks.size, laying, welcome.incarnation)
+        said = f"incarnation={welcome.incarnation} committed={welcome.committed} layout={laying.layout.value}"
+        self.tell(f"trainer ranks={ranks.size} {said}")
+        return welcome
+
+    def _kept(self, welcome: Welcome) -> Kept:
+        config = self.config
+        publisher = Publisher(
+            weights_directory(config.path, config.weights.transport),
+            self.ranks,
+            policy=welcome.policy,
+            base=self.model,
+            dtype=dtype_of(config.trainer, self.ranks),
+        )
+        checkpoints = Checkpoints(config.path / "checkpoints", self.ranks)
+        return Kept(checkpoints, publisher, config.checkpoint.interval, config.checkpoint.keep_last)
+
+    def _trained(self, metrics: StepMetrics) -> bool:
+        """Acknowledge a step; whether a checkpoint is wanted now."""
+        wanted = False
+        with self.ranks.together():
+            if self.ranks.first:
+                wanted = self.source.trained(metrics.step, metrics.named())
+        self.tell(
+            f"step={metrics.step} loss={metrics.loss:.6g} grad_norm={metrics.grad_norm:.6g} lr={metrics.lr:.3g} "
+            f"tokens={metrics.sums.tokens} token_ratio={metrics.token_ratio:.3f} seconds={metrics.seconds:.3f}"
+        )
+        return self.ranks.told(wanted)
+
+    def _publish(self, trainer: Trainer, kept: Kept, welcome: Welcome, step: int) -> None:
+        """Give the engines the weights after `step` steps, and remove what they need no more."""
+        published = kept.publisher.publish(trainer, welcome.incarnation, step)
+        with self.ranks.together():
+            if self.ranks.first:
+                needed = self.source.published(published.version, published.path)
+                if needed is not None:
+                    kept.publisher.prune(needed)
+        self.tell(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
+
+    def _save(self, trainer: Trainer, kept: Kept, step: int, saved: int) -> int:
+        """Save and commit. Without room for it the run goes on from the commit before; returns the last one."""
+        started = time.perf_counter()
+        try:
+            kept.checkpoints.save(trainer, step)
+        except StorageFull as error:
+            self.tell(f"{error.name}: {error.message}; training goes on, the last checkpoint is that of step {saved}")
+            return saved
+        with self.ranks.together():
+            if self.ranks.first:
+                self.source.checkpoint(step)
+        kept.checkpoints.keep_last(kept.keep_last)
+        self.tell(f"checkpoint={step} seconds={time.perf_counter() - started:.3f}")
+        return step

@@ -1,0 +1,92 @@
+"""What `ramify sft` can be told. Importable without torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from ramify.config import Config
+from ramify.infer.config import ModelConfig
+from ramify.render.config import RendererConfig, TemplateRendererConfig
+from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
+
+
+class DataConfig(Config):
+    """The conversations to learn from."""
+
+    path: str
+    """A jsonl, parquet or arrow file, a directory of them, or the id of a Hugging Face dataset in the local cache."""
+    part: str | None = None
+    """Which part of a directory to read, such as `train`; all of it by default."""
+    messages: str = "messages"
+    """The column of the conversation. A row without it has a prompt and a completion."""
+    tools: str = "tools"
+    """The column of the tools that were offered; rows may do without."""
+    prompt: str = "prompt"
+    """The column of what is asked: text, or messages."""
+    completion: str = "completion"
+    """The column of the reply: text, or messages."""
+    roles: list[str] = Field(default=["assistant"], min_length=1)
+    """Whose messages are learned."""
+
+
+class ValidationConfig(Config):
+    """Conversations that are not trained on, only measured. Give `path`, or hold out a `share` of the data."""
+
+    path: str | None = None
+    part: str | None = None
+    share: float = Field(default=0.0, ge=0, lt=1)
+    interval: int = Field(default=50, ge=1)
+    """Steps between two measurements; there is one before the first step and one after the last."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ValidationConfig":
+        if self.path is not None and self.share:
+            raise ValueError("path and share are two ways to the same: give one of them")
+        if self.path is None and (self.part is not None or (not self.share and self.interval != 50)):
+            raise ValueError("part and interval need something to measure: give path or share")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return self.path is not None or self.share > 0
+
+
+class SftConfig(Config):
+    """`ramify sft`: a model, conversations, and how they are learned."""
+
+    name: str = ""
+    """The run's directory below `output`; by default data, model and a hash of what makes the run itself."""
+    output: Path = Path("outputs")
+    """Where runs lie (-o)."""
+    model: ModelConfig = ModelConfig()
+    """The model to begin with (-m)."""
+    renderer: RendererConfig = TemplateRendererConfig()
+    data: DataConfig
+    validation: ValidationConfig = ValidationConfig()
+    seq_len: int = Field(default=2048, ge=2)
+    """Longer conversations lose their end; how much is counted."""
+    batch_size: int = Field(default=32, ge=1)
+    """Examples of one step."""
+    epochs: int = Field(default=1, ge=1)
+    """How often each example is seen."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop there at the latest."""
+    seed: int = 0
+    """Of the order of examples, and of adapters."""
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _no_reinforcement(self) -> "SftConfig":
+        if self.trainer.loss != LossConfig():
+            raise ValueError("trainer.loss is the loss of reinforcement learning; here the loss is cross entropy")
+        return self
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes this run itself; everything else may change when it is continued."""
+        named = self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"})
+        named |= {"model": self.model.name, "lora": self.trainer.lora.model_dump(mode="json")}
+        return json.loads(json.dumps({**named, "held_out": self.validation.share}))

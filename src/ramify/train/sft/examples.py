@@ -1,0 +1,67 @@
+"""From conversations to what is trained: tokens as the model would see and write them, loss on chosen messages.
+
+A conversation is rendered once and its spans say whose tokens are whose; of a learned message the body and the token
+that ends it count. A template that hides the thinking of earlier turns writes a reply differently when it is made than
+when it is history. Such a conversation becomes a tree: each reply hangs, as it was made, off the history that the model
+would have seen, and what the branches share is still computed once.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ramify.render import Rendered, Renderer
+from ramify.trace import Annotation, Forest, Sample, Trace, grow
+from ramify.train.sft.chats import Chat
+
+ENV = "sft"
+
+
+def forest_of(chats: Sequence[tuple[str, Chat]], renderer: Renderer, roles: Sequence[str], seq_len: int) -> Forest:
+    """Named conversations as one forest; ends beyond `seq_len` are cut off and counted in `dropped`."""
+    return grow([sample_of(name, chat, renderer, roles) for name, chat in chats], seq_len=seq_len, overlong="cut")
+
+
+def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Sample:
+    """One conversation as a trace, with cross entropy on the messages of `roles`."""
+    trace = Trace(id=name, env=ENV)
+    known: dict[tuple[int, bytes], int] = {}
+    notes: dict[int, Annotation] = {}
+    for rendered, learned in _paths(chat, renderer, roles):
+        parent, start = -1, 0
+        for number, span in enumerate(rendered.spans):
+            tokens = rendered.ids[start : span.stop]
+            key = (parent, tokens.tobytes())
+            if key not in known:
+                body = (span.body[0] - start, span.body[1] - start)
+                known[key] = trace.add(parent, span.message, tokens, content=body)
+            node = known[key]
+            if number in learned:
+                stop = span.body[1] + _ending(rendered, span.body[1], span.stop, renderer.stop_ids)
+                first = max(span.body[0] - start, 1 if start == 0 else 0)  # nothing predicts the very first token
+                if first < stop - start:
+                    notes[node] = Annotation(name, node, (first, stop - start), rl=0.0, ce=1.0)
+            parent, start = node, span.stop
+    return Sample(trace, tuple(notes.values()), env=ENV)
+
+
+def _paths(chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Iterator[tuple[Rendered, set[int]]]:
+    """The ways from the root that the conversation needs, and which messages are learned on each."""
+    messages = chat.messages
+    wanted = {number for number, message in enumerate(messages) if message.role in roles}
+    thought = [number for number in wanted if messages[number].reasoning is not None and number < len(messages) - 1]
+    whole = renderer.render(messages, chat.tools, generate=False)
+    apart: set[int] = set()
+    if thought:  # what comes before may look different while it is the last turn
+        for number in sorted(wanted):
+            alone = renderer.render(messages[: number + 1], chat.tools, generate=False)
+            if not np.array_equal(alone.ids, whole.ids[: len(alone.ids)]):
+                apart.add(number)
+                yield alone, {number}
+    yield whole, wanted - apart
+
+
+def _ending(rendered: Rendered, start: int, stop: int, stop_ids: Sequence[int]) -> int:
+    """How many tokens behind a body belong to what is learned: up to the one that ends a reply."""
+    behind = rendered.ids[start:stop].tolist()
+    return next((at for at, id in enumerate(behind, 1) if id in stop_ids), 0)

@@ -1,0 +1,69 @@
+"""What an SFT run will do, known before torch is loaded: its directory, its conversations, its steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ramify.model.resolve import resolve
+from ramify.render import Renderer, load_renderer
+from ramify.store import default_name
+from ramify.tasksets.rows import rows
+from ramify.train.sft.chats import Chat, read_chats
+from ramify.train.sft.config import SftConfig
+from ramify.train.sft.examples import forest_of
+from ramify.train.sft.stream import Stream, held_out
+
+SAMPLE = 256  # conversations that are looked at to say how long they are
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The parts of a run that need no model in memory."""
+
+    path: Path
+    model: Path
+    renderer: Renderer
+    chats: Sequence[Chat]
+    validation: Sequence[Chat]
+    stream: Stream
+
+    def steps(self, config: SftConfig, done: int = 0, seen: int = 0) -> int:
+        """The steps of the whole run, given that `done` are done and have seen so many examples."""
+        total = done + self.stream.steps_after(seen, config.batch_size)
+        return total if config.max_steps is None else min(total, config.max_steps)
+
+
+def plan_of(config: SftConfig) -> Plan:
+    """Read the data and find the model. Raises ConfigInvalid or ModelNotFound."""
+    model = resolve(config.model.name)
+    renderer = load_renderer(model, config.renderer)
+    chats = read_chats(rows(config.data.path, config.data.part), config.data)
+    train, apart = held_out(len(chats), config.validation.share, config.seed)
+    validation = [chats[at] for at in apart]
+    if config.validation.path is not None:
+        validation = read_chats(rows(config.validation.path, config.validation.part), config.data)
+    chosen = [chats[at] for at in train]
+    name = config.name or default_name(config.data.path, config.model.name, config.identity)
+    stream = Stream(len(chosen), config.epochs, config.seed)
+    return Plan(config.output / name, model, renderer, chosen, validation, stream)
+
+
+def lines_of(plan: Plan, config: SftConfig) -> list[str]:
+    """The plan for people."""
+    looked = [(str(at), plan.chats[at]) for at in plan.stream.take(0, min(SAMPLE, len(plan.chats)))]
+    alone = [forest_of([each], plan.renderer, config.data.roles, config.seq_len) for each in looked]
+    together = forest_of(looked[: config.batch_size], plan.renderer, config.data.roles, config.seq_len)
+    lengths = np.array([forest.tokens for forest in alone])
+    learned = sum(forest.counts()["ce"] for forest in alone) / max(1, lengths.sum())
+    cut = sum(forest.dropped.cut_tokens > 0 for forest in alone)
+    ratio = together.flat_tokens / max(1, together.tokens)
+    return [
+        f"would train {config.model.name} from {plan.model} into {plan.path}",
+        f"{len(plan.chats)} conversations, {len(plan.validation)} more to measure; "
+        f"{plan.steps(config)} steps of {config.batch_size}",
+        f"of {len(alone)} looked at: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
+        f"{learned:.0%} of them learned, {cut} cut at {config.seq_len}",
+        f"a batch is {together.tokens} tokens; laid flat it would be {ratio:.2f} times as many",
+    ]

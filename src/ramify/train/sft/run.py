@@ -1,0 +1,189 @@
+"""An SFT run from its configuration to its weights: open the run, go on where it was left, learn, save, publish.
+
+Everything a step depends on is in the checkpoint before it and in the seed: weights, optimizer, and the position in the
+stream of examples. A run that is killed therefore repeats its last steps exactly, and its curve is the one it would
+have had.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ramify.config import write
+from ramify.errors import StorageFull
+from ramify.store import RunStore, naming, open_run
+from ramify.store.journal import Journal
+from ramify.store.ledger import Ledger
+from ramify.train.batches import Batch, Laying, lay_out, shares
+from ramify.train.build import build_trainer, dtype_of, laying_of
+from ramify.train.checkpoint import Checkpoints
+from ramify.train.parallel import Ranks, joined
+from ramify.train.publish import Publisher
+from ramify.train.sft.chats import Chat
+from ramify.train.sft.config import SftConfig
+from ramify.train.sft.display import Display, Pace, Quiet
+from ramify.train.sft.examples import forest_of
+from ramify.train.sft.plan import Plan, plan_of
+from ramify.train.sft.stream import chunks
+from ramify.train.step import Trainer
+
+WRITING = 60.0  # seconds until what was queued for the run's tables has to be there
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a run stands when it returns."""
+
+    path: Path
+    steps: int
+    ran: int
+    """How many of the steps ran now."""
+    weights: Path | None
+    """The finished model; None if the run was stopped before its end."""
+
+
+def train(config: SftConfig, *, fresh: bool = False, display: Display | None = None) -> Result:
+    """Run, or go on. Every rank calls it; the first one writes and shows."""
+    plan = plan_of(config)
+    with joined(config.trainer) as ranks, contextlib.ExitStack() as stack:
+        shown = stack.enter_context(display if display is not None and ranks.first else Quiet())
+        store: RunStore | None = None
+        with ranks.together():
+            if ranks.first:
+                store = stack.enter_context(open_run(plan.path, config.identity, fresh=fresh))
+                with naming(plan.path):
+                    write(config, plan.path / "config.toml")
+                Ledger.open(store)
+        stop = stack.enter_context(_stopping())
+        return _Run(config, plan, ranks, store, shown, stop).go()
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(
+        self, config: SftConfig, plan: Plan, ranks: Ranks, store: RunStore | None, display: Display, stop: "_Stop"
+    ) -> None:
+        self.config, self.plan, self.ranks, self.display, self.stop = config, plan, ranks, display, stop
+        self.journal = Journal(store) if store is not None else None
+        self.recorded: Future[None] | None = None
+        self.checkpoints = Checkpoints(plan.path / "checkpoints", ranks)
+        self.done = max(self.checkpoints.steps(), default=0)
+        self.seen = int(self.checkpoints.note(self.done)["seen"]) if self.done else 0
+        self.total = plan.steps(config, self.done, self.seen)
+
+    def go(self) -> Result:
+        """All steps that are missing, then the weights."""
+        config, plan, begun = self.config, self.plan, self.done
+        publisher = Publisher(
+            plan.path / "weights",
+            self.ranks,
+            policy=plan.path.name,
+            base=plan.model,
+            dtype=dtype_of(config.trainer, self.ranks),
+        )
+        if self.done >= self.total and (path := publisher.path(0, self.done)).exists():
+            return Result(plan.path, self.done, 0, path)
+        trainer = build_trainer(plan.model, config.trainer, self.ranks, steps=self.total, seed=config.seed)
+        if begun:
+            self.checkpoints.load(trainer, begun)
+            self.display.say(f"going on after step {begun} from {self.checkpoints.path(begun)}")
+        self._learn(trainer)
+        if self.done < self.total:
+            return Result(plan.path, self.done, self.done - begun, None)
+        published = publisher.publish(trainer, 0, self.done)
+        self.display.say(f"wrote {published.path} in {published.seconds:.1f} s")
+        return Result(plan.path, self.done, self.done - begun, published.path)
+
+    def _learn(self, trainer: Trainer) -> None:
+        config, pace = self.config, Pace(self.done, self.total)
+        laying = laying_of(trainer)
+        if not self.done:
+            self._measure(trainer, laying)
+        while self.done < self.total:
+            chosen = self.plan.stream.take(self.seen, config.batch_size)
+            named = [(f"{self.seen + at}", self.plan.chats[number]) for at, number in enumerate(chosen)]
+            batch = self._batch(named, laying)
+            metrics = trainer.step(shares(batch, laying, self.ranks.size)[self.ranks.rank])
+            self.done, self.seen = self.done + 1, self.seen + len(chosen)
+            pace.add(metrics.seconds)
+            cut = sum(pack.dropped.cut_tokens for pack in batch.packs)
+            self._record(metrics.step, {**metrics.named(), "data/examples": self.seen, "data/cut_tokens": cut})
+            self.display.step(metrics, pace)
+            stopped = any(self.ranks.all(self.stop.asked))
+            last = self.done == self.total
+            if last or self.done % config.validation.interval == 0:
+                self._measure(trainer, laying)
+            if last or stopped or self.done % config.checkpoint.interval == 0:
+                self._save(trainer, must=last or stopped)
+            if stopped:
+                return
+
+    def _batch(self, named: Sequence[tuple[str, Chat]], laying: Laying) -> Batch:
+        forest = forest_of(named, self.plan.renderer, self.config.data.roles, self.config.seq_len)
+        return Batch.of(self.done, lay_out([forest], laying.pack_tokens, laying.layout))
+
+    def _measure(self, trainer: Trainer, laying: Laying) -> None:
+        """The mean loss of the conversations that are not learned, under the weights as they are."""
+        loss = entries = 0.0
+        for places in chunks(range(len(self.plan.validation)), self.config.batch_size):
+            batch = self._batch([(str(at), self.plan.validation[at]) for at in places], laying)
+            share = shares(batch, laying, self.ranks.size)[self.ranks.rank]
+            with torch.no_grad():
+                seen = [trainer.policy(trainer.row(pack), dict.fromkeys(batch.counts, 1)) for pack in share.packs]
+            loss += sum(float(each.terms.get("ce", 0.0)) for each in seen)
+            entries += batch.counts["ce"]
+        if entries:
+            loss = sum(self.ranks.all(loss)) / entries
+            self._record(self.done, {"validation/loss": loss})
+            self.display.say(f"validation loss {loss:.4f} after {self.done} steps")
+
+    def _record(self, step: int, values: Mapping[str, float]) -> None:
+        if self.journal is not None:
+            self.recorded = self.journal.record(step, values)
+
+    def _save(self, trainer: Trainer, *, must: bool) -> None:
+        """A checkpoint. Where there is no room for one the run goes on, unless it ends here."""
+        try:
+            with self.ranks.together():
+                if self.recorded is not None:
+                    self.recorded.result(WRITING)  # the curve up to here is part of what is saved
+            self.checkpoints.save(trainer, self.done, {"seen": self.seen})
+        except StorageFull as error:
+            if must:
+                raise
+            self.display.say(f"{error.name}: {error.message}; training goes on without this checkpoint")
+            return
+        self.checkpoints.keep_last(self.config.checkpoint.keep_last)
+
+
+@dataclass(slots=True)
+class _Stop:
+    """Whether somebody wants the run to end early."""
+
+    asked: bool = False
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[_Stop]:
+    """SIGINT and SIGTERM end the run after the step that runs, with a checkpoint."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(*_: object) -> None:
+        stop.asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,109 @@
+"""Where batches come from: the trainer's side of its talk with the orchestrator, and a stand-in that reads a recording.
+
+The trainer asks, the orchestrator answers; every question can be asked twice. `docs/training.md` has the protocol. One
+idea carries it: a trainer is known by its incarnation, which the orchestrator gives to each new one, so one that lives
+on while its successor works is told to go.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ramify.errors import ConfigInvalid
+from ramify.model.version import Version
+from ramify.train.batches import Batch, Laying, decode, laid_again, shares
+
+NAME = "step_{step:06}.rank_{rank}.batch"
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer is told when it comes: where the history ends, and who it is."""
+
+    committed: int = 0  # steps in the history: load this checkpoint, forget newer ones
+    incarnation: int = 0
+    policy: str = "policy"
+    steps: int | None = None  # of the whole run, where a schedule needs to know
+
+
+class BatchSource(Protocol):
+    """Who gives batches and takes note of what became of them. All ranks ask for batches; the first one speaks."""
+
+    def hello(self, rank: int, ranks: int, laying: Laying, incarnation: int | None) -> Welcome:
+        """Introduce this trainer; without an incarnation it is a new one and gets the next."""
+        ...
+
+    def batch(self, step: int, stopped: Callable[[], bool]) -> Batch | None:
+        """This rank's share of the batch of `step`; None if there is none to come, or `stopped` turned true."""
+        ...
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Step `step` is done; whether a checkpoint is wanted right now."""
+        ...
+
+    def published(self, version: Version, path: Path) -> Sequence[Version] | None:
+        """A version can be loaded; returns those that engines still need, None if nobody knows."""
+        ...
+
+    def checkpoint(self, step: int) -> None:
+        """The checkpoint after `step` steps is in its place; when this returns it is the end of the history."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Recording:
+    """A directory of batches, one file for each step and rank."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def add(self, step: int, rank: int, data: bytes | memoryview) -> None:
+        """Keep a share as it came."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        place = self.directory / NAME.format(step=step, rank=rank)
+        aside = place.with_name(f".{place.name}")
+        aside.write_bytes(data)
+        aside.replace(place)
+
+    def steps(self) -> list[int]:
+        """The steps that were recorded, rising."""
+        return sorted({int(path.name.split(".")[0][5:]) for path in self.directory.glob("step_*.rank_*.batch")})
+
+    def shares(self, step: int) -> list[Batch]:
+        """All shares of a step."""
+        return [decode(path.read_bytes()) for path in sorted(self.directory.glob(f"step_{step:06}.rank_*.batch"))]
+
+
+class ReplaySource:
+    """Recorded batches again, shared out over the ranks there are now; nothing is kept and nobody told."""
+
+    def __init__(self, recording: Recording, *, flat: bool = False) -> None:
+        self.recording, self.flat = recording, flat
+        self.steps = recording.steps()
+        if not self.steps:
+            raise ConfigInvalid(f"--replay: {recording.directory} holds no recorded batches")
+        missing = set(range(self.steps[0], self.steps[-1])) - set(self.steps)
+        if missing:
+            raise ConfigInvalid(f"--replay: {recording.directory} has no batch of step {min(missing)}")
+
+    def hello(self, rank: int, ranks: int, laying: Laying, incarnation: int | None) -> Welcome:
+        self.rank, self.ranks, self.laying = rank, ranks, laying
+        return Welcome(committed=self.steps[0], policy="replay", steps=self.steps[-1] + 1)
+
+    def batch(self, step: int, stopped: Callable[[], bool]) -> Batch | None:
+        if step > self.steps[-1] or stopped():
+            return None
+        whole = laid_again(self.recording.shares(step), self.laying, flat=self.flat)
+        return shares(whole, self.laying, self.ranks)[self.rank]
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
+        return False
+
+    def published(self, version: Version, path: Path) -> Sequence[Version] | None:
+        return None
+
+    def checkpoint(self, step: int) -> None: ...
+
+    def close(self) -> None: ...

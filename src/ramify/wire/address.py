@@ -1,0 +1,64 @@
+"""Where a server may listen, and who may speak to it.
+
+Within a machine an address is a matter between its own processes. Anywhere else a shared secret is required: both ends
+derive their CURVE keys from it, so who does not know it can neither speak nor listen; the handshake proves it again.
+"""
+
+import hashlib
+import ipaddress
+
+import zmq
+from zmq.utils import z85
+
+from ramify.errors import ConfigInvalid
+
+PERSON = b"ramify.wire"
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach the address."""
+    scheme, _, rest = address.partition("://")
+    if scheme in ("ipc", "inproc"):
+        return True
+    host = rest.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(address: str, secret: str | None) -> None:
+    """Refuse an address that cannot be one, or that others can reach without a secret."""
+    scheme, _, rest = address.partition("://")
+    if scheme not in ("tcp", "ipc") or not rest or (scheme == "tcp" and not rest.rpartition(":")[2].isdigit()):
+        raise ConfigInvalid(f"address: expected tcp://HOST:PORT (port 0 takes a free one), got {address!r}")
+    if not is_local(address) and not secret:
+        raise ConfigInvalid(
+            f"address: {address} can be reached from other machines; give the server a secret, or listen at 127.0.0.1"
+        )
+
+
+def proof(secret: str | None, client: str) -> bytes:
+    """What a client that knows the secret says in its hello."""
+    key = hashlib.blake2b((secret or "").encode(), digest_size=32, person=PERSON).digest()
+    return hashlib.blake2b(client.encode(), key=key, digest_size=32).digest()
+
+
+def encrypt(socket: "zmq.Socket[bytes]", secret: str, *, server: bool) -> None:
+    """Let only those who know the secret speak over this socket, and nobody else listen."""
+    if not zmq.has("curve"):
+        raise ConfigInvalid("address: this libzmq has no CURVE, which a public address needs; install pyzmq from PyPI")
+    public, private = _keys(secret, b"server")
+    if server:
+        socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, private
+    else:
+        socket.curve_serverkey = public
+        socket.curve_publickey, socket.curve_secretkey = _keys(secret, b"client")
+
+
+def _keys(secret: str, role: bytes) -> tuple[bytes, bytes]:
+    raw = hashlib.blake2b(role, key=hashlib.sha256(secret.encode()).digest(), digest_size=32, person=PERSON).digest()
+    private = z85.encode(raw)
+    return zmq.curve_public(private), private

@@ -1,0 +1,135 @@
+"""The headers that travel before a message's own frames.
+
+    client                                 server
+    Hello(version, client, proof, got) --->
+                                       <--- Welcome(session, got)      or Refused(failure)
+    Request(n, id, method, left) ------>
+                                       <--- Part(n, id) ... Reply(n, id)  or Fail(n, id, failure)
+    Cancel(n, id) --------------------->
+    Beat(got, sent, lag) <------------->
+
+Frames with a number `n` are kept until the other side says that it `got` them. A server that does not know who speaks
+says `Who`, and the client introduces itself again; `Again` asks for all numbered frames after the last one that came.
+"""
+
+import msgspec
+
+from ramify.errors import Failure
+
+VERSION = 1
+MAX_HEADER = 1 << 20
+MAX_FRAMES = 1024
+
+
+class Malformed(Exception):
+    """Bytes that are no frame of this protocol."""
+
+
+class Header(msgspec.Struct, array_like=True, tag_field="kind"):
+    """Anything that can be said."""
+
+
+class Hello(Header, tag=0):
+    """A client introduces itself; the version stands first in every version."""
+
+    version: int
+    client: str
+    proof: bytes
+    got: int
+
+
+class Welcome(Header, tag=1):
+    """The session a client has. One it does not know means that everything it asked before is forgotten."""
+
+    session: str
+    got: int
+    max_frame: int
+
+
+class Refused(Header, tag=2):
+    """The end of a client: what it did, or what it is."""
+
+    failure: Failure
+
+
+class Who(Header, tag=3):
+    """Frames came from somebody who has not said hello."""
+
+
+class Beat(Header, tag=4):
+    """A sign of life from the thread that owns the socket, and how long the event loop beside it has not turned."""
+
+    got: int
+    sent: int
+    lag: float = 0.0
+    task: str = ""
+    stack: str = ""
+
+
+class Again(Header, tag=5):
+    """Numbered frames are missing after this one."""
+
+    got: int
+
+
+class Bye(Header, tag=6):
+    """The end, on purpose."""
+
+
+class Numbered(Header):
+    """A frame of a stream."""
+
+    number: int
+    got: int
+
+
+class Request(Numbered, tag=7):
+    """A call; `left` are the seconds it has."""
+
+    id: int
+    method: str
+    left: float
+
+
+class Cancel(Numbered, tag=8):
+    """Nobody wants the answer to a request any more."""
+
+    id: int
+
+
+class Part(Numbered, tag=9):
+    """A piece of a streamed answer."""
+
+    id: int
+
+
+class Reply(Numbered, tag=10):
+    """The end of an answer."""
+
+    id: int
+
+
+class Fail(Numbered, tag=11):
+    """The end of an answer that went wrong."""
+
+    id: int
+    failure: Failure
+
+
+Said = Hello | Welcome | Refused | Who | Beat | Again | Bye | Request | Cancel | Part | Reply | Fail
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Said).decode
+
+
+def decode(header: bytes | memoryview, count: int) -> Said:
+    """The header of a message of `count` frames; Malformed if it is none."""
+    if len(header) > MAX_HEADER or count > MAX_FRAMES:
+        raise Malformed(f"a header of {len(header)} bytes before {count} frames")
+    try:
+        said: Said = _decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"no header: {error}") from error
+    if isinstance(said, Numbered) and (said.number < 1 or said.got < 0):
+        raise Malformed(f"a frame with number {said.number}")
+    return said

@@ -1,0 +1,37 @@
+"""What a request or a reply says: one value, and bytes beside it that are never copied into it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from ramify.errors import RequestInvalid
+
+T = TypeVar("T")
+Frame = bytes | memoryview
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The frames of one message: the first is a value in msgpack, the others are blobs."""
+
+    frames: Sequence[Frame]
+
+    @classmethod
+    def of(cls, value: Any = None, *blobs: Frame) -> "Message":
+        """A message that says `value`."""
+        return cls((_encode(value), *blobs))
+
+    def read(self, kind: type[T]) -> T:
+        """The value; RequestInvalid if it is no `kind`."""
+        try:
+            return msgspec.msgpack.decode(self.frames[0] if self.frames else b"", type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RequestInvalid(f"expected a {getattr(kind, '__name__', kind)}: {error}") from error
+
+    @property
+    def blobs(self) -> Sequence[Frame]:
+        return self.frames[1:]

@@ -1,0 +1,43 @@
+"""The turnstile: one per round of the loop, in order, and those who leave the queue hold nobody up."""
+
+import asyncio
+
+from ramify.client.turnstile import Turnstile
+
+
+def test_one_goes_on_in_each_round_in_the_order_they_came():
+    async def check() -> None:
+        turnstile, rounds, passed = Turnstile(), 0, []
+
+        async def count() -> None:
+            nonlocal rounds
+            while True:
+                rounds += 1
+                await asyncio.sleep(0)
+
+        async def enter(name: int) -> None:
+            await turnstile.enter()
+            passed.append((name, rounds))
+
+        counting = asyncio.create_task(count())
+        await asyncio.gather(*(enter(name) for name in range(5)))
+        counting.cancel()
+        assert [name for name, _ in passed] == [0, 1, 2, 3, 4]
+        assert len({number for _, number in passed[1:]}) == 4
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_one_is_passed_over_and_the_turnstile_opens_again():
+    async def check() -> None:
+        turnstile = Turnstile()
+        await turnstile.enter()
+        waiting = [asyncio.create_task(turnstile.enter()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        async with asyncio.timeout(5):
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await turnstile.enter()
+        assert [task.cancelled() for task in waiting] == [True, False, False]
+
+    asyncio.run(check())

@@ -1,0 +1,76 @@
+"""Tasksets that do what their tasks say, good and bad, as a user would write them, in a file."""
+
+import asyncio
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import ramify as rf
+
+
+class Config(rf.TasksetConfig):
+    size: int = 10
+    boot: str = ""
+    """What happens when a worker loads this."""
+
+
+class Tricky(rf.Taskset):
+    """`does` says what becomes of a rollout, `gate` is a file it waits for."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.boot == "die":
+            print("no fuel", flush=True)
+            os._exit(7)
+        if config.boot:
+            raise ValueError(config.boot)
+
+    def load(self) -> Iterator[rf.Task]:
+        for number in range(self.config.size):
+            yield rf.Task(prompt=f"say {number}", key=f"task-{number}", number=number)
+
+    async def setup(self, task: rf.Task, runtime: rf.Runtime) -> None:
+        does, gate = getattr(task, "does", ""), getattr(task, "gate", "")
+        if gate:
+            with Path(f"{gate}.begun").open("a") as begun:
+                begun.write(f"{task.key}\n")
+            while not Path(gate).exists():
+                await asyncio.sleep(0.02)
+        if does == "raise":
+            raise RuntimeError("the environment is broken")
+        if does == "spin":
+            spin_for_ever()
+        if does == "exit":
+            os._exit(9)
+        if does == "shell":
+            await runtime.run(
+                f"echo $$ > {task.file}; (setsid sleep 86399 &) ; sleep 86399 & sleep 86399", deadline=900
+            )
+        if does == "talk":
+            talk(str(task.key))
+
+    @rf.reward
+    async def right(self, task: rf.Task, trace: rf.Trace) -> float:
+        if getattr(task, "does", "") == "block":
+            time.sleep(5)
+        return float(trace.last_reply == "<reversed_text>cba</reversed_text>")
+
+    @rf.group_reward(weight=0.5)
+    def rank(self, traces: list[rf.Trace]) -> list[float]:
+        return [float(position) for position in range(len(traces))]
+
+
+def spin_for_ever() -> None:
+    while True:
+        time.sleep(0.001)
+
+
+def talk(key: str) -> None:
+    logging.getLogger("x").info("logged %s", key)
+    print(f"printed {key}")
+    subprocess.run(["sh", "-c", f"echo shouted {key} >&2"], check=True)

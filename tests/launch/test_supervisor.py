@@ -1,0 +1,228 @@
+"""The supervisor with real processes: it keeps them alive, ends by name, and leaves none behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
+from ramify.launch.leash import ENDING
+from ramify.launch.process import KILLING, PATIENCE, Role, State, how
+from ramify.launch.restarts import LONGEST, WINDOW, Budget
+from ramify.launch.supervisor import Outcome, Supervisor, failure_in
+from tests.launch.scripts import FOR_EVER, alive, entry, pids, until
+
+DONE = "sys.exit(0)"
+
+
+def supervised(entries, *, restarts=3, grace=5.0, said=None, changed=None) -> Outcome:
+    say = (lambda line: None) if said is None else said.append
+    return asyncio.run(Supervisor(entries, restarts=restarts, grace=grace, say=say, changed=changed).run())
+
+
+def after(path: str) -> str:
+    """Code that waits for a file."""
+    return f"import time\nwhile not os.path.exists(DIR + '/{path}'): time.sleep(0.01)\n"
+
+
+# -- the end of a run ----------------------------------------------------------------------------------------------
+
+
+def test_it_ends_when_the_leader_is_done_and_takes_the_others_along(tmp_path):
+    leader = after("inference.pids") + DONE
+    entries = [entry(tmp_path, "inference", FOR_EVER), entry(tmp_path, "orchestrator", leader, Role.LEADER)]
+    assert supervised(entries) is Outcome.FINISHED
+    assert len(pids(tmp_path, "inference")) == 1
+    assert alive(tmp_path) == []
+
+
+def test_a_crashed_process_is_started_again_and_told_of(tmp_path):
+    twice = "import signal\nif len(open(DIR + '/env.pids').readlines()) == 1: os.kill(os.getpid(), 9)\n" + FOR_EVER
+    leader = "import time\nwhile len(open(DIR + '/env.pids').readlines()) < 2: time.sleep(0.01)\n"
+    said = []
+    leader = entry(tmp_path, "orchestrator", leader, Role.LEADER, after=("env",))
+    assert supervised([entry(tmp_path, "env", twice), leader], said=said) is Outcome.FINISHED
+    assert len(pids(tmp_path, "env")) == 2
+    assert said == ["env was ended by SIGKILL; started again in 0.5 s (1 of 3)"]
+
+
+def test_a_process_that_always_crashes_ends_the_run_with_the_end_of_its_log(tmp_path):
+    broken = entry(tmp_path, "trainer", "print('no room'); sys.exit(5)", Role.FOLLOWER)
+    with pytest.raises(ProcessDied, match=r"trainer ended with exit code 5, .* 1 times .*trainer.log:\nno room$"):
+        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)], restarts=1)
+    assert len(pids(tmp_path, "trainer")) == 2
+    assert alive(tmp_path) == []
+
+
+def test_a_failure_that_would_repeat_itself_is_not_tried_again(tmp_path):
+    broken = entry(tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", Role.FOLLOWER)
+    with pytest.raises(StorageFull, match="^no room on /data$"):
+        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
+    assert len(pids(tmp_path, "trainer")) == 1
+
+
+def test_a_named_failure_of_the_leader_is_the_runs_own(tmp_path):
+    stalled = entry(tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", Role.LEADER)
+    with pytest.raises(DeadlineExceeded, match="waited for inference"):
+        supervised([stalled])
+
+
+def test_a_configuration_that_cannot_be_used_is_one(tmp_path):
+    wrong = entry(tmp_path, "env", "print('taskset.max_char: unknown key'); sys.exit(2)")
+    with pytest.raises(ConfigInvalid, match=r"env cannot be started:\ntaskset.max_char: unknown key"):
+        supervised([wrong, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
+
+
+def test_a_command_that_is_not_there_says_so(tmp_path):
+    absent = entry(tmp_path, "trainer", "")
+    object.__setattr__(absent, "command", ("torchrun-that-is-not-there",))
+    with pytest.raises(ProcessDied, match="torchrun-that-is-not-there cannot be started"):
+        supervised([absent, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)], restarts=0)
+
+
+# -- order and readiness -------------------------------------------------------------------------------------------
+
+
+SERVES = """
+import socket, signal
+server = socket.socket(); server.bind(("127.0.0.1", int(os.environ["PORT"]))); server.listen()
+signal.pause()
+"""
+
+
+def test_a_process_starts_when_those_it_needs_answer(tmp_path, free_port):
+    address = f"tcp://127.0.0.1:{free_port}"
+    server = entry(tmp_path, "inference", SERVES, address=address, env={"PORT": str(free_port)})
+    connects = "import socket; socket.create_connection(('127.0.0.1', int(os.environ['PORT'])))"
+    leader = entry(
+        tmp_path, "orchestrator", connects, Role.LEADER, after=("inference",), env={"PORT": str(free_port)}
+    )
+    assert supervised([leader, server]) is Outcome.FINISHED
+
+
+def test_a_process_that_never_answers_is_named(tmp_path, free_port):
+    hangs = entry(tmp_path, "inference", FOR_EVER, address=f"tcp://127.0.0.1:{free_port}", deadline=0.3)
+    with pytest.raises(DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"):
+        supervised([hangs, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
+    assert alive(tmp_path) == []
+
+
+def test_each_start_is_prepared(tmp_path):
+    def prepare():
+        with (tmp_path / "prepared").open("a") as file:
+            file.write("x")
+
+    crashes = "if len(open(DIR + '/prepared').read()) < 2: sys.exit(9)"
+    assert supervised([entry(tmp_path, "orchestrator", crashes, Role.LEADER, prepare=prepare)]) is Outcome.FINISHED
+    assert (tmp_path / "prepared").read_text() == "xx"
+
+
+def test_a_follower_that_was_done_comes_back_with_the_leader(tmp_path):
+    count = "len(open(DIR + '/trainer.pids').readlines())"
+    leader = f"""
+import time
+lives = len(open(DIR + '/orchestrator.pids').readlines())
+while not os.path.exists(DIR + '/trainer.pids') or {count} < lives: time.sleep(0.01)
+sys.exit(9 if lives == 1 else 0)
+"""
+    entries = [
+        entry(tmp_path, "trainer", DONE, Role.FOLLOWER),
+        entry(tmp_path, "orchestrator", leader, Role.LEADER),
+    ]
+    assert supervised(entries) is Outcome.FINISHED
+    assert len(pids(tmp_path, "trainer")) == 2
+
+
+def test_what_each_process_does_can_be_seen(tmp_path):
+    seen = []
+    entries = [entry(tmp_path, "orchestrator", DONE, Role.LEADER)]
+    supervised(entries, changed=seen.append)
+    states = [process.state for (process,) in seen]
+    assert states[0] is State.STARTING
+    assert states[-1] is State.ENDED
+    assert seen[0][0].pid == pids(tmp_path, "orchestrator")[0]
+
+
+# -- signals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def standing(tmp_path):
+    """A supervisor in its own process, with everything up: one deaf to SIGTERM, one with a daemon."""
+    command = [sys.executable, "-m", "tests.launch.standing", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    names = ("inference", "env", "daemon", "trainer", "orchestrator")
+    until(lambda: all(pids(tmp_path, name) for name in names) and (tmp_path / "listening").exists())
+    until(lambda: "deaf" in (tmp_path / "trainer.log").read_text())
+    yield process
+    process.kill()
+    process.communicate(timeout=20)
+
+
+def test_an_interrupt_ends_everything_within_ten_seconds(standing, tmp_path):
+    assert len(alive(tmp_path)) == 5
+    assert PATIENCE + KILLING + ENDING <= 10
+    standing.send_signal(signal.SIGINT)
+    assert standing.wait(timeout=10) == 130
+    assert alive(tmp_path) == []
+    assert "Traceback" not in standing.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_asked_to_leave_it_makes_a_checkpoint_and_exits_75(standing, tmp_path, number):
+    os.kill(pids(tmp_path, "trainer")[0], signal.SIGKILL)  # the deaf one would make us wait
+    standing.send_signal(number)
+    assert standing.wait(timeout=15) == 75
+    assert (tmp_path / "checkpoint").exists()
+    until(lambda: alive(tmp_path) == [], seconds=1)
+
+
+def test_killing_the_supervisor_takes_everything_along(standing, tmp_path):
+    standing.kill()
+    until(lambda: alive(tmp_path) == [], seconds=12)
+
+
+def test_a_leader_that_makes_no_checkpoint_in_time_is_left(tmp_path):
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); open(DIR + '/deaf', 'w').close(); signal.pause()"
+    said = []
+
+    async def run():
+        leader = entry(tmp_path, "orchestrator", deaf, Role.LEADER)
+        supervisor = Supervisor([leader], restarts=0, grace=0.1, patience=0.1, say=said.append)
+        running = asyncio.create_task(supervisor.run())
+        while not (tmp_path / "deaf").exists():
+            await asyncio.sleep(0.01)
+        supervisor.leave()
+        return await running
+
+    assert asyncio.run(run()) is Outcome.LEFT
+    assert said[-1] == "no checkpoint was made; the last one holds"
+
+
+# -- the small parts -----------------------------------------------------------------------------------------------
+
+
+def test_the_budget_counts_within_an_hour_and_waits_longer_each_time():
+    now = 0.0
+    budget = Budget(3, clock=lambda: now)
+    assert [budget.spend() for _ in range(4)] == [0.5, 1.0, 2.0, None]
+    now = WINDOW
+    assert budget.spend() == 0.5
+    many = Budget(100, clock=lambda: now)
+    assert [many.spend() for _ in range(20)][-1] == LONGEST
+
+
+def test_how_an_end_is_told():
+    assert how(3) == "ended with exit code 3"
+    assert how(128 + 9) == how(-9) == "was ended by SIGKILL"
+
+
+def test_only_our_names_are_failures():
+    assert failure_in("starting\nPortTaken: 8000").message == "8000"
+    assert failure_in("ProviderError: gone; the end of its log:\nline 1\nline 2").message.endswith("line 2")
+    assert failure_in("PortTaken: 8000\nTraceback (most recent call last):\n  File\nValueError: x") is None
+    assert failure_in("ValueError: x") is None
+    assert failure_in("") is None

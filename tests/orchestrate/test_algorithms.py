@@ -1,0 +1,95 @@
+"""Each algorithm against its formula, written out for one group by hand."""
+
+import math
+
+import pytest
+
+from ramify.env import plugin
+from ramify.errors import ConfigInvalid, TraceInvalid
+from tests.orchestrate.rollouts import group, rollout
+
+
+def advantages(id: str, traces, **options) -> list[float]:
+    notes = plugin.build("algorithm", {"id": id, **options}).annotate(traces)
+    return [note.advantage for note in notes]
+
+
+REWARDS = (1.0, 0.0, 0.0, 1.0, 0.5)
+MEAN = 0.5
+STD = math.sqrt(4 * 0.25 / 4)
+
+
+def test_grpo_is_the_distance_from_the_mean_in_standard_deviations():
+    expected = [(reward - MEAN) / STD for reward in REWARDS]
+    assert advantages("grpo", group(*REWARDS)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_grpo_without_normalization_is_the_distance_from_the_mean():
+    expected = [reward - MEAN for reward in REWARDS]
+    assert advantages("grpo", group(*REWARDS), normalize=False) == pytest.approx(expected)
+    assert advantages("dr_grpo", group(*REWARDS)) == pytest.approx(expected)
+
+
+def test_grpo_takes_the_length_penalty_from_the_reward():
+    traces = [rollout("a", 1.0, range(10, 12)), rollout("b", 1.0, range(10, 14)), rollout("c", 1.0, range(10, 18))]
+    rewards = [1.0, 1.0 - 0.3 * 2 / 6, 1.0 - 0.3]
+    mean = sum(rewards) / 3
+    found = advantages("grpo", traces, normalize=False, length_penalty=0.3)
+    assert found == pytest.approx([reward - mean for reward in rewards])
+    same = [rollout("a", 1.0), rollout("b", 0.0)]
+    assert advantages("grpo", same, normalize=False, length_penalty=0.3) == pytest.approx([0.5, -0.5])
+
+
+def test_rloo_is_the_distance_from_the_mean_of_the_others():
+    expected = [reward - (sum(REWARDS) - reward) / 4 for reward in REWARDS]
+    assert advantages("rloo", group(*REWARDS)) == pytest.approx(expected)
+    assert advantages("rloo", group(1.0)) == [0.0]
+
+
+def test_max_rl_divides_by_the_mean_so_that_hard_tasks_count_more():
+    assert advantages("max_rl", group(1.0, 0.0, 0.0, 0.0)) == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert advantages("max_rl", group(1.0, 1.0, 1.0, 0.0)) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert advantages("max_rl", group(0.0, 0.0)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("id", ["grpo", "dr_grpo", "rloo", "max_rl"])
+def test_equal_rewards_give_exactly_zero(id):
+    assert advantages(id, group(0.1, 0.1, 0.1)) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("id", ["grpo", "dr_grpo", "rloo", "max_rl"])
+def test_every_reply_of_the_policy_is_annotated_and_nothing_else(id):
+    traces = [rollout("a", 1.0, turns=3), rollout("b", 0.0), rollout("judge", 0.5, trainable=False)]
+    notes = plugin.build("algorithm", {"id": id}).annotate(traces)
+    assert [(note.trace, note.node) for note in notes] == [("a", 1), ("a", 3), ("a", 5), ("b", 1)]
+    assert len({note.advantage for note in notes if note.trace == "a"}) == 1
+    assert all(note.rl == 1.0 and note.ce == 0.0 and note.span is None for note in notes)
+
+
+def test_agents_are_compared_with_themselves():
+    traces = [rollout(f"{agent}{i}", reward, agent=agent) for i in (0, 1) for agent, reward in (("a", i), ("b", 5 * i))]
+    notes = plugin.build("algorithm", {"id": "dr_grpo"}).annotate(traces)
+    assert {note.trace: note.advantage for note in notes} == {"a0": -0.5, "a1": 0.5, "b0": -2.5, "b1": 2.5}
+
+
+def test_a_rollout_without_its_reward_is_refused():
+    with pytest.raises(TraceInvalid, match="'t9'"):
+        advantages("grpo", [rollout("t0", 1.0), rollout("t9", None)])
+
+
+def test_an_unknown_option_is_refused_with_the_nearest():
+    with pytest.raises(ConfigInvalid, match=r"algorithm\.normalise: unknown key; did you mean algorithm\.normalize"):
+        plugin.build("algorithm", {"id": "grpo", "normalise": False})
+    with pytest.raises(ConfigInvalid, match="did you mean 'grpo'"):
+        plugin.build("algorithm", {"id": "gpro"})
+
+
+def test_an_algorithm_of_the_users_is_found_like_any_plugin(tmp_path):
+    file = tmp_path / "best.py"
+    file.write_text(
+        "from ramify.orchestrate import Algorithm\n"
+        "class Best(Algorithm):\n"
+        "    def advantages(self, rewards, traces):\n"
+        "        return (rewards == rewards.max()).astype(float)\n"
+    )
+    assert advantages(str(file), group(0.1, 0.7, 0.3)) == [0.0, 1.0, 0.0]

@@ -1,0 +1,148 @@
+"""The run's configuration: the design's example is read, and what would do nothing is refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ramify.config import dump, parse
+from ramify.errors import ConfigInvalid
+from ramify.orchestrate import RunConfig, Shape
+from ramify.orchestrate.parts import load_mix, load_parts
+
+RUN = """
+name = "reverse-text"
+max_steps = 120
+seq_len = 512
+
+[model]
+name = "tiny"
+
+[renderer]
+type = "auto"
+
+[inference]
+engine = "native"
+memory = 0.4
+
+[orchestrator]
+batch_size = 128
+group_size = 16
+
+[trainer.optim]
+lr = 1e-4
+
+[[train]]
+name = "reverse"
+taskset = { id = "reverse-text", max_chars = 8 }
+harness = { id = "chat", timeout = 120 }
+runtime = { id = "local" }
+sampling = { temperature = 1.0, max_tokens = 64 }
+max_turns = 1
+pool = { type = "elastic", min = 1, multiplex = 128 }
+
+[[eval]]
+taskset = { id = "reverse-text", split = "eval" }
+num_tasks = 128
+interval = 20
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    return lambda *args: parse(RunConfig, ["@", str(file), *args])
+
+
+def test_the_example_of_the_design_is_read(read):
+    config = read("--train.0.sampling.temperature", "0.7")
+    assert config.path.name == "reverse-text"
+    assert config.orchestrator.shape == Shape.of(8, 8)
+    assert config.train[0].sampling.temperature == 0.7
+    assert config.train[0].algorithm == {"id": "grpo"}
+    assert config.group_size(config.train[0]) == 16
+    assert config.limited(config.train[0]).limits.seq_len == 512
+    assert config.eval[0].title == "reverse-text"
+
+
+def test_the_resolved_configuration_reads_back_equal(read, tmp_path):
+    config = read()
+    (tmp_path / "config.toml").write_text(dump(config))
+    assert parse(RunConfig, ["@", str(tmp_path / "config.toml")]) == config
+
+
+def test_a_run_without_a_name_is_called_by_what_it_is(read):
+    config = read("--name", "")
+    assert config.path.name.startswith("reverse-tiny-")
+    assert config.path == read("--name", "", "--max-steps", "7").path
+    assert config.path != read("--name", "", "--train.0.sampling.temperature", "0.7").path
+
+
+REFUSED = {
+    "train.0.pool.multiplex": (["--train.0.pool.type", "static"], "train.0.pool with type = 'static' has"),
+    "trainer.lora": (["--trainer.lora.rank", "8"], "rank needs lora.enabled = true"),
+    "inference.args": (["--inference.args", "[]"], "inference with engine = 'native' has"),
+    "train.0": (["--train.0.sampling.top_p", "0.9"], "sampling.top_p: 0.9 cannot be trained on, expected 1"),
+    "train.0 ": (
+        ["--train.0.address", "tcp://h:1", "--train.0.pool.min", "2"],
+        "pool needs a server that the run starts",
+    ),
+    "orchestrator": (["--orchestrator.batch_size", "100"], "batch_size must be a multiple of group_size: 100, 16"),
+    "train.0.seq_len": (["--train.0.seq_len", "1024"], "1024 is longer than the run's seq_len, 512"),
+    "max_step": (["--max-step", "3"], "unknown key; did you mean max_steps?"),
+    "train.0.curriculum.epochs": (
+        ["--train.0.curriculum.type", "pools", "--train.0.curriculum.epochs", "2"],
+        "train.0.curriculum with type = 'pools' has",
+    ),
+    "eval.0": (
+        ["--eval.0.endpoint.base_url", "http://h:1", "--eval.0.hold_weights", "true"],
+        "hold_weights needs the run's own inference",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_would_do_nothing_or_do_harm_is_refused(read, key):
+    args, problem = REFUSED[key]
+    with pytest.raises(ConfigInvalid) as caught:
+        read(*args)
+    assert problem in caught.value.message
+    assert key.strip() in caught.value.message
+
+
+def test_two_sources_of_one_name_are_refused(read):
+    config = read().model_dump()
+    config["train"] *= 2
+    with pytest.raises(ValueError, match="two train sources are called 'reverse'"):
+        RunConfig.model_validate(config)
+
+
+def test_every_wrong_plugin_table_is_named_by_its_key(read):
+    config = read("--train.0.algorithm.normalise", "true")
+    config.orchestrator.filters[0] = {"id": "gibbering"}
+    with pytest.raises(ConfigInvalid) as caught:
+        load_parts(config)
+    assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in caught.value.message
+    assert "orchestrator.filters.0.id: unknown filter 'gibbering'; did you mean 'gibberish'?" in caught.value.message
+
+
+def test_the_parts_of_a_run_are_built(read):
+    config = read()
+    parts = load_parts(config)
+    assert type(parts.algorithms["reverse"]).__name__ == "Grpo"
+    assert [each.config.id for each in parts.filters] == ["gibberish", "repetition", "zero_advantage"]
+    chosen = load_mix(config, {"reverse": 3}).next()
+    assert (chosen.source, chosen.epoch) == ("reverse", 0)
+
+
+def test_nothing_of_it_loads_torch_or_an_environment():
+    script = (
+        "import sys, pkgutil, importlib, ramify.orchestrate as o\n"
+        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(o.__path__, 'ramify.orchestrate.')]\n"
+        "[getattr(o, name) for name in o.__all__]\n"
+        "print(*sorted(sys.modules))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    modules = set(loaded.stdout.split())
+    assert not modules & {"torch", "transformers", "vllm", "ramify.tasksets", "ramify.harness"}

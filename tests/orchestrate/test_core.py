@@ -1,0 +1,309 @@
+"""A whole run without processes, killed at any write: the same command again goes on, nothing is lost or doubled."""
+
+import asyncio
+import os
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.env import plugin
+from ramify.errors import Failure, TransitionRefused
+from ramify.orchestrate.admission import Shape
+from ramify.orchestrate.batch import rebuild
+from ramify.orchestrate.core import Core
+from ramify.orchestrate.curriculum import Shuffle, ShuffleConfig
+from ramify.orchestrate.groups import Standing
+from ramify.orchestrate.judging import Rules, Source
+from ramify.orchestrate.sources import Mix
+from ramify.store import RunStore
+from ramify.store.audit import audit
+from ramify.store.ledger import Ledger
+from ramify.store.states import DropReason, State
+from ramify.train.batches import Laying
+from tests.orchestrate.rollouts import rollout
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
+TASKS = {"reverse": 3, "wordle": 4}
+DIED = Failure("WorkerDied", "exit code -9", "system", True)
+
+
+class Killed(Exception):
+    """The process is no more."""
+
+
+class Mortal(Ledger):
+    """A ledger whose process dies at its n-th change, before it is made or just after."""
+
+    left: int | None = None
+    after = False
+
+    async def _change(self, apply, rollouts=()) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0 and not self.after:
+                raise Killed
+        await super()._change(apply, rollouts)
+        if self.left == 0:
+            raise Killed
+
+
+@dataclass
+class World:
+    steps: int = 4
+    batch: int = 2
+    bound: int = 2
+    size: int = 2
+    seed: int = 0
+    failing: float = 0.2
+    kills: float = 0.1  # of the trainer, after a step
+    bombs: list[tuple[int, bool]] = field(default_factory=list)
+
+
+def sources(world: World, **more) -> dict[str, Source]:
+    algorithm = plugin.build("algorithm", {"id": "grpo"})
+    sizes = {"reverse": world.size, "wordle": world.size + 1}
+    return {
+        name: Source(name=name, algorithm=algorithm, size=sizes[name], tries=2, epoch=count, **more)
+        for name, count in TASKS.items()
+    }
+
+
+async def opened(ledger: Ledger, world: World, **more) -> Core:
+    curricula = {name: Shuffle(ShuffleConfig(), count, f"0:{name}") for name, count in TASKS.items()}
+    mix = Mix({"reverse": 3.0, "wordle": 1.0}, curricula)
+    filters = (plugin.build("filter", {"id": "zero_advantage", "mode": "enforce"}),)
+    rules = Rules(1000, seq_len=64, filters=filters)
+    shape = Shape.of(world.batch, world.bound)
+    return await Core.open(ledger, mix, sources(world, **more), rules, shape, world.steps)
+
+
+async def live(core: Core, world: World, rng: Random) -> None:
+    """Everything around the core: an env server, a trainer, an engine."""
+    await core.restart_trainer()
+    version = core.marks.committed
+    out = []
+    turns = 0
+    while version < world.steps:
+        turns += 1
+        assert turns < 3000, "the run stands still"
+        for number in core.complete():
+            await core.settle(number)
+        await core.issue()
+        while taken := core.take(6):
+            out.append(taken)
+        if out:
+            group, order = out.pop(rng.randrange(len(out)))
+            number, attempt = order.group, order.attempt
+            if rng.random() < world.failing:
+                standing = await core.failed(number, attempt, DIED)
+            else:
+                name = f"{number}.{attempt}"
+                trace = rollout(name, float(rng.randrange(2)), (10, 11 + attempt), version=group.version)
+                standing = await core.back(number, attempt, [trace], {"stop": "done"})
+            if standing is Standing.TOO_FEW:
+                out = [each for each in out if each[1].group != number]
+            if standing is Standing.COMPLETE:
+                await core.settle(number)
+        await core.cut()
+        if rng.random() < 0.5 and (batch := await core.serve(version)):
+            rebuild(batch, core.ledger.store.read, Laying(pack_tokens=128))
+            await core.acknowledge(version)
+            version += 1
+            if rng.random() < world.kills:
+                version = (await core.restart_trainer()).committed
+                continue
+            if version % 2 == 0 or version == world.steps:
+                await core.commit(version)
+            core.applied(core.marks.incarnation, version)
+    await core.finish()
+
+
+def run(world: World) -> None:
+    """A run that is started again after every bomb."""
+    rng = Random(world.seed)
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        for bomb in [*world.bombs, None]:
+            with RunStore.open(Path(folder)) as store:
+                ledger = Mortal.open(store)
+                if bomb is not None:
+                    ledger.left, ledger.after = bomb
+                try:
+                    asyncio.run(whole(ledger, world, rng))
+                except Killed:
+                    assert audit(ledger, finished=False) == []
+                    continue
+                check(ledger, world)
+                return
+
+
+async def whole(ledger: Ledger, world: World, rng: Random) -> None:
+    await live(await opened(ledger, world), world, rng)
+
+
+def check(ledger: Ledger, world: World) -> None:
+    assert audit(ledger) == []
+    assert ledger.marks().committed == world.steps
+    groups = ledger.groups()
+    trained = [group for group in groups if group.state is State.TRAINED]
+    assert len(trained) == world.steps * world.batch
+    assert all(0 <= group.step - group.version <= world.bound for group in trained if group.incarnation == 1)
+    assert {group.reason for group in groups if group.state is State.DROPPED} <= {
+        DropReason.FILTERED,
+        DropReason.TOO_FEW,
+    }
+    counts = Counter(group.source for group in groups)
+    assert abs(counts["reverse"] - 0.75 * len(groups)) <= 1
+
+
+def test_a_run_ends_with_every_group_trained_or_dropped():
+    run(World(steps=6))
+
+
+@settings(max_examples=200 if os.environ.get("RAMIFY_FULL") else 12)
+@given(
+    st.builds(
+        World,
+        steps=st.integers(1, 5),
+        batch=st.integers(1, 3),
+        bound=st.integers(0, 3),
+        size=st.integers(2, 3),
+        seed=st.integers(0, 2**20),
+        failing=st.sampled_from([0.0, 0.2, 0.6]),
+        kills=st.sampled_from([0.0, 0.3]),
+        bombs=st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=4),
+    )
+)
+def test_a_run_that_is_killed_at_any_write_goes_on_and_loses_nothing(world):
+    run(world)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        yield Ledger.open(store)
+
+
+def test_only_missing_attempts_are_sent_out_again(ledger):
+    async def before():
+        core = await opened(ledger, World(size=3))
+        (first, *_) = await core.issue()
+        assert first.size == 3
+        taken = [core.take(99)[1] for _ in range(3)]
+        await core.back(0, taken[1].attempt, [rollout("0.1", 1.0)])
+
+    async def after():
+        core = await opened(ledger, World(size=3))
+        return [(order.group, order.attempt) for _, order in iter(lambda: core.take(99), None)]
+
+    asyncio.run(before())
+    sent = asyncio.run(after())
+    assert (0, 1) not in sent
+    assert sent[:2] == [(0, 0), (0, 2)]
+    assert len(sent) == sum(group.size for group in ledger.groups()) - 1
+
+
+def test_a_group_with_a_missing_group_reward_is_dropped_by_that_name(ledger):
+    async def story():
+        core = await opened(ledger, World(), group_rewards=frozenset({"ranked"}))
+        await core.issue()
+        for attempt in range(2):
+            core.take(9)
+            trace = rollout(f"0.{attempt}", float(attempt))
+            trace.rewards["ranked"] = None
+            standing = await core.back(0, attempt, [trace])
+        assert standing is Standing.COMPLETE
+        assert not await core.settle(0)
+        return ledger.group(0)
+
+    group = asyncio.run(story())
+    assert (group.reason, group.detail) == (DropReason.UNSCORED, "ranked")
+
+
+def test_rewards_of_the_group_reach_the_stored_traces(ledger):
+    async def story():
+        core = await opened(ledger, World(), group_rewards=frozenset({"ranked"}))
+        await core.issue()
+        for attempt in range(2):
+            core.take(9)
+            trace = rollout(f"0.{attempt}", 0.0)
+            trace.rewards["ranked"] = None
+            await core.back(0, attempt, [trace])
+        for place, trace in enumerate(core.traces(0)):
+            trace.rewards["ranked"] = (float(place), 1.0)
+        assert await core.settle(0, {0: {}, 1: {"ranked": 1}})
+
+    asyncio.run(story())
+    assert ledger.store.read("0.1")[0].reward == 1.0
+    (row,) = ledger.store.rows(id="0.1")
+    assert (row.reward, row.summary) == (1.0, {"ranked": 1})
+    assert ledger.attempts(0)[1].notes["advantage"] > 0
+
+
+def test_an_attempt_that_fails_for_good_takes_a_small_group_with_it(ledger):
+    async def story():
+        core = await opened(ledger, World(size=2))
+        await core.issue()
+        core.take(9), core.take(9)
+        found = [await core.failed(0, 0, DIED) for _ in range(2)]
+        assert core.dispatch.out == 0
+        return [*found, await core.back(0, 1, [rollout("0.1", 1.0)])]
+
+    assert asyncio.run(story()) == [Standing.OPEN, Standing.TOO_FEW, Standing.TOO_FEW]
+    group = ledger.group(0)
+    assert (group.reason, group.detail) == (DropReason.TOO_FEW, "1 of 2 attempts failed: WorkerDied")
+
+
+def test_everything_may_happen_at_once(ledger):
+    """Attempts that come back together complete their group once; batches are cut once; dropped groups stay dropped."""
+
+    async def story():
+        core = await opened(ledger, World(batch=3, bound=3, steps=4))
+        issued = await asyncio.gather(core.issue(), core.issue())
+        assert sorted(group.number for groups in issued for group in groups) == list(range(core.admission.active))
+        taken = [order for _, order in iter(lambda: core.take(99), None)]
+
+        async def come_back(order):
+            if order.group == 0:
+                failure = Failure("TokensRequired", "no token ids", "system", False)
+                return order.group, await core.failed(order.group, order.attempt, failure)
+            trace = rollout(f"{order.group}.{order.attempt}", float(order.attempt))
+            return order.group, await core.back(order.group, order.attempt, [trace])
+
+        found = await asyncio.gather(*map(come_back, taken))
+        complete = [group for group, standing in found if standing is Standing.COMPLETE]
+        assert sorted(complete) == list(range(1, core.admission.active + 1))
+        assert [standing for group, standing in found if group == 0] == [Standing.TOO_FEW] * 2
+        await asyncio.gather(*(core.settle(group) for group in (*complete, *complete, 0)))
+        batches = [batch for cut in await asyncio.gather(core.cut(), core.cut()) for batch in cut]
+        assert [batch.step for batch in batches] == list(range(len(batches)))
+        assert len(batches) > 1
+        assert audit(ledger, finished=False) == []
+
+    asyncio.run(story())
+
+
+def test_weights_of_an_earlier_incarnation_free_no_slot(ledger):
+    async def story():
+        core = await opened(ledger, World())
+        marks = await core.restart_trainer()
+        core.applied(marks.incarnation - 1, 3)
+        assert core.admission.applied == 0
+        core.applied(marks.incarnation, 3)
+        assert core.admission.applied == 3
+
+    asyncio.run(story())
+
+
+def test_a_run_cannot_end_before_its_last_batch(ledger):
+    async def story():
+        core = await opened(ledger, World())
+        with pytest.raises(TransitionRefused, match="batch 0 is still to be cut"):
+            await core.finish()
+
+    asyncio.run(story())

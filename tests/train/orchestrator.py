@@ -1,0 +1,86 @@
+"""A small orchestrator: the trainer's protocol over a real wire, its ledger in memory."""
+
+import asyncio
+import threading
+
+from ramify.errors import PeerRefused
+from ramify.train.batches import Batch, Laying, encode, laid_again, shares
+from ramify.wire import Message, Request, Server
+
+
+class Orchestrator:
+    """Serves the same batches to whoever comes, and remembers what it was told."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+        self.committed, self.incarnation = 0, -1
+        self.laying, self.ranks = Laying(), 1
+        self.served: list[tuple[int, int]] = []  # (incarnation, step)
+        self.trained: dict[tuple[int, int], float] = {}  # the loss
+        self.published: list[tuple[tuple[str, int, int], str]] = []
+        self.commits: list[int] = []
+        self.needed: list[tuple[str, int, int]] | None = []
+        self.changed = threading.Condition()
+
+    def __enter__(self):
+        started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True)
+        self._thread.start()
+        assert started.wait(30)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(30)
+
+    def wait_for(self, what) -> None:
+        with self.changed:
+            assert self.changed.wait_for(what, 60), "it never came"
+
+    async def _serve(self, started: threading.Event) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        names = ("hello", "batch", "trained", "published", "checkpoint")
+        async with Server({name: self._handler(name) for name in names}) as server:
+            self.address = server.address
+            started.set()
+            await self._end.wait()
+
+    def _handler(self, name: str):
+        async def handle(request: Request) -> Message:
+            said = request.read(dict)
+            if name != "hello" and said["incarnation"] != self.incarnation:
+                raise PeerRefused(f"trainer {said['incarnation']} was replaced by {self.incarnation}")
+            with self.changed:
+                answer = getattr(self, f"_{name}")(said)
+                self.changed.notify_all()
+            return answer
+
+        return handle
+
+    def _hello(self, said) -> Message:
+        if said["incarnation"] is None:
+            self.incarnation += 1
+        self.ranks = said["ranks"]
+        laying = said["laying"]
+        self.laying = Laying(per_token=laying["per_token"], pack_tokens=laying["pack_tokens"])
+        return Message.of({"committed": self.committed, "incarnation": self.incarnation, "policy": "p"})
+
+    def _batch(self, said) -> Message:
+        if said["step"] >= len(self.batches):
+            return Message.of(None)
+        self.served.append((said["incarnation"], said["step"]))
+        whole = laid_again([self.batches[said["step"]]], self.laying)
+        return Message.of(None, encode(shares(whole, self.laying, self.ranks)[said["rank"]]))
+
+    def _trained(self, said) -> Message:
+        self.trained[said["incarnation"], said["step"]] = said["metrics"]["train/loss"]
+        return Message.of(False)
+
+    def _published(self, said) -> Message:
+        self.published.append((tuple(said["version"]), said["path"]))
+        return Message.of(self.needed)
+
+    def _checkpoint(self, said) -> Message:
+        self.committed = said["step"]
+        self.commits.append(said["step"])
+        return Message.of(None)

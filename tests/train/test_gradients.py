@@ -1,0 +1,137 @@
+"""Through the real model path, a forest gives the gradients of its flat paths."""
+
+import os
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from ramify.model.layout import Layout
+from ramify.trace import Annotation, grow
+from ramify.train import lay_out
+from tests.trace.forests import Attempt, Planned, Size, group
+from tests.train.models import CONFIGS, HYBRID, VOCAB, assert_equal, made, policy, total, train_flat, train_forest
+
+SEEDS = range(10 if os.environ.get("RAMIFY_FULL") else 1)
+SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=VOCAB, logprobs=(-5.0, -0.1))
+
+
+def attempt(rng: Random, name: str, parents: list[int], temperature: float = 1.0, tokens: int = 10) -> Attempt:
+    """Roots are prompts, everything else is sampled; advantages, ce and (at temperature 1) ref_kl are mixed."""
+    nodes: list[Planned] = []
+    for parent in parents:
+        ids = tuple(rng.randrange(VOCAB) for _ in range(tokens))
+        logprobs = tuple(rng.uniform(-5.0, -0.1) for _ in range(tokens - 2))
+        nodes.append(Planned(parent, ids) if parent < 0 else Planned(parent, ids, (2, tokens), logprobs))
+    notes = tuple(
+        Annotation(
+            name,
+            number,
+            advantage=rng.choice([-1.0, 0.5, 2.0]),
+            ce=rng.choice([0.0, 0.1]),
+            ref_kl=0.2 if temperature == 1 else 0.0,
+            reference=-3.0,
+        )
+        for number, parent in enumerate(parents)
+        if parent >= 0
+    )
+    return Attempt(name, tuple(nodes), notes, temperature)
+
+
+def merged(rng: Random, count: int, parents: list[int], tokens: int = 10) -> list[Attempt]:
+    """Attempts at one prompt; all begin their reply alike, and differ in temperature."""
+    first = attempt(rng, "a0", parents, tokens=tokens)
+    found = [first]
+    for number in range(1, count):
+        other = attempt(rng, f"a{number}", parents, (1.0, 0.7)[number % 2], tokens)
+        half = first.nodes[1].tokens[: tokens // 2] + other.nodes[1].tokens[tokens // 2 :]
+        found.append(replace(other, nodes=(first.nodes[0], replace(other.nodes[1], tokens=half), *other.nodes[2:])))
+    return found
+
+
+def without_images(planned: Attempt) -> Attempt:
+    return replace(planned, nodes=tuple(replace(node, images=()) for node in planned.nodes))
+
+
+CASES = {
+    "branches": lambda rng: [[attempt(rng, "a", [-1, 0, 0, 0, 1, 1, 4, 4, 4])]],
+    "roots": lambda rng: [[attempt(rng, "a", [-1, 0, -1, 2, 2, -1, 5, 0])]],
+    "merged": lambda rng: [merged(rng, 4, [-1, 0, 1, 1])],
+    "long": lambda rng: [merged(rng, 3, [-1, 0, 1, 0], tokens=50)],  # runs that are tiles of their own
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_a_forest_whole_and_cut_gives_the_flat_gradients(shape, case, seed):
+    config = CONFIGS[shape]
+    ours, plain = policy(config, seed), made(config, "eager", seed)
+    (attempts,) = CASES[case](Random(seed))
+    forest = grow([each.sample() for each in attempts])
+    counts = forest.counts()
+    flat = train_flat(plain, attempts, counts)
+    whole = train_forest(ours, [forest], counts)
+    assert_equal(whole, flat)
+    assert whole.tokens == len(forest) < flat.tokens
+    pieces = lay_out([forest], len(forest) // 2)
+    assert len(pieces) > 1
+    assert_equal(train_forest(ours, pieces, counts), flat)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_random_groups_merged_cut_and_packed_give_the_flat_gradients(shape, seed):
+    rng, config = Random(seed), CONFIGS[shape]
+    groups = [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
+    groups.append(merged(rng, 3, [-1, 0, 1, 0]))  # several temperatures in one pack
+    forests = [grow([each.sample() for each in attempts]) for attempts in groups]
+    packs = lay_out(forests, 150)
+    assert len(packs) > 1
+    assert any(len(pack.traces) > len(groups[0]) for pack in packs)
+    counts = total(packs)
+    assert counts == total(forests)
+    assert min(counts.values()) > 0
+    flat = train_flat(made(config, "eager", seed), [each for attempts in groups for each in attempts], counts)
+    ours = policy(config, seed)
+    assert_equal(train_forest(ours, packs, counts), flat)
+    spread = lay_out(forests, 150, flat=True)
+    assert sum(map(len, spread)) > sum(map(len, packs))
+    assert_equal(train_forest(ours, spread, counts), flat)
+
+
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_identical_attempts_give_exactly_twice_the_gradient_of_one(shape):
+    """Bit for bit: both entries of a place add up to twice one before anything is rounded."""
+    one = attempt(Random(0), "a", [-1, 0, 0, 1])
+    twin = replace(one, name="b", notes=tuple(replace(note, trace="b") for note in one.notes))
+    alone, both = grow([one.sample()]), grow([one.sample(), twin.sample()])
+    assert len(both) == len(alone)
+    module = policy(CONFIGS[shape])
+    single, double = (train_forest(module, [forest], alone.counts()) for forest in (alone, both))
+    for name, gradient in single.gradients.items():
+        assert torch.equal(double.gradients[name], 2 * gradient), name
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_hybrid_model_gets_chains_with_the_flat_gradients(seed):
+    ours, plain = policy(HYBRID, seed), made(HYBRID, "eager", seed)
+    assert ours.layout is Layout.CHAINS
+    attempts = [attempt(Random(seed), "a", [-1, 0, 0, 0, 1, 1, 4]), attempt(Random(seed + 1), "b", [-1, 0, 1])]
+    forests = [grow([each.sample()]) for each in attempts]
+    packs = lay_out(forests, 120, Layout.CHAINS)
+    assert len(packs) > 1
+    counts = total(packs)
+    assert_equal(train_forest(ours, packs, counts), train_flat(plain, attempts, counts))
+
+
+@pytest.mark.parametrize("shape", ["llama", "mixed"])
+def test_recomputed_activations_change_nothing(shape):
+    forest = grow([each.sample() for each in merged(Random(0), 3, [-1, 0, 1])])
+    module = policy(CONFIGS[shape])
+    before = train_forest(module, [forest], forest.counts())
+    module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    after = train_forest(module, [forest], forest.counts())
+    for name, gradient in before.gradients.items():
+        assert torch.equal(after.gradients[name], gradient), name

@@ -1,0 +1,72 @@
+"""Versions appear whole, stay while somebody needs them, and are named by incarnation and step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ramify.errors import ConfigInvalid
+from ramify.model import Manifest, Version
+from ramify.model.manifest import verify
+from ramify.train import publish as publishing
+from ramify.train.build import build_trainer
+from ramify.train.config import TrainerConfig
+from ramify.train.parallel import Ranks
+from ramify.train.publish import Publisher, gathered, weights_directory
+from tests.train.batched import random_batches
+from tests.train.models import CONFIGS, made
+
+ALONE = Ranks(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("publish") / "model"
+    made(CONFIGS["llama"], "eager").save_pretrained(path)
+    return path
+
+
+def trainer_of(model: Path, dtype: str = "float32"):
+    return build_trainer(model, TrainerConfig(pack_tokens=128, dtype=dtype, optim={"lr": 1e-3}), ALONE)
+
+
+def publisher_of(model: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Publisher:
+    return Publisher(folder, ALONE, policy="p", base=model, dtype=dtype)
+
+
+def test_a_version_is_the_masters_and_fits_the_model(model, tmp_path):
+    trainer = trainer_of(model, "bfloat16")
+    trainer.step(random_batches(1)[0])
+    published = publisher_of(model, tmp_path, torch.bfloat16).publish(trainer, 2, 1)
+    assert published.seconds > 0
+    assert published.bytes == sum(value.nbytes for _, value in gathered(trainer)) // 2
+    assert verify(published.path, like=model).version == Version("p", 2, 1)
+    state = trainer.policy.model.state_dict()  # the rounded copies that the trainer computes with
+    from safetensors.torch import load_file
+
+    for name, value in load_file(published.path / "model.safetensors").items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_versions_go_only_when_nobody_needs_them(model, tmp_path):
+    trainer, publisher = trainer_of(model), publisher_of(model, tmp_path)
+    (tmp_path / ".0-000009.123").mkdir()
+    for incarnation, step in [(0, 1), (0, 2), (0, 10), (1, 2)]:
+        publisher.publish(trainer, incarnation, step)
+    publisher.prune([Version("p", 0, 2)])
+    assert publisher.versions() == [Version("p", 0, 2), Version("p", 1, 2)]
+    publisher.prune([])
+    assert publisher.versions() == [Version("p", 1, 2)]
+    assert Manifest.read(publisher.path(1, 2)).version == Version("p", 1, 2)
+    publisher_of(model, tmp_path)  # what an interrupted one left is cleared
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_where_versions_lie_is_the_runs_own(tmp_path, monkeypatch):
+    assert weights_directory(tmp_path, "disk") == tmp_path / "weights"
+    shared = weights_directory(tmp_path / "a", "shm")
+    assert shared.parent == Path("/dev/shm")
+    assert shared == weights_directory(tmp_path / "a", "shm") != weights_directory(tmp_path / "b", "shm")
+    monkeypatch.setattr(publishing, "SHARED", tmp_path / "none")
+    with pytest.raises(ConfigInvalid, match="use 'disk'"):
+        weights_directory(tmp_path, "shm")

@@ -1,0 +1,72 @@
+"""Two ranks with unequal trees do what one rank does, and what two saved one can load."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ramify.train.batches import shares
+from ramify.train.build import build_trainer, dtype_of, laying_of
+from ramify.train.checkpoint import Checkpoints
+from ramify.train.config import TrainerConfig
+from ramify.train.parallel import Ranks, joined
+from ramify.train.publish import Publisher, gathered
+from tests.train.batched import random_batches
+from tests.train.models import CONFIGS, made
+from tests.train.workers import run_ranks
+
+STEPS, SAVED = 20, 10
+SHAPES = ["llama", "mixed"] if os.environ.get("RAMIFY_FULL") else ["llama"]
+CONFIG = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 1e-3, "max_norm": 1.0, "eps": 1e-4}}
+
+
+def steps_of(trainer, ranks: Ranks, start: int, stop: int) -> list[tuple[float, float, int]]:
+    laying = laying_of(trainer)
+    found = []
+    for batch in random_batches(stop)[start:]:
+        share = shares(batch, laying, ranks.size)[ranks.rank]
+        found.append((metrics := trainer.step(share)).loss and (metrics.loss, metrics.grad_norm, metrics.sums.tokens))
+    return found
+
+
+def as_two(model: Path, folder: Path) -> None:
+    config = TrainerConfig.model_validate(CONFIG)
+    with joined(config) as ranks:
+        trainer = build_trainer(model, config, ranks)
+        steps = steps_of(trainer, ranks, 0, SAVED)
+        Checkpoints(folder / "checkpoints", ranks).save(trainer, SAVED, {"ranks": ranks.size})
+        dtype = dtype_of(config, ranks)
+        Publisher(folder / "weights", ranks, policy="p", base=model, dtype=dtype).publish(trainer, 0, SAVED)
+        steps += steps_of(trainer, ranks, SAVED, STEPS)
+        weights = dict(gathered(trainer))
+        if ranks.first:
+            torch.save({name: value.clone() for name, value in weights.items()}, folder / "final.pt")
+            (folder / "steps.json").write_text(json.dumps(steps))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_do_what_one_does_and_their_checkpoint_resumes_on_one(shape, tmp_path):
+    model = tmp_path / "model"
+    made(CONFIGS[shape], "eager").save_pretrained(model)
+    run_ranks(2, as_two, model, tmp_path)
+    two = json.loads((tmp_path / "steps.json").read_text())
+    config = TrainerConfig.model_validate(CONFIG)
+    alone = Ranks(torch.device("cpu"))
+    trainer = build_trainer(model, config, alone)
+    one = steps_of(trainer, alone, 0, STEPS)
+    packs = [len(batch.packs) for batch in random_batches(STEPS)]
+    assert 1 in packs  # a rank that had nothing to do
+    assert max(packs) > 2
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    final = torch.load(tmp_path / "final.pt")
+    for name, value in gathered(trainer):
+        assert (final[name] - value).norm() <= 1e-5 * value.norm(), name
+
+    again = build_trainer(model, config, alone)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", alone)
+    assert checkpoints.load(again, SAVED) == {"ranks": 2}
+    for ours, theirs in zip(steps_of(again, alone, SAVED, STEPS), two[SAVED:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)

@@ -1,0 +1,169 @@
+"""`ramify trainer`: what it is asked to train it trains once in the history, whatever kills it; recordings replay."""
+
+import os
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+from safetensors.numpy import load_file
+
+from ramify.cli import main
+from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerRefused
+from ramify.model import Manifest, Version
+from ramify.train.batches import Laying, encode, shares
+from ramify.train.remote import RemoteSource
+from ramify.train.source import Recording, ReplaySource
+from tests.train.batched import random_batches
+from tests.train.models import CONFIGS, made
+from tests.train.orchestrator import Orchestrator
+from tests.train.workers import DEADLINE, context
+
+STEPS = 9
+KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("service") / "model"
+    made(CONFIGS["llama"], "eager").save_pretrained(path)
+    return path
+
+
+def arguments(model: Path, output: Path, *more: str) -> list[str]:
+    settings = ["--trainer.threads", "1", "--trainer.pack_tokens", "128", "--trainer.optim.lr", "1e-3"]
+    return ["trainer", "-m", str(model), "-o", str(output), "--checkpoint.interval", "2", *settings, *more]
+
+
+def run_trainer(args: list[str]) -> None:
+    raise SystemExit(main(args))
+
+
+def start(args: list[str]):
+    process = context.Process(target=run_trainer, args=(args,), daemon=True)
+    process.start()
+    return process
+
+
+def end(process) -> int | None:
+    process.join(DEADLINE)
+    process.kill()
+    return process.exitcode
+
+
+def final_weights(path: Path) -> dict:
+    newest = max(path.glob("trainer/weights/*"), key=lambda each: tuple(map(int, each.name.split("-"))))
+    return load_file(newest / "model.safetensors")
+
+
+def test_a_killed_trainer_starts_at_the_commit_and_ends_with_the_same_weights(model, tmp_path):
+    batches = random_batches(STEPS)
+    with Orchestrator(batches) as calm:
+        assert end(start(arguments(model, tmp_path / "calm", "--address", calm.address))) == 0
+    assert calm.commits == [2, 4, 6, 8, 9]
+    assert [version for version, _ in calm.published] == [("p", 0, step) for step in range(1, STEPS + 1)]
+    assert len(list((tmp_path / "calm").glob("trainer/weights/*"))) == 1  # nobody needs the others
+    assert [path.name for path in sorted((tmp_path / "calm").glob("trainer/checkpoints/*"))] == [
+        "step_000008",
+        "step_000009",
+    ]
+
+    rng = Random(3)
+    with Orchestrator(batches) as chaos:
+        args = arguments(model, tmp_path / "chaos", "--address", chaos.address)
+        for life in range(KILLS):
+            first = chaos.committed
+            goal = min(first + rng.randint(1, 4), STEPS - 1)
+            process = start(args)
+            chaos.wait_for(lambda life=life, goal=goal: (life, goal - 1) in chaos.trained)
+            process.kill()
+            process.join()
+        assert end(start(args)) == 0
+    history = dict(sorted((step, loss) for (_, step), loss in sorted(chaos.trained.items())))
+    assert history == {step: loss for (_, step), loss in calm.trained.items()}  # exactly, the last time each was done
+    for life in range(KILLS + 1):
+        steps = [step for incarnation, step in chaos.served if incarnation == life]
+        assert steps == list(range(steps[0], steps[0] + len(steps)))  # from the commit on, in order
+    assert {version[1] for version, _ in chaos.published} == set(range(KILLS + 1))
+    ours, theirs = final_weights(tmp_path / "chaos"), final_weights(tmp_path / "calm")
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def test_a_version_is_kept_while_an_engine_needs_it_and_lies_in_memory_if_asked(model, tmp_path):
+    with Orchestrator(random_batches(3)) as orchestrator:
+        orchestrator.needed = [("p", 0, 1)]
+        args = arguments(model, tmp_path, "--address", orchestrator.address, "--weights.transport", "shm")
+        assert end(start(args)) == 0
+    folder = Path(orchestrator.published[0][1]).parent
+    try:
+        assert folder.parent == Path("/dev/shm")
+        assert sorted(path.name for path in folder.iterdir()) == ["0-000001", "0-000003"]
+        assert Manifest.read(folder / "0-000001").version == Version("p", 0, 1)
+    finally:
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        folder.rmdir()
+
+
+def test_a_recording_replays_forest_and_flat_with_the_same_gradients(model, tmp_path, capsys):
+    laying = Laying(pack_tokens=128, per_token=1.0)
+    recording = Recording(tmp_path / "recorded")
+    for batch in random_batches(2):
+        for rank, share in enumerate(shares(batch, laying, 2)):
+            recording.add(batch.step, rank, encode(share))
+    found = []
+    for flat in ([], ["--flat"]):
+        args = ["--replay", str(recording.directory), *flat, "--trainer.optim.lr", "1e-9"]
+        assert main(arguments(model, tmp_path / "out", *args)) == 0
+        out = capsys.readouterr().out
+        found.append([tuple(map(float, pair)) for pair in re.findall(r"grad_norm=(\S+) .* tokens=(\d+)", out)])
+    forest, flat = found
+    assert len(forest) == 2
+    for (ours, few), (theirs, many) in zip(forest, flat, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert few < many
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recording_with_a_hole_or_without_batches_is_refused(tmp_path):
+    with pytest.raises(ConfigInvalid, match="no recorded batches"):
+        ReplaySource(Recording(tmp_path))
+    for step in (0, 2):
+        Recording(tmp_path).add(step, 0, b"")
+    with pytest.raises(ConfigInvalid, match="no batch of step 1"):
+        ReplaySource(Recording(tmp_path))
+
+
+def test_questions_may_be_repeated_and_a_replaced_trainer_is_told_to_go():
+    with Orchestrator(random_batches(2)) as orchestrator:
+        old, new = (RemoteSource(orchestrator.address, patience=5.0) for _ in range(2))
+        try:
+            assert old.hello(0, 1, Laying(pack_tokens=128), None).incarnation == 0
+            first, again = (old.batch(0, lambda: False) for _ in range(2))
+            assert encode(first) == encode(again)
+            assert old.batch(2, lambda: False) is None
+            old.checkpoint(1)
+            old.checkpoint(1)
+            assert new.hello(0, 1, Laying(pack_tokens=128), None).committed == 1
+            assert old.batch(1, lambda: True) is None  # whoever stops waits for nothing
+            with pytest.raises(PeerRefused, match="replaced by 1"):
+                old.batch(1, lambda: False)
+        finally:
+            old.close()
+            new.close()
+
+
+def test_an_orchestrator_that_is_not_there_is_named_in_time():
+    source = RemoteSource("tcp://127.0.0.1:9", patience=0.2)
+    try:
+        with pytest.raises(DeadlineExceeded, match="hello was not answered"):
+            source.hello(0, 1, Laying(), None)
+    finally:
+        source.close()
+
+
+def test_a_trainer_needs_exactly_one_source(capsys, tmp_path):
+    assert main(["trainer", "-o", str(tmp_path)]) == 2
+    assert main(["trainer", "--flat", "--address", "tcp://127.0.0.1:1"]) == 2
+    assert "--flat goes with --replay" in capsys.readouterr().err
+    assert main(["trainer", "--address", "tcp://127.0.0.1:1", "-o", str(tmp_path), "--dry-run"]) == 0

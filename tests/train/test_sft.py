@@ -1,0 +1,245 @@
+"""`ramify sft`: what is learned of a conversation, in which order, and that a run killed anywhere goes on exactly."""
+
+import json
+import os
+import time
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ramify.cli import main
+from ramify.errors import ConfigInvalid
+from ramify.model.resolve import resolve
+from ramify.render import load_renderer
+from ramify.store import RunStore
+from ramify.store.journal import Journal
+from ramify.tasksets.rows import rows
+from ramify.train.sft.chats import read_chats
+from ramify.train.sft.config import DataConfig, SftConfig
+from ramify.train.sft.examples import forest_of
+from ramify.train.sft.stream import Stream, held_out
+from tests.train.workers import DEADLINE, start_sft, write_model
+
+KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "it is 2"},
+]
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return load_renderer(resolve("tiny"))
+
+
+def data(**keys) -> DataConfig:
+    return DataConfig(path="data", **keys)
+
+
+def learned(chat, renderer, roles=("assistant",), seq_len=1000) -> list[str]:
+    """What the loss is on, message by message."""
+    forest = forest_of([("a", chat)], renderer, roles, seq_len)
+    found = [forest.targets.token[forest.targets.sequence == each] for each in range(len(forest.sequences))]
+    return [renderer.tokenizer.decode(tokens) for tokens in found]
+
+
+def test_replies_are_learned_with_their_calls_and_the_token_that_ends_them(renderer):
+    (chat,) = read_chats([{"messages": TALK, "tools": [TOOL]}], data())
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert learned(chat, renderer) == [f"yo{call}<|im_end|>", "it is 2<|im_end|>"]
+    assert learned(chat, renderer, roles=("user", "tool")) == ["hi<|im_end|>", "2</tool_response><|im_end|>"]
+
+
+def test_what_is_trained_is_the_template_rendered_once(renderer):
+    (chat,) = read_chats([{"messages": TALK, "tools": [TOOL]}], data())
+    forest = forest_of([("a", chat)], renderer, ["assistant"], 1000)
+    whole = renderer.render(chat.messages, chat.tools, generate=False).ids
+    np.testing.assert_array_equal(forest.ids, whole[: len(forest.ids)])
+
+
+def test_shared_prefixes_exist_once_and_a_long_example_loses_its_end(renderer):
+    same = [{"messages": [*TALK[:2], {"role": "assistant", "content": text}]} for text in ("one", "two")]
+    chats = read_chats(same, data())
+    forest = forest_of(list(zip("ab", chats)), renderer, ["assistant"], 1000)
+    assert forest.flat_tokens == sum(forest_of([("a", chat)], renderer, ["assistant"], 1000).tokens for chat in chats)
+    assert forest.tokens < 0.7 * forest.flat_tokens
+    short = forest_of([("a", chats[0])], renderer, ["assistant"], forest.tokens // 2 + 3)
+    assert short.dropped.cut_tokens > 0
+    assert short.counts()["ce"] + short.dropped.cut_tokens == len("one") + 1
+
+
+THINKING = """{%- for message in messages -%}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' and loop.last and message.reasoning_content -%}
+<think>{{ message.reasoning_content }}</think>
+{%- endif -%}{{ message.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_a_template_that_hides_earlier_thinking_makes_the_conversation_a_tree(tmp_path):
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
+    renderer = load_renderer(model)
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d", "reasoning_content": "so"},
+    ]
+    (chat,) = read_chats([{"messages": talk}], data())
+    assert learned(chat, renderer) == ["<think>hm</think>b<|im_end|>", "<think>so</think>d<|im_end|>"]
+    forest = forest_of([("a", chat)], renderer, ["assistant"], 1000)
+    for at in np.flatnonzero(forest.targets.sequence == 1)[:1]:  # the second reply never saw the first one's thinking
+        source = forest.targets.source[at]
+        path = forest.ids[: source + 1][forest.visible()[source, : source + 1]]
+        assert "hm" not in renderer.tokenizer.decode(path)
+
+
+def test_files_in_every_form_say_the_same(tmp_path):
+    plain = [{"messages": TALK, "tools": [TOOL]}, {"messages": TALK[1:2] + TALK[4:], "tools": None}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, plain)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain), tmp_path / "a.parquet")
+    table = pyarrow.Table.from_pylist(plain)
+    (tmp_path / "hub" / "train").mkdir(parents=True)
+    with pyarrow.ipc.new_stream(str(tmp_path / "hub" / "train" / "data-0.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    text = [{"messages": json.dumps(TALK), "tools": json.dumps([TOOL])}, {"prompt": "hi", "completion": "it is 2"}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, text)))
+    found = [read_chats(rows(str(tmp_path / name)), data()) for name in ("a.jsonl", "a.parquet", "hub", "b.jsonl")]
+    assert all(chats == found[0] for chats in found)
+
+
+@pytest.mark.parametrize("row", [{"text": "hi"}, {"messages": [{"content": "x"}]}, {"messages": TALK[:2]}])
+def test_a_row_that_is_no_conversation_is_named(row):
+    with pytest.raises(ConfigInvalid, match="row 2 of data"):
+        read_chats([{"messages": TALK}, row], data())
+
+
+def test_every_example_comes_once_an_epoch_whatever_the_batch_size():
+    stream = Stream(7, 3, seed=1)
+    order = [at for start in range(0, 21, 4) for at in stream.take(start, 4)]
+    assert order == [at for start in range(0, 21, 5) for at in stream.take(start, 5)]
+    assert [sorted(order[at : at + 7]) for at in (0, 7, 14)] == [list(range(7))] * 3
+    assert order[:7] != order[7:14]
+    assert order != [at for start in range(0, 21, 7) for at in Stream(7, 3, seed=2).take(start, 7)]
+    train, apart = held_out(20, 0.25, 0)
+    assert len(apart) == 5
+    assert sorted(train + apart) == list(range(20))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    write_model(folder / "model")
+    rng = Random(0)
+    with (folder / "data.jsonl").open("w") as file:
+        for _ in range(40):
+            text = "".join(rng.choices("abcdef", k=rng.randint(2, 9)))
+            file.write(json.dumps({"prompt": text, "completion": text[::-1]}) + "\n")
+    return folder
+
+
+def settings(world: Path, name: str, **more) -> dict:
+    return {
+        "name": name,
+        "output": str(world / "runs"),
+        "model": {"name": str(world / "model")},
+        "data": {"path": str(world / "data.jsonl")},
+        "validation": {"share": 0.1, "interval": 5},
+        "batch_size": 5,
+        "epochs": 3,
+        "seq_len": 64,
+        "trainer": {"threads": 1, "pack_tokens": 128, "optim": {"lr": 3e-3, "schedule": {"type": "cosine"}}, **more},
+        "checkpoint": {"interval": 3},
+    }
+
+
+def finish(config: dict) -> tuple[int, int]:
+    """Run to the end: all steps, and those that ran now."""
+    process, pipe = start_sft(config)
+    try:
+        while pipe.poll(DEADLINE):
+            said = pipe.recv()
+            if isinstance(said, tuple):
+                return said[1], said[2]
+    except EOFError:
+        process.join(DEADLINE)
+    finally:
+        process.kill()
+        process.join()
+    raise AssertionError(f"the run ended with {process.exitcode}")
+
+
+def kill_after(config: dict, step: int, delay: float) -> None:
+    """Kill the run at some moment after it has done `step`."""
+    process, pipe = start_sft(config)
+    while pipe.poll(DEADLINE):
+        if (said := pipe.recv()) == step:
+            time.sleep(delay)  # any moment will do
+            process.kill()
+            process.join()
+            return
+        assert not isinstance(said, tuple), "the run ended before it was killed"
+    raise AssertionError(f"step {step} never came")
+
+
+def curve(path: Path) -> dict[str, list[tuple[int, float]]]:
+    with RunStore.open(path, write=False) as store:
+        found = Journal(store).metrics()
+    names = ("train/loss", "train/grad_norm", "train/lr", "data/examples", "validation/loss")
+    return {name: [(metric.step, metric.value) for metric in found if metric.name == name] for name in names}
+
+
+def weights(path: Path) -> bytes:
+    (file,) = path.glob("weights/*/model.safetensors")
+    return file.read_bytes()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_run_killed_anywhere_goes_on_as_if_nothing_had_happened(world, lora):
+    more = {"lora": {"enabled": True, "rank": 4}} if lora else {}
+    name = "lora" if lora else "full"
+    assert finish(settings(world, f"{name}-whole", **more)) == (22, 22)
+    whole = curve(world / "runs" / f"{name}-whole")
+    seen = [value for _, value in whole["data/examples"]]
+    assert seen == [*range(5, 106, 5), 108]  # 3 epochs of 36, none twice and none missing
+    assert [step for step, _ in whole["validation/loss"]] == [0, 5, 10, 15, 20, 22]
+    losses = [value for _, value in whole["train/loss"]]
+    assert sum(losses[-5:]) < sum(losses[:5])  # it learns
+
+    rng = Random(7)
+    config = settings(world, f"{name}-killed", **more)
+    kills = 1 if lora and KILLS == 2 else KILLS
+    at = 0
+    for _ in range(kills):
+        at = min(at + rng.randint(1, 8 if kills < 5 else 3), 21)
+        kill_after(config, at, rng.uniform(0, 0.05))
+        at = max((int(path.name[5:]) for path in (world / f"runs/{name}-killed/checkpoints").glob("step_*")), default=0)
+    finish(config)
+    assert curve(world / "runs" / f"{name}-killed") == whole
+    assert weights(world / "runs" / f"{name}-killed") == weights(world / "runs" / f"{name}-whole")
+    assert finish(config) == (22, 0)  # the same command again says it is finished
+
+
+def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, capsys, tmp_path):
+    flags = ["-m", str(world / "model"), "-d", str(world / "data.jsonl"), "-o", str(tmp_path), "--name", "x"]
+    assert main(["sft", *flags, "--batch_size", "8", "--dry-run"]) == 0
+    assert "5 steps of 8" in capsys.readouterr().out
+    assert main(["sft", *flags, "--trainer.loss.id", "ppo", "--dry-run"]) == 2
+    assert main(["sft", *flags, "--trainer.lora.rank", "8", "--dry-run"]) == 2
+    assert "lora.enabled" in capsys.readouterr().err
+    from ramify.store import open_run
+
+    open_run(tmp_path / "x", SftConfig.model_validate(settings(world, "x")).identity).close()
+    assert main(["sft", *flags, "--seed", "3", "--max_steps", "1"]) == 2
+    assert "seed: was 0, now 3" in capsys.readouterr().err

@@ -1,0 +1,249 @@
+"""One optimizer step: what it depends on, what it does not, and what it tells."""
+
+import math
+import subprocess
+import sys
+from collections import defaultdict
+from copy import deepcopy
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from ramify.model import resolve
+from ramify.model.layout import Layout, explain
+from ramify.trace import Annotation, Message, Sample, Trace, VersionRun, filler, grow
+from ramify.train import Batch, Trainer, TrainerConfig, lay_out, load_trainer
+from ramify.train.config import OptimConfig, ScheduleConfig
+from ramify.train.flops import Cost
+from ramify.train.metrics import Sums
+from ramify.train.optim import Optimizer, is_hidden, share
+from ramify.train.rows import bucket, row_of
+from tests.train.models import CONFIGS, HYBRID, VOCAB, policy
+
+
+def sample(
+    rng: Random, name: str, prompt: list[int], env: str = "e", step: int = 0, temperature: float = 1.0
+) -> Sample:
+    trace = Trace(id=name)
+    trace.add(-1, Message("user"), np.array(prompt, np.int32))
+    size = rng.randrange(4, 12)
+    half = size // 2
+    trace.add(
+        0,
+        Message("assistant"),
+        np.array([rng.randrange(VOCAB) for _ in range(size)], np.int32),
+        sampled=(0, size),
+        logprobs=[rng.uniform(-5.0, -2.0) for _ in range(size)],
+        versions=[VersionRun("p", 0, step, half), VersionRun("p", 0, step + 1, size - half)],
+    )
+    note = Annotation(name, 1, advantage=rng.choice([-1.0, 1.0]), ce=rng.choice([0.0, 0.5]))
+    return Sample(trace, (note,), temperature, env)
+
+
+def forests(seed: int = 0, count: int = 4):
+    rng = Random(seed)
+    found = []
+    for number in range(count):
+        prompt = [rng.randrange(VOCAB) for _ in range(20)]
+        env, heat = ("math", "code")[number % 2], (1.0, 0.8)[number % 2]
+        found.append(grow([sample(rng, f"g{number}a{i}", prompt, env, i % 3, heat) for i in range(5)]))
+    return found
+
+
+def trainer(shape: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Trainer:
+    return Trainer(policy(CONFIGS[shape], seed), TrainerConfig(optim=settings), dtype=dtype)
+
+
+def weights(made: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in made.masters.named()}
+
+
+def test_a_step_does_not_depend_on_how_the_batch_was_packed():
+    made = [trainer(lr=1e-3), trainer(lr=1e-3), trainer(lr=1e-3)]
+    packs = [lay_out(forests(), 10_000), lay_out(forests(), 50), [*lay_out(forests(), 60), filler(30)]]
+    assert len(packs[0]) == 1 < len(packs[1])
+    seen = [each.step(Batch.of(3, part)) for each, part in zip(made, packs)]
+    for other in seen[1:]:
+        assert other.loss == pytest.approx(seen[0].loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(seen[0].grad_norm, rel=1e-5)
+        assert other.sums.flat_tokens == seen[0].sums.flat_tokens
+    assert seen[0].token_ratio > 2
+
+
+def test_training_lowers_the_loss_of_what_is_trained():
+    trace = sample(Random(1), "a", [1, 2, 3]).trace
+    batch = Batch.of(0, lay_out([grow([Sample(trace, (Annotation("a", 1, rl=0.0, ce=1.0),))])], 1000))
+    made = trainer("qwen3", lr=1e-2)
+    losses = [made.step(batch).loss for _ in range(8)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("type", ["adamw", "muon"])
+def test_bfloat16_computes_on_copies_and_keeps_what_rounds_away(type):
+    exact, rounded = trainer(type=type, lr=1e-5), trainer(type=type, lr=1e-5, dtype=torch.bfloat16)
+    before = weights(rounded)
+    packs = lay_out(forests(), 60)
+    assert len(packs) > 1
+    for step in range(3):
+        exact.step(Batch.of(step, packs))
+        metrics = rounded.step(Batch.of(step, packs))
+    assert metrics.grad_norm > 0
+    for name, value in weights(rounded).items():
+        assert value.dtype == torch.float32
+        moved, wanted = value - before[name], weights(exact)[name] - before[name]
+        assert moved.abs().max() > 0, name
+        assert torch.cosine_similarity(moved.flatten(), wanted.flatten(), dim=0) > 0.7, name
+        held = dict(rounded.policy.named_parameters())[name]
+        assert held.dtype == torch.bfloat16
+        assert torch.equal(held, value.bfloat16())
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
+    made = trainer()
+    before = weights(made)
+    forest = forests()[0]
+    forest.targets.advantage[:] = math.inf
+    metrics = made.step(Batch.of(0, [forest]))
+    assert metrics.skipped
+    assert all(torch.equal(value, before[name]) for name, value in weights(made).items())
+
+
+def test_gradients_are_clipped_to_their_norm():
+    made = trainer(max_norm=1e-3)
+    metrics = made.step(Batch.of(0, lay_out(forests(), 1000)))
+    assert metrics.grad_norm > 1e-3
+    left = torch.stack([value.grad.norm() for value in made.masters.parameters()]).norm()
+    assert float(left) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_metrics_equal_a_count_token_by_token():
+    made = trainer("qwen3", lr=1e-9)
+    packs = lay_out(forests(), 70)
+    found = made.step(Batch.of(4, packs)).named()
+    sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for pack in packs:
+        with torch.no_grad():
+            logprob, entropy = made.policy.score(row_of(pack))
+        masked = made.policy.losses["rl"](row_of(pack).entries("rl", logprob)).masked
+        for t in range(len(pack.targets)):
+            age = 4 - pack.versions[pack.targets.version[t]].step
+            where = f"/{pack.envs[pack.of_sequence('env')[t]]}/age_{age}"
+            lr = float(logprob[t]) - float(pack.targets.logprob[t])
+            for place in ("", where):
+                sums[place]["mismatch_kl"].append(math.exp(lr) - lr - 1)
+                sums[place]["max_log_ratio"].append(abs(lr))
+                sums[place]["entropy"].append(float(entropy[t]))
+                sums[place]["masked"].append(float(masked[t]))
+    assert len(sums) == 1 + 2 * 4  # two envs, ages 1 to 4
+    for place, columns in sums.items():
+        assert found[f"entries{place}"] == len(columns["entropy"])
+        for name, values in columns.items():
+            wanted = max(values) if name == "max_log_ratio" else sum(values) / len(values)
+            assert found[f"{name}{place}"] == pytest.approx(wanted, rel=1e-4, abs=1e-6), (name, place)
+    assert found["forest/token_ratio"] == sum(f.flat_tokens for f in forests()) / sum(f.tokens for f in packs)
+    assert {"train/grad_norm", "train/tokens_per_second", "train/lr", "loss/rl", "loss/ce"} <= found.keys()
+
+
+def test_sums_of_ranks_add_up_to_those_of_one():
+    packs = lay_out(forests(), 70)
+    whole = Batch.of(4, packs)
+    one = trainer().step(whole).sums
+    ranks = [trainer().step(Batch(4, part, whole.counts)).sums for part in (packs[:1], packs[1:])]
+    both = Sums.merged(ranks)
+    assert both.terms == pytest.approx(one.terms)
+    assert both.tokens == one.tokens
+    assert both.groups.keys() == one.groups.keys()
+    for group, row in one.groups.items():
+        np.testing.assert_allclose(both.groups[group], row, rtol=1e-6)
+
+
+def test_a_row_without_targets_takes_part_and_changes_nothing():
+    made = trainer("mixed")
+    metrics = made.step(Batch(0, [filler(16)], {"rl": 1, "ce": 1, "ref_kl": 1}))
+    assert metrics.loss == 0.0
+    assert metrics.grad_norm == 0.0
+    assert all(value.grad is not None for value in made.masters.parameters())
+
+
+def test_schedules():
+    def at(step: int, **settings) -> float:
+        return share(ScheduleConfig(**settings), step, 100)
+
+    assert [at(s, warmup_steps=4) for s in (0, 1, 3, 4, 99)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    linear = {"type": "linear", "warmup_steps": 20, "floor": 0.1}
+    assert [at(s, **linear) for s in (20, 60, 100, 150)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert [at(s, type="cosine") for s in (0, 50, 100)] == pytest.approx([1.0, 0.5, 0.0])
+    assert [at(s, type="wsd") for s in (0, 80, 90, 100)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    assert at(95, type="wsd", decay_steps=10) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="number of steps"):
+        share(ScheduleConfig(type="cosine"), 1, None)
+    with pytest.raises(ValueError, match="decay"):
+        ScheduleConfig(floor=0.1)
+
+
+def test_muon_takes_the_matrices_inside_the_layers_and_adamw_the_rest():
+    made = policy(CONFIGS["qwen3"])
+    hidden = {name for name, value in made.named_parameters() if is_hidden(name, value)}
+    assert hidden == {name for name, value in made.named_parameters() if ".layers." in name and value.ndim == 2}
+    optimizer = Optimizer(made.named_parameters(), OptimConfig(type="muon", weight_decay=0.1), None)
+    held = [sum(len(group["params"]) for group in part.param_groups) for part in optimizer.parts]
+    assert held == [len(hidden), len(list(made.parameters())) - len(hidden)]
+
+
+def test_the_state_of_an_optimizer_goes_on_where_it_was():
+    batch = [Batch.of(step, lay_out(forests(step), 100)) for step in range(3)]
+    first = trainer(type="muon", lr=1e-3)
+    for each in batch[:2]:
+        first.step(each)
+    second = trainer(type="muon", lr=1e-3, seed=5)
+    with torch.no_grad():
+        for (_, mine), (_, theirs) in zip(second.masters.named(), first.masters.named()):
+            mine.copy_(theirs)
+    second.masters.sync()
+    second.optimizer.load_state_dict(deepcopy(first.optimizer.state_dict()))
+    assert first.step(batch[2]).loss == second.step(batch[2]).loss
+    assert all(torch.equal(value, weights(second)[name]) for name, value in weights(first).items())
+
+
+def test_the_cost_counts_each_product_once():
+    made, forest = policy(CONFIGS["mixed"]), forests()[0]
+    layers = sum(value.numel() for name, value in made.named_parameters() if ".layers." in name and value.ndim == 2)
+    full = int((forest.position + 1).sum())
+    assert full == forest.pairs
+    near = int(np.minimum(forest.position + 1, 9).sum())
+    wanted = 6 * layers * len(forest) + 6 * VOCAB * 48 * len(forest.heads()[0]) + 12 * 4 * 16 * (2 * full + near)
+    assert Cost.of(made.model).flops(forest) == wanted
+
+
+def test_rows_of_a_gpu_have_few_lengths():
+    assert {bucket(length, 16384) for length in range(1, 16385, 37)} == {4096, 8192, 12288, 16384}
+    assert bucket(16385, 16384) == 32768
+    assert {bucket(length, 1152) % 128 for length in range(1, 5000, 11)} == {0}
+    assert max(bucket(length, 1152) for length in range(1, 1153)) == 1152
+
+
+def test_the_packaged_model_is_loaded_and_says_how_it_computes():
+    said: list[str] = []
+    made = load_trainer(
+        resolve("tiny"), TrainerConfig(device="cpu", threads=1, checkpoint_activations=True), tell=said.append
+    )
+    assert made.policy.layout is Layout.FOREST
+    assert "float32 on cpu" in said[0]
+    assert said[1] == "forest: shared prefixes are computed once"
+    assert explain(HYBRID).startswith("chains: lfm2 has conv layers")
+    assert not made.step(Batch.of(0, lay_out(forests(), 100))).skipped
+
+
+def test_configuration_and_losses_load_without_torch():
+    script = [
+        "import sys, ramify.train as train",
+        "train.TrainerConfig(loss={'id': 'gspo'})",
+        "train.find_loss('ppo')",
+        "print('torch' in sys.modules)",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(script)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"

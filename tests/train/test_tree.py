@@ -1,0 +1,161 @@
+"""Tree attention by itself: the mask, its blocks, its memory, and the models it is refused to."""
+
+import os
+import subprocess
+import sys
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+from transformers import AutoConfig, LlamaConfig
+
+from ramify.errors import ModelUnsupported
+from ramify.model.layout import Layout, layout_for
+from ramify.model.tiles import TiledAttention, products
+from ramify.model.tree import BLOCK, block_mask
+from ramify.trace import Forest, concat, cut, filler, grow, pack
+from tests.trace.forests import Size, group
+from tests.train.models import CONFIGS, HYBRID
+
+SEEDS = range(10 if os.environ.get("RAMIFY_FULL") else 1)
+SIZE = Size(traces=4, nodes=8, fewest=5, tokens=70, vocab=3, logprobs=(-5.0, -0.1))
+
+
+def row(seed: int) -> Forest:
+    """Bushy trees with long and short runs, some cut, with padding behind, a multiple of the block long."""
+    rng = Random(seed)
+    forests = [grow([each.sample() for each in group(rng, SIZE, f"g{number}-")]) for number in range(3)]
+    whole = concat(pack([piece for forest in forests for piece in cut(forest, 400)], 10_000))
+    return concat([whole, filler(-len(whole) % BLOCK)])
+
+
+def seen(forest: Forest, window: int) -> torch.Tensor:
+    near = forest.position[:, None] - forest.position[None, :] < (window or len(forest))
+    return torch.from_numpy(forest.visible() & near)
+
+
+@pytest.mark.parametrize("window", [0, 5, 40, 300])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tiles_attend_to_what_the_rule_says_forward_and_backward(seed, window):
+    forest = row(seed)
+    torch.manual_seed(seed)
+    query = torch.randn(1, 4, len(forest), 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, len(forest), 8, requires_grad=True) for _ in range(2))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=seen(forest, window)
+    )
+    grad = torch.randn_like(wanted)
+    plan = products(forest.end, forest.position, window)
+    assert any(product.mask is not None for product in plan)
+    assert window or any(product.causal for product in plan)
+    found = TiledAttention.apply(query, key, value, plan, None)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    ours, theirs = (torch.autograd.grad(each, (query, key, value), grad) for each in (found, wanted))
+    for mine, other in zip(ours, theirs):
+        assert (mine - other).norm() <= 2e-6 * other.norm()
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_blocks_hold_what_the_rule_says_and_leave_the_rest_out(window):
+    forest = row(1)
+    cpu = torch.device("cpu")
+    blocks = block_mask(forest.end, forest.position, window, cpu)
+    mask = seen(forest, window)
+    assert torch.equal(create_mask(blocks.mask_mod, 1, 1, len(forest), len(forest), device="cpu")[0, 0], mask)
+    tiled = mask.reshape(len(forest) // BLOCK, BLOCK, len(forest) // BLOCK, BLOCK)
+    some, every = tiled.any(3).any(1), tiled.all(3).all(1)
+    full, partial = (
+        [set(row[:count].tolist()) for row, count in zip(index[0, 0], counts[0, 0].tolist())]
+        for index, counts in (
+            (blocks.full_kv_indices, blocks.full_kv_num_blocks),
+            (blocks.kv_indices, blocks.kv_num_blocks),
+        )
+    )
+    for number in range(len(some)):
+        assert full[number] <= set(np.flatnonzero(every[number]).tolist())
+        assert set(np.flatnonzero(some[number]).tolist()) <= full[number] | partial[number]
+        assert not full[number] & partial[number]
+    if not window:  # without a window no block is computed for nothing
+        assert sum(map(len, partial)) + sum(map(len, full)) == int(some.sum())
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, len(forest), 16)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(flex_attention(query, key, value, block_mask=blocks), wanted, atol=1e-5, rtol=1e-5)
+
+
+BIG = """
+import resource
+import numpy as np, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from ramify.model.layout import Layout
+from ramify.model.tree import ATTENTION
+from ramify.trace import Annotation, Message, Sample, Trace, grow
+from ramify.train.losses import find_loss
+from ramify.train.policy import Policy
+from ramify.train.rows import row_of
+
+torch.set_num_threads(1)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+policy = Policy(model, Layout.FOREST, find_loss("dppo"))
+
+def run(attempts):
+    rng, samples = np.random.default_rng(0), []
+    prompt = rng.integers(0, 64, 2500)
+    for number in range(attempts):
+        trace = Trace(id=str(number))
+        trace.add(-1, Message("user"), prompt)
+        for parent in (0, 1, 1):  # a reply, and two ways to go on
+            size = 25 if parent else 500
+            ids, logprobs = rng.integers(0, 64, size), [-4.0] * size
+            trace.add(parent, Message("assistant"), ids, sampled=(0, size), logprobs=logprobs)
+        samples.append(Sample(trace, tuple(Annotation(trace.id, node, advantage=1.0) for node in (1, 2, 3))))
+    forest = grow(samples)
+    policy(row_of(forest), forest.counts()).loss.backward()
+    return len(forest)
+
+run(2)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tokens = run(50)
+print(tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_a_tree_of_30000_tokens_takes_memory_linear_in_its_tokens():
+    """A mask of its pairs would take 900 MB as bytes, 3.6 GB as numbers; a tensor of its activations takes 4 MB."""
+    done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    tokens, grown = map(int, done.stdout.split())
+    assert tokens >= 29_000
+    assert grown < 300e6
+
+
+def test_layouts():
+    assert {layout_for(config) for config in CONFIGS.values()} == {Layout.FOREST}
+    assert layout_for(HYBRID) is Layout.CHAINS
+    for kind in ("mamba", "qwen3_next", "falcon_h1", "recurrent_gemma", "bamba", "rwkv"):
+        assert layout_for(AutoConfig.for_model(kind)) is Layout.CHAINS, kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("gemma2", "attn_logit_softcapping"),
+        ("gpt_oss", "sinks"),
+        ("deepseek_v3", "kv_lora_rank"),
+        ("cohere", "logit_scale"),
+        ("llama4_text", "chunked_attention"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(kind, named):
+    with pytest.raises(ModelUnsupported, match=named):
+        layout_for(AutoConfig.for_model(kind))
+
+
+def test_a_scale_of_one_is_no_scale():
+    config = LlamaConfig()
+    config.logits_scaling = 1.0
+    assert layout_for(config) is Layout.FOREST

@@ -1,0 +1,193 @@
+"""Requests, streamed replies, deadlines and cancels, over real sockets."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from ramify.errors import (
+    ConfigInvalid,
+    DeadlineExceeded,
+    JudgeError,
+    PeerLost,
+    PeerRefused,
+    QueueFull,
+    RequestInvalid,
+)
+from ramify.wire import Client, Message, Request, Server, Settings
+
+FAST = Settings(interval=0.1, patience=5.0, grace=5.0)
+
+
+class Ask(msgspec.Struct):
+    text: str
+
+
+async def echo(request: Request) -> Message:
+    return Message.of(request.read(Ask).text[::-1], *request.message.blobs)
+
+
+async def count(request: Request) -> Message:
+    for number in range(request.read(int)):
+        request.part(Message.of(number))
+    return Message.of("end")
+
+
+async def fail(request: Request) -> Message:
+    raise JudgeError("asleep")
+
+
+class Waiting:
+    """A handler that waits, and says how it ended."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+        self.open = asyncio.Event()
+
+    async def __call__(self, request: Request) -> Message:
+        self.begun.set()
+        try:
+            await self.open.wait()
+        finally:
+            self.ended.set()
+        return Message.of("waited")
+
+
+def run(test):
+    """Run an async test with a server and a client."""
+
+    def wrapped():
+        async def main():
+            waiting = Waiting()
+            handlers = {"echo": echo, "count": count, "fail": fail, "wait": waiting}
+            async with Server(handlers, settings=FAST) as server, Client(server.address, settings=FAST) as client:
+                await asyncio.wait_for(test(server, client, waiting), 20)
+
+        asyncio.run(main())
+
+    wrapped.__name__ = test.__name__
+    return wrapped
+
+
+@run
+async def test_an_answer_comes_back_with_its_blobs(server, client, waiting):
+    large = bytes(range(256)) * (1 << 15)
+    answer = await client.call("echo", Message.of(Ask("abc"), b"small", large), deadline=5)
+    assert answer.read(str) == "cba"
+    assert [bytes(blob) for blob in answer.blobs] == [b"small", large]
+
+
+@run
+async def test_the_parts_of_a_stream_come_in_order_and_before_the_end(server, client, waiting):
+    seen: list[int] = []
+    answer = await client.call("count", Message.of(100), deadline=5, on_part=lambda part: seen.append(part.read(int)))
+    assert seen == list(range(100))
+    assert answer.read(str) == "end"
+
+
+@run
+async def test_a_failure_arrives_as_the_class_that_bears_its_name(server, client, waiting):
+    with pytest.raises(JudgeError, match="asleep") as caught:
+        await client.call("fail", deadline=5)
+    assert "raise JudgeError" in (caught.value.remote_traceback or "")
+
+
+@run
+async def test_what_is_asked_wrongly_is_refused_and_the_connection_goes_on(server, client, waiting):
+    with pytest.raises(RequestInvalid, match="unknown method 'ecco'"):
+        await client.call("ecco", deadline=5)
+    with pytest.raises(RequestInvalid, match="Ask"):
+        await client.call("echo", Message.of(7), deadline=5)
+    assert (await client.call("echo", Message.of(Ask("ab")), deadline=5)).read(str) == "ba"
+
+
+@run
+async def test_a_deadline_travels_and_ends_the_work_at_the_other_side(server, client, waiting):
+    with pytest.raises(DeadlineExceeded, match="wait"):
+        await client.call("wait", deadline=0.2)
+    await waiting.ended.wait()
+    assert server.open == 0
+
+
+@run
+async def test_a_call_that_is_cancelled_is_cancelled_at_the_other_side(server, client, waiting):
+    call = asyncio.create_task(client.call("wait", deadline=60))
+    await waiting.begun.wait()
+    call.cancel()
+    await waiting.ended.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert client.open == 0
+
+
+@run
+async def test_a_request_that_is_cancelled_before_it_begins_is_answered_all_the_same(server, client, waiting):
+    calls = [asyncio.create_task(client.call("wait", deadline=60)) for _ in range(50)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert (await client.call("echo", Message.of(Ask("ab")), deadline=5)).read(str) == "ba"
+    assert server.open == 0
+
+
+@run
+async def test_a_server_that_closes_says_so_to_all_who_wait(server, client, waiting):
+    call = asyncio.create_task(client.call("wait", deadline=60))
+    await waiting.begun.wait()
+    await server.close()
+    with pytest.raises(PeerLost, match=r"closing|closed"):
+        await call
+
+
+def test_one_request_too_many_is_refused_by_name():
+    async def main():
+        waiting = Waiting()
+        few = Settings(interval=0.1, queue=2)
+        async with Server({"wait": waiting}, settings=few) as server, Client(server.address, settings=FAST) as client:
+            calls = [asyncio.create_task(client.call("wait", deadline=10)) for _ in range(3)]
+            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            with pytest.raises(QueueFull, match="2 requests"):
+                await done.pop()
+            waiting.open.set()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(answer, Message) for answer in answers) == 2
+        async with Server({"wait": waiting}) as server, Client(server.address, settings=few) as client:
+            waiting.open.clear()
+            calls = [asyncio.create_task(client.call("wait", deadline=10)) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull):
+                await client.call("wait", deadline=10)
+            waiting.open.set()
+            await asyncio.gather(*calls)
+
+    asyncio.run(main())
+
+
+def test_an_address_others_can_reach_needs_a_secret():
+    for address in ("tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.1.2.3:5000", "tcp://[::]:0"):
+        with pytest.raises(ConfigInvalid, match="secret"):
+            Server({}, address)
+    for address in ("somewhere", "tcp://127.0.0.1", "http://127.0.0.1:1"):
+        with pytest.raises(ConfigInvalid, match="tcp://HOST:PORT"):
+            Server({}, address)
+
+
+def test_only_who_knows_the_secret_is_answered():
+    async def main():
+        quick = Settings(interval=0.1, patience=0.5)
+        async with Server({"echo": echo}, "tcp://0.0.0.0:0", secret="sesame", settings=quick) as server:
+            address = server.address.replace("0.0.0.0", "127.0.0.1")
+            async with Client(address, secret="sesame", settings=quick) as client:
+                assert (await client.call("echo", Message.of(Ask("ab")), deadline=5)).read(str) == "ba"
+            with pytest.raises(PeerLost, match="is the secret right"):
+                await Client(address, secret="simsim", settings=quick).start()
+            with pytest.raises(PeerLost):
+                await Client(address, settings=quick).start()
+        async with (
+            Server({"echo": echo}, secret="sesame", encrypted=False, settings=quick) as server,
+        ):
+            with pytest.raises(PeerRefused, match="does not know the secret"):
+                await Client(server.address, secret="simsim", encrypted=False, settings=quick).start()
+
+    asyncio.run(main())

@@ -1,0 +1,101 @@
+"""A client that means harm hurts nobody but itself."""
+
+import asyncio
+import os
+import random
+import socket
+
+import psutil
+import zmq
+
+from ramify.errors import Failure
+from ramify.wire import VERSION, Client, Message, Request, Server, Settings
+from ramify.wire import frames as said
+from ramify.wire.address import proof
+
+COUNT = 10_000 if os.environ.get("RAMIFY_FULL") else 1000
+SETTINGS = Settings(interval=0.1, patience=10.0, grace=10.0, max_frame=1 << 20)
+
+
+async def echo(request: Request) -> Message:
+    return Message.of(request.read(str), *request.message.blobs)
+
+
+def frame(rng: random.Random) -> list[bytes]:
+    """Something a client could have said, or nearly."""
+    any_failure = Failure("X", "y", "system", False)
+    number, id = rng.randrange(1, 5), rng.randrange(5)
+    headers = [
+        said.Hello(VERSION, f"c{id}", proof(None, f"c{id}"), rng.randrange(3)),
+        said.Request(number, rng.randrange(4), id, rng.choice(["echo", "x"]), 1.0),
+        said.Cancel(number, 0, id),
+        said.Beat(rng.randrange(9), rng.randrange(9)),
+        said.Again(rng.randrange(9)),
+        said.Reply(number, 0, id),
+        said.Refused(any_failure),
+        said.Bye(),
+    ]
+    return [said.encode(rng.choice(headers)), *(rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(3)))]
+
+
+def hostile(kind: str, rng: random.Random) -> list[bytes]:
+    if kind == "random":
+        return [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 5))]
+    if kind == "truncated":
+        whole = frame(rng)
+        return [part[: rng.randrange(len(part) + 1)] for part in whole[: rng.randrange(1, len(whole) + 1)]]
+    version = rng.choice([0, -1, VERSION + 1, 2**31, 2**62])
+    return [said.encode(said.Hello(version, rng.randbytes(4).hex(), b"", 0))]
+
+
+def test_a_good_client_is_served_while_a_hostile_one_tries_everything():
+    async def main():
+        rng, process = random.Random(7), psutil.Process()
+        context = zmq.Context()
+        async with (
+            Server({"echo": echo}, settings=SETTINGS) as server,
+            Client(server.address, settings=SETTINGS) as good,
+        ):
+            for kind in ("random", "truncated", "version"):
+                memory = []
+                bad = context.socket(zmq.DEALER)
+                for number in range(COUNT):
+                    if number % 10 == 0:  # the connection before was cut off
+                        bad.close(100)
+                        bad = context.socket(zmq.DEALER)
+                        bad.connect(server.address)
+                    bad.send_multipart(hostile(kind, rng))
+                    if number % 25 == 0:
+                        answer = await good.call("echo", Message.of(f"{number}", bytes(100)), deadline=5)
+                        assert answer.read(str) == f"{number}"
+                        memory.append(process.memory_info().rss)
+                bad.close(100)
+                quarter = len(memory) // 4
+                second, last = memory[quarter : 2 * quarter], memory[-quarter:]
+                assert sum(last) / len(last) <= 1.05 * sum(second) / len(second)
+            assert server.end.refused >= COUNT // 10
+        context.destroy(0)
+
+    asyncio.run(main())
+
+
+def test_bytes_that_are_no_zmq_and_frames_that_are_too_large_close_their_own_connection():
+    async def main():
+        context = zmq.Context()
+        async with (
+            Server({"echo": echo}, settings=SETTINGS) as server,
+            Client(server.address, settings=SETTINGS) as good,
+        ):
+            host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+            for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, b"\0" * 64):
+                with socket.create_connection((host, int(port))) as raw:
+                    raw.sendall(garbage)
+                    assert (await good.call("echo", Message.of("a"), deadline=5)).read(str) == "a"
+            large = context.socket(zmq.DEALER)
+            large.connect(server.address)
+            large.send(bytes(4 << 20))
+            assert (await good.call("echo", Message.of("b"), deadline=5)).read(str) == "b"
+            large.close(0)
+        context.destroy(0)
+
+    asyncio.run(main())
