@@ -58,5 +58,6 @@ bench-check: env  ## run every benchmark against its targets
 		$(BIN)/python $$script --check $(COMPETITORS) || status=$$?; \
 	done; exit $$status
 
-rl: env  ## the quickstart run
-	@echo "not yet: the training loop arrives with a later step; 'ramify doctor' shows what this machine can run"
+rl: env  ## the quickstart run: tiny learns to write words backwards, and the curve goes to reward.png
+	$(BIN)/ramify rl @ examples/reverse_text/rl.toml
+	$(BIN)/ramify plot outputs/reverse-text -o reward.png

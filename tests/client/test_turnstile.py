@@ -32,12 +32,12 @@ def test_a_cancelled_one_is_passed_over_and_the_turnstile_opens_again():
     async def check() -> None:
         turnstile = Turnstile()
         await turnstile.enter()
-        waiting = [asyncio.create_task(turnstile.enter()) for _ in range(3)]
+        waiting = [asyncio.create_task(turnstile.enter()) for _ in range(4)]
         await asyncio.sleep(0)
-        waiting[0].cancel()
+        waiting[2].cancel()
         async with asyncio.timeout(5):
             await asyncio.gather(*waiting, return_exceptions=True)
             await turnstile.enter()
-        assert [task.cancelled() for task in waiting] == [True, False, False]
+        assert [task.cancelled() for task in waiting] == [False, False, True, False]
 
     asyncio.run(check())

@@ -48,9 +48,8 @@ class Tricky(rf.Taskset):
         if does == "exit":
             os._exit(9)
         if does == "shell":
-            await runtime.run(
-                f"echo $$ > {task.file}; (setsid sleep 86399 &) ; sleep 86399 & sleep 86399", deadline=900
-            )
+            nap = f"sleep {task.nap}"
+            await runtime.run(f"echo $$ > {task.file}; (setsid {nap} &) ; {nap} & {nap}", deadline=900)
         if does == "talk":
             talk(str(task.key))
 

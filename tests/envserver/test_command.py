@@ -38,7 +38,7 @@ async def busy(client: EnvClient, tmp_path: Path, count: int = 2) -> list[asynci
     """Rollouts that run shells, once they do."""
     files = [tmp_path / f"shell-{number}" for number in range(count)]
     rollouts = [
-        asyncio.create_task(client.run(task(number, does="shell", file=str(file)), id=f"b{number}"))
+        asyncio.create_task(client.run(task(number, does="shell", file=str(file), nap=86399), id=f"b{number}"))
         for number, file in enumerate(files)
     ]
     await until(lambda: all(file.exists() and file.read_text().strip() for file in files), "the shells")

@@ -59,11 +59,12 @@ def test_a_worker_that_is_killed_with_forty_rollouts_in_flight_loses_none(shared
 
 def test_a_cancelled_rollout_takes_its_shells_with_it(shared, tmp_path):
     runner, _, client = shared
+    nap = 100_000 + os.getpid()  # by which its processes are known
 
     async def scene(cancel):
         file = tmp_path / "pid"
         file.unlink(missing_ok=True)
-        rollout = asyncio.create_task(client.run(task(1, does="shell", file=str(file)), id="shell"))
+        rollout = asyncio.create_task(client.run(task(1, does="shell", file=str(file), nap=nap), id="shell"))
         await until(lambda: file.exists() and bool(file.read_text().strip()), "the shell")
         shell = psutil.Process(int(file.read_text()))
         tree = [shell, *shell.children(recursive=True)]
@@ -75,7 +76,7 @@ def test_a_cancelled_rollout_takes_its_shells_with_it(shared, tmp_path):
             await rollout
 
     def sleeps() -> list[psutil.Process]:
-        return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "86399"]]
+        return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", str(nap)]]
 
     async def by_task(rollout):
         rollout.cancel()

@@ -10,7 +10,9 @@ import psutil
 from ramify.launch.process import Entry, Role
 
 FOR_EVER = "import signal; signal.pause()"
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\nwhile 1: signal.pause()"
+STUBBORN = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\nwhile 1: signal.pause()"
+)
 
 
 def entry(folder: Path, name: str, code: str, role: Role = Role.SERVICE, **more) -> Entry:

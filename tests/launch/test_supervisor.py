@@ -59,13 +59,15 @@ def test_a_process_that_always_crashes_ends_the_run_with_the_end_of_its_log(tmp_
 
 def test_a_failure_that_would_repeat_itself_is_not_tried_again(tmp_path):
     broken = entry(tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", Role.FOLLOWER)
-    with pytest.raises(StorageFull, match="^no room on /data$"):
+    with pytest.raises(StorageFull, match=r"^no room on /data$"):
         supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
     assert len(pids(tmp_path, "trainer")) == 1
 
 
 def test_a_named_failure_of_the_leader_is_the_runs_own(tmp_path):
-    stalled = entry(tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", Role.LEADER)
+    stalled = entry(
+        tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", Role.LEADER
+    )
     with pytest.raises(DeadlineExceeded, match="waited for inference"):
         supervised([stalled])
 
@@ -97,15 +99,15 @@ def test_a_process_starts_when_those_it_needs_answer(tmp_path, free_port):
     address = f"tcp://127.0.0.1:{free_port}"
     server = entry(tmp_path, "inference", SERVES, address=address, env={"PORT": str(free_port)})
     connects = "import socket; socket.create_connection(('127.0.0.1', int(os.environ['PORT'])))"
-    leader = entry(
-        tmp_path, "orchestrator", connects, Role.LEADER, after=("inference",), env={"PORT": str(free_port)}
-    )
+    leader = entry(tmp_path, "orchestrator", connects, Role.LEADER, after=("inference",), env={"PORT": str(free_port)})
     assert supervised([leader, server]) is Outcome.FINISHED
 
 
 def test_a_process_that_never_answers_is_named(tmp_path, free_port):
     hangs = entry(tmp_path, "inference", FOR_EVER, address=f"tcp://127.0.0.1:{free_port}", deadline=0.3)
-    with pytest.raises(DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"
+    ):
         supervised([hangs, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
     assert alive(tmp_path) == []
 

@@ -91,13 +91,13 @@ sys.exit(any(name in sys.modules for name in ("ramify.env", "ramify.rollout", "r
 def test_no_conversation_to_learn_from_is_of_an_eval_split():
     from itertools import islice
 
-    from ramify.model.recipe.corpus import conversations
+    from ramify.model.recipe.corpus import Shares, conversations
     from ramify.tasksets.drawing import split_of
     from ramify.tasksets.reversing import SYSTEM as REVERSING
     from ramify.tasksets.wikispeedia import SYSTEM as WALKING
 
     seen = set[str]()
-    for made in islice(conversations(7), 300):
+    for made in islice(conversations(7, Shares()), 300):
         first = made.messages[0].text
         asked = [message.text for message in made.messages if message.role == "user"]
         if first == REVERSING:
@@ -191,7 +191,7 @@ def test_a_rollout_of_it_calls_tools_over_several_turns():
     from ramify.model.recipe.playing import playing
 
     with playing(TINY) as player:
-        groups = asyncio.run(player.rollouts(WIKISPEEDIA, 4, 2))
+        groups = asyncio.run(player.rollouts(WIKISPEEDIA, 4, 2, seed=0))
     assert [len(group) for group in groups] == [2] * 4
     traces = [trace for group in groups for trace in group]
     assert all(trace.reward is not None for trace in traces)

@@ -5,16 +5,25 @@ import threading
 
 from ramify.errors import PeerRefused
 from ramify.train.batches import Batch, Laying, encode, laid_again, shares
+from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
 from ramify.wire import Message, Request, Server
+
+KINDS = {
+    "hello": Hello,
+    "batch": AskBatch,
+    "trained": Trained,
+    "published": Published,
+    "checkpoint": Checkpointed,
+}
 
 
 class Orchestrator:
     """Serves the same batches to whoever comes, and remembers what it was told."""
 
-    def __init__(self, batches: list[Batch]) -> None:
-        self.batches = batches
+    def __init__(self, batches: list[Batch], address: str = "tcp://127.0.0.1:0") -> None:
+        self.batches, self.address = batches, address
         self.committed, self.incarnation = 0, -1
-        self.laying, self.ranks = Laying(), 1
+        self.laying, self.ranks = Laying(), 0
         self.served: list[tuple[int, int]] = []  # (incarnation, step)
         self.trained: dict[tuple[int, int], float] = {}  # the loss
         self.published: list[tuple[tuple[str, int, int], str]] = []
@@ -39,17 +48,16 @@ class Orchestrator:
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        names = ("hello", "batch", "trained", "published", "checkpoint")
-        async with Server({name: self._handler(name) for name in names}) as server:
+        async with Server({name: self._handler(name) for name in KINDS}, self.address) as server:
             self.address = server.address
             started.set()
             await self._end.wait()
 
     def _handler(self, name: str):
         async def handle(request: Request) -> Message:
-            said = request.read(dict)
-            if name != "hello" and said["incarnation"] != self.incarnation:
-                raise PeerRefused(f"trainer {said['incarnation']} was replaced by {self.incarnation}")
+            said = request.read(KINDS[name])
+            if name != "hello" and said.incarnation != self.incarnation:
+                raise PeerRefused(f"trainer {said.incarnation} was replaced by {self.incarnation}")
             with self.changed:
                 answer = getattr(self, f"_{name}")(said)
                 self.changed.notify_all()
@@ -57,30 +65,28 @@ class Orchestrator:
 
         return handle
 
-    def _hello(self, said) -> Message:
-        if said["incarnation"] is None:
+    def _hello(self, said: Hello) -> Message:
+        if said.incarnation is None:
             self.incarnation += 1
-        self.ranks = said["ranks"]
-        laying = said["laying"]
-        self.laying = Laying(per_token=laying["per_token"], pack_tokens=laying["pack_tokens"])
-        return Message.of({"committed": self.committed, "incarnation": self.incarnation, "policy": "p"})
+        self.ranks, self.laying = said.ranks, said.laying
+        return Message.of(Welcome(committed=self.committed, incarnation=self.incarnation, policy="p"))
 
-    def _batch(self, said) -> Message:
-        if said["step"] >= len(self.batches):
+    def _batch(self, said: AskBatch) -> Message:
+        if said.step >= len(self.batches):
             return Message.of(None)
-        self.served.append((said["incarnation"], said["step"]))
-        whole = laid_again([self.batches[said["step"]]], self.laying)
-        return Message.of(None, encode(shares(whole, self.laying, self.ranks)[said["rank"]]))
+        self.served.append((said.incarnation, said.step))
+        whole = laid_again([self.batches[said.step]], self.laying)
+        return Message.of(None, encode(shares(whole, self.laying, self.ranks)[said.rank]))
 
-    def _trained(self, said) -> Message:
-        self.trained[said["incarnation"], said["step"]] = said["metrics"]["train/loss"]
+    def _trained(self, said: Trained) -> Message:
+        self.trained[said.incarnation, said.step] = said.metrics["train/loss"]
         return Message.of(False)
 
-    def _published(self, said) -> Message:
-        self.published.append((tuple(said["version"]), said["path"]))
+    def _published(self, said: Published) -> Message:
+        self.published.append((said.version, said.path))
         return Message.of(self.needed)
 
-    def _checkpoint(self, said) -> Message:
-        self.committed = said["step"]
-        self.commits.append(said["step"])
+    def _checkpoint(self, said: Checkpointed) -> Message:
+        self.committed = said.step
+        self.commits.append(said.step)
         return Message.of(None)

@@ -26,8 +26,8 @@ def steps_of(trainer, ranks: Ranks, start: int, stop: int) -> list[tuple[float, 
     laying = laying_of(trainer)
     found = []
     for batch in random_batches(stop)[start:]:
-        share = shares(batch, laying, ranks.size)[ranks.rank]
-        found.append((metrics := trainer.step(share)).loss and (metrics.loss, metrics.grad_norm, metrics.sums.tokens))
+        metrics = trainer.step(shares(batch, laying, ranks.size)[ranks.rank])
+        found.append((metrics.loss, metrics.grad_norm, metrics.sums.tokens))
     return found
 
 

@@ -17,7 +17,7 @@ from ramify.train.source import Recording, ReplaySource
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 from tests.train.orchestrator import Orchestrator
-from tests.train.workers import DEADLINE, context
+from tests.train.workers import DEADLINE, context, run_ranks
 
 STEPS = 9
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
@@ -89,6 +89,19 @@ def test_a_killed_trainer_starts_at_the_commit_and_ends_with_the_same_weights(mo
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
+def test_two_ranks_are_one_trainer(model, tmp_path):
+    batches = random_batches(4)
+    with Orchestrator(batches) as two:
+        run_ranks(2, run_trainer, arguments(model, tmp_path / "two", "--address", two.address))
+    with Orchestrator(batches) as one:
+        assert end(start(arguments(model, tmp_path / "one", "--address", one.address))) == 0
+    assert (two.incarnation, two.ranks, two.commits) == (0, 2, [2, 4])
+    assert sorted(two.served) == sorted(one.served * 2)
+    assert two.trained == pytest.approx(one.trained, rel=1e-5)
+    ours, theirs = final_weights(tmp_path / "two"), final_weights(tmp_path / "one")
+    assert all(abs(ours[name] - theirs[name]).max() <= 1e-4 for name in theirs)
+
+
 def test_a_version_is_kept_while_an_engine_needs_it_and_lies_in_memory_if_asked(model, tmp_path):
     with Orchestrator(random_batches(3)) as orchestrator:
         orchestrator.needed = [("p", 0, 1)]
@@ -151,6 +164,22 @@ def test_questions_may_be_repeated_and_a_replaced_trainer_is_told_to_go():
         finally:
             old.close()
             new.close()
+
+
+def test_an_orchestrator_that_was_started_again_is_greeted_again_and_nothing_rolls_back():
+    batches = random_batches(2)
+    with Orchestrator(batches) as first:
+        source = RemoteSource(first.address, patience=60.0)
+        source.hello(0, 1, Laying(pack_tokens=128), None)
+        before = source.batch(0, lambda: False)
+    try:
+        again = Orchestrator(batches, first.address)
+        again.incarnation = first.incarnation  # its ledger remembers
+        with again:
+            assert encode(source.batch(0, lambda: False)) == encode(before)
+            assert (again.ranks, again.incarnation) == (1, 0)
+    finally:
+        source.close()
 
 
 def test_an_orchestrator_that_is_not_there_is_named_in_time():

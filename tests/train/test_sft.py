@@ -193,6 +193,20 @@ def kill_after(config: dict, step: int, delay: float) -> None:
     raise AssertionError(f"step {step} never came")
 
 
+def stop_after(config: dict, step: int) -> None:
+    """Ask the run to stop once it has done `step`: it ends with a checkpoint of the step that ran."""
+    process, pipe = start_sft(config)
+    said = None
+    while not isinstance(said, tuple) and pipe.poll(DEADLINE):
+        if (said := pipe.recv()) == step:
+            process.terminate()
+    process.join(DEADLINE)
+    assert process.exitcode == 0
+    assert step <= said[1] < 22
+    path = Path(config["output"]) / config["name"] / "checkpoints" / f"step_{said[1]:06}"
+    assert (path / "checkpoint.json").exists()
+
+
 def curve(path: Path) -> dict[str, list[tuple[int, float]]]:
     with RunStore.open(path, write=False) as store:
         found = Journal(store).metrics()
@@ -222,9 +236,10 @@ def test_a_run_killed_anywhere_goes_on_as_if_nothing_had_happened(world, lora):
     kills = 1 if lora and KILLS == 2 else KILLS
     at = 0
     for _ in range(kills):
-        at = min(at + rng.randint(1, 8 if kills < 5 else 3), 21)
+        at = min(at + rng.randint(1, 8 if kills < 5 else 3), 19)
         kill_after(config, at, rng.uniform(0, 0.05))
         at = max((int(path.name[5:]) for path in (world / f"runs/{name}-killed/checkpoints").glob("step_*")), default=0)
+    stop_after(config, at + 1)
     finish(config)
     assert curve(world / "runs" / f"{name}-killed") == whole
     assert weights(world / "runs" / f"{name}-killed") == weights(world / "runs" / f"{name}-whole")

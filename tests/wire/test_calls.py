@@ -72,7 +72,7 @@ def run(test):
 @run
 async def test_an_answer_comes_back_with_its_blobs(server, client, waiting):
     large = bytes(range(256)) * (1 << 15)
-    answer = await client.call("echo", Message.of(Ask("abc"), b"small", large), deadline=5)
+    answer = await client.call("echo", Message.of(Ask("abc"), b"small", large), deadline=20)
     assert answer.read(str) == "cba"
     assert [bytes(blob) for blob in answer.blobs] == [b"small", large]
 
@@ -88,17 +88,17 @@ async def test_the_parts_of_a_stream_come_in_order_and_before_the_end(server, cl
 @run
 async def test_a_failure_arrives_as_the_class_that_bears_its_name(server, client, waiting):
     with pytest.raises(JudgeError, match="asleep") as caught:
-        await client.call("fail", deadline=5)
+        await client.call("fail", deadline=20)
     assert "raise JudgeError" in (caught.value.remote_traceback or "")
 
 
 @run
 async def test_what_is_asked_wrongly_is_refused_and_the_connection_goes_on(server, client, waiting):
     with pytest.raises(RequestInvalid, match="unknown method 'ecco'"):
-        await client.call("ecco", deadline=5)
+        await client.call("ecco", deadline=20)
     with pytest.raises(RequestInvalid, match="Ask"):
-        await client.call("echo", Message.of(7), deadline=5)
-    assert (await client.call("echo", Message.of(Ask("ab")), deadline=5)).read(str) == "ba"
+        await client.call("echo", Message.of(7), deadline=20)
+    assert (await client.call("echo", Message.of(Ask("ab")), deadline=20)).read(str) == "ba"
 
 
 @run
@@ -127,7 +127,7 @@ async def test_a_request_that_is_cancelled_before_it_begins_is_answered_all_the_
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert (await client.call("echo", Message.of(Ask("ab")), deadline=5)).read(str) == "ba"
+    assert (await client.call("echo", Message.of(Ask("ab")), deadline=20)).read(str) == "ba"
     assert server.open == 0
 
 
@@ -179,7 +179,7 @@ def test_only_who_knows_the_secret_is_answered():
         async with Server({"echo": echo}, "tcp://0.0.0.0:0", secret="sesame", settings=quick) as server:
             address = server.address.replace("0.0.0.0", "127.0.0.1")
             async with Client(address, secret="sesame", settings=quick) as client:
-                assert (await client.call("echo", Message.of(Ask("ab")), deadline=5)).read(str) == "ba"
+                assert (await client.call("echo", Message.of(Ask("ab")), deadline=20)).read(str) == "ba"
             with pytest.raises(PeerLost, match="is the secret right"):
                 await Client(address, secret="simsim", settings=quick).start()
             with pytest.raises(PeerLost):

@@ -34,8 +34,8 @@ def run(args: Sequence[str]) -> int:
         from ramify.launch.plan import plan_of
         from ramify.launch.tables import check_tables
 
-        check_tables(config)
         plan = plan_of(config, dry=True)
+        check_tables(config)
         plan.write()
         print("\n".join(plan.lines()))
         print(f"dry run: nothing was started; the resolved configuration is in {config.path / 'config.toml'}")

@@ -1,5 +1,6 @@
 """`ramify sft @ config.toml`: teach a model conversations; the same command again goes on where it was left."""
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ def run(args: Sequence[str]) -> int:
         result = train(config, fresh=fresh, display=choose())
     except StorageFull as error:
         raise StorageFull(f"{error.message}. Continue with: {again}") from error
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, the first one speaks
+        return 0
     if result.weights is None:
         print(f"stopped after {result.steps} steps; continue with: {again}", file=sys.stderr)
         return 130

@@ -44,13 +44,16 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]]) -> None:
     for wait in sorted(waits, key=lambda wait: -(wait.get("since_s") or 0)):
         deadline = wait.get("deadline_s")
         since, most = f"{wait.get('since_s') or 0:.1f}", "" if deadline is None else f"{deadline:.1f}"
-        table.add_row(Text(str(wait.get("who"))), Text(str(wait.get("waits_for"))), since, most, str(wait.get("detail", "")))
+        table.add_row(
+            Text(str(wait.get("who"))), Text(str(wait.get("waits_for"))), since, most, str(wait.get("detail", ""))
+        )
     console.print(table)
 
 
 def _over(path: Path) -> None:
     """From the files alone: how far it came, what happened last, how each process ended."""
     from ramify.cli.runs import paper
+    from ramify.launch.asking import is_finished
     from ramify.launch.record import read_record
     from ramify.store import RunStore
     from ramify.store.journal import Journal
@@ -60,15 +63,15 @@ def _over(path: Path) -> None:
     with RunStore.open(path, write=False) as store:
         ledger, journal = Ledger.read(store), Journal(store)
         marks, states = ledger.marks(), Counter(group.state.value for group in ledger.groups())
-        done, events = store.fact("finished"), journal.events()[-EVENTS:]
-    end = "is finished" if done is not None else "is not running, and not finished"
+        done, events = is_finished(store), journal.events()[-EVENTS:]
+    end = "is finished" if done else "is not running, and not finished"
     print(f"{path} {end}: step {marks.committed} is committed, {marks.acknowledged - marks.committed} done after it")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
     for event in events:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         told = " ".join(f"{key}={value}" for key, value in event.fields.items())
         console.print(f"{at} {event.kind} {told}", markup=False, soft_wrap=True)
-    if done is None:
+    if not done:
         for name, process in read_record(path).get("processes", {}).items():
             console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
             for line in _tail(Path(process["log"])):
@@ -83,13 +86,14 @@ def _tail(log: Path) -> list[str]:
 
 
 def _audit(path: Path) -> int:
+    from ramify.launch.asking import is_finished
     from ramify.store import RunStore
     from ramify.store.audit import audit
     from ramify.store.ledger import Ledger
 
     with RunStore.open(path, write=False) as store:
         ledger = Ledger.read(store)
-        problems = audit(ledger, finished=store.fact("finished") is not None)
+        problems = audit(ledger, finished=is_finished(store))
         groups, marks = len(ledger.groups()), ledger.marks()
     for problem in problems:
         print(problem)

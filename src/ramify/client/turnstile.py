@@ -1,8 +1,7 @@
 """A turnstile: one at a time, so that the event loop comes round in between.
 
 When a few hundred answers arrive together, everyone who waited goes on in the same round of the loop, and as long as
-that round lasts nothing else happens: no timer fires, no heartbeat is sent. Behind a turnstile one goes on per round. It
-costs nobody anything but the others' turn.
+that round lasts nothing else happens: no timer fires, no heartbeat is sent. Behind a turnstile one goes on per round.
 """
 
 import asyncio

@@ -40,10 +40,15 @@ def keep(temporary: Path) -> None:
     os.closerange(3, 256)  # what the worker reports through is the worker's
     code = _watch(worker)
     _end_children()
+    clear(temporary)
+    os._exit(code)
+
+
+def clear(temporary: Path) -> None:
+    """Remove a worker's temporary directory, and the one of all workers with the last of them."""
     shutil.rmtree(temporary, ignore_errors=True)
     with contextlib.suppress(OSError):
-        temporary.parent.rmdir()  # the last one of a broker that is gone
-    os._exit(code)
+        temporary.parent.rmdir()
 
 
 def _watch(worker: int) -> int:

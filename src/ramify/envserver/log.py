@@ -1,10 +1,13 @@
 """One log file for a server and all its workers: every line once, with the time and who wrote it."""
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from datetime import datetime
 from pathlib import Path
+
+from ramify.errors import StorageFailed
 
 LONGEST = 1 << 16  # bytes of a line; a longer one is broken
 TAIL = 20  # lines of each worker that a failure may show
@@ -14,14 +17,18 @@ class Log:
     """An open log file."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        except OSError as error:
+            raise StorageFailed(f"the log {path} cannot be written: {error.strerror}") from error
 
     def write(self, who: str, line: str) -> None:
-        """Add one line."""
+        """Add one line; a disk that is full costs lines, not the server."""
         if not self._file.closed:
-            self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {who} {line}\n")
+            with contextlib.suppress(OSError):
+                self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {who} {line}\n")
 
     def event(self, text: str) -> None:
         """Add what the broker has to say."""

@@ -6,8 +6,8 @@ has been idle for a while. Every decision is kept with its reason.
 """
 
 import asyncio
-import contextlib
 import math
+import shutil
 import time
 import traceback
 from collections import deque
@@ -75,8 +75,7 @@ class Pool:
         await asyncio.gather(*(worker.stop() for worker in list(self.workers.values())))
         if self._tasks:
             await asyncio.wait(self._tasks)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

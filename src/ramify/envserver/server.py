@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -48,8 +48,8 @@ class EnvServer:
         )
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self._runs: dict[str, set[asyncio.Task[Message]]] = {}
-        self._cancelled: set[asyncio.Task[Message]] = set()
+        self._runs: dict[str, set[asyncio.Task[Any]]] = {}
+        self._cancelled: set[asyncio.Task[Any]] = set()
         self._closing = False
 
     @property
@@ -72,7 +72,12 @@ class EnvServer:
         self.log.event(f"serving {self.picked.name}, pool {self.picked.config.pool}")
         self.pool = Pool(self.config, self.picked, self.log, self._pulse)
         self._front.pulse = self._pulse
-        await self._front.start()
+        try:
+            await self._front.start()
+        except BaseException:
+            self._pulse.stop()
+            self.log.close()
+            raise
         try:
             await self.pool.start()
         except BaseException:
@@ -159,20 +164,21 @@ class EnvServer:
     async def _run(self, request: Request) -> Message:
         if self._closing:
             raise PeerLost("the env server is closing")
-        ask = request.read(Run)
-        running = asyncio.create_task(self._attempts(ask, request), name=f"rollout {ask.id}")
-        self._runs.setdefault(ask.id, set()).add(running)
+        ask, this = request.read(Run), asyncio.current_task()
+        assert this is not None
+        same = self._runs.setdefault(ask.id, set())
+        same.add(this)
         try:
-            return await running
+            return await self._attempts(ask, request)
         except asyncio.CancelledError:
-            if running in self._cancelled:
-                raise RequestCancelled(f"rollout {ask.id} was cancelled") from None
-            running.cancel()
-            raise
+            if this not in self._cancelled:
+                raise
+            this.uncancel()
+            raise RequestCancelled(f"rollout {ask.id} was cancelled") from None
         finally:
-            self._cancelled.discard(running)
-            self._runs[ask.id].discard(running)
-            if not self._runs[ask.id]:
+            self._cancelled.discard(this)
+            same.discard(this)
+            if not same:
                 del self._runs[ask.id]
 
     async def _attempts(self, ask: Run, request: Request) -> Message:

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from ramify.envserver.keeper import keep
+from ramify.envserver.keeper import clear, keep
 
 
 def main() -> None:
@@ -18,7 +18,8 @@ def main() -> None:
     told = b""
     while len(told) < 8 or len(told) < 8 + int.from_bytes(told[:8], "big"):
         more = os.read(0, 1 << 16)
-        if not more:
+        if not more:  # the broker was gone before we began
+            clear(temporary)
             return
         told += more
     keep(temporary)

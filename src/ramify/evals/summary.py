@@ -1,14 +1,10 @@
 """What is known about a finished rollout without opening its traces: the row of the index, and how to read it."""
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
-
-from ramify.errors import Failure
 from ramify.rollout import Environment, system_failure
 from ramify.store import Row
+from ramify.store.summary import summary_of
 from ramify.trace import Timing, Trace
 
 PHASES = Timing.__struct_fields__
@@ -29,25 +25,8 @@ def row_of(environment: Environment, task: str, repetition: int, traces: Sequenc
         repetition=repetition,
         reward=traces[0].reward,
         failure=None if failure is None else failure.name,
-        summary=_summary(traces, failure),
+        summary=summary_of(traces, failure),
     )
-
-
-def _summary(traces: Sequence[Trace], failure: Failure | None) -> dict[str, Any]:
-    first = traces[0]
-    calls = [node.call for trace in traces for node in trace.nodes if node.call is not None]
-    return {
-        "stop": first.stop,
-        "truncated": any(trace.truncated for trace in traces),
-        "calls": len(calls),
-        "input": sum(call.usage.prompt for call in calls),
-        "output": sum(call.usage.completion for call in calls),
-        "rewards": {name: None if entry is None else entry[0] for name, entry in first.rewards.items()},
-        "metrics": dict(first.metrics),
-        "errors": dict(Counter(error.name for trace in traces for error in trace.errors)),
-        "message": "" if failure is None else failure.message.strip().partition("\n")[0],
-        "timing": msgspec.structs.asdict(first.timing),
-    }
 
 
 def seconds(row: Row) -> float:

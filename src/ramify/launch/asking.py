@@ -20,14 +20,23 @@ def live(path: Path) -> StatusClient | None:
         answered = client.ask("/status")
     except ProviderError:
         return None
-    return client if isinstance(answered, dict) and answered.get("run") == path.resolve().name else None
+    same = isinstance(answered, dict) and Path(str(answered.get("run"))).name == path.resolve().name
+    return client if same else None
+
+
+def is_finished(store: RunStore) -> bool:
+    """Whether the run reached its last step when it ran last."""
+    ends = [event.kind for event in Journal(store).events() if event.kind in ("started", "finished", "left")]
+    return ends[-1:] == ["finished"]
 
 
 def metrics_of(path: Path, glob: str = "*") -> list[Metric]:
     """The metrics whose names match, by step and name."""
     client = live(path)
     if client is not None:
-        found = [Metric(int(row["step"]), str(row["name"]), float(row["value"])) for row in client.ask("/metrics", name=glob)]
+        found = [
+            Metric(int(row["step"]), str(row["name"]), float(row["value"])) for row in client.ask("/metrics", name=glob)
+        ]
         return sorted(point for point in found if fnmatch.fnmatchcase(point.name, glob))
     with RunStore.open(path, write=False) as store:
         if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):

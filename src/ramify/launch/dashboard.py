@@ -119,7 +119,7 @@ def line_of(status: Status) -> str:
         "trainable": _share(status.get("trainable")),
         "left": "unknown" if status.get("eta_s") is None else clock(status["eta_s"]),
     }
-    evals = {f"eval/{name}": _number(value, ".3f") for name, value in _evals(status)}
+    evals = {name: _number(value, ".3f") for name, value in _evals(status)}
     return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals}.items())
 
 
@@ -131,12 +131,15 @@ def page_of(status: Status | None, processes: Sequence[Seen]) -> RenderableType:
         parts.append(Text("starting" if not any(one.restarts for one in processes) else "waiting for the orchestrator"))
     else:
         parts += [_head(status), Text(), _figures(status)]
+    told: dict[str, Any] = dict(said.get("processes") or {})
     rows = _grid("process", "state", "pid", "restarts", "doing")
     for one in processes:
         style = {"ready": "green", "starting": "yellow"}.get(one.state.value, "red" if one.restarts else "dim")
-        doing = str((said.get("processes") or {}).get(one.name, ""))
+        doing = str(told.pop(one.name, ""))
         pid, restarts = str(one.pid or ""), str(one.restarts or "")
         rows.add_row(Text(one.name), Text(one.state.value, style), pid, restarts, Text(doing, overflow="ellipsis"))
+    for name, doing in told.items():  # parts of the orchestrator
+        rows.add_row(Text(f"  {name}", "dim"), "", "", "", Text(str(doing), overflow="ellipsis"))
     parts += [Text(), rows]
     if errors := list(said.get("errors") or ())[-ERRORS:]:
         table = _grid("last errors", "")
@@ -172,7 +175,7 @@ def _figures(status: Status) -> Table:
     history = [value for value in status.get("reward_history") or () if value is not None]
     figures.add_row("reward", f"{_number(status.get('reward'), '.3f')}  {sparkline(history)}")
     for name, value in _evals(status):
-        figures.add_row(f"eval {name}", _number(value, ".3f"))
+        figures.add_row(name, _number(value, ".3f"))
     figures.add_row("rollouts/s", _number(status.get("rollouts_per_s"), ".1f"))
     figures.add_row("tokens/s", _number(status.get("tokens_per_s"), ",.0f"))
     stale = status.get("staleness") or {}
@@ -185,13 +188,10 @@ def _figures(status: Status) -> Table:
 
 
 def _evals(status: Status) -> list[tuple[str, float]]:
-    """The newest mean of each eval; an eval is a number, or a table that has one as `avg`."""
-    found: list[tuple[str, float]] = []
-    for name, told in (status.get("evals") or {}).items():
-        value = told.get("avg") if isinstance(told, dict) else told
-        if isinstance(value, int | float):
-            found.append((name, value))
-    return found
+    """The newest mean of each eval."""
+    found = status.get("evals") or {}
+    means = {name: told.get("value") for name, told in found.items() if name.endswith("/avg")}
+    return [(name.removesuffix("/avg"), value) for name, value in means.items() if value is not None]
 
 
 def _number(value: Any, form: str) -> str:

@@ -1,8 +1,8 @@
 """Who gets which cores and which GPUs.
 
-On a CPU the engine and the trainer compute at the same time, and threads that contend are worse than none: on two cores,
-2 + 2 threads are 2.4 times slower than 1 + 1. So each gets its share, everything else one, and waits are passive. GPUs
-are split, the engine's first, or shared by both.
+On a CPU the engine and the trainer compute at the same time, and threads that contend are worse than none: on two
+cores, 2 + 2 threads are 2.4 times slower than 1 + 1. So each gets its share, everything else one, and waits are
+passive. GPUs are split, the engine's first, or shared by both.
 """
 
 import os
@@ -85,7 +85,9 @@ def share(
     trainer_gpu = trainer == "cuda" or (trainer == "auto" and bool(gpus))
     both = engine_gpu and trainer_gpu
     if trainer_gpus > 1 and not (trainer_gpu and (mode == "split" or not both)):
-        refuse([("launch.trainer_gpus", f"{trainer_gpus} GPUs need a trainer on GPUs of its own: launch.gpus = 'split'")])
+        refuse(
+            [("launch.trainer_gpus", f"{trainer_gpus} GPUs need a trainer on GPUs of its own: launch.gpus = 'split'")]
+        )
     if mode != "auto" and not both:
         where = "the engine" if trainer_gpu else "the trainer"
         refuse([("launch.gpus", f"{mode!r} needs engine and trainer on GPUs, and {where} is on none")])

@@ -25,6 +25,7 @@ from ramify.orchestrate.config import EvalSourceConfig, RunConfig, RunSourceConf
 from ramify.train.service_config import ServiceConfig
 
 GIB = 1 << 30
+OWN_KEY = EnvServerConfig.model_fields["api_key_env"].default
 ENDING = 2.0  # seconds that attempts in flight get when the run stops: they are run again anyway
 ASSUMED = 80 * GIB  # the memory of a GPU that is not here
 ROOM = 0.95  # share of a memory that may be planned for
@@ -123,6 +124,10 @@ class _Planner:
             inference = inference.model_copy(update={"log": str(self.path / "logs" / "vllm.log")})
         if inference.max_model_len is None:
             inference = inference.model_copy(update={"max_model_len": config.seq_len})
+        if inference.dtype == "auto":  # what is trained is what was sampled: both compute in the same type
+            found = "bfloat16" if self.shares.trainer.gpus else "float32"
+            dtype = found if config.trainer.dtype == "auto" else config.trainer.dtype
+            inference = inference.model_copy(update={"dtype": dtype})
         renderer = {} if isinstance(inference, VLLMConfig) else {"renderer": config.renderer}
         server = ServerConfig(host=HOST, port=self.serve_port, model_name=config.model.name, shutdown=ENDING)
         served = ServeConfig(model=config.model, inference=inference, server=server, **renderer)
@@ -151,7 +156,6 @@ class _Planner:
         told = {key: getattr(config.limited(source), key) for key in ServedSourceConfig.model_fields}
         served = ServedSourceConfig(**{**told, "name": source.title, "address": address})
         endpoint = source.endpoint
-        asked = {} if endpoint is None else {"api_key_env": endpoint.api_key_env or ""}
         model = config.model if endpoint is None or not endpoint.model else ModelConfig(name=endpoint.model)
         server = EnvServerConfig(
             train=[served] if kind == "train" else [],
@@ -162,7 +166,7 @@ class _Planner:
             inference=ExternalConfig(base_url=self.urls if endpoint is None else [endpoint.base_url]),
             output=self.path,
             grace=ENDING,
-            **asked,
+            api_key_env=OWN_KEY if endpoint is None else endpoint.api_key_env or "",
         )
         file = self._file(f"env-{kind}-{source.title.replace('/', '-')}", server)
         return Entry(

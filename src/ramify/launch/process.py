@@ -4,8 +4,8 @@
         |                  ^
         +------------------+   it exited, or was let go
 
-It runs on a leash, in a session of its own (Ctrl-C is for the supervisor alone), and writes to its log, which keeps what
-earlier lives have written. Its end is seen at once, through a process handle.
+It runs on a leash, in a session of its own (Ctrl-C is for the supervisor alone), and writes to its log, which keeps
+what earlier lives have written. Its end is seen at once, through a process handle.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class Process:
         with log, theirs:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "ramify.launch.leash", str(self.patience), *entry.command],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **entry.env},

@@ -18,6 +18,7 @@ from ramify.launch.record import Record
 from ramify.launch.status import StatusClient
 from ramify.launch.supervisor import Outcome, Supervisor
 from ramify.launch.tables import check_tables
+from ramify.monitor import check_sinks
 from ramify.orchestrate.config import RunConfig
 from ramify.store import naming, open_run
 
@@ -38,20 +39,26 @@ class Ended:
 def rl(config: RunConfig | Mapping[str, Any], *, fresh: bool = False, display: Display | None = None) -> Ended:
     """Train, or go on training, until `max_steps`. Raises what went wrong under its name. `fresh` begins anew."""
     checked = config if isinstance(config, RunConfig) else check(RunConfig, dict(config), at="run")
-    check_tables(checked)
+    check_sinks(checked)
     plan = plan_of(checked)
-    path = checked.path
+    check_tables(checked)
+    return carry_out(plan, fresh=fresh, display=display or Quiet())
+
+
+def carry_out(plan: Plan, *, fresh: bool = False, display: Display) -> Ended:
+    """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done."""
+    config, path = plan.config, plan.config.path
     with _claimed(path):
-        with open_run(path, checked.identity, fresh=fresh) as store:
+        with open_run(path, config.identity, fresh=fresh) as store:
             done = store.fact(FINISHED)
-        if done is not None and done >= checked.max_steps:
+        if done is not None and done >= config.max_steps:
             return Ended(path, Outcome.FINISHED, ran=False)
         with naming(path):
             plan.write()
-        outcome = asyncio.run(_supervised(plan, display or Quiet()))
+        outcome = asyncio.run(_supervised(plan, display))
         if outcome is Outcome.FINISHED:
-            with open_run(path, checked.identity) as store:
-                store.remember(FINISHED, checked.max_steps)
+            with open_run(path, config.identity) as store:
+                store.remember(FINISHED, config.max_steps)
     return Ended(path, outcome)
 
 

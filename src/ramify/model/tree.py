@@ -30,6 +30,7 @@ class Tree:
         self, end: Ints, position: Ints, device: torch.device, windows: frozenset[int] = frozenset({0})
     ) -> None:
         depth = position if position.ndim == 1 else position[0]
+        self.windowed = any(windows)
         self.blocks: dict[int, BlockMask] = {}
         self.products: dict[int, list[Product]] = {}
         for window in windows:
@@ -104,6 +105,8 @@ def tree_attention(
             raise ModelUnsupported(f"{type(module).__name__} uses {name}, which the tree attention does not know")
     if dropout:
         raise ModelUnsupported(f"{type(module).__name__} drops attention out, which the tree attention does not do")
+    if tree.windowed and "sliding_window" not in kwargs:
+        raise ModelUnsupported(f"{type(module).__name__} does not tell its attention function about its sliding window")
     window = kwargs.get("sliding_window") or 0
     if query.device.type == "cpu":
         out: Any = TiledAttention.apply(query, key, value, tree.products[window], scaling)

@@ -29,6 +29,7 @@ def draw(runs: Mapping[str, Sequence[Metric]], file: Path) -> None:
                 _curve(panel, own, label=run, color=COLORS[number % len(COLORS)])
         panel.set_title(name, fontsize=10, loc="left")
         panel.set_xlabel("step", fontsize=9)
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8)

@@ -52,7 +52,9 @@ def _text(message: Message, sizes: Mapping[str, str]) -> str:
     if isinstance(message.content, str):
         parts.append(message.content)
     else:
-        shown = (sizes.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text for part in message.content)
+        shown = (
+            sizes.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text for part in message.content
+        )
         parts.append("".join(shown))
     parts += [f"(calls) {call.name}({call.arguments})" for call in message.tool_calls]
     return " ".join(part for part in parts if part)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ramify.monitor.sample import COLUMNS, Sample
 
-SHOWN = ("reward/all/mean", "train/loss", "train/grad_norm", "train/entropy", "train/mismatch_kl", "staleness/mean")
+SHOWN = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
 LONGEST = 2000  # characters of a sample in a log
 
 
@@ -80,24 +80,22 @@ class Tensorboard:
         self._event = import_module(f"{proto}.event_pb2").Event
         self._summary = import_module(f"{proto}.summary_pb2").Summary
         self._metadata = import_module(f"{proto}.summary_pb2").SummaryMetadata
-        self._tensor = import_module("tensorboard.util.tensor_util").make_tensor_proto
+        self._tensor = import_module(f"{proto}.tensor_pb2").TensorProto
+        self._shape = import_module(f"{proto}.tensor_shape_pb2").TensorShapeProto
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(folder))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        values_of = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step, values_of)
+        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        text = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
-        values_of = [
-            self._summary.Value(
-                tag=f"samples/{sample.source}/{number}",
-                metadata=text,
-                tensor=self._tensor([f"reward {_figure(sample.reward)}\n\n{sample.text}"], dtype=object),
-            )
-            for number, sample in enumerate(samples)
-        ]
-        self._add(step, values_of)
+        kind = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
+        one = self._shape(dim=[self._shape.Dim(size=1)])
+        found: list[Any] = []
+        for number, sample in enumerate(samples):
+            text = f"reward {_figure(sample.reward)}, advantage {_figure(sample.advantage)}\n\n{sample.text}"
+            tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=one)
+            found.append(self._summary.Value(tag=f"samples/{sample.source}/{number}", metadata=kind, tensor=tensor))
+        self._add(step, found)
 
     def close(self) -> None:
         self._writer.close()

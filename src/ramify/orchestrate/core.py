@@ -156,7 +156,7 @@ class Core:
 
     async def drop(self, number: int, reason: DropReason, detail: str = "") -> None:
         """Give a group up. Attempts of it that are out count no more and should be cancelled."""
-        async with self._alone(number) as run:
+        async with self._numbering, self._alone(number) as run:  # not while a batch with it is cut
             if run is not None:
                 await self.ledger.drop(number, reason, detail)
                 self._forget(number)

@@ -18,6 +18,7 @@ from ramify.orchestrate.sampling import Served, seed_of
 from ramify.orchestrate.weights import Weights
 from ramify.store import Row, RunStore
 from ramify.store.journal import Metric
+from ramify.store.summary import summary_of
 from ramify.trace import Trace
 
 AT_ONCE = 64  # rollouts of an eval
@@ -100,7 +101,8 @@ class Evaluating:
             traces = list(ran.episode.traces)
             reward = traces[0].reward
             await self._store.add(
-                Row(id, str(number), repetition, f"eval/{name}", reward, summary={"step": step}), traces
+                Row(id, str(number), repetition, f"eval/{name}", reward, summary={**summary_of(traces), "step": step}),
+                traces,
             )
             if reward is not None:
                 found[str(number)].append(traces[0])

@@ -226,6 +226,7 @@ class Orchestrator:
         while True:
             step, names = await self._due.get()
             await self.evaluating.run(step, names)
+            self._due.task_done()
 
     async def _follow_cuts(self) -> None:
         while True:
@@ -307,6 +308,7 @@ class Orchestrator:
             if self.weights.waiting_since is None and self.weights.serving is not None:
                 break  # nothing newer is coming
             await asyncio.sleep(LOOK / 4)
+        await self._due.join()
         if names := self.evaluating.due(last, last=True):
             await self.evaluating.run(last, names)
 

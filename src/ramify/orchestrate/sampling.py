@@ -1,7 +1,7 @@
 """Carries out what the core decides about sampling: sends attempts to env servers, brings back what came of them.
 
-Every attempt is a task of its own that ends in exactly one call of the core. What an env server could not do is a
-failure like any other; a server that is gone is asked again, by the same rule.
+Every attempt is a task of its own that ends in exactly one call of the core, which is never cut short. What an env
+server could not do is a failure like any other; a server that is gone is asked again, by the same rule.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from ramify.orchestrate.judging import rollout_id
 from ramify.orchestrate.tasks import TaskBook
 from ramify.store.ledger import Group
 from ramify.store.states import DropReason
+from ramify.store.summary import summary_of
 from ramify.trace import Trace
 
 PAUSE = 1.0  # seconds before an attempt is sent again to a server that did not answer
@@ -106,11 +107,11 @@ class Sampling:
             self._failed(group.source, failure := Failure.of(error))
             if failure.retryable:
                 await asyncio.sleep(PAUSE)
-            standing = await core.failed(group.number, attempt, failure)
+            standing = await asyncio.shield(core.failed(group.number, attempt, failure))
         else:
             for error in (error for trace in traces for error in trace.errors if error.blame == "system"):
                 self._failed(group.source, error)
-            standing = await core.back(group.number, attempt, traces)
+            standing = await asyncio.shield(core.back(group.number, attempt, traces, summary_of(traces)))
         if standing is Standing.COMPLETE and group.number not in self._settling:
             await self._settle(group.number)
         elif standing is Standing.TOO_FEW:
@@ -137,7 +138,7 @@ class Sampling:
                 return
             for trace, rewards in zip(traces, found.rewards, strict=True):
                 trace.rewards.update(rewards)
-        changed = {trace.attempt: {} for trace in traces} if source.compares else None
+        changed = {trace.attempt: summary_of([trace]) for trace in traces} if source.compares else None
         trainable = await self._core.settle(number, changed)
         self._settled(group, traces, trainable)
         if await self._core.cut():

@@ -9,97 +9,21 @@ decided, and doing it again does the same. Versions and steps count alike: versi
 import asyncio
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
 
 from ramify.errors import ConfigInvalid, TransitionRefused
+from ramify.store.entries import TABLES, Attempt, Group, Marks, StoredBatch
 from ramify.store.rows import Row
 from ramify.store.states import DropReason, State, check_follows
 from ramify.store.store import OPENING, RunStore
 from ramify.store.writer import Apply
 from ramify.trace import Trace
 
-TABLES = (
-    "CREATE TABLE IF NOT EXISTS marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE IF NOT EXISTS sources (name TEXT PRIMARY KEY, tasks INTEGER) WITHOUT ROWID",
-    """CREATE TABLE IF NOT EXISTS groups (
-        number INTEGER PRIMARY KEY,
-        source TEXT NOT NULL, task INTEGER NOT NULL, epoch INTEGER NOT NULL, size INTEGER NOT NULL,
-        incarnation INTEGER NOT NULL, version INTEGER NOT NULL,
-        state TEXT NOT NULL, step INTEGER, reason TEXT, detail TEXT NOT NULL)""",
-    "CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state)",
-    """CREATE TABLE IF NOT EXISTS attempts (
-        number INTEGER NOT NULL, attempt INTEGER NOT NULL,
-        tries INTEGER NOT NULL, state TEXT NOT NULL, rollout TEXT,
-        reason TEXT, detail TEXT NOT NULL, notes BLOB NOT NULL,
-        PRIMARY KEY (number, attempt)) WITHOUT ROWID""",
-    "CREATE INDEX IF NOT EXISTS attempts_by_rollout ON attempts (rollout)",
-    """CREATE TABLE IF NOT EXISTS batches (
-        step INTEGER PRIMARY KEY, members BLOB NOT NULL, annotations BLOB NOT NULL, counts BLOB NOT NULL)""",
-    """CREATE TABLE IF NOT EXISTS served (
-        incarnation INTEGER NOT NULL, step INTEGER NOT NULL, members BLOB NOT NULL,
-        PRIMARY KEY (incarnation, step)) WITHOUT ROWID""",
-    "CREATE TABLE IF NOT EXISTS metrics (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL)",
-    "CREATE INDEX IF NOT EXISTS metrics_by_name ON metrics (name, step)",
-    "CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, fields BLOB NOT NULL)",
-)
-
 _GROUP = "number, source, task, epoch, size, incarnation, version, state, step, reason, detail"
 _ATTEMPT = "number, attempt, tries, state, rollout, reason, detail, notes"
 _OPEN = (State.ISSUED.value, State.SAMPLED.value, State.SCORED.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Attempts at one task. `number` is its place in the order of issue; (incarnation, version) the weights then."""
-
-    number: int
-    source: str
-    task: int
-    size: int
-    epoch: int = 0
-    incarnation: int = 0
-    version: int = 0
-    state: State = State.ISSUED
-    step: int | None = None
-    reason: DropReason | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt: how often it was run, the rollout it became, and what was learnt about that (`notes`)."""
-
-    number: int
-    attempt: int
-    tries: int = 1
-    state: State = State.ISSUED
-    rollout: str | None = None
-    reason: DropReason | None = None
-    detail: str = ""
-    notes: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBatch:
-    """A batch as it was decided: which groups in which order, and what the algorithms said about them."""
-
-    step: int
-    groups: tuple[int, ...]
-    annotations: bytes
-    counts: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """How far the run is: steps in the history, steps the trainer has done since, which trainer it is."""
-
-    committed: int = 0
-    acknowledged: int = 0
-    incarnation: int = 0
 
 
 class Ledger:
@@ -303,7 +227,7 @@ class Ledger:
 
     def groups(self) -> list[Group]:
         """All groups in the order of issue."""
-        return [_group(row) for row in self.store.select(f"SELECT {_GROUP} FROM groups ORDER BY number")]
+        return [Group.of(row) for row in self.store.select(f"SELECT {_GROUP} FROM groups ORDER BY number")]
 
     def issued(self) -> int:
         """How many groups were issued."""
@@ -312,30 +236,30 @@ class Ledger:
     def open_groups(self) -> list[Group]:
         """Groups that are in no batch yet and were not dropped, in the order of issue."""
         query = f"SELECT {_GROUP} FROM groups WHERE state IN (?, ?, ?) ORDER BY number"
-        return [_group(row) for row in self.store.select(query, _OPEN)]
+        return [Group.of(row) for row in self.store.select(query, _OPEN)]
 
     def group(self, number: int) -> Group:
         found = self.store.select(f"SELECT {_GROUP} FROM groups WHERE number = ?", (number,))
         if not found:
             raise KeyError(number)
-        return _group(found[0])
+        return Group.of(found[0])
 
     def attempts(self, number: int | None = None) -> list[Attempt]:
         """The attempts of a group, or of all."""
         where, values = ("", ()) if number is None else ("WHERE number = ?", (number,))
         query = f"SELECT {_ATTEMPT} FROM attempts {where} ORDER BY number, attempt"
-        return [_attempt(row) for row in self.store.select(query, values)]
+        return [Attempt.of(row) for row in self.store.select(query, values)]
 
     def batches(self, first: int = 0) -> list[StoredBatch]:
         """The batches from step `first` on; those from `marks().committed` on are served to a trainer that begins."""
         query = "SELECT step, members, annotations, counts FROM batches WHERE step >= ? ORDER BY step"
-        return [_batch(row) for row in self.store.select(query, (first,))]
+        return [StoredBatch.of(row) for row in self.store.select(query, (first,))]
 
     def stored(self, step: int) -> StoredBatch | None:
         """The batch of a step; None if it was not cut."""
         query = "SELECT step, members, annotations, counts FROM batches WHERE step = ?"
         found = self.store.select(query, (step,))
-        return _batch(found[0]) if found else None
+        return StoredBatch.of(found[0]) if found else None
 
     def served(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """(incarnation, step, groups) of every batch a trainer was given."""
@@ -409,20 +333,3 @@ def _complete(connection: sqlite3.Connection, number: int) -> None:
     (state,) = connection.execute("SELECT state FROM groups WHERE number = ?", (number,)).fetchone()
     if out is None and State(state) is State.ISSUED:
         _move(connection, number, State.SAMPLED)
-
-
-def _group(row: tuple[Any, ...]) -> Group:
-    number, source, task, epoch, size, incarnation, version, state, step, reason, detail = row
-    why = DropReason(reason) if reason else None
-    return Group(number, source, task, size, epoch, incarnation, version, State(state), step, why, detail)
-
-
-def _attempt(row: tuple[Any, ...]) -> Attempt:
-    number, attempt, tries, state, rollout, reason, detail, notes = row
-    why = DropReason(reason) if reason else None
-    return Attempt(number, attempt, tries, State(state), rollout, why, detail, msgspec.msgpack.decode(notes))
-
-
-def _batch(row: tuple[Any, ...]) -> StoredBatch:
-    step, members, annotations, counts = row
-    return StoredBatch(step, tuple(msgspec.msgpack.decode(members)), annotations, msgspec.msgpack.decode(counts))

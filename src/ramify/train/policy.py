@@ -94,10 +94,11 @@ def attention_for(layout: Layout) -> str:
 
 
 def compile_layers(policy: Policy) -> None:
-    """Compile each layer by itself; all layers of a kind share the code, one for each length of row."""
+    """Compile each layer by itself; all layers of a kind share the code, one for each length of row. Grids of chains
+    have any size, so theirs is one code for all."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in policy.layers:
-        layer.compile(dynamic=False)
+        layer.compile(dynamic=False if policy.layout is Layout.FOREST else None)
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
 from ramify.model.version import Version
 from ramify.train.batches import Batch, Laying, decode
-from ramify.train.source import Recording, Welcome
+from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
+from ramify.train.source import Recording
 from ramify.wire import Client, Message
 
 ASK = 60.0  # seconds that one question may take before it is asked again
@@ -37,7 +40,7 @@ class RemoteSource:
     ) -> None:
         self.address, self.patience, self.recording = address, patience, recording
         self._secret = secret
-        self._greeting: dict[str, Any] | None = None
+        self._greeting: Hello | None = None
         self._client: Client | None = None
         self._forgotten = False
         self._loop = asyncio.new_event_loop()
@@ -45,37 +48,38 @@ class RemoteSource:
         self._thread.start()
 
     def hello(self, rank: int, ranks: int, laying: Laying, incarnation: int | None) -> Welcome:
-        greeting = {"rank": rank, "ranks": ranks, "laying": laying, "incarnation": incarnation}
+        greeting = Hello(rank=rank, ranks=ranks, laying=laying, incarnation=incarnation)
         welcome = self._ask("hello", greeting).read(Welcome)
-        self._greeting = {**greeting, "incarnation": welcome.incarnation}
+        self._greeting = msgspec.structs.replace(greeting, incarnation=welcome.incarnation)
         return welcome
 
     def batch(self, step: int, stopped: Callable[[], bool]) -> Batch | None:
+        asked = AskBatch(**self._own, step=step)
         try:
-            answer = self._ask("batch", self._own(step=step), stopped)
+            answer = self._ask("batch", asked, stopped)
             if not answer.blobs:
                 return None
             try:
                 found = decode(answer.blobs[0])
             except BatchCorrupt:
-                answer = self._ask("batch", self._own(step=step), stopped)
+                answer = self._ask("batch", asked, stopped)
                 found = decode(answer.blobs[0])
         except _Stopped:
             return None
         if self.recording is not None:
-            self.recording.add(step, self._own()["rank"], answer.blobs[0])
+            self.recording.add(step, asked.rank, answer.blobs[0])
         return found
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
-        return self._ask("trained", self._own(step=step, metrics=dict(metrics))).read(bool)
+        return self._ask("trained", Trained(**self._own, step=step, metrics=dict(metrics))).read(bool)
 
     def published(self, version: Version, path: Path) -> Sequence[Version] | None:
         kind: Any = list[tuple[str, int, int]] | None
-        found = self._ask("published", self._own(version=tuple(version), path=str(path))).read(kind)
+        found = self._ask("published", Published(**self._own, version=version, path=str(path))).read(kind)
         return None if found is None else [Version(*each) for each in found]
 
     def checkpoint(self, step: int) -> None:
-        self._ask("checkpoint", self._own(step=step))
+        self._ask("checkpoint", Checkpointed(**self._own, step=step))
 
     def close(self) -> None:
         if self._client is not None:
@@ -84,12 +88,13 @@ class RemoteSource:
         self._thread.join(ASK)
         self._loop.close()
 
-    def _own(self, **said: Any) -> dict[str, Any]:
-        """What is said, and who says it: a trainer that was replaced is told so by its incarnation."""
+    @property
+    def _own(self) -> dict[str, Any]:
+        """Who asks: a trainer that was replaced is told so by its incarnation."""
         assert self._greeting is not None, "say hello first"
-        return {"rank": self._greeting["rank"], "incarnation": self._greeting["incarnation"], **said}
+        return {"rank": self._greeting.rank, "incarnation": self._greeting.incarnation}
 
-    def _ask(self, method: str, said: Mapping[str, Any], stopped: Callable[[], bool] = lambda: False) -> Message:
+    def _ask(self, method: str, said: msgspec.Struct, stopped: Callable[[], bool] = lambda: False) -> Message:
         """The answer, however often the question has to be asked until `patience` is over."""
         message = Message.of(said)
         deadline = time.monotonic() + self.patience

@@ -18,9 +18,10 @@ from ramify.train.build import build_trainer, dtype_of, laying_of
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.metrics import StepMetrics
 from ramify.train.parallel import Ranks
+from ramify.train.protocol import Welcome
 from ramify.train.publish import Publisher, weights_directory
 from ramify.train.service_config import ServiceConfig
-from ramify.train.source import BatchSource, Welcome
+from ramify.train.source import BatchSource
 from ramify.train.step import Trainer
 
 Tell = Callable[[str], None]

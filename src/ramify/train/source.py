@@ -9,22 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from ramify.errors import ConfigInvalid
 from ramify.model.version import Version
 from ramify.train.batches import Batch, Laying, decode, laid_again, shares
+from ramify.train.protocol import Welcome
 
 NAME = "step_{step:06}.rank_{rank}.batch"
-
-
-class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer is told when it comes: where the history ends, and who it is."""
-
-    committed: int = 0  # steps in the history: load this checkpoint, forget newer ones
-    incarnation: int = 0
-    policy: str = "policy"
-    steps: int | None = None  # of the whole run, where a schedule needs to know
 
 
 class BatchSource(Protocol):

@@ -47,8 +47,8 @@ class Request:
 
     @property
     def left(self) -> float:
-        """Seconds it had when it came."""
-        return min(self.header.left, LONGEST)
+        """Seconds it had when it came; nonsense counts as none."""
+        return self.header.left if 0 <= self.header.left < LONGEST else LONGEST
 
     def read(self, kind: type[T]) -> T:
         """What it asks; RequestInvalid if that is no `kind`."""

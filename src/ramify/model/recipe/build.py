@@ -44,7 +44,7 @@ REVERSALS = Shares(reversal=16, backwards=24, tool_use=4, walk=3, sorting=4, gue
 STAGES = [
     Stage(drills, 150, 7),
     Stage(lambda seed: conversations(seed, FORMATS), 350, 42),
-    Stage(lambda seed: conversations(seed + 1, REVERSALS), 800, 20, decay=True),
+    Stage(lambda seed: conversations(seed + 1, REVERSALS), 500, 20, decay=True),
 ]
 
 

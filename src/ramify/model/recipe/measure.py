@@ -18,23 +18,27 @@ from ramify.trace import Message, Trace
 PROMPTS = 256
 ATTEMPTS = 4  # at each task of several turns
 CALL = 96  # tokens
-SAMPLING = {"seed": 0, "max_tokens": 160}
 WIKISPEEDIA: dict[str, Any] = {
-    "taskset": {
-        **{"id": "wikispeedia", "split": "eval", "num_articles": 24, "num_topics": 4, "max_links": 6},
-        **{"min_dist": 1, "max_dist": 3, "max_turns": 8, "num_tasks": 64},
-    },
-    "sampling": SAMPLING,
+    "id": "wikispeedia",
+    "split": "eval",
+    "num_tasks": 64,
+    "num_articles": 24,
+    "num_topics": 4,
+    "max_links": 6,
+    "min_dist": 1,
+    "max_dist": 3,
     "max_turns": 8,
 }
 ALPHABET_SORT: dict[str, Any] = {
-    "taskset": {
-        **{"id": "alphabet-sort", "split": "eval", "min_turns": 2, "max_turns": 2},
-        **{"min_names": 2, "max_names": 3, "num_tasks": 64},
-    },
-    "sampling": SAMPLING,
+    "id": "alphabet-sort",
+    "split": "eval",
+    "num_tasks": 64,
+    "min_turns": 2,
+    "max_turns": 2,
+    "min_names": 2,
+    "max_names": 3,
 }
-WORDLE: dict[str, Any] = {"taskset": {"id": "wordle", "split": "eval", "num_tasks": 64}, "sampling": SAMPLING}
+WORDLE: dict[str, Any] = {"id": "wordle", "split": "eval", "num_tasks": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,9 @@ async def _measured(player: Player, directory: Path, prompts: int, seed: int) ->
         greedy_exact=fmean(map(reversing.exact, greedy, answers)),
         tool_calls=fmean(map(_is_call, calls)),
         offered_calls=fmean(_is_call(parsed) and _was_offered(parsed, made) for parsed, made in zip(calls, offered)),
-        **_of_walks(await player.rollouts(WIKISPEEDIA, tasks, ATTEMPTS)),
-        **_of_sortings(await player.rollouts(ALPHABET_SORT, tasks, ATTEMPTS)),
-        **_of_guessings(await player.rollouts(WORDLE, tasks, ATTEMPTS)),
+        **_of_walks(await player.rollouts(WIKISPEEDIA, tasks, ATTEMPTS, seed=seed)),
+        **_of_sortings(await player.rollouts(ALPHABET_SORT, tasks, ATTEMPTS, seed=seed)),
+        **_of_guessings(await player.rollouts(WORDLE, tasks, ATTEMPTS, seed=seed)),
     )
 
 
@@ -128,7 +132,8 @@ def _of_sortings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
 def _of_guessings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
     return {
-        "guess_valid": sum(trace.metrics["guesses"] for trace in traces) / sum(len(_replies(trace)) for trace in traces),
+        "guess_valid": sum(trace.metrics["guesses"] for trace in traces)
+        / sum(len(_replies(trace)) for trace in traces),
         "guess_reward": fmean(trace.reward or 0.0 for trace in traces),
         "guess_spread": fmean(pstdev(trace.reward or 0.0 for trace in group) for group in groups),
     }

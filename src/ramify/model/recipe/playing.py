@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ramify.infer import Engine
 
 AT_ONCE = 64  # rollouts
+REPLY = 160  # tokens of one reply in them, at most
 T = TypeVar("T")
 
 
@@ -54,18 +56,18 @@ class Player:
         done = await _together(self.generate(prompt.ids.tolist(), how) for prompt, how in zip(prompts, asked))
         return [self._renderer.parse(sample.ids, prompt) for sample, prompt in zip(done, prompts)]
 
-    async def rollouts(self, source: dict[str, Any], tasks: int, attempts: int) -> list[list[Trace]]:
-        """So many attempts at each of the first tasks of a source, grouped by task."""
-        from itertools import islice
-
+    async def rollouts(self, taskset: dict[str, Any], tasks: int, attempts: int, *, seed: int) -> list[list[Trace]]:
+        """So many attempts at each of the first tasks of a taskset, at temperature 1, grouped by task."""
+        from ramify.gateway.config import SamplingConfig
         from ramify.gateway.policy import TokenPolicy
         from ramify.rollout import Environment, SourceConfig, run
 
-        environment = Environment.load(SourceConfig.model_validate(source))
+        sampling = SamplingConfig(max_tokens=REPLY, seed=seed)
+        environment = Environment.load(SourceConfig(taskset=taskset, sampling=sampling))
         policy = TokenPolicy(self, self._renderer, self._name, max_model_len=self._engine.core.max_model_len)
         drawn = list(islice(environment.tasks(), tasks))
         episodes = await _together(
-            run(environment, task, policy=policy, id=f"{at}.{attempt}", group=str(at), attempt=attempt)
+            run(environment, task, policy=policy, id=f"{at}.{attempt}", group=str(at), attempt=attempt, seed=seed)
             for at, task in enumerate(drawn)
             for attempt in range(attempts)
         )
@@ -86,7 +88,7 @@ def playing(directory: Path) -> Iterator[Player]:
         engine.close()
 
 
-async def _together(work: "Iterator[Coroutine[Any, Any, T]]") -> list[T]:
+async def _together(work: Iterator[Coroutine[Any, Any, T]]) -> list[T]:
     """All of it, a number at once, in its order."""
     room = asyncio.Semaphore(AT_ONCE)
 

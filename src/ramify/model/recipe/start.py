@@ -17,10 +17,10 @@ begin by predicting its own character.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 COPYING, REVERSING = 4, 1  # heads of the second layer
 BACK = 3  # characters
@@ -31,10 +31,10 @@ WRITE, MATCH, READ, OTHERS = 0.1, 1.6, 2.0, 0.1  # sizes of the weights, tried o
 
 
 @torch.no_grad()
-def prepare(model: LlamaForCausalLM, seed: int) -> None:
-    """Set up the heads of a model with random weights."""
+def prepare(model: Any, seed: int) -> None:
+    """Set up the heads of a `LlamaForCausalLM` (Any: stubs lose the types of its layers) with random weights."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
-    size, width = config.head_dim, config.hidden_size
+    size, width = int(config.head_dim), int(config.hidden_size)
     turns = config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))
     slow = torch.nonzero((turns < SLOW).repeat(2)).flatten()
 

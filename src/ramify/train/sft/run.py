@@ -77,6 +77,7 @@ class _Run:
         self.done = max(self.checkpoints.steps(), default=0)
         self.seen = int(self.checkpoints.note(self.done)["seen"]) if self.done else 0
         self.total = plan.steps(config, self.done, self.seen)
+        self.cut = 0
 
     def go(self) -> Result:
         """All steps that are missing, then the weights."""
@@ -95,6 +96,8 @@ class _Run:
             self.checkpoints.load(trainer, begun)
             self.display.say(f"going on after step {begun} from {self.checkpoints.path(begun)}")
         self._learn(trainer)
+        if self.cut:
+            self.display.say(f"{self.cut} tokens to learn lay beyond seq_len = {config.seq_len} and were cut off")
         if self.done < self.total:
             return Result(plan.path, self.done, self.done - begun, None)
         published = publisher.publish(trainer, 0, self.done)
@@ -114,6 +117,7 @@ class _Run:
             self.done, self.seen = self.done + 1, self.seen + len(chosen)
             pace.add(metrics.seconds)
             cut = sum(pack.dropped.cut_tokens for pack in batch.packs)
+            self.cut += cut
             self._record(metrics.step, {**metrics.named(), "data/examples": self.seen, "data/cut_tokens": cut})
             self.display.step(metrics, pace)
             stopped = any(self.ranks.all(self.stop.asked))

@@ -1,0 +1,28 @@
+"""What an index row says about a rollout, so that a table of them needs no trace opened."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import Failure
+from ramify.trace import Trace
+
+
+def summary_of(traces: Sequence[Trace], failure: Failure | None = None) -> dict[str, Any]:
+    """The rollout in numbers; `failure` is the system's, if that ended it."""
+    first = traces[0]
+    calls = [node.call for trace in traces for node in trace.nodes if node.call is not None]
+    return {
+        "stop": first.stop,
+        "truncated": any(trace.truncated for trace in traces),
+        "calls": len(calls),
+        "input": sum(call.usage.prompt for call in calls),
+        "output": sum(call.usage.completion for call in calls),
+        "rewards": {name: None if entry is None else entry[0] for name, entry in first.rewards.items()},
+        "metrics": dict(first.metrics),
+        "errors": dict(Counter(error.name for trace in traces for error in trace.errors)),
+        "message": "" if failure is None else failure.message.strip().partition("\n")[0],
+        "timing": msgspec.structs.asdict(first.timing),
+    }

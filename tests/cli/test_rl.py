@@ -1,0 +1,173 @@
+"""`ramify rl` as a user types it: what is refused, what is planned, how it ends."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.app import main
+from ramify.cli.rl import spelled_out
+from ramify.config import parse
+from ramify.launch.plan import plan_of
+from ramify.orchestrate.config import RunConfig
+from tests.launch.scripts import FOR_EVER, alive, pids, until
+
+FULL = bool(os.environ.get("RAMIFY_FULL"))
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = sorted(ROOT.glob("examples/*/rl*.toml"))
+NAMES = ("reverse_text", "alphabet_sort", "wikispeedia", "wordle", "general_agent", "dataset", "multi_env")
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "vllm"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+"""
+
+
+@pytest.fixture
+def blocked(tmp_path):
+    """The environment of a process, and of all it starts, in which the heavy libraries cannot be imported."""
+    folder = tmp_path / "blocked"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BLOCKED)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_every_example_has_its_three_files_and_a_page():
+    for name in NAMES:
+        found = {path.name for path in (ROOT / "examples" / name).iterdir()}
+        assert {"README.md", "rl.toml", "rl_gpu.toml", "rl_gpu_shared.toml"} <= found
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing_with_the_heavy_libraries_blocked(blocked, tmp_path):
+    args = ["rl", "@", "examples/reverse_text/rl.toml", "-o", str(tmp_path), "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ramify", *args], capture_output=True, text=True, env=blocked, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for shown in ("inference: 1 thread", "env/train/reverse", "orchestrator", "trainer", "memory, roughly", "dry run"):
+        assert shown in done.stdout
+    found = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
+    envs = {"env-train-reverse.toml", "env-eval-held-out.toml"}
+    assert found == {"config.toml", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
+
+
+EVERY = """
+import json, sys
+from ramify.config import parse
+from ramify.launch.plan import plan_of
+from ramify.orchestrate.config import RunConfig
+
+asked = {"sources": {}, "tables": []}
+for file in sys.argv[2:]:
+    config = parse(RunConfig, ["@", file, "--output", sys.argv[1]])
+    assert plan_of(config, dry=True).lines()
+    one = tables._asked(config)
+    asked["sources"] |= {f"{file}.{at}": table for at, table in one["sources"].items()}
+    asked["tables"] += [(kind, f"{file}.{at}", table) for kind, at, table in one["tables"]]
+print(json.dumps(tables.problems_in(asked)))
+"""
+
+
+def test_every_example_can_be_planned_with_the_heavy_libraries_blocked(blocked, tmp_path):
+    files = [str(path.relative_to(ROOT)) for path in EXAMPLES]
+    command = [sys.executable, "-c", EVERY, str(tmp_path), *files]
+    done = subprocess.run(command, capture_output=True, text=True, env=blocked, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.skipif(not FULL, reason="a process for every file; `every example can be planned` is the short form")
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_example_passes_its_dry_run(blocked, tmp_path, file):
+    args = ["rl", "@", str(file), "-o", str(tmp_path), "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ramify", *args], capture_output=True, text=True, env=blocked, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_taskset_and_a_model_are_enough(tmp_path):
+    short = [
+        "reverse-text",
+        "-m",
+        "tiny",
+        "--taskset.max_chars",
+        "6",
+        "-b",
+        "http://127.0.0.1:9/v1",
+        "-o",
+        str(tmp_path),
+    ]
+    config = parse(RunConfig, spelled_out([*short, "--train.0.sampling.temperature", "0.7"]))
+    assert config.train[0].taskset == {"id": "reverse-text", "max_chars": 6}
+    assert config.eval[0].taskset == {"id": "reverse-text", "split": "eval", "max_chars": 6}
+    assert config.train[0].sampling.temperature == 0.7
+    assert config.inference.base_url == ["http://127.0.0.1:9"]
+    assert [entry.name for entry in plan_of(config).entries][-2:] == ["orchestrator", "trainer"]
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--inference.vllm.python", "python3"], "inference.vllm: unknown key"),
+        (["--inference.eager", "true"], "inference.eager: unknown key; it needs inference.engine = 'vllm'"),
+        (["--train.0.pool.type", "static", "--train.0.pool.multiplex", "4"], "train.0.pool.multiplex: unknown key"),
+        (["--trainer.lora.rank", "8"], "rank needs lora.enabled = true"),
+        (["--max_step", "7"], "max_step: unknown key; did you mean max_steps?"),
+        (["--train.0.sampling.temperature", "0"], "sampling.temperature: 0 cannot be trained on, expected above 0"),
+        (["-m", "nowhere/model"], "model.name: model 'nowhere/model' was not found"),
+    ],
+)
+def test_what_cannot_be_is_exit_2(capsys, tmp_path, args, said):
+    file = str(ROOT / "examples" / "reverse_text" / "rl.toml")
+    assert main(["rl", "@", file, "-o", str(tmp_path), *args]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "reverse-text").exists()
+
+
+def test_a_misspelt_key_of_a_taskset_is_exit_2_and_named_with_the_nearest(capsys, tmp_path):
+    assert main(["rl", "reverse-text", "--taskset.max_char", "6", "-o", str(tmp_path), "--dry-run"]) == 2
+    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in capsys.readouterr().err
+
+
+# -- how it ends -----------------------------------------------------------------------------------------------------
+
+
+def stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
+    """`ramify rl` over small programs, in a process of its own."""
+    shutil.copy(ROOT / "examples" / "reverse_text" / "rl.toml", folder)
+    args = ["@", str(folder / "rl.toml"), "-o", str(folder), "--max_steps", "5"]
+    command = [sys.executable, "-m", "tests.cli.stubbed", str(folder), code, *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_an_interrupt_leaves_nothing_behind_and_says_how_to_go_on(tmp_path):
+    process = stubbed(tmp_path, FOR_EVER)
+    until(lambda: pids(tmp_path, "orchestrator") and pids(tmp_path, "trainer"), seconds=60)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert alive(tmp_path) == []
+    again = f"ramify rl @ {tmp_path}/rl.toml -o {tmp_path} --max_steps 5"
+    assert err == f"stopped; what was committed is kept. Continue with: {again}\n"
+
+
+def test_a_failure_has_its_name_and_the_command_to_go_on(tmp_path):
+    out, err = stubbed(tmp_path, "print('DeadlineExceeded: batch 3 waited for inference'); sys.exit(1)").communicate()
+    assert err.splitlines()[-1] == "DeadlineExceeded: batch 3 waited for inference"
+    assert "Continue with: ramify rl @" in err
+    assert "Traceback" not in out + err

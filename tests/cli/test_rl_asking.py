@@ -1,0 +1,107 @@
+"""`why`, `metrics` and `plot`: the run is asked while it lives, its files are read afterwards."""
+
+import asyncio
+import json
+
+import pytest
+
+from ramify.cli.app import main
+from ramify.monitor.figure import smooth
+from ramify.store import RunStore
+from ramify.store.journal import Journal
+from ramify.store.ledger import Group, Ledger
+from ramify.store.states import DropReason
+from tests.launch.status import answering
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that is over: one group dropped, three steps of metrics."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "outputs" / "run"
+
+    async def fill(ledger: Ledger) -> None:
+        await ledger.declare("reverse", None)
+        await ledger.issue(Group(0, "reverse", 0, 2))
+        await ledger.drop(0, DropReason.FAILED, "WorkerDied")
+
+    with RunStore.open(path) as store:
+        ledger, journal = Ledger.open(store), Journal(store)
+        asyncio.run(fill(ledger))
+        for step in range(3):
+            journal.record(step, {"reward/all/mean": step / 2, "eval/held-out/avg": step / 4, "train/loss": 1.0})
+        journal.note("failure", name="WorkerDied", message="exit code -9").result(10)
+    return path
+
+
+def test_metrics_of_a_run_that_is_over_are_a_list_of_points(run, capsys):
+    assert main(["metrics", "run", "--name", "reward/*", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == [{"step": step, "name": "reward/all/mean", "value": step / 2} for step in range(3)]
+    assert main(["metrics", str(run)]) == 0
+    assert "eval/held-out/avg" in capsys.readouterr().out
+
+
+def test_metrics_of_a_run_that_lives_are_asked_of_it(run, capsys):
+    with answering(run), RunStore.open(run):  # its orchestrator holds the database
+        assert main(["metrics", "run", "--name", "eval/*/avg", "--json"]) == 0
+    assert [point["value"] for point in json.loads(capsys.readouterr().out)] == pytest.approx([0.4, 0.41, 0.42])
+
+
+def test_why_asks_a_run_that_lives(run, capsys):
+    with answering(run), RunStore.open(run):
+        assert main(["why", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "run step=7/20" in said
+    assert said.index("group 61") < said.index("batch 8")
+    assert "2 scored groups" in said
+    assert "1800.0" in said
+
+
+def test_why_reads_how_a_run_ended(run, capsys):
+    log = run / "logs" / "trainer.log"
+    log.parent.mkdir()
+    log.write_text("step 3\nProviderError: gone\n")
+    (run / "run.json").write_text(json.dumps({"processes": {"trainer": {"log": str(log)}}}))
+    assert main(["why", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "is not running, and not finished: step 0 is committed" in said
+    assert "groups: 1 dropped" in said
+    assert "failure name=WorkerDied message=exit code -9" in said
+    assert "ProviderError: gone" in said
+
+
+def test_an_audit_says_that_nothing_is_lost_or_what_is(run, capsys):
+    assert main(["why", "run", "--audit"]) == 0
+    assert "1 groups, 0 steps: nothing is lost, nothing counts twice" in capsys.readouterr().out
+    with RunStore.open(run) as store:
+        store.change(lambda connection, _: connection.execute("UPDATE groups SET reason = NULL") and None).result(10)
+    assert main(["why", "run", "--audit"]) == 1
+    assert "group 0 was dropped without a reason" in capsys.readouterr().out
+
+
+def test_a_run_whose_database_is_held_and_that_does_not_answer_is_busy(run, capsys):
+    with RunStore.open(run):
+        assert main(["why", "run"]) == 1
+    assert "RunBusy" in capsys.readouterr().err
+
+
+def test_curves_are_drawn(run, tmp_path, capsys):
+    assert main(["plot", "run", str(run), "-o", "pictures/reward.png"]) == 0
+    assert (tmp_path / "pictures" / "reward.png").read_bytes().startswith(PNG)
+    assert main(["plot", "run", "--name", "nothing/*", "-o", "reward.png"]) == 2
+    assert "no run has nothing/*" in capsys.readouterr().err
+    assert main(["plot", "run", "-o", "reward.nonsense"]) == 2
+
+
+def test_a_run_that_is_not_there_is_exit_2(run, capsys):
+    for command in ("why", "metrics"):
+        assert main([command, "nowhere"]) == 2
+    assert "no run 'nowhere'" in capsys.readouterr().err
+
+
+def test_a_mean_does_not_shift_the_curve():
+    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0], window=3) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert smooth([0.0, 3.0, 0.0], window=9) == [0.0, 1.0, 0.0]

@@ -1,0 +1,87 @@
+"""What people see of a run: a page in a terminal, lines elsewhere."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ramify.errors import ProviderError
+from ramify.launch.asking import live
+from ramify.launch.dashboard import Lines, Page, line_of, page_of, sparkline
+from ramify.launch.process import State
+from ramify.launch.status import StatusClient
+from ramify.launch.supervisor import Seen
+from tests.launch.status import STATUS, answering
+
+PROCESSES = [Seen("inference", State.READY, 11, 0, 5.0), Seen("trainer", State.WAITING, 0, 2, 1.0)]
+
+
+def printed(status, processes=PROCESSES) -> str:
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(page_of(status, processes))
+    return console.file.getvalue()
+
+
+def test_the_page_shows_all_that_matters():
+    page = printed(STATUS)
+    for shown in ("step 7/20", "1m05s left", "0.625", "12.5", "2,100", "1.5 mean, 3 max", "96/128", "0.580"):
+        assert shown in page
+    for shown in ("56 trained", "inference", "ready", "waits for the batch of step 8", "waits for 64 attempts", "trainer", "waiting", "WorkerDied", "exit code -9"):
+        assert shown in page
+    assert "▁" in page
+    assert "█" in page
+
+
+def test_a_run_that_is_starting_has_a_page_too():
+    assert "starting" in printed(None, PROCESSES[:1])
+    assert "waiting for the orchestrator" in printed(None)
+    assert "none yet" in printed({"run": "run"})
+
+
+def test_a_line_is_fields():
+    fields = dict(field.split("=") for field in line_of(STATUS).split())
+    assert fields["step"] == "7/20"
+    assert fields["reward"] == "0.625"
+    assert fields["trainable"] == "96/128"
+    assert fields["eval/held-out"] == "0.580"
+    assert fields["left"] == "1m05s"
+
+
+def test_lines_are_said_once_for_a_step_and_once_for_an_error(capsys):
+    lines = Lines()
+    with lines:
+        lines.look(None, PROCESSES)
+        lines.look(None, PROCESSES)
+        for step in (7, 7, 8):
+            lines.look({**STATUS, "step": step}, PROCESSES)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "inference ready, trainer waiting"
+    assert [line.split()[0] for line in said[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
+
+
+def test_the_page_is_drawn_on_a_terminal():
+    file = io.StringIO()
+    page = Page(Console(file=file, width=100, force_terminal=True))
+    with page:
+        page.look(STATUS, PROCESSES)
+        page.say("trainer was ended by SIGKILL")
+    assert "step 7/20" in file.getvalue()
+    assert "SIGKILL" in file.getvalue()
+
+
+def test_a_curve_has_as_many_places_as_it_needs():
+    assert sparkline([]) == ""
+    assert sparkline([0.5]) == "▁"
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert len(sparkline(list(range(500)))) == 40
+
+
+def test_only_the_run_itself_answers_for_itself(tmp_path):
+    assert live(tmp_path / "nowhere") is None
+    with answering(tmp_path / "run") as address:
+        assert live(tmp_path / "run").ask("/status")["step"] == 7
+        with pytest.raises(ProviderError, match="/nothing does not answer"):
+            StatusClient(address).ask("/nothing")
+    assert live(tmp_path / "run") is None
+    with answering(tmp_path / "run", run="another"):
+        assert live(tmp_path / "run") is None

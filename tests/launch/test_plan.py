@@ -1,0 +1,209 @@
+"""What a plan decides before anything starts."""
+
+import socket
+
+import pytest
+
+from ramify.config import parse
+from ramify.envserver.config import EnvServerConfig
+from ramify.errors import ConfigInvalid, EnvironmentFault, PortTaken
+from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.launch.devices import Gpu, share
+from ramify.launch.estimate import Model
+from ramify.launch.newest import newest
+from ramify.launch.plan import plan_of
+from ramify.launch.process import Role
+from ramify.launch.tables import check_tables
+from ramify.model.manifest import Manifest
+from ramify.model.version import Version
+from ramify.orchestrate.config import RunConfig
+from ramify.train.service_config import ServiceConfig
+
+GIB = 1 << 30
+TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+EVAL = {"taskset": {"id": "reverse-text", "split": "eval"}}
+
+
+def config(tmp_path, **more) -> RunConfig:
+    return RunConfig(**{"name": "run", "output": tmp_path, "seq_len": 256, "train": [TRAIN], "eval": [EVAL], **more})
+
+
+def gpu(number: int, size: float = 80) -> Gpu:
+    return Gpu(str(number), "a GPU", int(size * GIB))
+
+
+def test_each_process_gets_a_configuration_that_its_command_can_read(tmp_path):
+    plan = plan_of(config(tmp_path), gpus=[])
+    plan.write()
+    names = ["inference", "env/train/reverse", "env/eval/reverse-text", "orchestrator", "trainer"]
+    assert [entry.name for entry in plan.entries] == names
+    folder = tmp_path / "run" / "configs"
+    serve = parse(ServeConfig, ["@", str(folder / "inference.toml")])
+    env = parse(EnvServerConfig, ["@", str(folder / "env-train-reverse.toml")])
+    run = parse(RunConfig, ["@", str(folder / "orchestrator.toml")])
+    trainer = parse(ServiceConfig, ["@", str(folder / "trainer.toml")])
+    url = f"http://127.0.0.1:{serve.server.port}"
+    assert (serve.server.model_name, serve.inference.max_model_len) == ("tiny", 256)
+    assert env.inference == ExternalConfig(base_url=[url])
+    assert env.pick().name == "train/reverse"
+    assert env.train[0].seq_len == 256
+    assert run.path == trainer.path == tmp_path / "run"
+    assert run.inference == ExternalConfig(base_url=[url])
+    assert run.train[0].address == env.train[0].address
+    assert trainer.address == run.orchestrator.address
+    assert run.orchestrator.status == plan.status
+    assert parse(RunConfig, ["@", str(tmp_path / "run" / "config.toml")]) == plan.config
+
+
+def test_what_leads_what_follows_and_what_waits(tmp_path):
+    entries = {entry.name: entry for entry in plan_of(config(tmp_path), gpus=[]).entries}
+    assert entries["orchestrator"].role is Role.LEADER
+    assert entries["trainer"].role is Role.FOLLOWER
+    assert entries["inference"].role is Role.SERVICE
+    assert entries["env/train/reverse"].after == ("inference",)
+    assert entries["orchestrator"].after == ("inference", "env/train/reverse", "env/eval/reverse-text")
+    assert entries["trainer"].after == ()
+
+
+def test_what_runs_already_is_not_started(tmp_path):
+    train = [{**TRAIN, "address": "tcp://127.0.0.1:5001"}]
+    inference = {"engine": "external", "base_url": ["http://127.0.0.1:9"]}
+    plan = plan_of(config(tmp_path, train=train, eval=[], inference=inference), gpus=[])
+    assert [entry.name for entry in plan.entries] == ["orchestrator", "trainer"]
+    said = "\n".join(plan.lines())
+    assert "inference: http://127.0.0.1:9, which is neither started nor stopped" in said
+    assert "env/train/reverse: tcp://127.0.0.1:5001" in said
+
+
+def test_an_endpoint_of_its_own_is_asked_instead(tmp_path):
+    evals = [{**EVAL, "endpoint": {"base_url": "http://127.0.0.1:9", "model": "other"}}]
+    plan = plan_of(config(tmp_path, eval=evals), gpus=[])
+    env = plan.files[tmp_path / "run" / "configs" / "env-eval-reverse-text.toml"]
+    assert (env.inference.base_url, env.model.name) == (["http://127.0.0.1:9"], "other")
+
+
+def test_fixed_ports_and_one_that_is_taken(tmp_path, free_port):
+    base = free_port if free_port < 50000 else 30000
+    plan = plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
+    addresses = [entry.address for entry in plan.entries if entry.name.startswith("env/")]
+    assert addresses == [f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1000}"]
+    with socket.create_server(("127.0.0.1", base)), pytest.raises(PortTaken, match=f"127.0.0.1:{base}"):
+        plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
+
+
+def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path):
+    plan = plan_of(config(tmp_path), gpus=[])
+    engine, file = plan.entries[0], tmp_path / "run" / "configs" / "inference.toml"
+    engine.prepare()
+    assert parse(ServeConfig, ["@", str(file)]).model.name == "tiny"
+    for incarnation, step in ((0, 9), (1, 4), (1, 3)):
+        folder = tmp_path / "run" / "weights" / f"{incarnation}-{step:06}"
+        folder.mkdir(parents=True)
+        Manifest(Version("tiny", incarnation, step), {}).write(folder)
+    assert newest(tmp_path / "run").name == "1-000004"
+    engine.prepare()
+    served = parse(ServeConfig, ["@", str(file)])
+    assert served.model.name.endswith("1-000004")
+    assert served.server.model_name == "tiny"
+
+
+# -- cores, GPUs, memory ---------------------------------------------------------------------------------------------
+
+
+def test_two_cores_are_one_thread_each_with_passive_waits():
+    shares = share(2, [], inference="auto", trainer="auto", mode="auto")
+    assert shares.inference.env == {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "RAYON_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    assert shares.trainer.threads == shares.rest.threads == 1
+    assert share(16, [], inference="auto", trainer="auto", mode="auto").trainer.threads == 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mode", "engine", "trainer"),
+    [
+        (2, "auto", "0", "1"),
+        (1, "auto", "0", "0"),
+        (2, "split", "0", "1"),
+        (2, "shared", "0", "0"),
+        (0, "auto", "", ""),
+    ],
+)
+def test_gpus_are_split_or_shared(gpus, mode, engine, trainer):
+    shares = share(8, [gpu(number) for number in range(gpus)], inference="auto", trainer="auto", mode=mode)
+    assert shares.inference.env["CUDA_VISIBLE_DEVICES"] == engine
+    assert shares.trainer.env["CUDA_VISIBLE_DEVICES"] == trainer
+    assert shares.shared == (gpus > 0 and engine == trainer)
+
+
+def test_several_gpus_of_the_trainer_are_several_processes(tmp_path):
+    several = config(tmp_path, launch={"gpus": "split", "trainer_gpus": 2})
+    plan = plan_of(several, gpus=[gpu(0), gpu(1), gpu(2)])
+    trainer = plan.entries[-1]
+    assert trainer.env["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert "--nproc-per-node" in trainer.command
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus", "said"),
+    [
+        ({"gpus": "split"}, 1, "launch.gpus: the run needs 2 GPUs, 1 is here"),
+        ({"gpus": "shared"}, 0, "launch.gpus: 'shared' needs engine and trainer on GPUs"),
+        ({"trainer_gpus": 2}, 2, "launch.trainer_gpus: 2 GPUs need a trainer on GPUs of its own"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(tmp_path, launch, gpus, said):
+    with pytest.raises(ConfigInvalid, match=said):
+        plan_of(config(tmp_path, launch=launch), gpus=[gpu(number) for number in range(gpus)])
+
+
+def test_a_plan_for_another_machine_is_dry(tmp_path):
+    asked = {"model": {"name": "Qwen/Qwen3-0.6B"}, "trainer": {"device": "cuda"}, "inference": {"device": "cuda"}}
+    said = "\n".join(plan_of(config(tmp_path, launch={"gpus": "split"}, **asked), dry=True, gpus=[]).lines())
+    assert "GPU 1 (not on this machine)" in said
+    assert "600,000,000 parameters, guessed from its name" in said
+    with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' was not found"):
+        plan_of(config(tmp_path, **asked), gpus=[])
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    big = config(tmp_path, model={"name": "Qwen/Qwen3-32B"})
+    with pytest.raises(ConfigInvalid, match=r"does not fit: GPU 1 has 80.0 GiB, the run needs about \d+"):
+        plan_of(big, dry=True, gpus=[gpu(0), gpu(1)])
+    with pytest.raises(ConfigInvalid, match="does not fit: this machine"):
+        plan_of(big, dry=True, gpus=[])
+
+
+def test_the_size_of_a_model_is_read_or_guessed():
+    assert 1_000_000 < Model.of("tiny").parameters < 3_000_000
+    assert Model.of("org/Some-7B-Instruct").parameters == 7 * 10**9
+    assert Model.of("org/SmolLM2-135M").parameters == 135 * 10**6
+    assert Model.of("org/no-size") is None
+
+
+# -- plugin tables ---------------------------------------------------------------------------------------------------
+
+
+def test_every_wrong_key_of_every_plugin_is_named_at_once(tmp_path):
+    wrong = config(
+        tmp_path,
+        train=[{"taskset": {"id": "reverse-text", "max_char": 3}, "algorithm": {"id": "grpo", "normalise": True}}],
+        eval=[{"taskset": {"id": "reverse-txt"}}],
+        orchestrator={"filters": [{"id": "repetition", "windw": 3}]},
+    )
+    with pytest.raises(ConfigInvalid) as found:
+        check_tables(wrong)
+    said = found.value.message
+    assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in said
+    assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in said
+    assert "eval.0.taskset.id: unknown taskset 'reverse-txt'; did you mean 'reverse-text'?" in said
+    assert "orchestrator.filters.0.windw: unknown key" in said
+
+
+def test_code_that_ends_its_process_is_told_of(tmp_path):
+    (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
+    with pytest.raises(EnvironmentFault, match="cannot be checked:\nbye"):
+        check_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))

@@ -1,0 +1,91 @@
+"""A run's directory around its processes: claimed, recorded, finished, continued."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ramify.errors import ConfigInvalid, RunBusy
+from ramify.launch.dashboard import Quiet
+from ramify.launch.plan import Plan, plan_of
+from ramify.launch.process import Role
+from ramify.launch.run import _claimed, carry_out
+from ramify.launch.supervisor import Outcome
+from ramify.orchestrate.config import RunConfig
+from tests.launch.scripts import FOR_EVER, entry, pids
+
+HOLDS = """
+import fcntl, sys
+file = open(sys.argv[1], "w"); fcntl.flock(file, fcntl.LOCK_EX); print("held", flush=True); sys.stdin.read()
+"""
+
+
+def planned(tmp_path, leader: str = "", **more) -> Plan:
+    """A plan whose processes are small programs."""
+    sources = {"train": [{"taskset": {"id": "reverse-text"}}]}
+    config = RunConfig(**{"name": "run", "output": tmp_path, "max_steps": 3, **sources, **more})
+    entries = (
+        entry(tmp_path, "trainer", FOR_EVER, Role.FOLLOWER),
+        entry(tmp_path, "orchestrator", leader, Role.LEADER),
+    )
+    return dataclasses.replace(plan_of(config, gpus=[]), entries=entries)
+
+
+class Heard(Quiet):
+    def __init__(self):
+        self.said, self.looks = [], 0
+
+    def say(self, line):
+        self.said.append(line)
+
+    def look(self, status, processes):
+        self.looks += 1
+
+
+def test_a_run_is_finished_once_and_goes_on_when_there_is_more_to_do(tmp_path):
+    first = carry_out(planned(tmp_path), display=Quiet())
+    assert (first.path, first.outcome, first.ran) == (tmp_path / "run", Outcome.FINISHED, True)
+    assert not carry_out(planned(tmp_path), display=Quiet()).ran
+    assert carry_out(planned(tmp_path, max_steps=4), display=Quiet()).ran
+    assert carry_out(planned(tmp_path), fresh=True, display=Quiet()).ran
+    assert (tmp_path / "run.old-1").is_dir()
+    assert len(pids(tmp_path, "orchestrator")) == 3
+
+
+def test_another_run_under_the_same_name_is_refused(tmp_path):
+    carry_out(planned(tmp_path), display=Quiet())
+    with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
+        other = {"train": [{"taskset": {"id": "reverse-text", "max_chars": 5}}]}
+        carry_out(planned(tmp_path, **other), display=Quiet())
+
+
+def test_the_record_says_where_the_run_can_be_asked_and_what_became_of_its_processes(tmp_path):
+    plan = planned(tmp_path, "sys.exit(9 if len(open(DIR + '/orchestrator.pids').readlines()) == 1 else 0)")
+    heard = Heard()
+    carry_out(plan, display=heard)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == plan.status
+    assert record["processes"]["orchestrator"]["restarts"] == 1
+    assert record["processes"]["orchestrator"]["state"] == "ended"
+    assert set(record["versions"]) == {"ramify", "python"}
+    line = "orchestrator ended with exit code 9; started again in 0.5 s (1 of 10)"
+    assert heard.said == [line]
+    assert heard.looks
+    assert line in (tmp_path / "run" / "logs" / "launch.log").read_text()
+
+
+def test_a_run_has_one_supervisor(tmp_path):
+    with _claimed(tmp_path / "run"):
+        pass
+    lock = str(tmp_path / ".run.lock")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RunBusy, match="already being run"):
+            carry_out(planned(tmp_path), display=Quiet())
+    finally:
+        other.communicate()

@@ -1,0 +1,161 @@
+"""The whole loop with real processes: it trains, it survives, it explains itself."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+FULL = bool(os.environ.get("RAMIFY_FULL"))
+KILLS = 20 if FULL else 2
+DEADLINE = 240.0
+
+CONFIG = """
+name = "run"
+max_steps = {steps}
+seq_len = 256
+
+[orchestrator]
+batch_size = 16
+group_size = 4
+max_off_policy = {off_policy}
+
+[trainer.optim]
+lr = 1e-4
+
+[checkpoint]
+interval = 2
+
+[launch]
+restarts = 100
+
+[[train]]
+name = "warm"
+taskset = {{ id = "reverse-text", num_tasks = 16 }}
+sampling = {{ temperature = 1.0, max_tokens = 40 }}
+max_turns = 1
+
+[[train]]
+name = "cool"
+taskset = {{ id = "reverse-text", num_tasks = 16, seed = 1 }}
+sampling = {{ temperature = 0.7, max_tokens = 40 }}
+max_turns = 1
+
+[[eval]]
+name = "held-out"
+taskset = {{ id = "reverse-text", split = "eval" }}
+sampling = {{ max_tokens = 40 }}
+num_tasks = 8
+max_turns = 1
+"""
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "ramify", *args]
+
+
+def ask(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, timeout=DEADLINE)
+
+
+def write(home: Path, *, steps: int, off_policy: int) -> Path:
+    (home / "rl.toml").write_text(CONFIG.format(steps=steps, off_policy=off_policy))
+    return home
+
+
+def metrics(home: Path, name: str) -> list[float]:
+    said = ask("metrics", "outputs/run", "--name", name, "--json", cwd=home)
+    assert said.returncode == 0, said.stderr
+    return [entry["value"] for entry in json.loads(said.stdout)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of a few steps that sampled and trained in turns."""
+    home = write(tmp_path_factory.mktemp("finished"), steps=3, off_policy=0)
+    done = ask("rl", "@", "rl.toml", cwd=home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home
+
+
+def test_every_step_was_trained_and_the_numbers_are_there(finished):
+    assert len(metrics(finished, "reward/all/mean")) == 3
+    assert len(metrics(finished, "train/grad_norm")) == 3
+    assert all(ratio > 1.5 for ratio in metrics(finished, "forest/token_ratio"))
+    assert len(metrics(finished, "eval/held-out/avg")) == 2  # before the first step and at the end
+
+
+def test_what_is_trained_is_what_was_sampled(finished):
+    """Two sources at two temperatures in the same batches; float32, no staleness."""
+    assert sum(metrics(finished, "entries")) > 100
+    assert all(kl < 1e-8 for kl in metrics(finished, "mismatch_kl"))
+    assert all(largest < 1e-3 for largest in metrics(finished, "max_log_ratio"))
+
+
+def test_the_ledger_agrees_with_itself(finished):
+    said = ask("why", "outputs/run", "--audit", cwd=finished)
+    assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_the_same_command_again_says_that_it_is_finished(finished):
+    said = ask("rl", "@", "rl.toml", cwd=finished)
+    assert said.returncode == 0 and "finished" in said.stdout + said.stderr
+
+
+def test_another_model_is_another_run(finished):
+    said = ask("rl", "@", "rl.toml", "--train.0.sampling.temperature", "0.9", cwd=finished)
+    assert said.returncode == 2 and "temperature" in said.stderr
+
+
+def processes(parent: int) -> dict[str, list[psutil.Process]]:
+    """The processes of a run by what they are."""
+    found: dict[str, list[psutil.Process]] = {}
+    for child in psutil.Process(parent).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            words = " ".join(child.cmdline())
+            for role in ("orchestrator", "trainer", "serve", "env-server"):
+                if f"ramify {role} " in words or f"ramify.cli.leash {role} " in words:
+                    found.setdefault(role, []).append(child)
+            if "envserver" in words:
+                found.setdefault("worker", []).append(child)
+    return found
+
+
+def committed(home: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return max((int(path.name[5:]) for path in (home / "outputs/run/checkpoints").glob("step_*")), default=0)
+    return 0
+
+
+def test_processes_are_killed_and_nothing_is_lost_or_counted_twice(tmp_path):
+    home = write(tmp_path, steps=4 * KILLS if FULL else 8, off_policy=2)
+    rng = random.Random(7)
+    roles = ["trainer", "orchestrator", "serve", "env-server", "worker"]
+    with (home / "said.txt").open("w") as said:
+        run = subprocess.Popen(command("rl", "@", "rl.toml"), cwd=home, stdout=said, stderr=said)
+        try:
+            end = time.monotonic() + (DEADLINE if not FULL else 3000)
+            killed: list[str] = []
+            while run.poll() is None:
+                assert time.monotonic() < end, (home / "said.txt").read_text()[-3000:]
+                time.sleep(0.05)
+                if len(killed) < KILLS and committed(home) >= 2 * (len(killed) + 1):
+                    role = roles[len(killed) % 2] if not FULL else rng.choice(roles)
+                    for victim in processes(run.pid).get(role, [])[:1]:
+                        victim.send_signal(signal.SIGKILL)
+                        killed.append(role)
+        finally:
+            run.kill()
+            run.wait()
+    text = (home / "said.txt").read_text()
+    assert run.returncode == 0, text[-3000:]
+    assert len(killed) == KILLS, (killed, text[-3000:])
+    audit = ask("why", "outputs/run", "--audit", cwd=home)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
