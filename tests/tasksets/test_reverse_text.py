@@ -151,7 +151,7 @@ def test_the_taskset_asks_for_a_text_and_scores_the_last_reply():
     assert (task.prompt, task.system, task.answer) == ("courage", SYSTEM, "egaruoc")
     played = play(taskset, task, [tagged("egaruox")])
     assert played.rewards == {"similarity": (pytest.approx(2 * 6 / 14), 1.0)}
-    assert played.metrics == {"exact": 0.0}
+    assert played.metrics == {"exact": 0.0, "well_formed": 1.0}
 
 
 def test_the_part_that_the_recipe_uses_loads_no_environment():

@@ -28,5 +28,10 @@ class ReverseText(rf.Taskset):
     def exact(self, task: rf.Task, trace: rf.Trace) -> float:
         return reversing.exact(trace.last_reply, task.answer)
 
+    @rf.metric
+    def well_formed(self, trace: rf.Trace) -> float:
+        """Whether the reply has the tags."""
+        return float(reversing.well_formed(trace.last_reply))
+
     def gold(self, task: rf.Task) -> str:
         return reversing.tagged(task.answer)
