@@ -65,6 +65,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing_with_the_heavy_libraries_b
 EVERY = """
 import json, sys
 from ramify.config import parse
+from ramify.launch import tables
 from ramify.launch.plan import plan_of
 from ramify.orchestrate.config import RunConfig
 

@@ -1,10 +1,12 @@
 """Workers that die, hang, block, grow and shrink; and a storm of all at once."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -187,6 +189,18 @@ def test_workers_that_do_not_boot_are_named_and_not_started_for_ever(engine, tmp
             await server.start()
         assert server.pool.counts["boot_failures"] == 3
         assert not server.pool.workers
+
+    asyncio.run(scene())
+
+
+def test_a_worker_boots_from_a_process_with_hundreds_of_open_files(engine, tmp_path):
+    async def scene():
+        with contextlib.ExitStack() as files:
+            for _ in range(300):
+                files.enter_context(Path(os.devnull).open())
+            config = configured(engine.url, tmp_path, boot_timeout=30, pool={"type": "static", "workers": 1})
+            async with EnvServer(config) as server:
+                assert server.pool.counts["booted"] == 1
 
     asyncio.run(scene())
 

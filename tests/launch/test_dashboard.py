@@ -26,7 +26,17 @@ def test_the_page_shows_all_that_matters():
     page = printed(STATUS)
     for shown in ("step 7/20", "1m05s left", "0.625", "12.5", "2,100", "1.5 mean, 3 max", "96/128", "0.580"):
         assert shown in page
-    for shown in ("56 trained", "inference", "ready", "waits for the batch of step 8", "waits for 64 attempts", "trainer", "waiting", "WorkerDied", "exit code -9"):
+    for shown in (
+        "56 trained",
+        "inference",
+        "ready",
+        "waits for the batch of step 8",
+        "waits for 64 attempts",
+        "trainer",
+        "waiting",
+        "WorkerDied",
+        "exit code -9",
+    ):
         assert shown in page
     assert "▁" in page
     assert "█" in page

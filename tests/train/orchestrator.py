@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from ramify.errors import PeerRefused
+from ramify.errors import PeerLost, PeerRefused
 from ramify.train.batches import Batch, Laying, encode, laid_again, shares
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
 from ramify.wire import Message, Request, Server
@@ -58,6 +58,8 @@ class Orchestrator:
             said = request.read(KINDS[name])
             if name != "hello" and said.incarnation != self.incarnation:
                 raise PeerRefused(f"trainer {said.incarnation} was replaced by {self.incarnation}")
+            if name != "hello" and not self.ranks:
+                raise PeerLost("started again: greet me first")
             with self.changed:
                 answer = getattr(self, f"_{name}")(said)
                 self.changed.notify_all()

@@ -142,6 +142,8 @@ def test_metrics_equal_a_count_token_by_token():
         for name, values in columns.items():
             wanted = max(values) if name == "max_log_ratio" else sum(values) / len(values)
             assert found[f"{name}{place}"] == pytest.approx(wanted, rel=1e-4, abs=1e-6), (name, place)
+        exact = float(np.quantile(columns["max_log_ratio"], 0.999, method="inverted_cdf"))
+        assert exact * 0.999 <= found[f"p999_log_ratio{place}"] <= max(1.2 * exact, 2e-5), place
     assert found["forest/token_ratio"] == sum(f.flat_tokens for f in forests()) / sum(f.tokens for f in packs)
     assert {"train/grad_norm", "train/tokens_per_second", "train/lr", "loss/rl", "loss/ce"} <= found.keys()
 

@@ -86,6 +86,17 @@ async def test_the_parts_of_a_stream_come_in_order_and_before_the_end(server, cl
 
 
 @run
+async def test_what_a_callback_raises_ends_its_own_call_and_no_other(server, client, waiting):
+    def broken(part: Message) -> None:
+        raise KeyError("mine")
+
+    calls = [client.call("count", Message.of(5), deadline=20, on_part=on_part) for on_part in (None, broken, None)]
+    first, second, third = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(second, KeyError)
+    assert first.read(str) == third.read(str) == "end"
+
+
+@run
 async def test_a_failure_arrives_as_the_class_that_bears_its_name(server, client, waiting):
     with pytest.raises(JudgeError, match="asleep") as caught:
         await client.call("fail", deadline=20)

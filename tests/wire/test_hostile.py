@@ -39,6 +39,8 @@ def frame(rng: random.Random) -> list[bytes]:
 
 
 def hostile(kind: str, rng: random.Random) -> list[bytes]:
+    if kind == "warm-up":
+        kind = rng.choice(["random", "truncated", "version"])
     if kind == "random":
         return [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 5))]
     if kind == "truncated":
@@ -56,7 +58,7 @@ def test_a_good_client_is_served_while_a_hostile_one_tries_everything():
             Server({"echo": echo}, settings=SETTINGS) as server,
             Client(server.address, settings=SETTINGS) as good,
         ):
-            for kind in ("random", "truncated", "version"):
+            for kind in ("warm-up", "random", "truncated", "version"):
                 memory = []
                 for number in range(COUNT):
                     bad = context.socket(zmq.DEALER)  # the one before was cut off
@@ -72,7 +74,7 @@ def test_a_good_client_is_served_while_a_hostile_one_tries_everything():
                         memory.append(process.memory_info().rss)
                 quarter = len(memory) // 4
                 second, last = memory[quarter : 2 * quarter], memory[-quarter:]
-                assert sum(last) / len(last) <= 1.05 * sum(second) / len(second)
+                assert kind == "warm-up" or sum(last) / len(last) <= 1.05 * sum(second) / len(second)
             async with asyncio.timeout(60):
                 while server.refused < 2 * COUNT:
                     await asyncio.sleep(0.01)

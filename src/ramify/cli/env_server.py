@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ async def serve(config: EnvServerConfig) -> None:
     """Serve until SIGTERM or SIGINT, which lets attempts finish for a while."""
     from ramify.envserver.server import EnvServer
 
+    sys.setswitchinterval(0.001)  # the threads of the connections wait for nobody
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     server = EnvServer(config)
     starting = asyncio.create_task(server.start())

@@ -32,6 +32,7 @@ print(json.dumps({
 
 EXTRAS = {
     "local": "training, and sampling with the native engine, on this machine",
+    "lora": "training adapters beside the weights, with peft",
     "mcp": "tools that come from MCP servers",
     "parquet": "exports of a run as parquet, and datasets in it",
     "plot": "ramify plot: curves as a picture",

@@ -7,13 +7,19 @@ CACHE = re.compile(r"^(?:ramify_kv_usage|vllm:kv_cache_usage_perc)(?:{[^}]*})? (
 QUEUE = re.compile(r"^(?:ramify_waiting|vllm:num_requests_waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
 
+RUNNING = re.compile(r"^(?:ramify_running|vllm:num_requests_running)(?:{[^}]*})? (\S+)$", re.MULTILINE)
+
+
 class Load(NamedTuple):
-    """The share of the cache that is in use, and requests that wait."""
+    """The share of the cache that is in use, requests that wait, and requests that are worked on."""
 
     cache: float = 0.0
     queued: int = 0
+    running: int = 0
 
 
 def read_load(text: str) -> Load:
     """What the metrics say; nothing said is nothing in use."""
-    return Load(max(map(float, CACHE.findall(text)), default=0.0), int(sum(map(float, QUEUE.findall(text)))))
+    cache = max(map(float, CACHE.findall(text)), default=0.0)
+    queued, running = (int(sum(map(float, name.findall(text)))) for name in (QUEUE, RUNNING))
+    return Load(cache, queued, running)

@@ -48,6 +48,10 @@ class EnvClient:
     def __init__(self, address: str, secret: str | None = None, *, settings: Settings | None = None) -> None:
         self._client = Client(address, secret=secret, settings=settings)
 
+    @property
+    def address(self) -> str:
+        return self._client.address
+
     async def start(self, deadline: float | None = None) -> Self:
         """Connect; PeerLost if nobody answers in time."""
         await self._client.start(deadline)
@@ -56,6 +60,10 @@ class EnvClient:
     async def close(self) -> None:
         """Take back what is open and go."""
         await self._client.close()
+
+    async def reached(self, deadline: float) -> bool:
+        """Wait until the server answers again; whether it does."""
+        return await self._client.reached(deadline)
 
     async def __aenter__(self) -> Self:
         return await self.start()

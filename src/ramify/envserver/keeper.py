@@ -24,8 +24,8 @@ PAUSE = 0.01
 BY_SIGNAL = 128  # added to the number of the signal that ended the worker
 
 
-def keep(temporary: Path) -> None:
-    """Fork; returns in the worker, never in the keeper. Standard input is the life line."""
+def keep(temporary: Path, report: int) -> None:
+    """Fork; returns in the worker, never in the keeper. Standard input is the life line, `report` the worker's own."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keeper, worker = os.getpid(), os.fork()
@@ -37,7 +37,7 @@ def keep(temporary: Path) -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.closerange(3, 256)  # what the worker reports through is the worker's
+    os.close(report)
     code = _watch(worker)
     _end_children()
     clear(temporary)

@@ -22,7 +22,8 @@ def main() -> None:
             clear(temporary)
             return
         told += more
-    keep(temporary)
+    os.set_inheritable(report, False)
+    keep(temporary, report)
     from ramify.envserver.working import work  # in the worker alone, so that the keeper stays small
 
     work(told[8:], report)

@@ -41,7 +41,7 @@ from ramify.rollout import Environment, SourceConfig, run, score_group
 from ramify.trace import Trace, TraceWriter, decode, encode_episode
 from ramify.wire import Message, Request, Server, Settings
 
-LINGER = 500  # milliseconds for the last words
+LINGER = 2000  # milliseconds for the last words
 THREADS = 64  # hooks that are not async and run at the same time
 FOREVER = 86400.0  # the leash, not silence, tells a worker that its broker is gone
 FORMAT = "%(levelname)s %(name)s: %(message)s"

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.evals.display import clock
+from ramify.launch.process import State
 from ramify.launch.supervisor import Seen
 
 EVERY = 0.5  # seconds between two looks
@@ -67,24 +68,34 @@ class Lines(Quiet):
     def __init__(self) -> None:
         self._step, self._next, self._errors = -1, 0.0, 0.0
         self._states: list[str] = []
+        self._last = ""
 
     def say(self, line: str) -> None:
         print(line, flush=True)
 
     def look(self, status: Status | None, processes: Sequence[Seen]) -> None:
         if status is None:
-            states = [f"{one.name} {one.state.value}" for one in processes]
-            if states != self._states:
-                self._states = states
-                self.say(", ".join(states))
+            self._starting(processes)
             return
-        for error in status.get("errors") or ():
-            if error["time"] > self._errors:
-                self._errors = error["time"]
-                self.say(f"{error['name']}: {error['message']}")
+        self._troubles(status.get("errors") or ())
         if status.get("step", 0) > self._step or time.monotonic() >= self._next:
             self._step, self._next = status.get("step", 0), time.monotonic() + LINE_EVERY
             self.say(line_of(status))
+
+    def _starting(self, processes: Sequence[Seen]) -> None:
+        states = [f"{one.name} {one.state.value}" for one in processes]
+        if states != self._states and all(one.state is not State.ENDED for one in processes):
+            self.say(", ".join(states))
+        self._states = states
+
+    def _troubles(self, errors: Sequence[Status]) -> None:
+        """Those that are new; what happened to many at once is said once."""
+        for error in errors:
+            line = f"{error['name']}: {error['message']}"
+            if error["time"] > self._errors and line != self._last:
+                self.say(line)
+                self._last = line
+            self._errors = max(self._errors, error["time"])
 
 
 class Page(Quiet):

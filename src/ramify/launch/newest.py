@@ -1,11 +1,14 @@
 """The newest weights of a run: what an engine that is started again should serve."""
 
+import os
+import shutil
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
 from ramify.model.manifest import MANIFEST, Manifest
 
-WEIGHTS = "weights"
+WEIGHTS, SERVED = "weights", "served"
+TRIES = 5  # a version may be removed while it is looked at
 
 
 def newest(run: Path) -> Path | None:
@@ -18,3 +21,18 @@ def newest(run: Path) -> Path | None:
             continue  # removed while we looked
         found.append((version.incarnation, version.step, place.parent))
     return max(found)[2] if found else None
+
+
+def newest_kept(run: Path) -> Path | None:
+    """The newest weights under a name of the engine's own, which nobody removes while it starts."""
+    place = run / SERVED
+    for _ in range(TRIES):
+        if (found := newest(run)) is None:
+            return None
+        shutil.rmtree(place, ignore_errors=True)
+        try:
+            shutil.copytree(found, place, copy_function=os.link)
+        except OSError:
+            continue
+        return place
+    return None

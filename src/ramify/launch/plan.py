@@ -17,7 +17,7 @@ from ramify.errors import ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, ServerConfig, VLLMConfig
 from ramify.launch.devices import Gpu, Shares, share, visible_gpus
 from ramify.launch.estimate import Model, Need, need_of
-from ramify.launch.newest import newest
+from ramify.launch.newest import newest_kept
 from ramify.launch.ports import HOST, settled, source_ports
 from ramify.launch.process import Entry, Role
 from ramify.model.resolve import resolve
@@ -135,7 +135,7 @@ class _Planner:
 
         def prepare() -> None:
             """A restart serves the newest weights there are."""
-            found = newest(self.path)
+            found = newest_kept(self.path)
             name = str(found.resolve()) if found is not None else config.model.name
             write(served.model_copy(update={"model": ModelConfig(name=name)}), file)
 

@@ -165,12 +165,15 @@ class Process:
         return "(no log)"
 
 
+def is_signal(code: int) -> bool:
+    """Whether an exit code says that a signal ended the process."""
+    return code < 0 or code > BY_SIGNAL
+
+
 def how(code: int) -> str:
     """What an exit code says, in words."""
-    number = -code if code < 0 else code - BY_SIGNAL
-    if number <= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(number).name}"
-    except ValueError:
-        return f"ended with exit code {code}"
+    if is_signal(code):
+        number = -code if code < 0 else code - BY_SIGNAL
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(number).name}"
+    return f"ended with exit code {code}"

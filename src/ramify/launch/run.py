@@ -14,13 +14,14 @@ from ramify.config import check
 from ramify.errors import ProviderError, RunBusy
 from ramify.launch.dashboard import EVERY, Display, Quiet
 from ramify.launch.plan import Plan, plan_of
+from ramify.launch.process import KILLING, PATIENCE, POLL
 from ramify.launch.record import Record
 from ramify.launch.status import StatusClient
 from ramify.launch.supervisor import Outcome, Supervisor
 from ramify.launch.tables import check_tables
 from ramify.monitor import check_sinks
 from ramify.orchestrate.config import RunConfig
-from ramify.store import naming, open_run
+from ramify.store import RunStore, naming, open_run
 
 FINISHED = "finished"  # the fact that says up to which step
 CLAIM = "lock"  # how the name of its lock ends
@@ -49,7 +50,7 @@ def carry_out(plan: Plan, *, fresh: bool = False, display: Display) -> Ended:
     """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done."""
     config, path = plan.config, plan.config.path
     with _claimed(path):
-        with open_run(path, config.identity, fresh=fresh) as store:
+        with _let_go_of(lambda: open_run(path, config.identity, fresh=fresh)) as store:
             done = store.fact(FINISHED)
         if done is not None and done >= config.max_steps:
             return Ended(path, Outcome.FINISHED, ran=False)
@@ -60,6 +61,18 @@ def carry_out(plan: Plan, *, fresh: bool = False, display: Display) -> Ended:
             with open_run(path, config.identity) as store:
                 store.remember(FINISHED, config.max_steps)
     return Ended(path, outcome)
+
+
+def _let_go_of(opening: Callable[[], RunStore]) -> RunStore:
+    """The run, once the processes of a supervisor that was killed have let go of it."""
+    end = time.monotonic() + PATIENCE + KILLING
+    while True:
+        try:
+            return opening()
+        except RunBusy:
+            if time.monotonic() > end:
+                raise
+        time.sleep(POLL)
 
 
 async def _supervised(plan: Plan, display: Display) -> Outcome:
@@ -101,7 +114,8 @@ def _logged(file: Path, say: Callable[[str], None]) -> Iterator[Callable[[str], 
         log = file.open("a", encoding="utf-8", buffering=1)
 
     def both(line: str) -> None:
-        log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
+        with contextlib.suppress(OSError):  # a full disk: the run has other ways to find out
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
         say(line)
 
     with log:

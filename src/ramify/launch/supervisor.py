@@ -4,7 +4,8 @@ One task tends each process through its lives. The first thing that decides the 
 (the orchestrator) exits, a budget of restarts is used up, a failure that would only repeat itself, Ctrl-C. Then every
 process is let go at once, and none outlives this call.
 
-- An exit by signal, or with an exception nobody named, is a crash: the process is started again, within its budget.
+- An exit by signal, or with an exception nobody named, is a crash: the process is started again, within its budget. The
+  same exception several times in a row is a bug, and ends the run before the budget does.
 - A named failure that is not retryable, and any named failure of the leader, ends the run under that name.
 - SIGTERM and SIGUSR1 are passed to the leader, which makes a checkpoint and exits with 75, within `grace` seconds.
 """
@@ -20,11 +21,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, registry
-from ramify.launch.process import PATIENCE, Entry, Process, Role, State, how
+from ramify.launch.process import PATIENCE, Entry, Process, Role, State, how, is_signal
 from ramify.launch.restarts import Budget
 
 UNUSABLE = 2  # the exit code of a command whose configuration cannot be used
 LEFT = 75  # of a run that was asked to leave, and can be continued
+SAME = 3  # lives in a row that end alike, after which another would too
 NAMED = re.compile(r"([A-Z]\w+): (.*)")
 
 
@@ -67,6 +69,8 @@ class Supervisor:
         self._say, self._changed = say, changed
         self._budgets = {entry.name: Budget(restarts) for entry in entries}
         self._lives: dict[str, Process] = {}
+        self._ends: dict[str, list[str]] = {entry.name: [] for entry in entries}
+        """What each process said last when it crashed by itself, for as long as it is the same."""
         self._answered = {entry.name: asyncio.Event() for entry in entries}
         self._again = asyncio.Event()
         """Set, and replaced, when the leader begins another life: a follower that was done is needed again."""
@@ -163,10 +167,11 @@ class Supervisor:
 
     async def _wait_for_next(self, life: Process, code: int) -> None:
         entry, budget = life.entry, self._budgets[life.entry.name]
-        delay = budget.spend()
+        alike = self._alike(life, code)
+        delay = budget.spend() if alike < SAME else None
         if delay is None:
-            said = f"{entry.name} {how(code)}, and was started again {budget.restarts} times within an hour already"
-            raise ProcessDied(f"{said}; the end of {entry.log}:\n{life.tail()}")
+            often = f"{alike} times in a row in the same way" if alike >= SAME else f"after {budget.total} restarts"
+            raise ProcessDied(f"{entry.name} {how(code)}, {often}; the end of {entry.log}:\n{life.tail()}")
         self._say(f"{entry.name} {how(code)}; started again in {delay:g} s ({budget.total} of {budget.restarts})")
         life.state, life.since = State.WAITING, time.monotonic()
         self._tell()
@@ -174,6 +179,18 @@ class Supervisor:
         if entry.role is Role.LEADER:
             self._again.set()
             self._again = asyncio.Event()
+
+    def _alike(self, life: Process, code: int) -> int:
+        """How many lives in a row have ended by themselves with the same last line."""
+        ends, tail = self._ends[life.entry.name], life.tail()
+        if is_signal(code) or failure_in(tail) is not None:
+            ends.clear()
+            return 0
+        last = tail.splitlines()[-1]
+        if ends and ends[-1] != last:
+            ends.clear()
+        ends.append(last)
+        return len(ends)
 
     # -- the whole -------------------------------------------------------------------------------------------------
 

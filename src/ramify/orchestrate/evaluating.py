@@ -36,9 +36,10 @@ class Evaluating:
         seed: int,
         report: Callable[[int, dict[str, float]], None],
         failed: Callable[[str, Failure], None],
+        moved: Callable[[], None],
     ) -> None:
         self._sources, self._weights, self._store, self._seed = sources, weights, store, seed
-        self._report, self._failed = report, failed
+        self._report, self._failed, self._moved = report, failed, moved
         self.running: dict[str, float] = {}  # source: since when
         self._last: dict[str, int] = {}  # the version each source was last evaluated at
 
@@ -71,6 +72,8 @@ class Evaluating:
         self.running[name] = start = time.monotonic()
         try:
             async with self._weights.hold() if hold else contextlib.nullcontext():
+                if hold and self._weights.serving is not None:
+                    step = self._weights.serving.step  # a newer version may have been quicker than the eval
                 found = await self._rollouts(name, config, served, step)
         finally:
             del self.running[name]
@@ -78,27 +81,16 @@ class Evaluating:
 
     async def _rollouts(self, name: str, config: EvalSourceConfig, served: Served, step: int) -> dict[str, list[Trace]]:
         gate = asyncio.Semaphore(AT_ONCE)
-        count = await served.tasks.count(config.num_tasks)
-        tasks = config.num_tasks if count is None else min(count, config.num_tasks)
+        tasks = config.num_tasks if served.count is None else min(served.count, config.num_tasks)
         found: dict[str, list[Trace]] = {str(number): [] for number in range(tasks)}
 
         async def rollout(number: int, repetition: int) -> None:
             id = f"eval.{name}.{step}.{number}.{repetition}"
             async with gate:
-                try:
-                    task = await served.tasks.get(number)
-                    ran = await served.client.run(
-                        task,
-                        id=id,
-                        group=id,
-                        attempt=repetition,
-                        seed=seed_of(self._seed, f"{name}:{number}"),
-                        deadline=served.deadline,
-                    )
-                except RamifyError as error:
-                    self._failed(f"eval/{name}", Failure.of(error))
-                    return
-            traces = list(ran.episode.traces)
+                traces = await self._traces(served, number, id, repetition, f"{name}:{number}")
+            self._moved()
+            if not traces:
+                return
             reward = traces[0].reward
             await self._store.add(
                 Row(id, str(number), repetition, f"eval/{name}", reward, summary={**summary_of(traces), "step": step}),
@@ -112,6 +104,27 @@ class Evaluating:
                 for repetition in range(config.repetitions):
                     together.create_task(rollout(number, repetition))
         return found
+
+    async def _traces(self, served: Served, number: int, id: str, repetition: int, seed: str) -> list[Trace]:
+        """One rollout, asked for again while what went wrong may pass; nothing if it did not."""
+        for _ in range(served.tries):
+            try:
+                task = await served.tasks.get(number)
+                ran = await served.client.run(
+                    task,
+                    id=id,
+                    group=id,
+                    attempt=repetition,
+                    seed=seed_of(self._seed, seed),
+                    deadline=served.deadline,
+                )
+                return list(ran.episode.traces)
+            except RamifyError as error:
+                self._failed(f"eval/{served.name}", failure := Failure.of(error))
+                if not failure.retryable:
+                    break
+                await served.pause(failure)
+        return []
 
 
 def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]) -> dict[str, float]:

@@ -13,21 +13,31 @@ import json
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
-from ramify.client import Client
+from ramify.client import Client, ClientConfig
+from ramify.client.load import Load as EngineLoad
 from ramify.envserver.client import EnvClient
-from ramify.errors import ConfigInvalid, RamifyError, RunStalled, TokenizerMismatch, TokensRequired, WorkerDied
+from ramify.errors import (
+    ConfigInvalid,
+    PeerLost,
+    RamifyError,
+    RunStalled,
+    TokenizerMismatch,
+    TokensRequired,
+    WorkerDied,
+)
 from ramify.infer.config import ExternalConfig
 from ramify.infer.connect import open_client
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
 from ramify.orchestrate.concurrency import Concurrency, Load
-from ramify.orchestrate.config import RunConfig, RunSourceConfig
+from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 from ramify.orchestrate.core import Core
 from ramify.orchestrate.evaluating import Evaluating
 from ramify.orchestrate.judging import Rules, Source
@@ -36,7 +46,7 @@ from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.sampling import Sampling, Served
 from ramify.orchestrate.service import TrainerService
 from ramify.orchestrate.status import status_server
-from ramify.orchestrate.tasks import TaskBook
+from ramify.orchestrate.tasks import MANY, TaskBook
 from ramify.orchestrate.weights import Weights
 from ramify.store import open_run
 from ramify.store.journal import Journal
@@ -45,6 +55,9 @@ from ramify.store.states import State
 from ramify.trace import Trace
 from ramify.wire import Server
 
+Log = Callable[[int, Mapping[str, float]], None]
+Show = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
+
 LOOK = 1.0  # seconds between two looks at the engines' load and at the run's progress
 SLACK = 600.0  # seconds an attempt may wait for a worker beyond what it may take
 CURVE = 40  # points of the reward curve that the status shows
@@ -52,9 +65,13 @@ LEFT = 75  # the exit code of a run that was asked to leave and can be continued
 
 
 class Orchestrator:
-    """One run. `run` it once; the result is the exit code."""
+    """One run. `run` it once; the result is the exit code.
 
-    def __init__(self, config: RunConfig) -> None:
+    `log` is told the numbers of every step, `show` now and then a few rollouts of each source, with their advantages.
+    """
+
+    def __init__(self, config: RunConfig, *, log: Log | None = None, show: Show | None = None) -> None:
+        self._log, self._show = log, show
         if not isinstance(config.inference, ExternalConfig):
             raise ConfigInvalid("inference: the orchestrator starts no engine; give it engine = 'external', base_url")
         for kind, sources in (("train", config.train), ("eval", config.eval)):
@@ -66,6 +83,7 @@ class Orchestrator:
         self.started = time.time()
         self._leave = asyncio.Event()
         self._due: asyncio.Queue[tuple[int, list[str]]] = asyncio.Queue()
+        self._loads: list[EngineLoad] = []
 
     async def run(self) -> int:
         async with contextlib.AsyncExitStack() as stack:
@@ -105,11 +123,14 @@ class Orchestrator:
         self.store = open_run(config.path, config.identity)
         stack.callback(self.store.close)
         self.ledger, self.journal = Ledger.open(self.store), Journal(self.store)
-        self.progress = Progress(self.journal)
-        self.client: Client = await stack.enter_async_context(open_client(self.inference, version=Version(self.policy)))
-        train = {source.title: await self._served(source, stack, train=True) for source in config.train}
+        self.progress = Progress(self.journal, self._log)
+        patience = ClientConfig(patience=config.launch.start_deadline)
+        self.client: Client = await stack.enter_async_context(
+            open_client(self.inference, config=patience, version=Version(self.policy))
+        )
+        train = {source.title: await self._served(source, stack) for source in config.train}
         evals = {source.title: (source, await self._served(source, stack)) for source in config.eval}
-        counts = {name: await served.tasks.count() for name, (served, _) in train.items()}
+        counts = {name: served.count for name, (served, _) in train.items()}
         sources = {
             source.title: Source(
                 name=source.title,
@@ -146,6 +167,7 @@ class Orchestrator:
             seed=config.seed,
             report=self._evaluated,
             failed=self.progress.trouble,
+            moved=self.progress.move,
         )
         self.evaluating.restore(self.journal.metrics("eval/*/avg"))
         self.service = TrainerService(
@@ -154,7 +176,7 @@ class Orchestrator:
             self.progress,
             policy=self.policy,
             steps=config.max_steps,
-            replaced=self.sampling.open.clear,
+            replaced=self._replaced,
         )
         if self.core.marks.committed == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.sampling.open.set()  # the weights the run begins with; any later start waits for its trainer's
@@ -168,28 +190,44 @@ class Orchestrator:
         print(f"orchestrating {config.path} at {server.address}; status at {self.status_address}", flush=True)
 
     async def _served(
-        self, source: RunSourceConfig, stack: contextlib.AsyncExitStack, *, train: bool = False
+        self, source: TrainSourceConfig | EvalSourceConfig, stack: contextlib.AsyncExitStack
     ) -> tuple[Served, Any]:
+        """Meet a source's server, which may still be booting, or be started again meanwhile."""
         assert source.address is not None
-        client = await EnvClient(source.address).start(self.config.launch.start_deadline)
+        patience = self.config.launch.start_deadline
+        end = time.monotonic() + patience
+        try:
+            client = await EnvClient(source.address).start(patience)
+        except PeerLost as error:
+            raise PeerLost(f"the orchestrator waits for the env server of {source.title}: {error.message}") from error
         stack.push_async_callback(client.close)
-        await self._ready(source.title, client)
-        info = await client.info()
-        if train and not info.trainable:
+        tasks, most = (
+            TaskBook(source.title, client),
+            MANY if isinstance(source, TrainSourceConfig) else source.num_tasks,
+        )
+        broken = False
+        while True:
+            try:
+                health = await client.health()
+                if health.state == "ok":
+                    info, count = await client.info(), await tasks.count(most)
+                    break
+                broken = health.state == "broken"
+                error = WorkerDied(f"the env server of {source.title} has no worker: {health.reason or health.state}")
+            except RamifyError as failure:
+                error = failure
+            if not error.retryable or broken or time.monotonic() > end:
+                raise error
+            await asyncio.sleep(LOOK / 4)
+        if isinstance(source, TrainSourceConfig) and not info.trainable:
             raise TokensRequired(f"train source {source.title}: its endpoint gives no token ids and logprobs")
         timeouts = source.timeouts
         agent = float(source.harness.get("timeout", 600.0))
         deadline = timeouts.boot + timeouts.setup + agent + timeouts.finalize + timeouts.scoring + SLACK
-        tasks = TaskBook(source.title, client)
-        return Served(source.title, client, tasks, bool(info.group_rewards), deadline), info
-
-    async def _ready(self, name: str, client: EnvClient) -> None:
-        """Until the server has a worker, which may still be booting."""
-        end = time.monotonic() + self.config.launch.start_deadline
-        while (health := await client.health()).state != "ok":
-            if health.state == "broken" or time.monotonic() > end:
-                raise WorkerDied(f"the env server of {name} has no worker: {health.reason or health.state}")
-            await asyncio.sleep(LOOK / 4)
+        served = Served(
+            source.title, client, tasks, bool(info.group_rewards), deadline, source.attempts, patience, count
+        )
+        return served, info
 
     def _vocabulary(self) -> int:
         path = resolve(self.config.model.name) / "config.json"
@@ -203,12 +241,18 @@ class Orchestrator:
     def _settled(self, group: Group, traces: list[Trace], trainable: bool) -> None:
         self.progress.settled(group, traces, trainable)
 
+    def _replaced(self) -> None:
+        """A trainer begins from the history: nothing is sampled until the engines have what it begins with."""
+        self.sampling.open.clear()
+        self.weights.forget()
+
     def _applied(self, version: Version, seconds: float) -> None:
         """The engines have a version: slots are free, and an eval may be due."""
+        if version.incarnation != self.core.marks.incarnation:
+            return  # of a trainer that was replaced meanwhile
         self.core.applied(version.incarnation, version.step)
         self.progress.record(version.step, {"time/swap": seconds})
-        if version.incarnation == self.core.marks.incarnation:
-            self.sampling.open.set()
+        self.sampling.open.set()
         self.sampling.wake()
         if names := self.evaluating.due(version.step):
             self._due.put_nowait((version.step, names))
@@ -236,7 +280,21 @@ class Orchestrator:
                 self._next = batch.step + 1
                 self.progress.cut(batch.step, self._ages(batch))
                 self._say(batch)
+                self._show_some(batch)
             await self.service.announce()
+
+    def _show_some(self, batch: StoredBatch) -> None:
+        """A few rollouts of each source, out of the batch that was just decided."""
+        samples = self.config.monitor.samples
+        if self._show is None or not samples.count or batch.step % samples.interval:
+            return
+        shown: dict[str, list[tuple[Trace, float | None]]] = {}
+        for number in batch.groups:
+            rollouts = shown.setdefault(self.ledger.group(number).source, [])
+            for attempt in self.ledger.attempts(number)[: samples.count - len(rollouts)]:
+                if attempt.rollout is not None:
+                    rollouts.append((self.store.read(attempt.rollout)[0], attempt.notes.get("advantage")))
+        self._show(batch.step, shown)
 
     def _ages(self, batch: StoredBatch) -> list[int]:
         return [batch.step - self.ledger.group(number).version for number in batch.groups]
@@ -253,12 +311,11 @@ class Orchestrator:
     async def _follow_load(self) -> None:
         while True:
             await asyncio.sleep(LOOK)
-            with contextlib.suppress(RamifyError):
-                loads = await self.client.loads()
-                if loads:
-                    worst = Load(max(load.cache for load in loads), sum(load.queued for load in loads))
-                    self.concurrency.observe(worst, self.sampling.out)
-                    self.sampling.wake()
+            self._loads = await self.client.loads()
+            if self._loads:
+                worst = Load(max(load.cache for load in self._loads), sum(load.queued for load in self._loads))
+                self.concurrency.observe(worst, self.sampling.out)
+                self.sampling.wake()
 
     async def _watch(self) -> None:
         limit = self.config.orchestrator.stall_timeout
@@ -270,7 +327,8 @@ class Orchestrator:
                 lines = [f"  {each['who']} waits for {each['waits_for']} ({each['detail']})" for each in self.why()]
                 said = f"no step in {idle:.0f} s (orchestrator.stall_timeout is {limit:g})"
                 report = "\n".join([said, *lines, f"  dropped groups: {self._dropped() or 'none'}"])
-                (self.config.path / "stalled.txt").write_text(report + "\n")
+                with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
+                    (self.config.path / "stalled.txt").write_text(report + "\n")
                 raise RunStalled(report)
 
     def _dropped(self) -> str:
@@ -341,8 +399,7 @@ class Orchestrator:
                 "sampling", "the trainer's first weights", idle, limit, "the engines serve other weights than the run's"
             )
         elif self.sampling.out:
-            oldest = admission.waiting_for()
-            wait("sampling", f"{self.sampling.out} attempts", idle, limit, f"oldest groups: {oldest[:5]}")
+            wait("sampling", f"{self.sampling.out} attempts", idle, limit, self._oldest())
         elif not admission.room:
             wait("sampling", "a free slot", idle, limit, f"{admission.active} of {admission.shape.slots} groups active")
         if not self.service.met:
@@ -358,9 +415,22 @@ class Orchestrator:
             wait("weights", "the engines to take a version", now - self.weights.waiting_since, None, detail)
         for name, since in self.evaluating.running.items():
             wait(f"eval {name}", "its rollouts", now - since, None, "")
+        busy = sum(load.running for load in self._loads)
+        if self.sampling.out and busy:
+            urls = ", ".join(self.client.versions)
+            wait("env servers", f"{busy} model calls", idle, limit, f"the engines at {urls} hold them")
         for url, reason in self.client.down.items():
             wait("client", f"the engine at {url}", idle, None, reason)
         return found
+
+    def _oldest(self) -> str:
+        """The attempt that keeps the run waiting."""
+        if (found := self.sampling.oldest()) is None:
+            return ""
+        attempt, source, seconds = found
+        served = self.sampling.sources[source]
+        where = f"{source} at {served.client.address}, of at most {served.deadline:g} s"
+        return f"the oldest is {attempt}, for {seconds:.0f} s at {where}"
 
     def _status(self, _: Request) -> dict[str, Any]:
         marks, progress, last = self.core.marks, self.progress, self.progress.last

@@ -50,6 +50,10 @@ class Progress:
         self.last: dict[str, float] = {}
         self.finished: list[Trace] = []  # a few, to be shown
 
+    def move(self) -> None:
+        """The run is not stuck."""
+        self.moved = time.monotonic()
+
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of a step, for the tables and the sinks."""
         self._journal.record(step, values)

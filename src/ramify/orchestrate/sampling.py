@@ -6,6 +6,7 @@ server could not do is a failure like any other; a server that is gone is asked 
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -33,6 +34,15 @@ class Served:
     tasks: TaskBook
     compares: bool  # whether it has rewards that only a whole group can have
     deadline: float  # seconds one attempt may take, its waiting included
+    tries: int  # how often an attempt is made
+    patience: float  # seconds for its server to be back
+    count: int | None = None  # of its tasks; None if there is no end of them
+
+    async def pause(self, failure: Failure) -> None:
+        """Before the next try. A server that is gone is waited for: that it is away is one failure, not many."""
+        await asyncio.sleep(PAUSE)
+        if failure.name == "PeerLost":
+            await self.client.reached(self.patience)
 
 
 class Sampling:
@@ -48,9 +58,10 @@ class Sampling:
         settled: Callable[[Group, list[Trace], bool], None],
         failed: Callable[[str, Failure], None],
     ) -> None:
-        self._core, self._sources, self._seed = core, sources, seed
+        self._core, self.sources, self._seed = core, sources, seed
         self._limit, self._settled, self._failed = limit, settled, failed
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._since: dict[tuple[int, int], tuple[str, float]] = {}  # (source, when) of every attempt that is out
         self._settling: set[int] = set()
         self._wake = asyncio.Event()
         self.open = asyncio.Event()  # closed while the engines do not serve what the run stands at
@@ -64,6 +75,13 @@ class Sampling:
     def out(self) -> int:
         return len(self._tasks)
 
+    def oldest(self) -> tuple[str, str, float] | None:
+        """The attempt that is out for longest: its id, its source, and the seconds."""
+        if not self._since:
+            return None
+        key, (source, since) = min(self._since.items(), key=lambda each: each[1][1])
+        return rollout_id(*key), source, time.monotonic() - since
+
     async def run(self) -> None:
         """Issue and dispatch, for ever."""
         async with asyncio.TaskGroup() as attempts:
@@ -73,6 +91,8 @@ class Sampling:
                 await self.open.wait()
                 self._wake.clear()
                 await self._core.issue()
+                if await self._core.cut() or self._core.admission.finished:  # where no group follows, a short one
+                    self.cut.set()
                 while (taken := self._core.take(self._limit())) is not None:
                     self._send(attempts, *taken)
                 await self._wake.wait()
@@ -80,15 +100,16 @@ class Sampling:
     def _send(self, attempts: asyncio.TaskGroup, group: Group, order: Order) -> None:
         key = (order.group, order.attempt)
         task = attempts.create_task(self._attempt(group, order), name=f"attempt {rollout_id(*key)}")
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._back(key))
+        self._tasks[key], self._since[key] = task, (group.source, time.monotonic())
+        task.add_done_callback(lambda task: self._back(key, task))
 
-    def _back(self, key: tuple[int, int]) -> None:
-        del self._tasks[key]
+    def _back(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is task:  # it may be out again already
+            del self._tasks[key], self._since[key]
         self.wake()
 
     async def _attempt(self, group: Group, order: Order) -> None:
-        source = self._sources[group.source]
+        source = self.sources[group.source]
         core, attempt = self._core, order.attempt
         try:
             task = await source.tasks.get(group.task)
@@ -106,7 +127,7 @@ class Sampling:
         except RamifyError as error:
             self._failed(group.source, failure := Failure.of(error))
             if failure.retryable:
-                await asyncio.sleep(PAUSE)
+                await source.pause(failure)
             standing = await asyncio.shield(core.failed(group.number, attempt, failure))
         else:
             for error in (error for trace in traces for error in trace.errors if error.blame == "system"):
@@ -128,21 +149,34 @@ class Sampling:
 
     async def _judge(self, number: int) -> None:
         group, traces = self._core.group(number), self._core.traces(number)
-        source = self._sources[group.source]
+        source = self.sources[group.source]
         if source.compares:
             try:
-                found = await source.client.score_group(traces[0].task, traces, deadline=source.deadline)
+                await self._compare(source, traces)
             except RamifyError as error:
-                self._failed(group.source, Failure.of(error))
                 await self._core.drop(number, DropReason.UNSCORED, f"{error.name}: {error.message}")
                 return
-            for trace, rewards in zip(traces, found.rewards, strict=True):
-                trace.rewards.update(rewards)
-        changed = {trace.attempt: summary_of([trace]) for trace in traces} if source.compares else None
+        episodes = {trace.attempt: [other for other in traces if other.attempt == trace.attempt] for trace in traces}
+        changed = {attempt: summary_of(each) for attempt, each in episodes.items()} if source.compares else None
         trainable = await self._core.settle(number, changed)
         self._settled(group, traces, trainable)
         if await self._core.cut():
             self.cut.set()
+
+    async def _compare(self, source: Served, traces: list[Trace]) -> None:
+        """The rewards that only the whole group has, asked for as often as an attempt may be made."""
+        for left in reversed(range(source.tries)):
+            try:
+                found = await source.client.score_group(traces[0].task, traces, deadline=source.deadline)
+            except RamifyError as error:
+                self._failed(source.name, failure := Failure.of(error))
+                if not left or not failure.retryable:
+                    raise
+                await source.pause(failure)
+                continue
+            for trace, rewards in zip(traces, found.rewards, strict=True):
+                trace.rewards.update(rewards)
+            return
 
     def _cancel(self, number: int) -> None:
         for key in [key for key in self._tasks if key[0] == number]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import PeerRefused
+from ramify.errors import PeerLost, PeerRefused
 from ramify.model.version import Version
 from ramify.orchestrate.batch import share_out
 from ramify.orchestrate.core import Core
@@ -92,9 +92,10 @@ class TrainerService:
         asked = request.read(Hello)
         if asked.incarnation is not None:
             self._check(asked.incarnation)
-        elif self._met:
+        elif self._met or self._core.ledger.served():  # a trainer was here, if only before this process was
             await self._core.restart_trainer()
             self._replaced()
+            await self.announce()
         self._met, self._shares = True, {}
         self._laying, self._ranks = asked.laying, asked.ranks
         marks = self._core.marks
@@ -106,6 +107,7 @@ class TrainerService:
     async def batch(self, request: Request) -> Message:
         """The share of a rank, as soon as there is one; nothing if none will come."""
         asked = request.read(Asked)
+        self._check_met(asked.incarnation)
         self.asking = (asked.step, time.monotonic())
         try:
             async with self.more:
@@ -127,7 +129,7 @@ class TrainerService:
 
     async def trained(self, request: Request) -> Message:
         asked = request.read(Asked)
-        self._check(asked.incarnation)
+        self._check_met(asked.incarnation)
         await self._core.acknowledge(asked.step)
         served = self._served.pop(asked.step, None)
         taken = {} if served is None else {"time/train": time.monotonic() - served}
@@ -137,13 +139,13 @@ class TrainerService:
 
     async def published(self, request: Request) -> Message:
         asked = request.read(Asked)
-        self._check(asked.incarnation)
+        self._check_met(asked.incarnation)
         self._weights.offer(Version(*asked.version), Path(asked.path))
         return Message.of([tuple(version) for version in self._weights.needed])
 
     async def checkpoint(self, request: Request) -> Message:
         asked = request.read(Asked)
-        self._check(asked.incarnation)
+        self._check_met(asked.incarnation)
         await self._core.commit(asked.step)
         self._progress.record(asked.step, {"committed": float(asked.step)})
         self.committed.set()
@@ -161,3 +163,9 @@ class TrainerService:
         now = self._core.marks.incarnation
         if incarnation != now:
             raise PeerRefused(f"this trainer is incarnation {incarnation}; the run goes on with incarnation {now}")
+
+    def _check_met(self, incarnation: int) -> None:
+        """Refuse a stranger: one who was replaced, and one who has not greeted this process yet."""
+        self._check(incarnation)
+        if not self._met:
+            raise PeerLost("the orchestrator was started again and has forgotten the trainer: greet it first")

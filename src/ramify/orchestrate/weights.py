@@ -25,11 +25,14 @@ class Weights:
         self._client, self._tell = client, applied
         self.serving: Version | None = None
         self._wanted: tuple[Version, Path] | None = None
+        self._applying: Version | None = None
+        self._swapping = asyncio.Lock()
         self._news = asyncio.Event()
         self._holders = 0
         self._free = asyncio.Event()
         self._free.set()
         self.waiting_since: float | None = None
+        self._failing_since: float | None = None
 
     def offer(self, version: Version, path: Path) -> None:
         """The trainer has published a version."""
@@ -37,11 +40,16 @@ class Weights:
         self.waiting_since = self.waiting_since or time.monotonic()
         self._news.set()
 
+    def forget(self) -> None:
+        """The trainer that offered the last version is gone, and what it made is no part of the history."""
+        self._wanted = self.waiting_since = None
+        self._news.clear()
+
     @property
     def needed(self) -> list[Version]:
-        """The versions that must stay on disk: what is served, and what is about to be."""
-        wanted = [self._wanted[0]] if self._wanted else []
-        return ([self.serving] if self.serving else []) + wanted
+        """The versions that must stay on disk: what is served, what is being applied, what is next."""
+        wanted = self._wanted[0] if self._wanted else None
+        return [version for version in (self.serving, self._applying, wanted) if version is not None]
 
     @property
     def held(self) -> bool:
@@ -49,10 +57,12 @@ class Weights:
 
     @contextlib.asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """No new weights meanwhile."""
+        """No new weights meanwhile; a version that is being applied already is waited for."""
         self._holders += 1
         self._free.clear()
         try:
+            async with self._swapping:
+                pass
             yield
         finally:
             self._holders -= 1
@@ -64,20 +74,30 @@ class Weights:
         while True:
             await self._news.wait()
             await self._free.wait()
-            self._news.clear()
-            assert self._wanted is not None
-            version, path = self._wanted
-            try:
-                done = await self._client.update_weights(path, version)
-            except RamifyError as error:
-                since = self.waiting_since or time.monotonic()
-                if not error.retryable or time.monotonic() - since > PATIENCE:
-                    raise
-                self._news.set()
+            async with self._swapping:
+                if self.held:
+                    continue
+                self._news.clear()
+                applied = self._wanted is None or await self._apply(*self._wanted)
+            if not applied:
                 await asyncio.sleep(AGAIN)
-                continue
-            self.serving = version
-            if self._wanted[0] == version:
-                self._wanted = None
-                self.waiting_since = None
-            self._tell(version, max(one.seconds for one in done))
+                self._news.set()
+
+    async def _apply(self, version: Version, path: Path) -> bool:
+        """Let the engines take a version; False if they have to be asked again."""
+        self._applying = version
+        try:
+            done = await self._client.update_weights(path, version)
+        except RamifyError as error:
+            overtaken = self._wanted is None or self._wanted[0] != version
+            self._failing_since = self._failing_since or time.monotonic()
+            if not overtaken and (not error.retryable or time.monotonic() - self._failing_since > PATIENCE):
+                raise
+            return False
+        finally:
+            self._applying = None
+        self.serving, self._failing_since = version, None
+        if self._wanted is not None and self._wanted[0] == version:
+            self._wanted = self.waiting_since = None
+        self._tell(version, max(one.seconds for one in done))
+        return True

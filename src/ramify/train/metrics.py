@@ -24,8 +24,12 @@ class Group(NamedTuple):
     age: int | None
 
 
-# One row per group: entries, entries with a sampler logprob, Σ(ρ − lr − 1), Σ entropy, masked entries, max |lr|
-COLUMNS = ("entries", "sampled", "mismatch_kl", "entropy", "masked", "max_log_ratio")
+# One row per group: entries, entries with a sampler logprob, Σ(ρ − lr − 1), Σ entropy, masked entries; then entries by
+# their |lr|, counted between EDGES, as counts add up where a quantile does not; last, max |lr|
+SUMMED = ("entries", "sampled", "mismatch_kl", "entropy", "masked")
+EDGES = 2.0 ** (np.arange(-64, 13) / 4)  # 1.5e-5 to 8, each a fifth above the one before
+WIDTH = len(SUMMED) + len(EDGES) + 1 + 1
+TAIL = 0.999
 
 
 @dataclass(slots=True)
@@ -33,7 +37,7 @@ class Sums:
     """The part of a step's metrics that adds up."""
 
     terms: dict[str, float] = field(default_factory=dict)
-    groups: dict[Group, np.ndarray] = field(default_factory=dict)  # by COLUMNS
+    groups: dict[Group, np.ndarray] = field(default_factory=dict)  # WIDTH numbers each
     tokens: int = 0
     padding: int = 0
     flat_tokens: int = 0
@@ -101,11 +105,9 @@ def grouped(forest: Forest, step: int) -> tuple[list[Group], np.ndarray]:
 
 
 def _table(row: Row, seen: Seen, number: Tensor, groups: int) -> Tensor:
-    """[groups, columns], by scattering columns."""
+    """[groups, WIDTH], by scattering columns."""
     device = seen.logprob.device
-    table = torch.zeros(
-        groups, len(COLUMNS), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
-    )
+    table = torch.zeros(groups, WIDTH, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     if not groups:
         return table
     number = number.to(device)
@@ -117,7 +119,9 @@ def _table(row: Row, seen: Seen, number: Tensor, groups: int) -> Tensor:
         masked[row.chosen["rl"]] = seen.masked.to(masked.dtype)
     sampled = sampled.to(ratio.dtype)
     columns = [torch.ones_like(ratio), sampled, ratio.exp() - ratio - 1, seen.entropy.to(ratio.dtype), masked]
-    table[:, :-1].index_add_(0, number, torch.stack(columns, 1))
+    table[:, : len(SUMMED)].index_add_(0, number, torch.stack(columns, 1))
+    between = torch.bucketize(ratio.abs(), torch.from_numpy(EDGES).to(ratio))
+    table[:, len(SUMMED) : -1].index_put_((number, between), sampled, accumulate=True)
     table[:, -1].scatter_reduce_(0, number, ratio.abs(), "amax")
     return table
 
@@ -181,8 +185,15 @@ class StepMetrics:
 
 
 def _means(row: np.ndarray) -> dict[str, float]:
-    entries, sampled, kl, entropy, masked, largest = map(float, row)
+    entries, sampled, kl, entropy, masked = map(float, row[: len(SUMMED)])
     found = {"entries": entries, "entropy": entropy / max(1.0, entries)}
     if sampled:
-        found |= {"mismatch_kl": kl / sampled, "masked": masked / sampled, "max_log_ratio": largest}
+        found |= {"mismatch_kl": kl / sampled, "masked": masked / sampled, "max_log_ratio": float(row[-1])}
+        found["p999_log_ratio"] = _quantile(row[len(SUMMED) : -1], float(row[-1]))
     return found
+
+
+def _quantile(counts: np.ndarray, largest: float) -> float:
+    """The first edge that all but a thousandth of the entries are below."""
+    at = int(np.searchsorted(np.cumsum(counts), TAIL * counts.sum()))
+    return min(largest, float(EDGES[at])) if at < len(EDGES) else largest

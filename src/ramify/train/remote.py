@@ -3,7 +3,7 @@
 The trainer is one thread of plain code; a second thread runs the event loop of the wire. A question that gets no answer
 because the orchestrator is gone or slow is asked again until `patience` is over: it is the same question, so it has the
 same answer. An orchestrator that was started again has forgotten the trainer, so it is greeted again first, under the
-incarnation it had.
+incarnation it had, and told what was published last: its predecessor may have died before the engines had it.
 """
 
 import asyncio
@@ -41,6 +41,7 @@ class RemoteSource:
         self.address, self.patience, self.recording = address, patience, recording
         self._secret = secret
         self._greeting: Hello | None = None
+        self._published: Published | None = None
         self._client: Client | None = None
         self._forgotten = False
         self._loop = asyncio.new_event_loop()
@@ -75,7 +76,8 @@ class RemoteSource:
 
     def published(self, version: Version, path: Path) -> Sequence[Version] | None:
         kind: Any = list[tuple[str, int, int]] | None
-        found = self._ask("published", Published(**self._own, version=version, path=str(path))).read(kind)
+        self._published = Published(**self._own, version=version, path=str(path))
+        found = self._ask("published", self._published).read(kind)
         return None if found is None else [Version(*each) for each in found]
 
     def checkpoint(self, step: int) -> None:
@@ -119,5 +121,7 @@ class RemoteSource:
             self._client = await Client(self.address, secret=self._secret).start(min(ASK, self.patience))
         if self._forgotten and self._greeting is not None:
             await self._client.call("hello", Message.of(self._greeting), deadline=ASK)
+            if self._published is not None:
+                await self._client.call("published", Message.of(self._published), deadline=ASK)
         self._forgotten = False
         return await self._client.call(method, message, deadline=ASK)

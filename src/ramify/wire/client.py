@@ -122,6 +122,13 @@ class Client:
         """Requests that wait for their answer."""
         return len(self._open)
 
+    async def reached(self, deadline: float) -> bool:
+        """Wait until the server is met, again if it was lost; whether it is."""
+        with contextlib.suppress(RamifyError):
+            await self._meet(deadline)
+            return True
+        return False
+
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     async def call(
@@ -177,9 +184,7 @@ class Client:
         for event in events:
             match event:
                 case ("part", id, message):
-                    entry = self._open.get(id)
-                    if entry is not None and entry.on_part is not None and not entry.answer.done():
-                        entry.on_part(message)
+                    self._part(id, message)
                 case ("reply", id, message):
                     if (entry := self._open.get(id)) is not None and not entry.answer.done():
                         entry.answer.set_result(message)
@@ -207,6 +212,16 @@ class Client:
                     raise error
                 case _:
                     raise AssertionError(event)
+
+    def _part(self, id: int, message: Message) -> None:
+        entry = self._open.get(id)
+        if entry is None or entry.on_part is None or entry.answer.done():
+            return
+        try:
+            entry.on_part(message)
+        except Exception as error:  # noqa: BLE001 - what the caller's own code raises is the caller's to hear
+            self._take_back(id)
+            entry.answer.set_exception(error)
 
     def _fail(self, error: RamifyError, before: int | None = None) -> None:
         for entry in self._open.values():

@@ -64,6 +64,8 @@ class ClientEnd:
         self.heard = 0.0
         self.beat = Beat(0, 0)  # the server's last
         self.max_frame = settings.max_frame
+        self.parted = False
+        self._parting = False
         self._session = ""
         self._lost = False
         self._said = 0.0  # when a hello or a beat was last sent
@@ -104,6 +106,8 @@ class ClientEnd:
         return min(interval / 4, 0.25)
 
     def end(self) -> None:
+        self.parted = self.state is not State.MET
+        self._parting = True
         self._flush()
         self._say(Bye())
 
@@ -124,9 +128,12 @@ class ClientEnd:
             case Who():
                 self._again()
             case Bye():
-                self._again()
-                self._lost = True
-                self.events.append(("lost", "it has closed"))
+                self.parted = True
+                if not self._parting:
+                    self._say(Bye())
+                    self._again()
+                    self._lost = True
+                    self.events.append(("lost", "it has closed"))
             case Refused():
                 self.state = State.REFUSED
                 self.events.append(("refused", said.failure))

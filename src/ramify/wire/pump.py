@@ -18,8 +18,9 @@ import zmq
 
 from ramify.wire.link import Frames
 
+PARTING = 0.5  # seconds for the other side to hear a goodbye
 BATCH = 256  # messages taken before anything else has its turn
-LINGER = 500  # milliseconds for the last words
+LINGER = 2000  # milliseconds for the last words
 
 Event = tuple[Any, ...]
 
@@ -44,6 +45,11 @@ class End(Protocol):
 
     def end(self) -> None:
         """Say the last words."""
+        ...
+
+    @property
+    def parted(self) -> bool:
+        """Whether everybody has heard them."""
         ...
 
 
@@ -88,11 +94,10 @@ class Pump:
     def _run(self) -> None:
         try:
             self._turn_until_stopped()
+            self._part()
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             self._hand([("broken", error)])
         finally:
-            with contextlib.suppress(zmq.ZMQError):
-                self._end.end()
             self._socket.close(LINGER)
             self._wake.close()
             self._woken.close()
@@ -122,6 +127,14 @@ class Pump:
                 self._hand(events)
             if stopping:
                 return
+
+    def _part(self) -> None:
+        """Say goodbye, and wait until it was heard: a socket that is closed takes back what nobody has read yet."""
+        self._end.end()
+        end = time.monotonic() + PARTING
+        while not self._end.parted and (left := end - time.monotonic()) > 0:
+            if self._socket.poll(int(left * 1000) + 1):
+                self._take(time.monotonic())
 
     def _take(self, now: float) -> bool:
         """Take what has come; whether there may be more."""

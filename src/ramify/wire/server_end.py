@@ -62,6 +62,7 @@ class ServerEnd:
         self._secret, self._settings, self._pulse = secret, settings, pulse
         self._routes: dict[bytes, Session] = {}
         self._banned: OrderedDict[bytes, None] = OrderedDict()
+        self._parting = False
 
     # -- in the pump's thread ------------------------------------------------------------------------------------------
 
@@ -99,9 +100,14 @@ class ServerEnd:
         return min(interval / 4, 0.25)
 
     def end(self) -> None:
+        self._parting = True
         for session in self.sessions.values():
             self._flush(session)
             self._say(session.route, Bye())
+
+    @property
+    def parted(self) -> bool:
+        return not self.sessions
 
     # -- what is said --------------------------------------------------------------------------------------------------
 
@@ -125,6 +131,8 @@ class ServerEnd:
                 session.link.rewind(said.got)
                 self._flush(session)
             case Bye():
+                if not self._parting:
+                    self._say(route, Bye())
                 self._drop(session, "said goodbye")
             case _:
                 raise Malformed(f"a client does not say {type(said).__name__}")

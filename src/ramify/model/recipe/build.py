@@ -1,4 +1,4 @@
-"""From a seed to a model directory: train in three stages, write, measure what was written, move it into place."""
+"""From a seed to a model directory: train in stages, write, measure what was written, move it into place."""
 
 import json
 import shutil
@@ -41,10 +41,14 @@ class Stage:
 
 FORMATS = Shares()
 REVERSALS = Shares(reversal=16, backwards=24, tool_use=4, walk=3, sorting=4, guessing=7, drill=6)
+EVERYTHING = Shares(reversal=8, backwards=4, tool_use=8, walk=6, sorting=6, guessing=12, drill=4)
+CALLS = Shares(reversal=8, backwards=2, tool_use=16, walk=8, sorting=5, guessing=12, drill=3)
 STAGES = [
     Stage(drills, 150, 7),
     Stage(lambda seed: conversations(seed, FORMATS), 350, 42),
-    Stage(lambda seed: conversations(seed + 1, REVERSALS), 500, 20, decay=True),
+    Stage(lambda seed: conversations(seed + 1, REVERSALS), 400, 20, decay=True),
+    Stage(lambda seed: conversations(seed + 2, EVERYTHING), 450, 20, decay=True),
+    Stage(lambda seed: conversations(seed + 3, CALLS), 550, 20, decay=True),
 ]
 
 

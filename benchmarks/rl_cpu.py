@@ -1,0 +1,199 @@
+"""Seconds from process start to a reward of 0.65 on reverse-text with `tiny`: `ramify rl` beside TRL's GRPOTrainer.
+
+Both start with the same weights, draw from the same tasks, are scored by the same function, and learn with the same
+batch, group size, learning rate, warmup, betas and clipping, in float32 on the same cores. The reward is the mean of 3
+steps; it counts from the moment it is known. Ramify samples while it trains, on a thread each, with its quickstart's
+settings. TRL does both in turns; it gets the fastest of several settings, found before the race. Seeds take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _check import Row, competitor, finish, parser
+from _loop import Watched, first_window, watch
+from _reversing import similarity
+
+from ramify.tasksets import reversing
+
+TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
+TARGET, WINDOW = 0.65, 3
+GAIN = 1.5
+TRIAL_STEPS = 5
+DEADLINE = 900.0
+SAME: dict[str, Any] = {
+    "batch_size": 128,
+    "group_size": 16,
+    "max_tokens": 48,
+    "temperature": 1.0,
+    "lr": 3e-4,
+    "warmup_steps": 10,
+    "betas": [0.9, 0.95],
+}
+CONFIG = """
+name = "{name}"
+max_steps = {max_steps}
+seed = {seed}
+seq_len = 256
+
+[model]
+name = "{model}"
+
+[orchestrator]
+batch_size = {batch_size}
+group_size = {group_size}
+max_off_policy = 2
+
+[trainer]
+pack_tokens = 4096
+
+[trainer.optim]
+lr = {lr}
+betas = {betas}
+max_norm = 1.0
+
+[trainer.optim.schedule]
+warmup_steps = {warmup_steps}
+
+[checkpoint]
+interval = 1000
+
+[[train]]
+name = "reverse"
+taskset = {{ id = "reverse-text" }}
+sampling = {{ temperature = {temperature}, max_tokens = {max_tokens} }}
+max_turns = 1
+"""
+
+
+def same_reward(texts: list[str]) -> None:
+    """The competitor's reward is the taskset's."""
+    for text, other in itertools.pairwise(texts):
+        for reply in (text, reversing.tagged(text), reversing.tagged(other[::-1]), f"{reversing.tagged(' ' + text)}?"):
+            assert similarity(reply, text[::-1]) == reversing.similarity(reply, reversing.answer(text))
+
+
+def enough(rewards: list[float]) -> bool:
+    return first_window(rewards, TARGET, WINDOW) is not None
+
+
+def ours(home: Path, seed: int, max_steps: int) -> Watched:
+    name = f"seed{seed}"
+    config = CONFIG.format(name=name, seed=seed, max_steps=max_steps, model=TINY, **SAME)
+    return watch(home, config, name, enough=enough, stop=True, deadline=DEADLINE)
+
+
+class Trl:
+    """The competitor, with the settings that suit it best on this machine."""
+
+    def __init__(self, python: str | None, check: bool, texts: list[str]) -> None:
+        self.python, self.check, self.texts = python, check, texts
+        cores = len(os.sched_getaffinity(0))
+        self.choices = [(threads, micro) for threads in sorted({cores, 1}, reverse=True) for micro in (128, 32)]
+        self.threads, self.micro = self.choices[0]
+
+    def settle(self) -> bool:
+        """Try the settings; whether there is a competitor at all."""
+        found: dict[tuple[int, int], float] = {}
+        for choice in self.choices:
+            self.threads, self.micro = choice
+            told = self.run(0, TRIAL_STEPS, target=2.0)
+            if told is None:
+                return False
+            found[choice] = (told["sampling"] + told["training"]) / told["steps"]
+        self.threads, self.micro = min(found, key=lambda each: found[each])
+        said = ", ".join(f"{threads} threads, {micro} at once: {s:.2f} s" for (threads, micro), s in found.items())
+        print(f"TRL, a step: {said}")
+        return True
+
+    def run(self, seed: int, max_steps: int, target: float = TARGET) -> dict[str, Any] | None:
+        told = {
+            **SAME,
+            "model": str(TINY),
+            "system": reversing.SYSTEM,
+            "texts": self.texts,
+            "threads": self.threads,
+            "micro": self.micro,
+            "seed": seed,
+            "max_steps": max_steps,
+            "target": target,
+            "window": WINDOW,
+            "started": time.time(),
+        }
+        script = ("_trl_grpo.py", "trl==1.16.0", "--trl-python")
+        return competitor(self.python, *script, self.check, [json.dumps(told)])
+
+
+def rows_of(mine: list[Watched], theirs: list[dict[str, Any]]) -> list[Row]:
+    """Medians over the seeds, and each seed's time. A side that did not get there took for ever."""
+
+    def middle(values: list[float]) -> float:
+        return statistics.median(values)
+
+    def beside(key: str) -> float | None:
+        return middle([each[key] for each in theirs]) if theirs else None
+
+    times = [each.reached or float("inf") for each in mine]
+    others = [each["seconds"] or float("inf") for each in theirs]
+    steps = [float(first_window(each.rewards, TARGET, WINDOW) or len(each.rewards)) for each in mine]
+    training = [sum(each.numbers["train/seconds"]) for each in mine]
+    looped = [time - each.startup for time, each in zip(times, mine)]
+    rows = [
+        Row(f"to a reward of {TARGET}, seed {seed}", time, others[seed] if others else None, "s")
+        for seed, time in enumerate(times)
+    ]
+    rows.append(Row("median", middle(times), middle(others) if others else None, "s"))
+    if others:
+        rows.append(Row("TRL's time over ours", middle(others) / middle(times), None, "x", GAIN, at_least=True))
+    return [
+        *rows,
+        Row("of it start-up", middle([each.startup for each in mine]), beside("startup"), "s"),
+        Row("sampling (ours: all the time since)", middle(looped), beside("sampling"), "s"),
+        Row("training (ours: meanwhile)", middle(training), beside("training"), "s"),
+        Row("steps", middle(steps), beside("steps"), ""),
+        Row(
+            "a step, without start-up",
+            middle([time / count for time, count in zip(looped, steps)]),
+            middle([(each["sampling"] + each["training"]) / each["steps"] for each in theirs]) if theirs else None,
+            "s",
+        ),
+        Row("reward of the first 3 steps", middle([_mean(each.rewards) for each in mine]), _first(theirs), ""),
+    ]
+
+
+def _mean(rewards: list[float]) -> float:
+    return statistics.fmean(rewards[:WINDOW])
+
+
+def _first(theirs: list[dict[str, Any]]) -> float | None:
+    return statistics.median(_mean(each["rewards"]) for each in theirs) if theirs else None
+
+
+def main() -> int:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--steps", type=int, default=300, help="give up after so many")
+    args: Any = flags.parse_args()
+    texts = list(reversing.texts(reversing.Texts()))
+    same_reward(texts)
+    trl = Trl(args.trl_python, args.check, texts)
+    beside = trl.settle()
+    mine: list[Watched] = []
+    theirs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as home:
+        for seed in range(args.seeds):
+            mine.append(ours(Path(home), seed, args.steps))
+            told = trl.run(seed, args.steps) if beside else None
+            theirs += [told] if told else []
+    return finish("benchmarks/rl_cpu.py: reverse-text to a reward, on CPU", rows_of(mine, theirs), args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

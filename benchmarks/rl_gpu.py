@@ -1,0 +1,303 @@
+"""reverse-text with SmolLM2-135M on one GPU that trainer and engine share: `ramify sft`, then `ramify rl`.
+
+SmolLM2 does not attempt to reverse a word. The warm-up shows it the format, and mostly how to give up: a share of the
+examples has the right answer, the others a question mark, so it samples the skill about as often as that. RL has to
+find it: from a reward of at most 0.20 to 0.75 within 40 steps of 8 groups of 16. Texts have 4 to 8 characters.
+
+The second run (`mismatch`) samples and trains in turns, so that every token is trained by the weights that sampled it,
+and shows how far the logprobs of trainer and engine are apart in bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _check import NO_COMPETITOR, Row, finish, parser
+from _loop import Watched, first_window, ramify, watch
+
+from ramify.tasksets import reversing
+
+START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
+MISMATCH = 1e-3
+TOKENS = 100_000  # that the mismatch is measured on
+GIVING_UP = "?"
+SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
+SMI_PERIOD = 0.5
+DEADLINE = 400.0
+
+WARM = """
+name = "warm"
+seq_len = 256
+batch_size = 128
+max_steps = {steps}
+epochs = 1000
+
+[model]
+name = "{model}"
+
+[data]
+path = "warm.jsonl"
+
+[trainer]
+device = "{device}"
+pack_tokens = 8192
+
+[trainer.optim]
+lr = {lr}
+
+[trainer.optim.schedule]
+type = "cosine"
+warmup_steps = 20
+floor = 0.1
+
+[checkpoint]
+interval = 10000
+"""
+
+RL = """
+name = "{name}"
+max_steps = {steps}
+seed = {seed}
+seq_len = 256
+
+[model]
+name = "{model}"
+
+[inference]
+device = "{device}"
+max_running = 256
+max_batch_tokens = 4096
+memory = 0.3
+
+[orchestrator]
+batch_size = {batch}
+group_size = 16
+max_off_policy = {off_policy}
+
+[trainer]
+device = "{device}"
+pack_tokens = 8192
+
+[trainer.optim]
+lr = {lr}
+
+[trainer.optim.schedule]
+warmup_steps = 3
+
+[checkpoint]
+interval = 1000
+
+[[train]]
+name = "reverse"
+taskset = {{ id = "reverse-text" }}
+sampling = {{ temperature = 1.0, max_tokens = 48 }}
+max_turns = 1
+"""
+
+
+def warm(home: Path, args: Any) -> tuple[Path, float]:
+    """The model that RL begins with, and how long it took to make."""
+    rng = random.Random(0)
+    with (home / "warm.jsonl").open("w") as data:
+        for text in reversing.texts(reversing.Texts(num_tasks=20_000)):
+            said = reversing.answer(text) if rng.random() < args.right else GIVING_UP
+            talk = [("system", reversing.SYSTEM), ("user", text), ("assistant", reversing.tagged(said))]
+            data.write(json.dumps({"messages": [{"role": role, "content": content} for role, content in talk]}) + "\n")
+    config = WARM.format(steps=args.warm_steps, model=args.name, device=args.device, lr=args.warm_lr)
+    (home / "warm.toml").write_text(config)
+    started = time.monotonic()
+    done = subprocess.run(ramify("sft", "@", "warm.toml"), cwd=home, capture_output=True, text=True, timeout=DEADLINE)
+    if done.returncode:
+        raise SystemExit(f"ramify sft exited with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    _, _, path = done.stdout.replace("\n", " ").rpartition("the model is ")
+    return (home / path.strip()).resolve(), time.monotonic() - started
+
+
+@contextlib.contextmanager
+def gpu_load() -> Iterator[list[tuple[float, float]]]:
+    """(utilisation in percent, MiB in use) every half second, filled in at the end; empty without a driver."""
+    found: list[tuple[float, float]] = []
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(tempfile.TemporaryFile("w+"))
+        try:
+            asking = subprocess.Popen(SMI, stdout=said, stderr=subprocess.DEVNULL)
+        except FileNotFoundError:
+            yield found
+            return
+        try:
+            yield found
+        finally:
+            asking.terminate()
+            asking.wait()
+            said.seek(0)
+            for line in said.read().splitlines():
+                with contextlib.suppress(ValueError):
+                    share, memory = map(float, line.split(","))
+                    found.append((share, memory))
+
+
+def learn(home: Path, model: Path, args: Any) -> list[Row]:
+    config = RL.format(
+        name="learn",
+        steps=args.steps,
+        seed=args.seed,
+        model=model,
+        device=args.device,
+        batch=128,
+        off_policy=args.off_policy,
+        lr=args.lr,
+    )
+    with gpu_load() as load:
+        seen = watch(home, config, "learn", enough=_enough, stop=False, deadline=DEADLINE)
+    print("reward of every step: " + " ".join(f"{each:.2f}" for each in seen.rewards))
+    needed = float(first_window(seen.rewards, TARGET, WINDOW) or "inf")
+    best = max(statistics.fmean(seen.rewards[at : at + WINDOW]) for at in range(max(1, len(seen.rewards) - WINDOW + 1)))
+    rows = [
+        Row("reward of the first step", seen.rewards[0], None, "", START),
+        Row(f"best mean of {WINDOW} steps", best, None, "", TARGET, at_least=True),
+        Row(f"steps to {TARGET}", needed, None, "", STEPS),
+        Row("start-up of ramify rl", seen.startup, None, "s"),
+        Row("to the first trained step", seen.first_step, None, "s"),
+    ]
+    return [*rows, *_step(seen), *_share(load, seen), *_mismatch(seen, "of it, trained by the weights that sampled")]
+
+
+def _enough(rewards: list[float]) -> bool:
+    return first_window(rewards, TARGET, WINDOW) is not None
+
+
+def _step(seen: Watched) -> list[Row]:
+    """A step once everything is compiled: the later half of the run."""
+    later = seen.trained[len(seen.trained) // 2 :]
+    if len(later) < 2:
+        return []
+    wall = (later[-1][0] - later[0][0]) / (later[-1][1] - later[0][1])
+    names = {
+        "training": "train/seconds",
+        "batch to the trainer, training, answer": "time/train",
+        "weights into the engine": "time/swap",
+    }
+    rows = [Row("a step", wall, None, "s")]
+    for what, name in names.items():
+        values = seen.numbers.get(name, [])
+        if values:
+            rows.append(Row(f"  {what}", statistics.median(values[len(values) // 2 :]), None, "s"))
+    busy = statistics.median(seen.numbers["time/train"][len(seen.numbers["time/train"]) // 2 :])
+    rows.append(Row("  publishing, and waiting for rollouts", max(0.0, wall - busy), None, "s"))
+    for what, name, unit in [
+        ("rollouts", "rollouts_per_s", "1/s"),
+        ("tokens sampled", "tokens_per_s", "1/s"),
+        ("tokens trained", "train/tokens_per_second", "1/s"),
+        ("flat tokens over forest tokens", "forest/token_ratio", "x"),
+        ("staleness", "staleness/mean", "steps"),
+        ("MFU of training", "train/mfu", ""),
+    ]:
+        values = seen.numbers.get(name, [])
+        if values:
+            rows.append(Row(what, statistics.median(values[len(values) // 2 :]), None, unit))
+    return rows
+
+
+def _share(load: list[tuple[float, float]], seen: Watched) -> list[Row]:
+    during = load[int(seen.first_step / SMI_PERIOD) :]
+    if not during:
+        return []
+    return [
+        Row("GPU in use since the first step", statistics.fmean(share for share, _ in during), None, "%"),
+        Row("GPU memory at most", max(memory for _, memory in during) / 1024, None, "GiB"),
+    ]
+
+
+def _mismatch(seen: Watched, what: str, age: str = "/reverse/age_0", target: float | None = None) -> list[Row]:
+    """The logprobs of trainer and engine, over all tokens of an age."""
+    counts = seen.numbers.get(f"entries{age}", [])
+    if not counts:
+        return []
+    means, largest = seen.numbers[f"mismatch_kl{age}"], seen.numbers[f"max_log_ratio{age}"]
+    mean = sum(count * kl for count, kl in zip(counts, means)) / sum(counts)
+    rows = [
+        Row(f"tokens {what}", sum(counts), None, ""),
+        Row("  mismatch KL, mean", mean, None, "", target),
+        Row("  |log ratio|, largest", max(largest), None, ""),
+    ]
+    tails = seen.numbers.get(f"p999_log_ratio{age}")
+    if tails:
+        rows.insert(2, Row("  |log ratio|, 99.9 % (median of steps)", statistics.median(tails), None, ""))
+    return rows
+
+
+def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
+    """Sample and train in turns until there are enough tokens."""
+    config = RL.format(
+        name="mismatch",
+        steps=args.mismatch_steps,
+        seed=args.seed,
+        model=model,
+        device=args.device,
+        batch=args.mismatch_batch,
+        off_policy=0,
+        lr=args.lr,
+    )
+    seen = watch(home, config, "mismatch", enough=lambda _: False, stop=False, deadline=DEADLINE)
+    rows = _mismatch(seen, "in turns", target=MISMATCH)
+    needed = TOKENS if args.mismatch_steps >= 10 else None
+    tokens = Row("tokens sampled and trained in turns", rows[0].ours, None, "", needed, at_least=True)
+    return [tokens, *rows[1:]]
+
+
+def main() -> int:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
+    flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    flags.add_argument("--only", choices=["learn", "mismatch"], help="one of the two runs; both begin with the warm-up")
+    flags.add_argument("--home", type=Path, help="keep the runs here; a warm-up that is there is not made again")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--steps", type=int, default=STEPS)
+    flags.add_argument("--lr", type=float, default=3e-5)
+    flags.add_argument("--off-policy", type=int, default=1)
+    flags.add_argument("--right", type=float, default=0.2, help="share of right answers in the warm-up")
+    flags.add_argument("--warm-steps", type=int, default=400)
+    flags.add_argument("--warm-lr", type=float, default=5e-4)
+    flags.add_argument("--mismatch-steps", type=int, default=14)
+    flags.add_argument("--mismatch-batch", type=int, default=512)
+    args: Any = flags.parse_args()
+    args.name = args.model or args.smollm2
+    if args.name is None:
+        print("SmolLM2 (--smollm2) or another --model is needed", file=sys.stderr)
+        return NO_COMPETITOR if args.check else 0
+    if Path(args.name).is_dir():
+        args.name = Path(args.name).resolve()
+    with contextlib.ExitStack() as stack:
+        home: Path = args.home or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        home.mkdir(parents=True, exist_ok=True)
+        model, seconds = warm(home.resolve(), args)
+        rows = [Row("warm-up by ramify sft", seconds, None, "s")]
+        if args.only != "mismatch":
+            rows += learn(home.resolve(), model, args)
+        if args.only != "learn":
+            rows += mismatch(home.resolve(), model, args)
+    return finish(
+        f"benchmarks/rl_gpu.py: {Path(args.name).name} learns reverse-text on one {_device(args)}", rows, args
+    )
+
+
+def _device(args: Any) -> str:
+    if args.device == "cpu":
+        return "CPU"
+    import torch  # here, so that this process holds nothing of the GPU while it is measured
+
+    return torch.cuda.get_device_name()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""A run that cannot go on ends inside its deadline, by a name, and says who waited for what.
+
+One engine, one env server with a worker of its own, and the orchestrator in this process; no trainer ever comes.
+"""
+
+import asyncio
+import resource
+import socket
+import subprocess
+import time
+
+import pytest
+
+from ramify.envserver import EnvServer, EnvServerConfig
+from ramify.errors import PeerLost, ProviderError, RunStalled, StorageFailed, StorageFull
+from ramify.model.version import Version
+from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.process import Orchestrator
+from tests.client.fake import Exchange, Fake, hang
+from tests.envserver.engine import Instant
+from tests.rl import environments
+
+STALL = 2.0  # seconds without progress
+LATE = 20.0  # seconds after which a stall was not seen
+
+
+class Engine(Instant):
+    """Says how many calls it holds, as real ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = Version("tiny", 0, 0)
+        self.holds = 0
+
+    async def control(self, path: str, exchange: Exchange) -> None:
+        if path != "/metrics":
+            await super().control(path, exchange)
+            return
+        text = f"ramify_running {self.holds}\n".encode()
+        exchange.writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+        await exchange.writer.drain()
+
+    async def hold(self, _: Fake, exchange: Exchange) -> None:
+        """A generation that never comes to its end."""
+        self.holds += 1
+        try:
+            await hang(self, exchange)
+        finally:
+            self.holds -= 1
+
+
+class Stage:
+    """Everything but the trainer, on one event loop."""
+
+    def __init__(self, runner: asyncio.Runner, engine: Engine, server: EnvServer, gate, home) -> None:
+        self.runner, self.engine, self.server, self.gate, self.home = runner, engine, server, gate, home
+        self._answers = engine.behaviour
+
+    def run(self, name: str, **more) -> int:
+        source = {
+            "name": "plain",
+            "taskset": {"id": f"{environments.__file__}:Plain", "gate": str(self.gate)},
+            "address": more.pop("address", self.server.address),
+        }
+        config = {
+            "name": name,
+            "output": more.pop("output", self.home),
+            "max_steps": 3,
+            "seq_len": 512,
+            "orchestrator": {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, **more.pop("orchestrator", {})},
+            "inference": {"engine": "external", "base_url": [more.pop("url", self.engine.url)]},
+            "launch": {"start_deadline": 2.0},
+            "train": [source],
+        }
+        began = time.monotonic()
+        try:
+            return self.runner.run(Orchestrator(RunConfig.model_validate(config)).run())
+        finally:
+            self.engine.behaviour = self._answers
+            self.gate.unlink(missing_ok=True)
+            assert time.monotonic() - began < LATE
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    home = tmp_path_factory.mktemp("stalls")
+    gate = home / "gate"
+    with asyncio.Runner() as runner:
+        engine = Engine()
+        runner.run(engine.__aenter__())
+        source = {
+            "name": "plain",
+            "taskset": {"id": f"{environments.__file__}:Plain", "gate": str(gate)},
+            "pool": {"type": "static", "workers": 1},
+        }
+        inference = {"engine": "external", "base_url": [engine.url]}
+        config = {"train": [source], "inference": inference, "output": home, "grace": 0.2, "heartbeat": 0.2}
+        server = EnvServer(EnvServerConfig.model_validate(config))
+        runner.run(server.start())
+        yield Stage(runner, engine, server, gate, home)
+        runner.run(server.close())
+        runner.run(engine.__aexit__())
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def test_an_engine_that_accepts_and_never_answers(stage):
+    stage.engine.behaviour = stage.engine.hold
+    with pytest.raises(RunStalled) as stalled:
+        stage.run("engine")
+    said = stalled.value.message
+    assert f"env servers waits for {{}} model calls (the engines at {stage.engine.url} hold them)" in _uncounted(said)
+    assert f"sampling waits for {{}} attempts (the oldest is 0.0, for {{}} s at plain at {stage.server.address}" in (
+        _uncounted(said)
+    )
+    assert (stage.home / "engine" / "stalled.txt").read_text() == said + "\n"
+
+
+def test_an_environment_that_never_returns(stage):
+    stage.gate.touch()
+    with pytest.raises(RunStalled) as stalled:
+        stage.run("environment")
+    said = stalled.value.message
+    assert f"at plain at {stage.server.address}" in said
+    assert "model calls" not in said  # the engine is not what keeps them
+
+
+def test_groups_that_teach_nothing(stage):
+    with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
+        stage.run("nothing")
+    assert "orchestrator waits for a trainer (none has come yet)" in stalled.value.message
+
+
+def test_an_inference_server_that_is_down(stage):
+    url = f"http://127.0.0.1:{closed_port()}"
+    with pytest.raises(ProviderError, match=rf"no inference server came up within 2 s: {url}"):
+        stage.run("url", url=url)
+
+
+def test_an_inference_server_that_never_says_a_word(stage):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ProviderError, match=rf"no inference server came up within 2 s: {url}"):
+            stage.run("silent", url=url)
+
+
+def test_an_env_server_that_is_down(stage):
+    address = f"tcp://127.0.0.1:{closed_port()}"
+    with pytest.raises(PeerLost, match=rf"waits for the env server of plain: nobody answered at {address} for 2 s"):
+        stage.run("address", address=address)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte; files that may not grow where no such thing can be made."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
+    if not done.returncode:
+        yield tmp_path
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    yield tmp_path
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full(stage, small_disk):
+    """Groups without end, each with its rollouts."""
+    with pytest.raises((StorageFull, StorageFailed), match=rf"{small_disk}/disk .*; what was finished is kept"):
+        stage.run("disk", output=small_disk, orchestrator={"stall_timeout": LATE})
+
+
+def _uncounted(text: str) -> str:
+    """The text with its plain numbers left out."""
+    words = text.split(" ")
+    return " ".join("{}" if word.isdigit() else word for word in words)
