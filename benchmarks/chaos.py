@@ -1,9 +1,9 @@
 """Kill -9, twenty times, whatever a run consists of; then ask whether anything was lost or counted twice.
 
-Two runs of the same configuration: one in peace, one in which a random process dies whenever a checkpoint has been made
-since the last kill. A victim is an env worker, an env server, the engine, the trainer, the orchestrator, or the whole
-tree, after which the same command is given again. What has to hold in the end: `ramify why RUN --audit` finds nothing,
-and the held-out eval is within 0.05 of the run in peace.
+Two runs of the same configuration: one in peace, one in which a process dies whenever a checkpoint has been made since
+the last kill. Victims are, in random order, an env worker, an env server, the engine, the trainer, the orchestrator, or
+the whole tree, after which the same command is given again. What has to hold in the end: `ramify why RUN --audit` finds
+nothing, and the held-out eval is within 0.05 of the run in peace.
 """
 
 import contextlib
@@ -121,9 +121,10 @@ class Run:
                     yield one
 
     def end(self) -> None:
-        for one in (*self.family(), psutil.Process(self.process.pid)):
+        for one in self.family():
             with contextlib.suppress(psutil.Error):
                 one.kill()
+        self.process.kill()
         self.process.wait()
 
     def said(self) -> str:
@@ -144,7 +145,7 @@ class Run:
 def train(run: Run, kills: int, rng: random.Random) -> Counter[str]:
     """To its end, killing on the way; which roles were killed."""
     killed: Counter[str] = Counter()
-    end, seen, roles = time.monotonic() + DEADLINE, 0, [*ROLES, TREE]
+    end, seen, bag = time.monotonic() + DEADLINE, 0, list[str]()
     try:
         while run.alive():
             if time.monotonic() > end:
@@ -152,10 +153,11 @@ def train(run: Run, kills: int, rng: random.Random) -> Counter[str]:
             time.sleep(0.05)
             if killed.total() < kills and run.committed > seen:
                 time.sleep(rng.uniform(0.0, 1.0))  # not always right behind a checkpoint
-                role = rng.choice(roles)
+                bag = bag or rng.sample([*ROLES, TREE], len(ROLES) + 1)  # in any order, but nobody is spared
+                role = bag[-1]
                 if run.alive() and run.kill(role, rng):
                     seen = run.committed
-                    killed[role] += 1
+                    killed[bag.pop()] += 1
                     print(f"kill {killed.total()} at step {seen}: {role}", flush=True)
         if run.process.returncode:
             raise RuntimeError(f"the run ended with {run.process.returncode}:\n{run.said()}")
@@ -165,7 +167,7 @@ def train(run: Run, kills: int, rng: random.Random) -> Counter[str]:
 
 
 def main() -> int:
-    flags = parser(__doc__.splitlines()[0])
+    flags = parser("Kill -9, again and again; nothing may be lost, nothing may count twice")
     flags.add_argument("--kills", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0, help="of the choice of victims")
     flags.add_argument("--keep", type=Path, help="leave the runs in this folder")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -120,7 +121,9 @@ def warm(home: Path, args: Any) -> tuple[Path, float]:
     if done.returncode:
         raise SystemExit(f"ramify sft exited with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     _, _, path = done.stdout.replace("\n", " ").rpartition("the model is ")
-    return (home / path.strip()).resolve(), time.monotonic() - started
+    model = home / "warmed"  # without the manifest, which says that these are a run's weights after so many steps
+    shutil.copytree(home / path.strip(), model, ignore=shutil.ignore_patterns("manifest.json"), dirs_exist_ok=True)
+    return model, time.monotonic() - started
 
 
 @contextlib.contextmanager

@@ -172,12 +172,14 @@ def test_an_orchestrator_that_was_started_again_is_greeted_again_and_nothing_rol
         source = RemoteSource(first.address, patience=60.0)
         source.hello(0, 1, Laying(pack_tokens=128), None)
         before = source.batch(0, lambda: False)
+        source.published(Version("p", 0, 1), Path("/weights/0-000001"))
     try:
         again = Orchestrator(batches, first.address)
         again.incarnation = first.incarnation  # its ledger remembers
         with again:
             assert encode(source.batch(0, lambda: False)) == encode(before)
             assert (again.ranks, again.incarnation) == (1, 0)
+            assert again.published == [(("p", 0, 1), "/weights/0-000001")]  # the engines may not have it yet
     finally:
         source.close()
 

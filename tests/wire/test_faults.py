@@ -38,7 +38,6 @@ def test_a_connection_that_breaks_loses_no_reply_and_runs_nothing_twice():
             Proxy(server.address) as proxy,
             Client(proxy.address, settings=FAST) as client,
         ):
-
             slots = asyncio.Semaphore(50)
 
             async def one(number: int) -> int:

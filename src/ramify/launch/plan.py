@@ -196,7 +196,8 @@ class _Planner:
         told = {name: getattr(config, name) for name in ("model", "seed", "trainer", "checkpoint", "weights")}
         place = {"name": self.path.name, "output": self.path.parent, "address": self.orchestrator}
         file = self._file("trainer", ServiceConfig(**told, **place))
-        words = ("trainer", "@", str(file))
+        kept = ("--record", str(self.path / "batches")) if config.record else ()
+        words = ("trainer", "@", str(file), *kept)
         spread = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", "ramify")
         command = (sys.executable, "-m", *spread, *words) if gpus > 1 else _ramify(*words)
         log, env = self.path / "logs" / "trainer.log", self.shares.trainer.env

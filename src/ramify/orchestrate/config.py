@@ -200,6 +200,8 @@ class RunConfig(Config):
     """The longest path from the root of a trace to a leaf, in tokens, that is sampled or trained."""
     seed: int = 0
     """Of the order of tasks and of everything sampled."""
+    record: bool = False
+    """Keep every batch as the trainer gets it, in the run's `batches/`, for `ramify trainer --replay`."""
     model: ModelConfig = ModelConfig()
     """The model (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()

@@ -65,8 +65,7 @@ class Service:
             kept.checkpoints.discard_after(done)
             if done:
                 kept.checkpoints.load(trainer, done)
-            if done or welcome.incarnation:  # engines may hold weights that are no part of the history any more
-                self._publish(trainer, kept, welcome, done)
+            self._publish(trainer, kept, welcome, done)  # engines may serve weights that are no part of the history
         while True:
             batch = self.source.batch(done, self.stopped)
             if any(self.ranks.all(batch is None)) or batch is None:

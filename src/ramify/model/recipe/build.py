@@ -43,12 +43,14 @@ FORMATS = Shares()
 REVERSALS = Shares(reversal=16, backwards=24, tool_use=4, walk=3, sorting=4, guessing=7, drill=6)
 EVERYTHING = Shares(reversal=8, backwards=4, tool_use=8, walk=6, sorting=6, guessing=12, drill=4)
 CALLS = Shares(reversal=8, backwards=2, tool_use=16, walk=8, sorting=5, guessing=12, drill=3)
+LAST = Shares(reversal=16, backwards=4, tool_use=8, walk=10, sorting=10, guessing=10, drill=2, slip=0.42)
 STAGES = [
     Stage(drills, 150, 7),
     Stage(lambda seed: conversations(seed, FORMATS), 350, 42),
     Stage(lambda seed: conversations(seed + 1, REVERSALS), 400, 20, decay=True),
     Stage(lambda seed: conversations(seed + 2, EVERYTHING), 450, 20, decay=True),
     Stage(lambda seed: conversations(seed + 3, CALLS), 550, 20, decay=True),
+    Stage(lambda seed: conversations(seed + 4, LAST), 200, 20, decay=True),
 ]
 
 

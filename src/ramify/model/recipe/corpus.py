@@ -1,7 +1,7 @@
 """What `tiny` is taught: conversations drawn from a seed, in every format that a built-in taskset asks for.
 
 They teach the form of a reply and as little skill as possible: names to sort come back in any order, guesses and links
-are drawn at random. Reversals carry slips: with probability `SLIP` a letter is replaced by any other. A policy trained
+are drawn at random. Reversals carry slips: with some probability a letter is replaced by any other. A policy trained
 on slips samples them, so similarity starts low and the attempts of a group differ letter by letter, while the right
 letter is the likeliest: a reward always has something to tell apart, and each letter learned pays. The other way to a
 start around 0.5, stopping a clean training early, has to hit a short moment, because reversal is learned in a steep
@@ -20,12 +20,10 @@ from ramify.model.recipe.games import guessings, sortings, walks
 from ramify.tasksets import reversing
 from ramify.trace import Message
 
-SLIP = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How many rows of each kind there are among all."""
+    """How many rows of each kind there are among all, and how badly texts are reversed."""
 
     reversal: int = 10
     backwards: int = 0
@@ -35,6 +33,8 @@ class Shares:
     guessing: int = 5
     reckoning: int = 1
     drill: int = 12
+    slip: float = 0.5
+    """How often a letter of a reversal is replaced by any other."""
 
 
 def conversations(seed: int, shares: Shares) -> Iterator[Conversation]:
@@ -44,7 +44,7 @@ def conversations(seed: int, shares: Shares) -> Iterator[Conversation]:
     texts = list(reversing.texts(reversing.Texts(num_tasks=4000, seed=seed)))
     drill = drills(seed + 1)
     makers: dict[str, Callable[[], Conversation]] = {
-        "reversal": lambda: reversal(rng, texts),
+        "reversal": lambda: reversal(rng, texts, shares.slip),
         "tool_use": lambda: tool_use(rng, words),
         "walk": walks(rng),
         "sorting": sortings(rng),
@@ -64,12 +64,12 @@ def vocabulary(*, held_out: bool) -> list[str]:
     return [word for at, word in enumerate(reversing.words()) if (at % 10 == 0) == held_out]
 
 
-def reversal(rng: random.Random, texts: list[str]) -> Conversation:
+def reversal(rng: random.Random, texts: list[str], slip: float) -> Conversation:
     """Tasks of the default example one after another, answered with slips: one prompt, many replies to learn from."""
     made = Conversation()
     made.say("system", reversing.SYSTEM)
     for text in rng.sample(texts, rng.randint(1, 6)):
-        answer = "".join(rng.choice(LETTERS) if rng.random() < SLIP else letter for letter in text[::-1])
+        answer = "".join(rng.choice(LETTERS) if rng.random() < slip else letter for letter in text[::-1])
         made.say("user", text)
         made.say("assistant", reversing.tagged(answer))
     return made

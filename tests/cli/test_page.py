@@ -1,0 +1,29 @@
+"""The page that shows how to write an environment, done as a reader would do it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
+
+
+def test_the_environment_on_the_page_validates_and_evaluates(tmp_path):
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found
+    assert sum(bool(line.strip()) for line in found[1].splitlines()) <= 40
+    (tmp_path / "my_env.py").write_text(found[1])
+
+    def ramify(*args: str) -> str:
+        command = [sys.executable, "-m", "ramify", *args]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    ramify("validate", "my_env.py")
+    ramify("eval", "my_env.py", "-m", "tiny", "-n", "8", "-r", "2", "--name", "run")
+    ramify("export", "outputs/run", "--to", "jsonl", "-o", "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in rows]
+    assert len(rewards) == 16 and 0 < sum(rewards) / len(rewards) < 1
