@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def python_blocks(page: Path) -> list[tuple[str, str | None]]:
     """(code, expected output) of each Python block; the output is None where no text block follows."""
     blocks = BLOCK.findall(page.read_text())
-    following = [*blocks[1:], ("", "")]
+    following = [*blocks[1:], ("", "")][: len(blocks)]
     return [
         (code, after if kind == "text" else None)
         for (language, code), (kind, after) in zip(blocks, following, strict=True)

@@ -1,6 +1,8 @@
 """What a plan decides before anything starts."""
 
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +106,8 @@ def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path):
     engine.prepare()
     served = parse(ServeConfig, ["@", str(file)])
     assert served.model.name.endswith("1-000004")
+    shutil.rmtree(tmp_path / "run" / "weights")  # the trainer goes on, and removes it while the engine starts
+    assert Manifest.read(Path(served.model.name)).version == Version("tiny", 1, 4)
     assert served.server.model_name == "tiny"
 
 

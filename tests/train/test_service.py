@@ -61,7 +61,7 @@ def test_a_killed_trainer_starts_at_the_commit_and_ends_with_the_same_weights(mo
     with Orchestrator(batches) as calm:
         assert end(start(arguments(model, tmp_path / "calm", "--address", calm.address))) == 0
     assert calm.commits == [2, 4, 6, 8, 9]
-    assert [version for version, _ in calm.published] == [("p", 0, step) for step in range(1, STEPS + 1)]
+    assert [version for version, _ in calm.published] == [("p", 0, step) for step in range(STEPS + 1)]
     assert len(list((tmp_path / "calm").glob("trainer/weights/*"))) == 1  # nobody needs the others
     assert [path.name for path in sorted((tmp_path / "calm").glob("trainer/checkpoints/*"))] == [
         "step_000008",

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.model import resolve
 from ramify.model.layout import Layout, explain
+from ramify.model.resolve import resolve
 from ramify.trace import Annotation, Message, Sample, Trace, VersionRun, filler, grow
 from ramify.train import Batch, Trainer, TrainerConfig, lay_out, load_trainer
 from ramify.train.config import OptimConfig, ScheduleConfig

@@ -61,10 +61,6 @@ class EnvClient:
         """Take back what is open and go."""
         await self._client.close()
 
-    async def reached(self, deadline: float) -> bool:
-        """Wait until the server answers again; whether it does."""
-        return await self._client.reached(deadline)
-
     async def __aenter__(self) -> Self:
         return await self.start()
 

@@ -25,14 +25,12 @@ def newest(run: Path) -> Path | None:
 
 def newest_kept(run: Path) -> Path | None:
     """The newest weights under a name of the engine's own, which nobody removes while it starts."""
-    place = run / SERVED
     for _ in range(TRIES):
         if (found := newest(run)) is None:
             return None
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(run / SERVED, ignore_errors=True)
         try:
-            shutil.copytree(found, place, copy_function=os.link)
+            return Path(shutil.copytree(found, run / SERVED / found.name, copy_function=os.link))
         except OSError:
             continue
-        return place
     return None

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.model.load import LoadedModel as LoadedModel
-    from ramify.model.load import load as load
     from ramify.model.manifest import Manifest as Manifest
-    from ramify.model.resolve import resolve as resolve
     from ramify.model.version import Version as Version
     from ramify.model.weights import publish as publish
 
@@ -20,12 +18,10 @@ _FACE = {
     "LoadedModel": "ramify.model.load",
     "Manifest": "ramify.model.manifest",
     "Version": "ramify.model.version",
-    "load": "ramify.model.load",
     "publish": "ramify.model.weights",
-    "resolve": "ramify.model.resolve",
 }
 
-__all__ = ["LoadedModel", "Manifest", "Version", "load", "publish", "resolve"]
+__all__ = ["LoadedModel", "Manifest", "Version", "publish"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ server could not do is a failure like any other; a server that is gone is asked 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from ramify.store.summary import summary_of
 from ramify.trace import Trace
 
 PAUSE = 1.0  # seconds before an attempt is sent again to a server that did not answer
+AWAY = ("PeerLost", "WorkerDied")  # failures of the server rather than of the attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,14 @@ class Served:
     count: int | None = None  # of its tasks; None if there is no end of them
 
     async def pause(self, failure: Failure) -> None:
-        """Before the next try. A server that is gone is waited for: that it is away is one failure, not many."""
+        """Before the next try. A server without workers, or gone, is waited for: that is one failure, not many."""
         await asyncio.sleep(PAUSE)
-        if failure.name == "PeerLost":
-            await self.client.reached(self.patience)
+        end = time.monotonic() + self.patience
+        while failure.name in AWAY and time.monotonic() < end:
+            with contextlib.suppress(RamifyError):
+                if (await self.client.health()).state == "ok":
+                    return
+            await asyncio.sleep(PAUSE)
 
 
 class Sampling:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ramify.store.directory import default_name as default_name
     from ramify.store.directory import open_run as open_run
     from ramify.store.directory import set_aside as set_aside
-    from ramify.store.export import FORMATS as FORMATS
-    from ramify.store.export import export as export
+    from ramify.store.exporting import FORMATS as FORMATS
+    from ramify.store.exporting import export as export
     from ramify.store.journal import Journal as Journal
     from ramify.store.ledger import Ledger as Ledger
     from ramify.store.rows import Row as Row
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 _FACE = {
     "DropReason": "ramify.store.states",
-    "FORMATS": "ramify.store.export",
+    "FORMATS": "ramify.store.exporting",
     "Journal": "ramify.store.journal",
     "Ledger": "ramify.store.ledger",
     "Row": "ramify.store.rows",
     "RunStore": "ramify.store.store",
     "State": "ramify.store.states",
     "default_name": "ramify.store.directory",
-    "export": "ramify.store.export",
+    "export": "ramify.store.exporting",
     "naming": "ramify.store.writer",
     "open_run": "ramify.store.directory",
     "set_aside": "ramify.store.directory",

@@ -122,13 +122,6 @@ class Client:
         """Requests that wait for their answer."""
         return len(self._open)
 
-    async def reached(self, deadline: float) -> bool:
-        """Wait until the server is met, again if it was lost; whether it is."""
-        with contextlib.suppress(RamifyError):
-            await self._meet(deadline)
-            return True
-        return False
-
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     async def call(
