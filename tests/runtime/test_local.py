@@ -205,7 +205,7 @@ def test_a_box_that_cannot_be_made_or_has_vanished_is_a_sandbox_error(tmp_path):
 def test_a_task_says_where_in_the_box_it_works():
     async def test(runtime):
         ran = await runtime.run(["pwd"], deadline=10)
-        assert ran.text.strip().endswith("/work/src/app")
+        assert ran.text.strip().endswith("/src/app")
 
     in_a_box(test, Task(workdir="src/app"))
 

@@ -52,9 +52,9 @@ async def serve(config: EnvServerConfig) -> None:
         await starting
     if starting.cancelled():
         return
-    print(f"serving {server.picked.name} at {server.address}", flush=True)
-    if config.address_file is not None:
+    if config.address_file is not None:  # first: whoever reads the line may look for the file
         _write(config.address_file, server.address)
+    print(f"serving {server.picked.name} at {server.address}", flush=True)
     waits = [asyncio.create_task(told.wait()), asyncio.create_task(server.wait_broken())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     broken = not told.is_set()

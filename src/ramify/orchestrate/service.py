@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from ramify.errors import PeerLost, PeerRefused
 from ramify.model.version import Version
 from ramify.orchestrate.batch import share_out
@@ -18,30 +16,10 @@ from ramify.orchestrate.core import Core
 from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.weights import Weights
 from ramify.train.batches import Laying, encode
-from ramify.train.source import Welcome
+from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
 from ramify.wire import Message, Request
 
 KEPT = 4  # batches whose shares are kept encoded
-
-
-class Hello(msgspec.Struct):
-    """A trainer introduces itself; without an incarnation it is a new one."""
-
-    rank: int
-    ranks: int
-    laying: Laying
-    incarnation: int | None = None
-
-
-class Asked(msgspec.Struct, kw_only=True):
-    """What a rank of a trainer says about a step or a version."""
-
-    rank: int
-    incarnation: int
-    step: int = 0
-    metrics: dict[str, float] = {}
-    version: tuple[str, int, int] = ("", 0, 0)
-    path: str = ""
 
 
 class TrainerService:
@@ -106,7 +84,7 @@ class TrainerService:
 
     async def batch(self, request: Request) -> Message:
         """The share of a rank, as soon as there is one; nothing if none will come."""
-        asked = request.read(Asked)
+        asked = request.read(AskBatch)
         self._check_met(asked.incarnation)
         self.asking = (asked.step, time.monotonic())
         try:
@@ -128,7 +106,7 @@ class TrainerService:
         return Message.of(None, self._shares[asked.step][asked.rank])
 
     async def trained(self, request: Request) -> Message:
-        asked = request.read(Asked)
+        asked = request.read(Trained)
         self._check_met(asked.incarnation)
         await self._core.acknowledge(asked.step)
         served = self._served.pop(asked.step, None)
@@ -138,20 +116,20 @@ class TrainerService:
         return Message.of(self.leaving)
 
     async def published(self, request: Request) -> Message:
-        asked = request.read(Asked)
+        asked = request.read(Published)
         self._check_met(asked.incarnation)
         self._weights.offer(Version(*asked.version), Path(asked.path))
         return Message.of([tuple(version) for version in self._weights.needed])
 
     async def checkpoint(self, request: Request) -> Message:
-        asked = request.read(Asked)
+        asked = request.read(Checkpointed)
         self._check_met(asked.incarnation)
         await self._core.commit(asked.step)
         self._progress.record(asked.step, {"committed": float(asked.step)})
         self.committed.set()
         return Message.of(None)
 
-    def _known(self, asked: Asked) -> bool:
+    def _known(self, asked: AskBatch) -> bool:
         """Whether it is known by now what the answer is."""
         stale = asked.incarnation != self._core.marks.incarnation
         return stale or self.leaving or self._ended(asked.step) or asked.step < self._core.admission.step

@@ -1,0 +1,98 @@
+"""From addresses to a policy: the token client where the servers give tokens, a chat endpoint otherwise.
+
+A server that gives token ids is sampled through the token client, so that the traces hold exactly what it saw. Any
+other is asked as a chat endpoint: what it says is scored all the same, only its tokens are not known.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.client import Client
+from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
+from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
+from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
+from ramify.model.resolve import resolve
+from ramify.render import load_renderer
+from ramify.render.config import RendererConfig
+
+PROBE = 10.0  # seconds for a server to say what it serves
+TOKEN_OWNERS = ("ramify", "vllm")  # whose servers give token ids
+
+How = Literal["auto", "tokens", "chat"]
+
+
+async def reach(
+    urls: Sequence[str],
+    model: str,
+    renderer: RendererConfig,
+    stack: contextlib.AsyncExitStack,
+    *,
+    how: How = "auto",
+    key: str = "",
+    say: Callable[[str], None] = lambda _: None,
+) -> Policy:
+    """The policy behind these servers, open until the stack is closed. Raises ProviderError where nobody answers."""
+    cards = [await _models(url, key) for url in urls]
+    why = _no_tokens(how, model, cards)
+    if why is None:
+        try:
+            client = await stack.enter_async_context(Client(urls))
+            length = cards[0][0].get("max_model_len")
+            longest = length if isinstance(length, int) else None
+            return TokenPolicy(client, load_renderer(resolve(model), renderer), model, max_model_len=longest)
+        except (TokensRequired, LogprobMismatch) as error:
+            why = error.message
+    if how == "tokens":
+        raise ConfigInvalid(f"client: 'tokens' is not possible: {why}")
+    if len(urls) > 1:
+        raise ConfigInvalid(f"inference.base_url: several servers need token ids ({why}); give one address")
+    say(f"asking {urls[0]} as a chat endpoint, without token ids: {why}")
+    listed = [str(card.get("id")) for card in cards[0]]
+    if listed and model not in listed:
+        say(f"{urls[0]} lists {', '.join(listed[:5])}, not {model}")
+    policy = ChatPolicy(f"{urls[0]}/v1", model, key)
+    stack.push_async_callback(policy.close)
+    return policy
+
+
+def _no_tokens(how: How, model: str, cards: list[list[dict[str, Any]]]) -> str | None:
+    """Why the servers cannot be asked for tokens; None if they can."""
+    if how == "chat":
+        return "client = 'chat'"
+    owners = {str(card[0].get("owned_by")) if card else "nobody" for card in cards}
+    if not owners <= set(TOKEN_OWNERS):
+        return f"its models are owned by {', '.join(sorted(owners))}, not by {' or '.join(TOKEN_OWNERS)}"
+    served = {str(card[0].get("id")) for card in cards}
+    if any(Path(name).name != Path(model).name for name in served):
+        raise ConfigInvalid(f"model.name: the server has {', '.join(sorted(served))}, not {model}")
+    try:
+        resolve(model)
+    except ModelNotFound as error:
+        return error.message
+    return None
+
+
+async def _models(url: str, key: str) -> list[dict[str, Any]]:
+    """What the server says it serves; nothing where it does not say. One that is not up yet may come."""
+    http = open_client(url, connect=PROBE, connections=1)
+    if key:
+        http.headers["Authorization"] = f"Bearer {key}"
+    try:
+        async with asyncio.timeout(PROBE):
+            listed = msgspec.json.decode(await exchange(http, "GET", "/v1/models"))["data"]
+            return [entry for entry in listed if isinstance(entry, dict)]
+    except (Unsent, Lost, Busy, TimeoutError) as error:
+        raise ProviderError(f"{url} cannot be reached: {error or 'it does not answer'}") from error
+    except ProviderError as error:
+        if any(f"answered {status}" in error.message for status in (401, 403)):
+            raise ConfigInvalid(f"inference.base_url: {error.message}; set api_key_env to the key's name") from error
+        return []  # an endpoint without a list
+    except (msgspec.DecodeError, RequestInvalid, KeyError, TypeError):
+        return []
+    finally:
+        await http.aclose()
