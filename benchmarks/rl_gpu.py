@@ -268,7 +268,7 @@ def main() -> int:
     flags.add_argument("--steps", type=int, default=STEPS)
     flags.add_argument("--lr", type=float, default=3e-5)
     flags.add_argument("--off-policy", type=int, default=1)
-    flags.add_argument("--right", type=float, default=0.2, help="share of right answers in the warm-up")
+    flags.add_argument("--right", type=float, default=0.15, help="share of right answers in the warm-up")
     flags.add_argument("--warm-steps", type=int, default=400)
     flags.add_argument("--warm-lr", type=float, default=5e-4)
     flags.add_argument("--mismatch-steps", type=int, default=14)

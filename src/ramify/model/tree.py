@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
 from ramify.errors import ModelUnsupported
+from ramify.model.put import put
 from ramify.model.tiles import Product, TiledAttention, products
 from ramify.trace.columns import Ints
 
@@ -60,7 +61,7 @@ def block_mask(end: Ints, position: Ints, window: int, device: torch.device) -> 
         some &= places.min(1)[:, None] - places.max(1)[None, :] < window
         every &= places.max(1)[:, None] - places.min(1)[None, :] < window
     partly = (some & ~every) | np.eye(count, dtype=bool)
-    row_end, row_position = (torch.from_numpy(each).to(device, torch.int32) for each in (end, position))
+    row_end, row_position = (put(each.astype(np.int32), device) for each in (end, position))
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < row_end[key])
@@ -68,16 +69,18 @@ def block_mask(end: Ints, position: Ints, window: int, device: torch.device) -> 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible(batch, head, query, key) & (row_position[query] - row_position[key] < window)
 
-    return BlockMask.from_kv_blocks(
-        *_ordered(partly, device), *_ordered(every, device), BLOCK_SIZE=BLOCK, mask_mod=near if window else visible
-    )
+    lists = [each for side in (partly, every, partly.T, every.T) for each in _ordered(side, device)]
+    size = (len(end), len(end))
+    return BlockMask(size, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=near if window else visible)
 
 
 def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block needs, and which, those first."""
-    order = np.argsort(~blocks, axis=1, kind="stable")
-    counts = torch.from_numpy(blocks.sum(1, dtype=np.int32)).to(device)
-    return counts[None, None], torch.from_numpy(order.astype(np.int32)).to(device)[None, None]
+    """How many blocks each line of `blocks` has, and which, those first."""
+    counts = blocks.sum(1, dtype=np.int32)
+    line, which = np.nonzero(blocks)
+    order = np.zeros(blocks.shape, np.int32)
+    order[line, np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)] = which
+    return put(counts, device)[None, None], put(order, device)[None, None]
 
 
 @cache

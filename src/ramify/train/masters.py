@@ -41,9 +41,10 @@ class Masters:
     @torch.no_grad()
     def sync(self) -> None:
         """Round the masters into the model."""
-        for master, copy in self._pairs.values():
-            if copy is not master:
-                copy.copy_(master)
+        pairs = [(master, copy) for master, copy in self._pairs.values() if copy is not master]
+        if pairs:
+            masters, copies = zip(*pairs)
+            torch._foreach_copy_(copies, masters)  # one launch  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _collect(master: nn.Parameter):  # noqa: ANN202 - a hook

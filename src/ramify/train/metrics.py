@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.model.put import put
 from ramify.trace import Forest
 from ramify.train.policy import Seen
 from ramify.train.rows import Row
@@ -77,7 +78,7 @@ class Tally:
     def add(self, row: Row, seen: Seen, flops: float) -> None:
         forest = row.forest
         groups, number = grouped(forest, self.step)
-        self._rows.append((groups, _table(row, seen, torch.from_numpy(number), len(groups)), seen.terms))
+        self._rows.append((groups, _table(row, seen, number, len(groups)), seen.terms))
         self._sums.tokens += forest.tokens
         self._sums.padding += row.ids.numel() - forest.tokens
         self._sums.flat_tokens += forest.flat_tokens
@@ -95,22 +96,22 @@ class Tally:
 
 def grouped(forest: Forest, step: int) -> tuple[list[Group], np.ndarray]:
     """The groups of a forest's entries, and for each entry the number of its group."""
-    ages = np.array([*(step - version.step for version in forest.versions), -1], np.int64)
-    known = forest.targets.version >= 0
-    age = np.where(known, ages[forest.targets.version], np.iinfo(np.int64).min)
-    pairs = np.stack([forest.of_sequence("env").astype(np.int64), age], axis=1)
-    found, number = np.unique(pairs, axis=0, return_inverse=True)
-    names = [Group(forest.envs[env], None if age == np.iinfo(np.int64).min else age) for env, age in found.tolist()]
-    return names, number.reshape(-1)
+    of_version = [*(step - version.step for version in forest.versions), None]  # the version of some is -1: unknown
+    ages = list(dict.fromkeys(of_version))
+    age = np.array([ages.index(each) for each in of_version])[forest.targets.version]
+    code = forest.of_sequence("env").astype(np.int64) * len(ages) + age
+    found = np.flatnonzero(np.bincount(code))
+    names = [Group(forest.envs[each // len(ages)], ages[each % len(ages)]) for each in found.tolist()]
+    return names, np.searchsorted(found, code)
 
 
-def _table(row: Row, seen: Seen, number: Tensor, groups: int) -> Tensor:
+def _table(row: Row, seen: Seen, numbers: np.ndarray, groups: int) -> Tensor:
     """[groups, WIDTH], by scattering columns."""
     device = seen.logprob.device
     table = torch.zeros(groups, WIDTH, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     if not groups:
         return table
-    number = number.to(device)
+    number = put(numbers, device)
     ratio = (seen.logprob - row.columns.sampler).to(table.dtype)
     sampled = ~ratio.isnan()
     ratio = ratio.nan_to_num(0.0)
@@ -120,7 +121,7 @@ def _table(row: Row, seen: Seen, number: Tensor, groups: int) -> Tensor:
     sampled = sampled.to(ratio.dtype)
     columns = [torch.ones_like(ratio), sampled, ratio.exp() - ratio - 1, seen.entropy.to(ratio.dtype), masked]
     table[:, : len(SUMMED)].index_add_(0, number, torch.stack(columns, 1))
-    between = torch.bucketize(ratio.abs(), torch.from_numpy(EDGES).to(ratio))
+    between = torch.bucketize(ratio.abs(), put(EDGES, device).to(ratio.dtype))
     table[:, len(SUMMED) : -1].index_put_((number, between), sampled, accumulate=True)
     table[:, -1].scatter_reduce_(0, number, ratio.abs(), "amax")
     return table

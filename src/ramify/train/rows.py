@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ramify.errors import ModelUnsupported
 from ramify.model.layout import Layout
+from ramify.model.put import put
 from ramify.model.tree import BLOCK, Tree
 from ramify.trace import Forest, concat, filler
 from ramify.trace.forest import COMPONENTS
@@ -83,27 +84,26 @@ def row_of(
     targets = forest.targets
     chosen = {name: np.flatnonzero(getattr(targets, name)) for name in COMPONENTS}
 
-    def put(array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # columns may be views of bytes
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    def there(array: np.ndarray) -> Tensor:
+        return put(array, device)
 
     return Row(
         forest,
-        ids=put(ids.astype(np.int64)),
-        position=put(position.astype(np.int64)),
+        ids=there(ids.astype(np.int64)),
+        position=there(position.astype(np.int64)),
         tree=tree,
-        source=put(source.astype(np.int64)),
-        token=put(token.astype(np.int64)),
-        temperature=put(temperature),
-        pair=put(pair),
-        chosen={name: put(index) for name, index in chosen.items() if len(index)},
-        weight={name: put(getattr(targets, name)[index]) for name, index in chosen.items() if len(index)},
+        source=there(source.astype(np.int64)),
+        token=there(token.astype(np.int64)),
+        temperature=there(temperature),
+        pair=there(pair),
+        chosen={name: there(index) for name, index in chosen.items() if len(index)},
+        weight={name: there(getattr(targets, name)[index]) for name, index in chosen.items() if len(index)},
         columns=Entries(
             torch.empty(0),
-            put(targets.logprob),
-            put(targets.advantage),
-            put(targets.reference),
-            put(targets.sequence.astype(np.int64)),
+            there(targets.logprob),
+            there(targets.advantage),
+            there(targets.reference),
+            there(targets.sequence.astype(np.int64)),
             len(forest.sequences),
         ),
     )
