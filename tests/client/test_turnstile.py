@@ -41,3 +41,18 @@ def test_a_cancelled_one_is_passed_over_and_the_turnstile_opens_again():
         assert [task.cancelled() for task in waiting] == [False, False, True, False]
 
     asyncio.run(check())
+
+
+def test_a_loop_that_ended_before_the_next_turn_holds_up_nobody_in_another():
+    turnstile, ended = Turnstile(), asyncio.new_event_loop()
+    entered = ended.create_task(turnstile.enter())
+    ended.call_soon(ended.stop)
+    ended.run_forever()
+    ended.close()
+    assert entered.done()
+
+    async def check() -> None:
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(turnstile.enter() for _ in range(3)))
+
+    asyncio.run(check())

@@ -65,6 +65,30 @@ def test_phases_are_told_in_order_and_timed():
     assert trace.timing.scoring > 0
 
 
+def test_attempts_that_are_asked_for_at_once_begin_in_rounds_of_their_own():
+    env, began, rounds = environment(Scored), [], 0
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    def watch(phase, trace) -> None:
+        if phase == "boot":
+            began.append(rounds)
+
+    async def crowd() -> None:
+        counting = asyncio.create_task(count())
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(attempted(env, ["42"], watch=watch) for _ in range(8)))
+        counting.cancel()
+
+    asyncio.run(crowd())
+    assert len(began) == 8
+    assert len(set(began[1:])) == 7
+
+
 def test_state_rng_and_the_box_are_the_rollouts_own():
     class Stateful(OneTask):
         async def setup(self, state, runtime, rng) -> None:

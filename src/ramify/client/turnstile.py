@@ -15,13 +15,14 @@ class Turnstile:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._turning = False
+        self._turning: asyncio.AbstractEventLoop | None = None  # a loop that has ended turns nothing any more
 
     async def enter(self) -> None:
         """Wait for one's turn; at once if nobody else has had it in this round."""
         loop = asyncio.get_running_loop()
-        if not self._turning:
-            self._turning = True
+        if self._turning is not loop:
+            self._turning = loop
+            self._waiting.clear()
             loop.call_soon(self._turn)
             return
         turn: asyncio.Future[None] = loop.create_future()
@@ -35,4 +36,4 @@ class Turnstile:
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._turn)
                 return
-        self._turning = False
+        self._turning = None

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ramify.env import Context, Hook, Hooks, Task, ToolSet, User
@@ -22,7 +23,7 @@ class Harness(ABC):
     def __init__(self, config: HarnessConfig) -> None:
         self.config = config
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What a trace says about its agent."""
         return self.config.model_dump(mode="json", exclude_defaults=True, include={"timeout"}) | {"id": self.config.id}

@@ -8,6 +8,7 @@ they are. Where the template would change what is already there, everything is r
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
@@ -171,10 +172,11 @@ def _spans(messages: Sequence[Message], places: Sequence[Place], encoded: Encode
     """Characters to tokens: a token belongs to the message that its first character is in."""
     spans: list[Span] = []
     before = 0
+    starts, stops = encoded.starts.tolist(), encoded.stops.tolist()
     for message, place in zip(messages, places, strict=True):
-        stop = max(before, int(np.searchsorted(encoded.starts, place.stop)))
-        low = int(np.searchsorted(encoded.stops, place.body[0], "right"))
-        high = int(np.searchsorted(encoded.starts, place.body[1]))
+        stop = max(before, bisect_left(starts, place.stop))
+        low = bisect_right(stops, place.body[0])
+        high = bisect_left(starts, place.body[1])
         high = min(max(high, before), stop)
         low = min(max(low, before), high) if place.body[0] < place.body[1] else high
         spans.append(Span(message, stop, (low, high)))

@@ -68,6 +68,7 @@ async def run_attempt(
         raise TokensRequired(f"{env.name} is trained on, but {policy.name} gives no token ids and logprobs")
     if env.wants_endpoint and gateway is None:
         raise ConfigInvalid(f"{env.name} asks for an `endpoint`, which needs a gateway")
+    await env.entrance.enter()
     one = Attempt(env, task, policy, gateway, id, group, attempt, seed, train, watch)
     return await one.run()
 
@@ -102,7 +103,7 @@ class Attempt:
             task=task.wire(),
             rewards=due(env),
             harness=env.harness.identity,
-            runtime=self.runtime.identity,
+            runtime=env.box,
             sampler={"model": policy.name, "sampling": env.sampler},
         )
         self.session = Session(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from ramify.client.turnstile import Turnstile
 from ramify.config import Config
 from ramify.env import Hooks, Task, Taskset, hooks_of, plugin
 from ramify.errors import ConfigInvalid, RamifyError
@@ -33,6 +34,10 @@ class Environment:
     limits: Limits
     sampler: dict[str, Any]
     """How its calls are sampled, as traces say it."""
+    box: dict[str, Any]
+    """What its rollouts run in, as traces say it."""
+    entrance: Turnstile = field(default_factory=Turnstile)
+    """Rollouts begin one after the other, however many are asked for at once."""
     _models: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
 
     @classmethod
@@ -41,15 +46,17 @@ class Environment:
         taskset = _built("taskset", source.taskset)
         harness = _built("harness", {"id": "chat", **source.harness})
         box, told = plugin.settle("runtime", {"id": "local", **source.runtime, **({"keep": True} if keep else {})})
+        config = _runtime_config(told)
         env = cls(
             source=source,
             taskset=taskset,
             hooks=hooks_of(taskset),
             harness=harness,
             runtime_class=box,
-            runtime_config=_runtime_config(told),
+            runtime_config=config,
             limits=source.limits,
             sampler=source.sampling.model_dump(mode="json"),
+            box=box(config).identity,
         )
         harness.check(env.hooks, env.make_runtime())
         for name, model in harness.config.models.items():

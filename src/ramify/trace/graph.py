@@ -10,7 +10,7 @@ Python works per fork, not per node or token.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -269,11 +269,11 @@ class Graph:
             same = skip + common_prefix(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
             if same > skip and (placed or self.media_refs.size):
                 same = min(same, self._common_media(first, last, offset, placed))
-            whole = int(np.searchsorted(stops[first : last + 1], begin + same, "right")) - 1 + first
+            whole = bisect_right(stops, begin + same, first, last + 1) - 1
             if whole < first:
                 continue
             length = offset + int(stops[whole]) - begin
-            node = int(np.searchsorted(stops[first : last + 1], int(stops[whole]), "left")) + first
+            node = bisect_left(stops, stops[whole], first, last + 1)
             if length > best_length or (length == best_length > 0 and node < best):
                 best, best_length = node, length
             for fork in self._forks.get(run, ()):
