@@ -2,9 +2,10 @@
 
     _trl_grpo.py SETTINGS_JSON
 
-The settings are those of `rl_cpu.Race`, the tasks, the seed, and when the process was started (Unix seconds). Settings
-that only cost time are off (gradient checkpointing, saving, reports, progress bars); the whole batch is one forward
-and backward unless `micro` says less. A reward counts from the moment it is known, before its step is trained.
+The settings are those of `rl_cpu.Trl`: the tasks, the seed, when the process was started (Unix seconds) and after how
+many seconds it gives up. Settings that only cost time are off (gradient checkpointing, saving, reports, progress bars);
+the whole batch is one forward and backward unless `micro` says less. A reward counts from the moment it is known,
+before its step is trained. Sampling is plain: the whole distribution, until the model ends its turn.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Timed(GRPOTrainer):
 
 
 class Rewards(TrainerCallback):
-    """The reward function, and the end of the run once the mean of the last steps is enough."""
+    """The reward function, and the end of the run once the mean of the last steps is enough, or time is up."""
 
     __name__ = "similarity"
 
-    def __init__(self, target: float, window: int, started: float) -> None:
-        self.target, self.window, self.started = target, window, started
+    def __init__(self, target: float, window: int, started: float, limit: float) -> None:
+        self.target, self.window, self.started, self.limit = target, window, started, limit
         self.means: list[float] = []
         self.reached: float | None = None
         self.begun = 0.0
@@ -55,15 +56,17 @@ class Rewards(TrainerCallback):
         found = [similarity(each[0]["content"], wanted) for each, wanted in zip(completions, answer)]
         self.means.append(sum(found) / len(found))
         last = self.means[-self.window :]
-        if len(last) == self.window and sum(last) / self.window >= self.target and self.reached is None:
-            self.reached = time.time() - self.started
+        passed = time.time() - self.started
+        if self.reached is None and passed <= self.limit and sum(last) / self.window >= self.target:
+            self.reached = passed
         return found
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.begun = time.time() - self.started
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = control.should_training_stop or self.reached is not None
+        over = self.reached is not None or time.time() - self.started > self.limit
+        control.should_training_stop = control.should_training_stop or over
 
 
 def main() -> None:
@@ -71,7 +74,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     told: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(told["threads"])
-    rewards = Rewards(told["target"], told["window"], told["started"])
+    rewards = Rewards(told["target"], told["window"], told["started"], told["limit"])
     rows = [
         {
             "prompt": [{"role": "system", "content": told["system"]}, {"role": "user", "content": text}],
@@ -90,6 +93,8 @@ def main() -> None:
             num_generations=told["group_size"],
             max_completion_length=told["max_tokens"],
             temperature=told["temperature"],
+            top_p=1.0,
+            top_k=0,
             learning_rate=told["lr"],
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=told["warmup_steps"],

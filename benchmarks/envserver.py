@@ -2,7 +2,8 @@
 
 Against an engine in another process that answers after 0.2 s, rollouts of two turns: from the start of the command to
 the first rollout; 200 rollouts at the same time with 2 workers; rollouts and bytes a second at 1, 2 and 4 workers; and
-how much longer a rollout takes than in process. Beside it `verifiers` 0.4.0 in a second interpreter.
+how much longer a rollout takes than in process: each task once through the server and once in the process of its
+client, in turns, four at a time. Beside it `verifiers` 0.4.0 in a second interpreter.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from ramify.gateway import Gateway, TokenPolicy
 from ramify.model.resolve import resolve
 from ramify.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run
-from ramify.trace import encode_episode
+from ramify.trace import Episode, encode_episode
 
 LATE = 0.2
 ROLLOUTS = 200
 SUSTAINED, CONCURRENCY = 1000, 256
 LONG = 200  # times the question stands in a prompt, for bytes a second
-SINGLE = 4  # rollouts at the same time where latency is measured, evenly apart
+FEW = 4  # rollouts at the same time where latency is measured, evenly apart
 WORKERS = (1, 2, 4)
 TASKSET = Path(__file__).with_name("_trains.py")
 REPLY = "The first train arrives ten minutes before the second. <answer>the first, by ten minutes</answer>"
@@ -86,44 +87,61 @@ def tasks(repeat: int, count: int) -> list[Task]:
     return list(islice(Environment.load(source(repeat)).tasks(), count))
 
 
-async def through(
-    client: EnvClient, todo: list[Task], concurrency: int, apart: float = 0.0
-) -> tuple[float, int, list[float]]:
-    """Seconds for all rollouts, begun so many seconds apart, bytes of their episodes, and seconds of each."""
-    waiting, size, each = iter(enumerate(todo)), 0, []
+def check(episode: Episode) -> None:
+    (trace,) = episode.traces
+    if trace.reward != 1.0 or len(trace.calls) != 2:
+        raise AssertionError(f"a rollout went wrong: {trace.stop}, {trace.errors}")
 
-    async def work(wait: float) -> None:
+
+async def through(client: EnvClient, todo: list[Task], concurrency: int) -> tuple[float, int]:
+    """Seconds for all rollouts, and bytes of their episodes."""
+    waiting, size = iter(enumerate(todo)), 0
+
+    async def work() -> None:
         nonlocal size
-        await asyncio.sleep(wait)
         for number, task in waiting:
-            start = time.perf_counter()
             done = await client.run(task, id=f"r{number}", deadline=300)
-            each.append(time.perf_counter() - start)
             size += len(done.data)
-            (trace,) = done.episode.traces
-            if trace.reward != 1.0 or len(trace.calls) != 2:
-                raise AssertionError(f"a rollout went wrong: {trace.stop}, {trace.errors}")
+            check(done.episode)
 
     start = time.perf_counter()
-    await asyncio.gather(*(work(apart * at) for at in range(concurrency)))
-    return time.perf_counter() - start, size, each
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return time.perf_counter() - start, size
 
 
-async def in_process(url: str, todo: list[Task], concurrency: int, apart: float) -> list[float]:
-    """Seconds of each rollout without a server."""
-    env, each, waiting = Environment.load(source()), [], iter(enumerate(todo))
-    async with Client(url) as client, Gateway() as gateway:
-        policy = TokenPolicy(client, load_renderer(resolve("tiny")), "tiny", max_model_len=1 << 20)
+async def both_ways(url: str, client: EnvClient, todo: list[Task]) -> tuple[list[float], list[float]]:
+    """Seconds of each rollout through the server and of the same in process, both to its encoded episode."""
+    env, waiting = Environment.load(source()), iter(enumerate(todo))
+    served: list[float] = []
+    local: list[float] = []
+    async with Client(url) as engine, Gateway() as gateway:
+        policy = TokenPolicy(engine, load_renderer(resolve("tiny")), "tiny", max_model_len=1 << 20)
 
-        async def work(wait: float) -> None:
-            await asyncio.sleep(wait)
+        async def there(task: Task, id: str) -> None:
+            start = time.perf_counter()
+            done = await client.run(task, id=id, deadline=300)
+            served.append(time.perf_counter() - start)
+            check(done.episode)
+
+        async def here(task: Task, id: str) -> None:
+            start = time.perf_counter()
+            episode = await run(env, task, policy=policy, gateway=gateway, id=id)
+            encode_episode(episode)
+            local.append(time.perf_counter() - start)
+            check(episode)
+
+        async def work(at: int) -> None:
+            await asyncio.sleep(2 * LATE * at / FEW)
             for number, task in waiting:
-                start = time.perf_counter()
-                encode_episode(await run(env, task, policy=policy, gateway=gateway, id=f"r{number}"))
-                each.append(time.perf_counter() - start)
+                for way in (there, here) if number % 2 else (here, there):
+                    await way(task, f"r{number}")
 
-        await asyncio.gather(*(work(apart * at) for at in range(concurrency)))
-    return each
+        for way in (there, here):
+            await asyncio.gather(*(way(task, f"w{number}") for number, task in enumerate(todo[:FEW])))
+        served.clear()
+        local.clear()
+        await asyncio.gather(*(work(at) for at in range(FEW)))
+    return served, local
 
 
 async def first(url: str, folder: Path) -> float:
@@ -146,27 +164,25 @@ async def measure(url: str, folder: Path) -> list[tuple[str, float, str, float |
             if workers == 2:
                 burst = [(await through(client, todo[:ROLLOUTS], ROLLOUTS))[0] for _ in range(3)]
                 rows.append((f"{ROLLOUTS} rollouts at once, 2 workers", statistics.median(burst), "s", 3.0, False))
-            seconds, _, _ = await through(client, todo, CONCURRENCY)
+            seconds, _ = await through(client, todo, CONCURRENCY)
             rows.append((f"rollouts, {workers} workers", SUSTAINED / seconds, "/s", None, True))
         async with serving(url, folder, workers, LONG) as client:
             await ready(client, workers)
             long = tasks(LONG, ROLLOUTS)
             await through(client, long[:16], 16)
-            seconds, size, _ = await through(client, long, ROLLOUTS)
+            seconds, size = await through(client, long, ROLLOUTS)
             name = f"episodes of {size / ROLLOUTS / 1e3:.0f} kB, {workers} workers"
             rows.append((name, size / 1e6 / seconds, "MB/s", None, True))
     async with serving(url, folder, 1) as client:
-        await through(client, todo[:SINGLE], SINGLE)
-        added: dict[int, list[float]] = {50: [], 99: []}
-        for _ in range(3):
-            _, _, served = await through(client, todo[:ROLLOUTS], SINGLE, 2 * LATE / SINGLE)
-            local = await in_process(url, todo[:ROLLOUTS], SINGLE, 2 * LATE / SINGLE)
-            for percent, found in added.items():
-                quantiles = (statistics.quantiles(each, n=100)[percent - 1] for each in (served, local))
-                found.append(1e3 * (next(quantiles) - next(quantiles)))
-    rows.append(("added to a rollout, p50", statistics.median(added[50]), "ms", 3.0, False))
-    rows.append(("added to a rollout, p99", statistics.median(added[99]), "ms", 20.0, False))
+        times = [await both_ways(url, client, todo[:ROLLOUTS]) for _ in range(3)]
+    for percent, target in ((50, 3.0), (99, 20.0)):
+        added = [quantile(served, percent) - quantile(local, percent) for served, local in times]
+        rows.append((f"added to a rollout, p{percent}", 1e3 * statistics.median(added), "ms", target, False))
     return rows
+
+
+def quantile(each: list[float], percent: int) -> float:
+    return statistics.quantiles(each, n=100)[percent - 1]
 
 
 def main() -> int:

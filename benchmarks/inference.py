@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ def server(command: list[str], url: str | None, env: dict[str, str]) -> Iterator
                     tail = "\n".join(Path(log.name).read_text().splitlines()[-20:])
                     raise SystemExit(f"{command[0]} did not become ready (exit code {process.poll()}):\n{tail}")
                 time.sleep(0.1)
-            asyncio.run(_wave(address, [[1, 2, 3]], 1, seed=0))
+            with connected(address) as wave:
+                wave([[1, 2, 3]], 1, 0)
             yield address, time.monotonic() - started
         finally:
             _end(process)
@@ -94,34 +95,53 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(15)
 
 
-async def _wave(url: str, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
+async def _wave(client: aiohttp.ClientSession, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
     """All prompts at once; returns how many tokens came back."""
 
-    async def one(client: aiohttp.ClientSession, index: int) -> int:
+    async def one(index: int) -> int:
         knobs = {"max_tokens": new_tokens, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": seed + index}
         body = {"token_ids": prompts[index], "sampling_params": knobs}
         async with client.post("/inference/v1/generate", json=body) as answer:
             answer.raise_for_status()
             return len((await answer.json())["choices"][0]["token_ids"])
 
+    return sum(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
+
+
+def _session(url: str) -> aiohttp.ClientSession:
     deadline, pool = aiohttp.ClientTimeout(REQUEST_S), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, timeout=deadline, connector=pool) as client:
-        return sum(await asyncio.gather(*(one(client, index) for index in range(len(prompts)))))
+    return aiohttp.ClientSession(url, timeout=deadline, connector=pool)
+
+
+@contextlib.contextmanager
+def connected(url: str) -> Iterator[Callable[[list[list[int]], int, int], int]]:
+    """`_wave` on connections that stay open from one wave to the next, as every client's pool keeps them."""
+    with asyncio.Runner() as runner:
+
+        async def opened() -> aiohttp.ClientSession:
+            return _session(url)
+
+        client = runner.run(opened())
+        try:
+            yield lambda prompts, new_tokens, seed: runner.run(_wave(client, prompts, new_tokens, seed))
+        finally:
+            runner.run(client.close())
 
 
 def throughput(url: str, subject: Subject, count: int, shared: int) -> float:
     """Tokens per second of one wave of requests, median of three with fresh prompts each time."""
-    asyncio.run(_wave(url, subject.prompts(count, shared, 1), 4, 1))
     seeds = iter(range(100, 200))
+    with connected(url) as wave:
+        wave(subject.prompts(count, shared, 1), 4, 1)
 
-    def once() -> float:
-        seed = next(seeds)
-        prompts = subject.prompts(count, shared, seed)
-        started = time.perf_counter()
-        tokens = asyncio.run(_wave(url, prompts, NEW_TOKENS, seed))
-        return tokens / (time.perf_counter() - started)
+        def once() -> float:
+            seed = next(seeds)
+            prompts = subject.prompts(count, shared, seed)
+            started = time.perf_counter()
+            tokens = wave(prompts, NEW_TOKENS, seed)
+            return tokens / (time.perf_counter() - started)
 
-    return median(once)
+        return median(once)
 
 
 def swap_ms(url: str, subject: Subject) -> float:
@@ -131,13 +151,15 @@ def swap_ms(url: str, subject: Subject) -> float:
     from ramify.model import Version, publish
 
     async def run(directory: Path) -> float:
-        flight = asyncio.create_task(_wave(url, subject.prompts(32, 0, 7), NEW_TOKENS, 7))
-        await asyncio.sleep(0.3)
-        async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as client:
-            answer = await client.post("/update_weights", json={"path": str(directory), "kv": "recompute"})
-            answer.raise_for_status()
-        await flight
-        return 1e3 * float(answer.json()["seconds"])
+        async with _session(url) as client:
+            flight = asyncio.create_task(_wave(client, subject.prompts(32, 0, 7), NEW_TOKENS, 7))
+            await asyncio.sleep(0.1)
+            body = {"path": str(directory), "kv": "recompute"}
+            async with client.post("/update_weights", json=body) as answer:
+                answer.raise_for_status()
+                seconds = (await answer.json())["seconds"]
+            await flight
+            return 1e3 * float(seconds)
 
     with tempfile.TemporaryDirectory() as temporary:
         tensors = load_file(subject.directory / "model.safetensors")

@@ -4,6 +4,9 @@ Both start with the same weights, draw from the same tasks, are scored by the sa
 batch, group size, learning rate, warmup, betas and clipping, in float32 on the same cores. The reward is the mean of 3
 steps; it counts from the moment it is known. Ramify samples while it trains, on a thread each, with its quickstart's
 settings. TRL does both in turns; it gets the fastest of several settings, found before the race. Seeds take turns.
+
+A run that has not got there within `--limit` seconds is ended and said to be so. One of TRL's then counts as if it had
+got there at that moment, one of ours as if it never would. All takes 20 minutes at most, or so.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from ramify.tasksets import reversing
 
 TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
 TARGET, WINDOW = 0.65, 3
+STEPS = 1000  # never the reason to end
 GAIN = 1.5
 TRIAL_STEPS = 5
-DEADLINE = 900.0
+LIMIT = 240.0
 SAME: dict[str, Any] = {
     "batch_size": 128,
     "group_size": 16,
@@ -84,17 +88,26 @@ def enough(rewards: list[float]) -> bool:
     return first_window(rewards, TARGET, WINDOW) is not None
 
 
-def ours(home: Path, seed: int, max_steps: int) -> Watched:
+def ours(home: Path, seed: int, limit: float) -> Watched:
     name = f"seed{seed}"
-    config = CONFIG.format(name=name, seed=seed, max_steps=max_steps, model=TINY, **SAME)
-    return watch(home, config, name, enough=enough, stop=True, deadline=DEADLINE)
+    config = CONFIG.format(name=name, seed=seed, max_steps=STEPS, model=TINY, **SAME)
+    seen = watch(home, config, name, enough=enough, stop=True, deadline=limit)
+    say("Ramify", seed, seen.reached, seen.rewards, limit)
+    return seen
+
+
+def say(who: str, seed: int, reached: float | None, rewards: list[float], limit: float) -> None:
+    """One line for a run that is over."""
+    when = f"not reached within {limit:.0f} s" if reached is None else f"{reached:.1f} s"
+    last = statistics.fmean(rewards[-WINDOW:])
+    print(f"{who}, seed {seed}: {when}, {len(rewards)} steps, last {WINDOW} of them {last:.3f}", flush=True)
 
 
 class Trl:
     """The competitor, with the settings that suit it best on this machine."""
 
-    def __init__(self, python: str | None, check: bool, texts: list[str]) -> None:
-        self.python, self.check, self.texts = python, check, texts
+    def __init__(self, python: str | None, check: bool, texts: list[str], limit: float) -> None:
+        self.python, self.check, self.texts, self.limit = python, check, texts, limit
         cores = len(os.sched_getaffinity(0))
         self.choices = [(threads, micro) for threads in sorted({cores, 1}, reverse=True) for micro in (128, 32)]
         self.threads, self.micro = self.choices[0]
@@ -104,16 +117,23 @@ class Trl:
         found: dict[tuple[int, int], float] = {}
         for choice in self.choices:
             self.threads, self.micro = choice
-            told = self.run(0, TRIAL_STEPS, target=2.0)
+            told = self._told(0, TRIAL_STEPS, target=2.0)
             if told is None:
                 return False
             found[choice] = (told["sampling"] + told["training"]) / told["steps"]
         self.threads, self.micro = min(found, key=lambda each: found[each])
         said = ", ".join(f"{threads} threads, {micro} at once: {s:.2f} s" for (threads, micro), s in found.items())
-        print(f"TRL, a step: {said}")
+        print(f"TRL, a step: {said}", flush=True)
         return True
 
-    def run(self, seed: int, max_steps: int, target: float = TARGET) -> dict[str, Any] | None:
+    def run(self, seed: int) -> dict[str, Any]:
+        """A run to the reward, or to the limit."""
+        told = self._told(seed, STEPS, TARGET)
+        assert told is not None, "settle() found a competitor"
+        say("TRL", seed, told["seconds"], told["rewards"], self.limit)
+        return told
+
+    def _told(self, seed: int, max_steps: int, target: float) -> dict[str, Any] | None:
         told = {
             **SAME,
             "model": str(TINY),
@@ -125,14 +145,15 @@ class Trl:
             "max_steps": max_steps,
             "target": target,
             "window": WINDOW,
+            "limit": self.limit,
             "started": time.time(),
         }
         script = ("_trl_grpo.py", "trl==1.16.0", "--trl-python")
         return competitor(self.python, *script, self.check, [json.dumps(told)])
 
 
-def rows_of(mine: list[Watched], theirs: list[dict[str, Any]]) -> list[Row]:
-    """Medians over the seeds, and each seed's time. A side that did not get there took for ever."""
+def rows_of(mine: list[Watched], theirs: list[dict[str, Any]], limit: float) -> list[Row]:
+    """Medians over the seeds, and each seed's time."""
 
     def middle(values: list[float]) -> float:
         return statistics.median(values)
@@ -141,7 +162,7 @@ def rows_of(mine: list[Watched], theirs: list[dict[str, Any]]) -> list[Row]:
         return middle([each[key] for each in theirs]) if theirs else None
 
     times = [each.reached or float("inf") for each in mine]
-    others = [each["seconds"] or float("inf") for each in theirs]
+    others: list[float] = [each["seconds"] or limit for each in theirs]
     steps = [float(first_window(each.rewards, TARGET, WINDOW) or len(each.rewards)) for each in mine]
     training = [sum(each.numbers["train/seconds"]) for each in mine]
     looped = [time - each.startup for time, each in zip(times, mine)]
@@ -179,20 +200,20 @@ def _first(theirs: list[dict[str, Any]]) -> float | None:
 def main() -> int:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--seeds", type=int, default=3)
-    flags.add_argument("--steps", type=int, default=300, help="give up after so many")
+    flags.add_argument("--limit", type=float, default=LIMIT, help="seconds after which a run is ended")
     args: Any = flags.parse_args()
     texts = list(reversing.texts(reversing.Texts()))
     same_reward(texts)
-    trl = Trl(args.trl_python, args.check, texts)
+    trl = Trl(args.trl_python, args.check, texts, args.limit)
     beside = trl.settle()
     mine: list[Watched] = []
     theirs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
         for seed in range(args.seeds):
-            mine.append(ours(Path(home), seed, args.steps))
-            told = trl.run(seed, args.steps) if beside else None
-            theirs += [told] if told else []
-    return finish("benchmarks/rl_cpu.py: reverse-text to a reward, on CPU", rows_of(mine, theirs), args)
+            mine.append(ours(Path(home), seed, args.limit))
+            if beside:
+                theirs.append(trl.run(seed))
+    return finish("benchmarks/rl_cpu.py: reverse-text to a reward, on CPU", rows_of(mine, theirs, args.limit), args)
 
 
 if __name__ == "__main__":

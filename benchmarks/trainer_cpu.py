@@ -20,9 +20,11 @@ from _check import NO_COMPETITOR, REPETITIONS, Row, competitor, finish, parser
 from _samples import LOGPROB, Example, examples, micro_batches
 
 from ramify.trace import Annotation, Forest, Message, Sample, Trace, grow
-from ramify.train import Batch, TrainerConfig, lay_out, load_trainer
+from ramify.train import Batch, TrainerConfig, build_trainer, lay_out
+from ramify.train.parallel import Ranks
 
 TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
+CPU = Ranks(torch.device("cpu"))
 SIZES = (4, 8, 16)
 GROUP, PATH, RATIO = 16, 512, 8
 
@@ -99,7 +101,7 @@ def ours(subject: Subject) -> Callable[[list[Forest]], float]:
         "optim": {"lr": 1e-7},
         "pack_tokens": 8192,
     }
-    trainer = load_trainer(subject.directory, TrainerConfig(**settings))
+    trainer = build_trainer(subject.directory, TrainerConfig(**settings), CPU)
     return lambda packs: trainer.step(Batch.of(0, packs)).seconds
 
 
@@ -142,7 +144,7 @@ def forest_beside_flat(subject: Subject) -> list[Row]:
     apart = [grow([each]) for group in groups for each in group]
     packs, flat = lay_out(together, 8192), lay_out(apart, 8192)
     settings: Any = {"device": "cpu", "dtype": "float32", "optim": {"lr": 1e-7}, "pack_tokens": 8192}
-    trainer = load_trainer(subject.directory, TrainerConfig(**settings))
+    trainer = build_trainer(subject.directory, TrainerConfig(**settings), CPU)
     fast, slow = interleaved(*(lambda p=p: trainer.step(Batch.of(0, p)).seconds for p in (packs, flat)))
     flops = [sum(map(trainer.cost.flops, each)) for each in (packs, flat)]
     ratio = flops[1] / flops[0]

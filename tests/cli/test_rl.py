@@ -59,7 +59,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing_with_the_heavy_libraries_b
         assert shown in done.stdout
     found = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
     envs = {"env-train-reverse.toml", "env-eval-held-out.toml"}
-    assert found == {"config.toml", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
+    assert found == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
 
 
 EVERY = """

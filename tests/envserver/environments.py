@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ class Tricky(rf.Taskset):
         super().__init__(config)
         if config.boot == "die":
             print("no fuel", flush=True)
+            os._exit(7)
+        if config.boot == "die while reporting":
+            os.write(int(sys.argv[2]), b'{"pid"')
             os._exit(7)
         if config.boot:
             raise ValueError(config.boot)

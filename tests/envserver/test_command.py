@@ -66,7 +66,7 @@ def test_whoever_is_killed_takes_all_below_along_and_the_client_hears_of_it(engi
             assert len(processes) >= 6  # server, keeper, worker, shells
             parent.kill()
             parent.wait()
-            await gone(processes, "the server, its worker and the shells", 5 + 5)
+            await gone(processes, "the server, its worker and the shells", 5)
             for rollout in rollouts:
                 with pytest.raises((PeerLost, RequestCancelled)):
                     await rollout
@@ -78,7 +78,7 @@ def test_whoever_is_killed_takes_all_below_along_and_the_client_hears_of_it(engi
             rollouts = await busy(client, tmp_path)
             processes = family(child.pid)
             os.kill(child.pid, signal.SIGKILL)
-            await gone(processes, "the worker and the shells", 5 + 5)
+            await gone(processes, "the worker and the shells", 5)
             for rollout in rollouts:
                 with pytest.raises(PeerLost, match=r"not been heard|forgotten"):
                     await rollout

@@ -1,7 +1,9 @@
 """What an env server offers, and its log."""
 
 import asyncio
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -83,8 +85,11 @@ def test_workers_never_import_torch(shared):
 def test_all_that_a_worker_says_is_in_the_log_once_and_with_its_name(shared, tmp_path):
     runner, server, client = shared
     gate = tmp_path / "gate"
+    first = {worker.id for worker in server.pool._ready()}
 
     async def talk():
+        os.kill(server.pool._ready()[0].pid, signal.SIGKILL)  # one of the two is started later
+        await until(lambda: len({worker.id for worker in server.pool._ready()} - first) == 1, "the later worker")
         rollouts = [
             asyncio.create_task(client.run(task(n, does="talk", gate=str(gate)), id=f"t{n}")) for n in range(200, 206)
         ]
@@ -96,7 +101,7 @@ def test_all_that_a_worker_says_is_in_the_log_once_and_with_its_name(shared, tmp
         return len((tmp_path / "gate.begun").read_text().splitlines())
 
     workers = {f"task-{200 + at}": done.worker for at, done in enumerate(runner.run(talk()))}
-    assert len(set(workers.values())) == 2
+    assert len(set(workers.values())) == 2 and set(workers.values()) - first
     said = [f"{said} {key}" for key in workers for said in ("logged", "printed", "shouted")]
 
     async def written():

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from ramify.errors import ConfigInvalid
+from ramify.errors import PortTaken
 from ramify.gateway import Gateway, Limits, Session
 from ramify.trace import Trace
 from tests.gateway.engine import check_tokens
@@ -295,7 +295,8 @@ def test_the_gateway_ends_with_calls_in_flight_and_leaves_no_task():
 def test_a_port_that_is_taken_is_named():
     async def main() -> None:
         async with Gateway() as gateway:
-            with pytest.raises(ConfigInvalid, match=str(gateway.port)):
-                await Gateway(port=gateway.port).start()
+            port = int(gateway.address.rpartition(":")[2])
+            with pytest.raises(PortTaken, match=str(port)):
+                await Gateway(port=port).start()
 
     asyncio.run(main())

@@ -40,8 +40,8 @@ def served(core: Core, name: str = "llama") -> Iterator[tuple[str, Engine]]:
 
     async def main() -> None:
         app = build_app(engine, name=name, renderer=ByteRenderer(), timeout=60.0)
-        async with serving(app, ServerConfig(port=0, shutdown=2)) as (url, _):
-            address.append(url)
+        async with serving(app, ServerConfig(port=0, shutdown=2)) as server:
+            address.append(server.address)
             ready.set()
             await stop.wait()
 

@@ -24,9 +24,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "inference.md"
 TOOL = {
     "type": "function",
     "function": {
-        "name": "look_up",
-        "description": "Look a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        "name": "search",
+        "description": "Search the shop.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
     },
 }
 
@@ -113,7 +113,7 @@ def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI):
 
 
 def test_tools_are_shown_to_the_model_and_its_calls_are_parsed(client: openai.OpenAI):
-    messages = [{"role": "user", "content": "Look up the word apple."}]
+    messages = [{"role": "user", "content": "Search for red shoes."}]
     answers = ask(client, messages=messages, tools=[TOOL], n=16, max_tokens=96)
     calls = [call for choice in answers.choices for call in choice.message.tool_calls or ()]
     assert calls, [choice.message.content for choice in answers.choices]

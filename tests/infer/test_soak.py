@@ -31,7 +31,7 @@ def test_the_server_holds_many_clients_through_cancels_and_updates(tmp_path):
         rng = random.Random(number)
         while time.monotonic() < end:
             prompt = [7] * rng.randrange(1, 60) + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 30))]
-            sampling = {"max_tokens": rng.randrange(1, 80), "ignore_eos": True, "logprobs": 1}
+            sampling = {"max_tokens": rng.randrange(1, 160), "ignore_eos": True, "logprobs": 1}
             ask = client.post("/inference/v1/generate", json={"token_ids": prompt, "sampling_params": sampling})
             patience = rng.uniform(0.0, 0.3) if rng.random() < 0.2 else 60.0
             try:
@@ -44,12 +44,12 @@ def test_the_server_holds_many_clients_through_cancels_and_updates(tmp_path):
 
     async def updates(client: httpx.AsyncClient, end: float) -> None:
         for number in range(UPDATES):
+            await asyncio.sleep(max(0.0, (end - time.monotonic()) / (UPDATES - number + 1)))
             body = {"path": str(directories[(number + 1) % 2]), "kv": ("recompute", "keep")[number // 2 % 2]}
             answer = await client.post("/update_weights", json=body)
             if answer.status_code != 200:
                 failures.append(answer.text)
             memory.append((time.monotonic(), psutil.Process().memory_info().rss))
-            await asyncio.sleep(max(0.0, (end - time.monotonic()) / (UPDATES - number)))
 
     async def main(url: str) -> None:
         limits = httpx.Limits(max_connections=CLIENTS + 8, keepalive_expiry=30)  # before the server gives up on one

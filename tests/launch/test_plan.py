@@ -19,6 +19,7 @@ from ramify.launch.tables import check_tables
 from ramify.model.manifest import Manifest
 from ramify.model.version import Version
 from ramify.orchestrate.config import RunConfig
+from ramify.train import places
 from ramify.train.service_config import ServiceConfig
 
 GIB = 1 << 30
@@ -89,24 +90,38 @@ def test_fixed_ports_and_one_that_is_taken(tmp_path, free_port):
     plan = plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
     addresses = [entry.address for entry in plan.entries if entry.name.startswith("env/")]
     assert addresses == [f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1000}"]
-    with socket.create_server(("127.0.0.1", base)), pytest.raises(PortTaken, match=f"127.0.0.1:{base}"):
-        plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
+    with socket.create_server(("127.0.0.1", base)):
+        with pytest.raises(PortTaken, match=f"train/reverse: tcp://127.0.0.1:{base} cannot be listened on"):
+            plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
+        mine = [{**TRAIN, "address": f"tcp://127.0.0.1:{base}"}]  # a server of one's own may well be there already
+        plan_of(config(tmp_path, train=mine, launch={"base_port": base}), gpus=[])
 
 
-def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path):
-    plan = plan_of(config(tmp_path), gpus=[])
+def test_an_orchestrator_that_has_an_address_keeps_it(tmp_path, free_port):
+    told = {"address": f"tcp://127.0.0.1:{free_port}"}
+    plan = plan_of(config(tmp_path, orchestrator=told), gpus=[])
+    assert plan.orchestrator == plan.files[tmp_path / "run" / "configs" / "trainer.toml"].address == told["address"]
+    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(PortTaken, match=r"orchestrator\.address"):
+        plan_of(config(tmp_path, orchestrator=told), gpus=[])
+
+
+@pytest.mark.parametrize("transport", ["disk", "shm"])
+def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path, monkeypatch, transport):
+    monkeypatch.setattr(places, "SHARED", tmp_path)
+    plan = plan_of(config(tmp_path, weights={"transport": transport}), gpus=[])
+    weights = places.weights_directory(tmp_path / "run", transport)
     engine, file = plan.entries[0], tmp_path / "run" / "configs" / "inference.toml"
     engine.prepare()
     assert parse(ServeConfig, ["@", str(file)]).model.name == "tiny"
     for incarnation, step in ((0, 9), (1, 4), (1, 3)):
-        folder = tmp_path / "run" / "weights" / f"{incarnation}-{step:06}"
+        folder = weights / f"{incarnation}-{step:06}"
         folder.mkdir(parents=True)
         Manifest(Version("tiny", incarnation, step), {}).write(folder)
-    assert newest(tmp_path / "run").name == "1-000004"
+    assert newest(weights).name == "1-000004"
     engine.prepare()
     served = parse(ServeConfig, ["@", str(file)])
     assert served.model.name.endswith("1-000004")
-    shutil.rmtree(tmp_path / "run" / "weights")  # the trainer goes on, and removes it while the engine starts
+    shutil.rmtree(weights / "1-000004")  # the trainer goes on while the engine starts
     assert Manifest.read(Path(served.model.name)).version == Version("tiny", 1, 4)
     assert served.server.model_name == "tiny"
 

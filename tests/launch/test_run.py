@@ -1,5 +1,6 @@
 """A run's directory around its processes: claimed, recorded, finished, continued."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -8,7 +9,7 @@ import threading
 
 import pytest
 
-from ramify.errors import ConfigInvalid, RunBusy
+from ramify.errors import ConfigInvalid, RunBusy, RunStalled
 from ramify.launch.dashboard import Quiet
 from ramify.launch.plan import Plan, plan_of
 from ramify.launch.process import Role
@@ -16,6 +17,7 @@ from ramify.launch.run import _claimed, carry_out
 from ramify.launch.supervisor import Outcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore
+from ramify.train import places
 from tests.launch.scripts import FOR_EVER, entry, pids
 
 HOLDS = """
@@ -98,3 +100,19 @@ def test_it_waits_for_what_a_killed_supervisor_has_left_to_end(tmp_path):
     held = RunStore.open(tmp_path / "run")
     threading.Timer(0.3, held.close).start()
     assert carry_out(plan, display=Quiet()).outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit(75)", "print('RunStalled: x'); sys.exit(1)"])
+def test_weights_in_memory_end_with_the_run_and_a_finished_one_leaves_them_on_the_disk(tmp_path, monkeypatch, ends):
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(places, "SHARED", shared)
+    weights = places.weights_directory(tmp_path / "run", "shm")
+    published = f"os.makedirs('{weights}/0-000003'); open('{weights}/0-000003/manifest.json', 'w').write(M)"
+    manifest = '{"policy": "p", "incarnation": 0, "step": 3, "files": {}}'
+    plan = planned(tmp_path, f"M = '{manifest}'; {published}; {ends}", weights={"transport": "shm"})
+    (shared / f"ramify-{'0' * 16}").mkdir()  # of a run that was killed
+    with contextlib.suppress(RunStalled):
+        carry_out(plan, display=Quiet())
+    assert list(shared.iterdir()) == []
+    assert (tmp_path / "run" / "weights" / "0-000003").exists() == ("exit(0)" in ends)

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -76,48 +74,13 @@ def test_it_can_begin_every_taskset_that_it_is_trained_on():
     assert figures["guess_spread"] >= 0.03
 
 
-def test_what_is_taught_loads_no_environment_until_it_is_drawn():
-    parts = ("conversation", "corpus", "drills", "games", "measure", "playing")
-    code = f"""
-import sys
-from importlib import import_module
-for part in {parts!r}:
-    import_module(f"ramify.model.recipe.{{part}}")
-sys.exit(any(name in sys.modules for name in ("ramify.env", "ramify.rollout", "ramify.infer", "torch")))
-"""
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
-
-
-def test_no_conversation_to_learn_from_is_of_an_eval_split():
-    from itertools import islice
-
-    from ramify.model.recipe.corpus import Shares, conversations
-    from ramify.tasksets.drawing import split_of
-    from ramify.tasksets.reversing import SYSTEM as REVERSING
-    from ramify.tasksets.wikispeedia import SYSTEM as WALKING
-
-    seen = set[str]()
-    for made in islice(conversations(7, Shares()), 300):
-        first = made.messages[0].text
-        asked = [message.text for message in made.messages if message.role == "user"]
-        if first == REVERSING:
-            assert {split_of(text) for text in asked} == {"train"}
-        elif first == WALKING:
-            target, source = asked[0].removeprefix("Target: ").split("\n")[:2]
-            assert split_of(f"{source} -> {target}") == "train"
-        else:
-            continue
-        seen.add(first)
-    assert seen == {REVERSING, WALKING}
-
-
 def test_heads_look_back_before_any_training():
     """The start that copying is learned from: the first layer attends one, two and three characters back."""
     import torch
     from transformers import LlamaForCausalLM
 
-    from ramify.model.recipe.files import model_config
-    from ramify.model.recipe.start import BACK, prepare
+    from ramify.model.tiny.files import model_config
+    from ramify.model.tiny.start import BACK, prepare
 
     config = model_config()
     config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage] - the only one that shows what it attends to
@@ -173,8 +136,8 @@ def test_a_tool_call_comes_back_as_it_was_written():
 
 def test_sampled_replies_are_well_formed():
     from ramify.client import Sampling
-    from ramify.model.recipe.corpus import reversal_prompt
-    from ramify.model.recipe.playing import playing
+    from ramify.recipe.corpus import reversal_prompt
+    from ramify.recipe.playing import playing
     from ramify.tasksets.reversing import Texts, texts, well_formed
 
     config = Texts(split="eval", num_tasks=32, seed=1)
@@ -187,8 +150,8 @@ def test_sampled_replies_are_well_formed():
 
 
 def test_a_rollout_of_it_calls_tools_over_several_turns():
-    from ramify.model.recipe.measure import WIKISPEEDIA
-    from ramify.model.recipe.playing import playing
+    from ramify.recipe.measure import WIKISPEEDIA
+    from ramify.recipe.playing import playing
 
     with playing(TINY) as player:
         groups = asyncio.run(player.rollouts(WIKISPEEDIA, 4, 2, seed=0))

@@ -2,13 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from ramify.cli import main
+
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 KILLS = 20 if FULL else 2
 DEADLINE = 240.0
+REPLAYED = ["--trainer.threads", "1", "--trainer.optim.lr", "1e-4"]
 
 CONFIG = """
 name = "run"
@@ -55,8 +61,8 @@ def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "ramify", *args]
 
 
-def ask(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, timeout=DEADLINE)
+def ask(*args: str, cwd: Path, deadline: float = DEADLINE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, timeout=deadline)
 
 
 def write(home: Path, *, steps: int, off_policy: int) -> Path:
@@ -68,3 +74,10 @@ def metrics(home: Path, name: str) -> list[float]:
     said = ask("metrics", "outputs/run", "--name", name, "--json", cwd=home)
     assert said.returncode == 0, said.stderr
     return [entry["value"] for entry in json.loads(said.stdout)]
+
+
+def gradient_norms(folder: Path, capsys: pytest.CaptureFixture[str], output: Path, *more: str) -> list[float]:
+    """The norms of the gradients of every step of a recording that is trained on again."""
+    asked = ["trainer", "-m", "tiny", "-o", str(output), "--replay", str(folder), *REPLAYED, *more]
+    assert main(asked) == 0
+    return [float(norm) for norm in re.findall(r"grad_norm=(\S+)", capsys.readouterr().out)]

@@ -5,14 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ramify.errors import ConfigInvalid
 from ramify.model import Manifest, Version
 from ramify.model.manifest import verify
-from ramify.train import publish as publishing
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.parallel import Ranks
-from ramify.train.publish import Publisher, gathered, weights_directory
+from ramify.train.publish import Publisher, gathered
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 
@@ -60,13 +58,3 @@ def test_versions_go_only_when_nobody_needs_them(model, tmp_path):
     assert Manifest.read(publisher.path(1, 2)).version == Version("p", 1, 2)
     publisher_of(model, tmp_path)  # what an interrupted one left is cleared
     assert not list(tmp_path.glob(".*"))
-
-
-def test_where_versions_lie_is_the_runs_own(tmp_path, monkeypatch):
-    assert weights_directory(tmp_path, "disk") == tmp_path / "weights"
-    shared = weights_directory(tmp_path / "a", "shm")
-    assert shared.parent == Path("/dev/shm")
-    assert shared == weights_directory(tmp_path / "a", "shm") != weights_directory(tmp_path / "b", "shm")
-    monkeypatch.setattr(publishing, "SHARED", tmp_path / "none")
-    with pytest.raises(ConfigInvalid, match="use 'disk'"):
-        weights_directory(tmp_path, "shm")

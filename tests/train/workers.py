@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ramify.model.recipe.files import VOCABULARY, write_tokenizer
+from ramify.model.tiny.files import VOCABULARY, write_tokenizer
 
 DEADLINE = 60.0
 

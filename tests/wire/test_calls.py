@@ -1,6 +1,7 @@
 """Requests, streamed replies, deadlines and cancels, over real sockets."""
 
 import asyncio
+from contextvars import ContextVar
 
 import msgspec
 import pytest
@@ -96,6 +97,28 @@ async def test_what_a_callback_raises_ends_its_own_call_and_no_other(server, cli
     assert first.read(str) == third.read(str) == "end"
 
 
+def test_a_request_sees_nothing_of_the_one_whose_answer_was_sent_before_it():
+    mine: ContextVar[str] = ContextVar("mine", default="nobody's")
+
+    async def claim(request: Request) -> Message:
+        before = mine.get()
+        mine.set(request.read(str))
+        for _ in range(20):
+            request.part(Message.of())
+            await asyncio.sleep(0)
+        return Message.of(before)
+
+    async def main():
+        async with Server({"claim": claim}, settings=FAST) as server, Client(server.address, settings=FAST) as client:
+
+            async def ask(name: str) -> set[str]:
+                return {(await client.call("claim", Message.of(name), deadline=20)).read(str) for _ in range(20)}
+
+            assert set().union(*await asyncio.gather(*map(ask, "abcdefgh"))) == {"nobody's"}
+
+    asyncio.run(main())
+
+
 @run
 async def test_a_failure_arrives_as_the_class_that_bears_its_name(server, client, waiting):
     with pytest.raises(JudgeError, match="asleep") as caught:
@@ -117,6 +140,13 @@ async def test_a_deadline_travels_and_ends_the_work_at_the_other_side(server, cl
     with pytest.raises(DeadlineExceeded, match="wait"):
         await client.call("wait", deadline=0.2)
     await waiting.ended.wait()
+    assert server.open == 0
+
+
+@run
+async def test_a_deadline_that_has_passed_is_one(server, client, waiting):
+    with pytest.raises(DeadlineExceeded, match="than the 0 s it had"):
+        await client.call("wait", deadline=-1.0)
     assert server.open == 0
 
 

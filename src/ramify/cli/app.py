@@ -35,7 +35,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("ramify.cli.validate", "check every task of a taskset without a model"),
     "init": Command("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),
     "sft": Command("ramify.cli.sft", "teach a model conversations from a dataset; again to continue"),
-    "orchestrator": Command("ramify.cli.orchestrator", "the run's own process alone, given engines and env servers"),
+    "orchestrator": Command("ramify.cli.orchestrator", "the run's own process alone, with env servers as needed"),
     "trainer": Command("ramify.cli.trainer", "the trainer alone: batches from an orchestrator, or recorded ones"),
     "serve": Command("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
     "env-server": Command("ramify.cli.env_server", "serve a source of rollouts from worker processes"),

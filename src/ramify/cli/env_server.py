@@ -4,25 +4,47 @@ import asyncio
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from ramify.config import parse, switch
+from ramify.cli.short import spelled_out
+from ramify.config import parse_part, refuse, switch
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
+from ramify.launch.parts import env_part
+from ramify.launch.ready import listens
+from ramify.orchestrate.config import RunConfig
 from ramify.wire.address import check_bind
 
-HELP = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--dry-run]
+POLL = 0.2  # seconds between two looks at an engine that is not there
+USAGE = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]
+
+  FILE       the server's own, or a whole run's as `ramify rl` takes it: one of its sources, at its `address` or the
+             port that `launch.base_port` gives it; flags are the keys below either way
+  --source   which source, where there are several
+  -b URL     engines that run already, for a run whose file names none
+  --dry-run  say what would be served, and where
+
+All keys:
 """
-SHORT = {"-m": "--model.name", "-o": "--output"}
 
 
 def run(args: Sequence[str]) -> int:
     """Read the configuration, serve until told to stop."""
     if "--help" in args or "-h" in args:
-        print(HELP)
+        print(USAGE)
     dry, rest = switch(args, "--dry-run")
-    config = parse(EnvServerConfig, _spelled_out(rest), prog="ramify env-server")
+    rest = spelled_out(rest)
+
+    def take(whole: RunConfig) -> dict[str, Any]:
+        table = env_part(whole, _source(rest))
+        if "inference" not in table and not any(arg.startswith("--inference") for arg in rest):
+            refuse([("inference", "the run starts an engine of its own; say where it answers, with -b URL")])
+        return table
+
+    config, _ = parse_part(EnvServerConfig, rest, RunConfig, take, prog="ramify env-server")
     picked = config.pick()
     if dry:
         address = picked.config.address or "a free port of this machine"
@@ -40,7 +62,12 @@ async def serve(config: EnvServerConfig) -> None:
     sys.setswitchinterval(0.001)  # the threads of the connections wait for nobody
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     server = EnvServer(config)
-    starting = asyncio.create_task(server.start())
+
+    async def start() -> None:
+        await _engines(config)
+        await server.start()
+
+    starting = asyncio.create_task(start())
 
     def stop() -> None:
         starting.cancel()
@@ -63,6 +90,14 @@ async def serve(config: EnvServerConfig) -> None:
         raise PeerLost("the thread of the server's connections has failed")
 
 
+async def _engines(config: EnvServerConfig) -> None:
+    """Wait for engines that are started at the same time. One that does not come is named by the first worker."""
+    end = time.monotonic() + config.boot_timeout
+    for url in config.inference.base_url:
+        while not await listens(url) and time.monotonic() < end:
+            await asyncio.sleep(POLL)
+
+
 def _write(path: Path, address: str) -> None:
     """Whoever reads the file sees all of the address or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +106,9 @@ def _write(path: Path, address: str) -> None:
     part.replace(path)
 
 
-def _spelled_out(args: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for at, arg in enumerate(args):
-        if arg == "-b":
-            found += ["--inference.engine", "external", "--inference.base_url"]
-        elif at and args[at - 1] == "-b":
-            found.append(arg.rstrip("/").removesuffix("/v1"))
-        else:
-            found.append(SHORT.get(arg, arg))
-    return found
+def _source(args: Sequence[str]) -> str | None:
+    """The source that is asked for."""
+    for arg, following in zip(args, [*args[1:], ""]):
+        if arg == "--source" or arg.startswith("--source="):
+            return arg.partition("=")[2] or following
+    return None

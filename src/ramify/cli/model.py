@@ -124,7 +124,7 @@ def _list(asked: argparse.Namespace) -> int:
 def _show(asked: argparse.Namespace) -> int:
     about = look(asked.name)
     if asked.measure:
-        from ramify.model.recipe.measure import measure  # torch is loaded here, not for help
+        from ramify.recipe.measure import measure  # torch is loaded here, not for help
 
         about.record = {**about.record, "figures": measure(about.path).as_dict(), "built": "measured now"}
     if asked.json:
@@ -152,9 +152,10 @@ def _show(asked: argparse.Namespace) -> int:
 def _build(asked: argparse.Namespace) -> int:
     if asked.directory.exists() and not asked.force:
         raise ConfigInvalid(f"{asked.directory} exists; --force replaces it")
-    from ramify.model.recipe.build import build  # torch is loaded here, not for help
+    from ramify.recipe.build import build  # torch is loaded here, not for help
+    from ramify.train.sft.display import choose
 
-    build(asked.name, asked.directory, seed=asked.seed, tell=lambda line: print(line, flush=True))
+    build(asked.name, asked.directory, seed=asked.seed, display=choose)
     return 0
 
 

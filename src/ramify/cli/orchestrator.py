@@ -1,22 +1,65 @@
-"""`ramify orchestrator @ run.toml`: the run's own process, given engines and env servers that answer already."""
+"""`ramify orchestrator @ run.toml`: the run's own process, with the env servers that nobody else has started."""
 
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 
-from ramify.config import parse, switch
+from ramify.cli.short import spelled_out
+from ramify.config import parse, refuse, switch
 from ramify.errors import TokenizerMismatch, TokensRequired
+from ramify.infer.config import ExternalConfig
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
+
+USAGE = """usage: ramify orchestrator @ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [--key value]
+
+  FILE       the run's, as `ramify rl` takes it
+  -b URL     engines that run already, in place of the run's `inference`
+  --dry-run  check everything, say what would be started, start nothing
+
+An env server is started for every source without an `address`, and ends with this command. The trainer comes to
+`orchestrator.address`. The same command again continues the run. All keys:
+"""
 
 
 def run(args: Sequence[str]) -> int:
     """Read the run's configuration, and orchestrate it to its end."""
+    if "--help" in args or "-h" in args:
+        print(USAGE)
     dry, rest = switch(args, "--dry-run")
-    config = parse(RunConfig, rest, prog="ramify orchestrator")
+    config = parse(RunConfig, spelled_out(rest), prog="ramify orchestrator")
+    if not isinstance(config.inference, ExternalConfig):
+        refuse([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
+    if any(source.address is None for source in (*config.train, *config.eval)):
+        return _with_env_servers(config, dry=dry)
     if dry:
         print(f"would orchestrate {config.path}: {config.max_steps} steps, {len(config.train)} train sources")
         return 0
+    return _alone(config)
+
+
+def _with_env_servers(config: RunConfig, *, dry: bool) -> int:
+    """Two kinds of processes, supervised: this one only watches."""
+    from ramify.launch.dashboard import Lines
+    from ramify.launch.plan import orchestrator_plan
+    from ramify.launch.run import carry_out
+    from ramify.launch.tables import check_tables
+
+    plan = orchestrator_plan(config)
+    check_tables(config)
+    if dry:
+        print("\n".join(plan.lines()))
+        return 0
+    print(f"trainers come to {plan.orchestrator}; status at {plan.status}", flush=True)
+    ended = carry_out(plan, display=Lines())
+    if not ended.ran:
+        print(f"{ended.path} is finished: all {config.max_steps} steps are there")
+    return ended.outcome.value
+
+
+def _alone(config: RunConfig) -> int:
+    from ramify.launch.record import Record, read_record
+    from ramify.launch.run import finish, has_all_steps
     from ramify.monitor import open_monitors, samples_of
     from ramify.orchestrate.process import Orchestrator
 
@@ -25,11 +68,22 @@ def run(args: Sequence[str]) -> int:
         told = [samples_of(trace, source=source, advantage=advantage) for source, trace, advantage in rollouts]
         monitors.show(step, [sample for samples in told for sample in samples])
 
+    def answers(status: str) -> None:
+        """Who has no supervisor says himself where the run can be asked."""
+        if read_record(config.path).get("status") != status:
+            Record(config.path, status).write([])
+
+    if has_all_steps(config):
+        print(f"{config.path} is finished: all {config.max_steps} steps are there")
+        return 0
     monitors = open_monitors(config, lambda line: print(line, flush=True))
     try:
-        return asyncio.run(Orchestrator(config, log=monitors.log, show=show).run())
+        code = asyncio.run(Orchestrator(config, log=monitors.log, show=show, answers=answers).run())
     except (TokensRequired, TokenizerMismatch) as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)
         return 2
     finally:
         monitors.close()
+    if code == 0:
+        finish(config)
+    return code

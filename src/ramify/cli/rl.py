@@ -5,11 +5,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from ramify.cli import short
 from ramify.config import parse, switch
 from ramify.errors import RamifyError
 from ramify.orchestrate.config import RunConfig
 
-SHORT = {"-m": "--model.name", "-o": "--output"}
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
        ramify rl ID [-m MODEL] [--taskset.KEY VALUE] [--key value]
 
@@ -66,21 +66,12 @@ def run(args: Sequence[str]) -> int:
 
 def spelled_out(args: Sequence[str]) -> list[str]:
     """The arguments with the taskset's id and the short flags as the keys they stand for."""
-    rest = [SHORT.get(arg, arg) for arg in args]
-    found: list[str] = []
-    if rest and not rest[0].startswith(("-", "@")):
-        taskset = {"id": rest.pop(0)}
-        found += [f"--train={json.dumps([{'taskset': taskset}])}"]
-        found += [f"--eval={json.dumps([{'taskset': {**taskset, 'split': 'eval'}}])}"]
-        rest = _for_both(rest)
-    for at, arg in enumerate(rest):
-        if arg == "-b":
-            found += ["--inference.engine", "external", "--inference.base_url"]
-        elif at and rest[at - 1] == "-b":
-            found.append(arg.rstrip("/").removesuffix("/v1"))
-        else:
-            found.append(arg)
-    return found
+    rest = short.spelled_out(args)
+    if not rest or rest[0].startswith(("-", "@")):
+        return rest
+    taskset = {"id": rest.pop(0)}
+    train, evals = [{"taskset": taskset}], [{"taskset": {**taskset, "split": "eval"}}]
+    return [f"--train={json.dumps(train)}", f"--eval={json.dumps(evals)}", *_for_both(rest)]
 
 
 def _for_both(args: Sequence[str]) -> list[str]:

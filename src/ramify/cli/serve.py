@@ -6,17 +6,35 @@ import shlex
 import signal
 from collections.abc import Sequence
 
-from ramify.config import parse, switch
-from ramify.infer.config import ServeConfig, VLLMConfig
+from ramify.cli.short import spelled_out
+from ramify.config import parse_part, refuse, switch
+from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.infer.vllm import VLLMServer
+from ramify.launch.parts import serve_part
 from ramify.model.resolve import resolve
+from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
+
+USAGE = """usage: ramify serve [@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]
+
+  FILE       the server's own, or a whole run's as `ramify rl` takes it: its model and engine, at its `base_url` where
+             that names one server; flags are the keys below either way
+  --dry-run  say what would be served
+
+All keys:
+"""
 
 
 def run(args: Sequence[str]) -> int:
     """Read the configuration, load the model, serve until interrupted."""
-    dry, rest = switch(_spelled_out(args), "--dry-run")
-    config = parse(ServeConfig, rest, prog="ramify serve")
+    if "--help" in args or "-h" in args:
+        print(USAGE)
+    dry, rest = switch(spelled_out(args), "--dry-run")
+    config, whole = parse_part(ServeConfig, rest, RunConfig, serve_part, prog="ramify serve")
+    said = {"host", "port"} & config.server.model_fields_set
+    if whole is not None and isinstance(whole.inference, ExternalConfig) and not said:
+        urls = ", ".join(whole.inference.base_url)
+        refuse([("server", f"the run has several engines, {urls}; say which, with --server.host and --server.port")])
     if config.inference.engine == "vllm":
         return _vllm(config, config.inference, dry=dry)
     if dry:
@@ -61,7 +79,3 @@ async def _supervised(server: VLLMServer) -> None:
         async with server:
             print(f"serving {server.name} ({server.version}) at {server.url}", flush=True)
             await server.wait()
-
-
-def _spelled_out(args: Sequence[str]) -> list[str]:
-    return ["--model.name" if arg == "-m" else arg for arg in args]

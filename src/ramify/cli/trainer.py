@@ -5,13 +5,17 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from ramify.config import dry_run, parse, switch
+from ramify.cli.short import spelled_out
+from ramify.config import dry_run, parse_part, switch
 from ramify.errors import ConfigInvalid
+from ramify.launch.parts import trainer_part
+from ramify.orchestrate.config import RunConfig
 from ramify.train.service_config import ServiceConfig
 
-SHORT = {"-m": "--model.name", "-o": "--output"}
 USAGE = """usage: ramify trainer [@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]
 
+  FILE                 the trainer's own, or a whole run's as `ramify rl` takes it: its trainer, model, checkpoint and
+                       weights, for the orchestrator at `orchestrator.address`; flags are the keys below either way
   --record DIR         keep every batch that comes
   --replay DIR         train on recorded batches; writes no checkpoints and no weights
   --replay DIR --flat  the same batches with every branch laid out whole
@@ -29,16 +33,25 @@ def run(args: Sequence[str]) -> int:
     flat, rest = switch(rest, "--flat")
     replay, rest = _folder(rest, "--replay")
     record, rest = _folder(rest, "--record")
-    config = parse(ServiceConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify trainer")
+    take = trainer_part if replay is None else (lambda whole: {**trainer_part(whole), "address": None})
+    config, whole = parse_part(ServiceConfig, spelled_out(rest), RunConfig, take, prog="ramify trainer")
+    if whole is not None and whole.record and replay is None and record is None:
+        record = config.path / "batches"
     if (config.address is None) == (replay is None):
-        raise ConfigInvalid("a trainer needs one source: --address of an orchestrator, or --replay DIR")
+        said = "--address of an orchestrator (in a run's file: orchestrator.address, with a port), or --replay DIR"
+        raise ConfigInvalid(f"a trainer needs one source: {said}")
     if (flat and replay is None) or (record is not None and replay is not None):
         raise ConfigInvalid("--flat goes with --replay, and --record with --address")
     if dry:
         source = config.address or f"the batches in {replay}"
-        dry_run(config, config.path, [f"would train {config.model.name} on {source}, into {config.path}"])
+        said = f"would train {config.model.name} on {source}, into {config.path}"
+        if whole is None:
+            dry_run(config, config.path, [said])
+        else:  # the resolved configuration there is the run's
+            print(said)
         return 0
     from ramify.train.parallel import joined  # torch is loaded here, not for help
+    from ramify.train.places import held, sweep
     from ramify.train.remote import RemoteSource
     from ramify.train.service import Service
     from ramify.train.source import Recording, ReplaySource
@@ -46,7 +59,7 @@ def run(args: Sequence[str]) -> int:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
-    with joined(config.trainer) as ranks:
+    with joined(config.trainer) as ranks, held(config.weights.directory(config.path)):
         if replay is not None:
             source = ReplaySource(Recording(replay), flat=flat)
         else:
@@ -62,6 +75,8 @@ def run(args: Sequence[str]) -> int:
             source.close()
         if ranks.first:
             print(f"done after step {done}" if not asked else f"stopped after step {done}")
+    if asked:  # nobody may be left to do it; a run that goes on publishes again
+        sweep()
     return 0
 
 

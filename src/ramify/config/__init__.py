@@ -7,5 +7,6 @@ reaches whatever a file reaches (entries of lists, variants, plugin tables), and
 from ramify.config.base import Config
 from ramify.config.entry import check, parse, refuse, switch
 from ramify.config.output import dry_run, dump, write
+from ramify.config.part import parse_part
 
-__all__ = ["Config", "check", "dry_run", "dump", "parse", "refuse", "switch", "write"]
+__all__ = ["Config", "check", "dry_run", "dump", "parse", "parse_part", "refuse", "switch", "write"]

@@ -43,9 +43,12 @@ class Flag:
         return "--" + ".".join(self.path)
 
 
-def split(cls: type, args: Sequence[str]) -> list[File | Flag | Unreadable]:
+Argument = File | Flag | Unreadable
+
+
+def split(cls: type, args: Sequence[str]) -> list[Argument]:
     """The arguments in order. A word that starts with `--` or `@` ends a flag; `--key=word` takes any word."""
-    found: list[File | Flag | Unreadable] = []
+    found: list[Argument] = []
     rest = list(args)
     while rest:
         token = rest.pop(0)

@@ -5,13 +5,13 @@ table, because its own reading of flags stops at the doors of lists and union va
 parser than the standard one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import pydantic_config  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from ramify.config.arguments import File, Flag, Unreadable, split
+from ramify.config.arguments import Argument, File, Flag, Unreadable, split
 from ramify.config.base import Config
 from ramify.config.layers import Layers
 from ramify.config.problems import explain
@@ -34,10 +34,19 @@ def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None) -> C:
 
     Raises ConfigInvalid with every problem found. `--help` prints the keys and exits.
     """
+    return put_together(cls, arguments_of(cls, args, prog=prog))
+
+
+def arguments_of(cls: type[Config], args: Sequence[str], *, prog: str | None = None) -> list[Argument]:
+    """The files and flags among `args`. `--help` prints the keys and exits."""
     if "--help" in args or "-h" in args:
         _cli(cls, args=["--help"], prog=prog)
-    layers = Layers(cls)
-    arguments = split(cls, args)
+    return split(cls, args)
+
+
+def put_together(cls: type[C], arguments: Sequence[Argument], under: Mapping[str, Any] | None = None) -> C:
+    """The configuration that files and flags describe, over the table `under`. Raises ConfigInvalid."""
+    layers = Layers(cls, under)
     files = [argument for argument in arguments if isinstance(argument, File)]
     flags = [argument for argument in arguments if isinstance(argument, Flag)]
     unreadable = [argument for argument in arguments if isinstance(argument, Unreadable)]

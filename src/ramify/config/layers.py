@@ -6,7 +6,7 @@ reach into it by index, so the list it reaches into has to be there: from a file
 
 import copy
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,11 @@ Table = dict[str, Any]
 
 
 class Layers:
-    """What has been said so far, on top of the defaults of `cls`."""
+    """What has been said so far, `under` first, on top of the defaults of `cls`."""
 
-    def __init__(self, cls: type[BaseModel]) -> None:
+    def __init__(self, cls: type[BaseModel], under: Mapping[str, Any] | None = None) -> None:
         self.cls = cls
-        self.data: Table = {}
+        self.data: Table = copy.deepcopy(dict(under or {}))
         self._origins: dict[Key, str] = {}
 
     def origin(self, key: Key) -> str | None:

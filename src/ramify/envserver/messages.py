@@ -147,8 +147,8 @@ class Stats(msgspec.Struct, kw_only=True):
     """What a server has done."""
 
     uptime: float
-    lag: float
     worst_lag: float
+    """The longest the broker's own event loop stood still."""
     counts: dict[str, int]
     failures: dict[str, int]
     decisions: list[Decision]

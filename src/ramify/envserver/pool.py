@@ -191,16 +191,21 @@ class Pool:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(self.config.heartbeat / 2)
-            now = time.monotonic()
-            for worker in list(self.workers.values()):
-                if (why := worker.hung(self.config.hang_timeout)) is not None:
-                    self.counts["hung"] += 1
-                    worker.lose(why)
-                self.worst_lag[worker.id] = worker.worst_lag
-            for worker in self._ready():
-                self._recycle(worker)
-            self._shrink(now)
-            self._balance("replace")
+            try:
+                self._look_once()
+            except Exception:  # noqa: BLE001 - whatever one look met, the next must come: nobody else sees a hang
+                self.log.event(traceback.format_exc())
+
+    def _look_once(self) -> None:
+        for worker in list(self.workers.values()):
+            if (why := worker.hung(self.config.hang_timeout)) is not None:
+                self.counts["hung"] += 1
+                worker.lose(why)
+            self.worst_lag[worker.id] = worker.worst_lag
+        for worker in self._ready():
+            self._recycle(worker)
+        self._shrink(time.monotonic())
+        self._balance("replace")
 
     def _recycle(self, worker: WorkerProcess) -> None:
         config, reason = self.config, ""

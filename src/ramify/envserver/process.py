@@ -71,8 +71,8 @@ class WorkerProcess:
         told.id, told.secret = self.id, self._secret
         temporary = self._folder / self.id
         temporary.mkdir(parents=True)
-        reading, report = os.pipe()
         self._output, out = await Output.open(self._log, self.id)
+        reading, report = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -87,6 +87,9 @@ class WorkerProcess:
                 start_new_session=True,
                 env={**os.environ, **({"TMPDIR": str(temporary)} if private_temp else {})},
             )
+        except OSError:
+            os.close(reading)
+            raise
         finally:
             os.close(out)
             os.close(report)
@@ -99,25 +102,28 @@ class WorkerProcess:
                 ready = await _read_all(reading)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.id} was not ready within {deadline:g} s") from None
-        if not ready:
+        try:
+            said = msgspec.json.decode(ready, type=Ready)
+        except msgspec.DecodeError as error:  # it ended before, or while, it reported
             await asyncio.wait([self._waiter], timeout=STOPPING)
-            raise WorkerDied(f"{self.id} {self.reason or 'closed its report'} while it booted{self._said()}")
-        said = msgspec.json.decode(ready, type=Ready)
+            raise self._died("closed its report") from error
         self.pid = said.pid
         if said.failure is not None:
             raise said.failure.error()
         self._client = Client(said.address, secret=self._secret, encrypted=False, settings=settings, pulse=self._pulse)
         meeting = asyncio.create_task(self._client.start(deadline), name=f"meeting {self.id}")
         await asyncio.wait([meeting, self._waiter], return_when=asyncio.FIRST_COMPLETED)
-        if not meeting.done():
+        if self._waiter.done():  # even if we have met: nobody else would see it go
             meeting.cancel()
-            raise WorkerDied(f"{self.id} {self.reason} while it booted{self._said()}")
+            await asyncio.wait([meeting])
+            raise self._died("ended")
         meeting.result()
         self.info, self.state = said.info, State.READY
 
-    def _said(self) -> str:
+    def _died(self, how: str) -> WorkerDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
-        return f"; it said:\n{tail}" if tail else ""
+        said = f"; it said:\n{tail}" if tail else ""
+        return WorkerDied(f"{self.id} {self.reason or how} while it booted{said}")
 
     # -- life ----------------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,6 @@ class EnvServer:
         return Message.of(
             Stats(
                 uptime=time.monotonic() - pool.began,
-                lag=self._pulse.lag,
                 worst_lag=self._pulse.worst,
                 counts={**self.counts, **pool.counts, "clients": self._front.clients, "refused": self._front.refused},
                 failures=dict(self.failures),

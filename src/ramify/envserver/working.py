@@ -65,7 +65,7 @@ async def _serve(told: Told, report: int) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="hook"))
-    code = 0
+    code, reported = 0, False
     try:
         async with contextlib.AsyncExitStack() as stack:
             worker = await _load(told, stack, stop)
@@ -73,10 +73,13 @@ async def _serve(told: Told, report: int) -> None:
             server = Server(worker.handlers, secret=told.secret, encrypted=False, settings=settings, name=told.id)
             await stack.enter_async_context(server)
             _report(report, Ready(pid=os.getpid(), address=server.address, info=worker.info()))
+            reported = True
             await stop.wait()
-    except Exception as error:  # noqa: BLE001 - the broker has to hear why
+    except Exception as error:  # whatever it is, the broker has to hear why
         code = 1
-        with contextlib.suppress(OSError):
+        if reported:
+            logging.getLogger(__name__).exception("the worker broke")
+        else:
             _report(report, Ready(pid=os.getpid(), failure=Failure.of(error)))
     zmq.Context.instance().destroy(LINGER)
     for stream in (sys.stdout, sys.stderr):
@@ -85,7 +88,7 @@ async def _serve(told: Told, report: int) -> None:
 
 
 def _report(fd: int, ready: Ready) -> None:
-    with os.fdopen(fd, "wb") as out:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as out:  # a broker that is gone takes us along
         out.write(msgspec.json.encode(ready))
 
 

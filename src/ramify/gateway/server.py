@@ -6,32 +6,25 @@ stays, the answer counts as undelivered, and an equal request gets it.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError, SecretUnknown
+from ramify.errors import RamifyError, SecretUnknown
 from ramify.gateway.dialects.chat import Chat
 from ramify.gateway.dialects.form import status_of
 from ramify.gateway.dialects.messages import Messages
 from ramify.gateway.dialects.responses import Responses
 from ramify.gateway.front import Asks, Counts
 from ramify.gateway.session import Session
+from ramify.wire.http import HttpServer
 
 if TYPE_CHECKING:
     from ramify.env import Endpoint
-
-KEEP_ALIVE = 120  # seconds an idle connection stays open
-STARTING = 10.0  # seconds the server may take to listen
 
 
 class Gateway:
@@ -41,54 +34,24 @@ class Gateway:
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, patience: float = 5.0, shutdown: float = 2.0) -> None:
-        self.host, self.port, self._patience, self._shutdown = host, port, patience, shutdown
+        self._patience = patience
         self._sessions: dict[str, Session] = {}
-        self._server: _Server | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._server = HttpServer(self._app(), host, port, what="gateway", shutdown=shutdown)
 
     @property
     def address(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return self._server.address
 
     async def start(self) -> Self:
-        """Listen. A port that is taken is a ConfigInvalid."""
-        try:
-            listener = socket.create_server((self.host, self.port), backlog=2048)
-        except OSError as error:
-            raise ConfigInvalid(f"gateway: cannot listen at {self.host}:{self.port}: {error.strerror}") from error
-        self.port = listener.getsockname()[1]
-        settings = uvicorn.Config(
-            self._app(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=max(1, round(self._shutdown)),
-        )
-        self._server = _Server(settings)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
-        try:
-            async with asyncio.timeout(STARTING):
-                while not self._server.started and not self._task.done():
-                    await asyncio.sleep(0.005)
-        except TimeoutError as error:
-            await self.close()
-            raise DeadlineExceeded(f"waited {STARTING:g} s for the gateway to listen") from error
+        """Listen. A port that is taken is a PortTaken."""
+        await self._server.start()
         return self
 
     async def close(self) -> None:
         """End all sessions and the server."""
         for session in list(self._sessions.values()):
             self.end(session)
-        if self._server is None or self._task is None:
-            return
-        self._server.should_exit = True
-        done, _ = await asyncio.wait({self._task}, timeout=self._shutdown + 5)
-        if not done:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-        self._server = self._task = None
+        await self._server.close()
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -144,14 +107,6 @@ class Gateway:
 
     async def _model(self, http: HttpRequest) -> Response:
         return JSONResponse(_card(http.path_params["name"], self.session_of(http)))
-
-
-class _Server(uvicorn.Server):
-    """Leaves the process's signals alone: they belong to whoever runs the rollouts."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _card(name: str, session: Session) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class EngineConfig(Config):
     """Longest prompt and reply together; None is what the model allows and the cache can hold."""
     max_running: int = Field(default=64, ge=1)
     """Requests that decode together; the others wait."""
-    max_batch_tokens: int = Field(default=512, ge=1)
+    max_batch_tokens: int = Field(default=1024, ge=1)
     """Tokens of one step, decoding and prefill together."""
     queue: int = Field(default=1024, ge=1)
     """Requests that may wait; one more is refused."""
@@ -41,7 +41,8 @@ class EngineConfig(Config):
     batch_invariant: bool = False
     """Fixed shapes: the same request gives the same bits whatever runs beside it. Slower."""
     fused: bool = True
-    """Run models of the Llama family with fused operators, after checking them against the model's own code."""
+    """Run models of the Llama family with fused operators, after checking them against the model's own code. In float32
+    on one CPU thread some of them are compiled at the start, where there is a C compiler."""
 
     @model_validator(mode="after")
     def _a_step_holds_every_running_request(self) -> "EngineConfig":

@@ -66,9 +66,18 @@ class Core:
 
     def add(self, request: Request) -> None:
         """Put a request in the queue, or refuse it if the queue is full."""
-        if len(self.scheduler.waiting) >= self.config.queue:
+        self.make_sure_of_room()
+        self.enqueue(request)
+
+    def make_sure_of_room(self, arriving: int = 0) -> None:
+        """Raises QueueFull where there is none, those included that will soon be in the queue. Safe from any thread."""
+        waiting = len(self.scheduler.waiting) + arriving
+        if waiting >= self.config.queue:
             self.counters.rejected += 1
-            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait already, the limit is {self.config.queue}")
+            raise QueueFull(f"{waiting} requests wait already, the limit is {self.config.queue}")
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request in the queue."""
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
         self.scheduler.add(request)

@@ -1,10 +1,10 @@
 """The engine: a core in a thread of its own, spoken to from asyncio.
 
-The thread is the only one that touches the core. What others want from it is a command: a function and a future,
-carried out between two steps. What it has for others is news: after a step it wakes the streams that have some, one
-call into each event loop per step, and they read their requests. Requests are only ever appended to, so a reader needs
-no lock. Nothing here waits without an end: commands have deadlines, requests have deadlines, and a thread that dies
-takes every stream with it by name.
+The thread is the only one that touches the core. Requests are left at its door and taken in between two steps. Whatever
+else others want from it is a command: a function and a future, carried out then as well. What it has for others is
+news: after a step it wakes the streams that have some, one call into each event loop per step, and they read their
+requests. Requests are only ever appended to, so a reader needs no lock. Nothing here waits without an end: commands
+have deadlines, requests have deadlines, and a thread that dies takes every stream with it by name.
 """
 
 import asyncio
@@ -95,6 +95,7 @@ class Engine:
         self.paused = False
         self.failure: ProviderError | None = None
         self.swap_seconds = 0.0  # how long the last weight swap held up decoding
+        self._arrivals: deque[Request] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
         self._closing = False
@@ -129,7 +130,7 @@ class Engine:
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
-    async def submit(
+    def submit(
         self,
         prompt: list[int],
         sampling: Sampling,
@@ -139,20 +140,18 @@ class Engine:
         timeout: float | None = None,
         incremental: bool = False,
     ) -> Stream:
-        """Queue a request. Raises at once what is wrong with it, or QueueFull."""
+        """Queue a request. Raises at once what is wrong with it, or QueueFull. To be called from an event loop."""
         deadline = None if timeout is None else time.monotonic() + timeout
         request = self.core.request(prompt, sampling, salt=salt, priority=priority, deadline=deadline)
+        self.core.make_sure_of_room(arriving=len(self._arrivals))
         stream = Stream(self, request, incremental=incremental)
 
-        def add() -> None:
-            self.core.add(request)
+        with self._wakeup:
+            if self.failure is not None or self._closing:
+                raise self._over()
+            self._arrivals.append(request)
             self._streams[request] = stream
-
-        try:
-            await self._ask(add)
-        except asyncio.CancelledError:
-            self.cancel(request)
-            raise
+            self._wakeup.notify()
         return stream
 
     def cancel(self, request: Request) -> None:
@@ -223,11 +222,14 @@ class Engine:
         future: Future[T] = Future()
         with self._wakeup:
             if self.failure is not None or self._closing:
-                future.set_exception(self.failure or ProviderError("the engine is closing"))
+                future.set_exception(self._over())
                 return future
             self._commands.append((function, future))
             self._wakeup.notify()
         return future
+
+    def _over(self) -> ProviderError:
+        return self.failure or ProviderError("the engine is closing")
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -240,7 +242,7 @@ class Engine:
                 else:
                     self._deliver(self.core.expire())
                     with self._wakeup:
-                        if not self._commands and not self._closing:
+                        if not self._arrivals and not self._commands and not self._closing:
                             self._wakeup.wait(IDLE_WAIT)
             self._end(ProviderError("the engine was closed"))
         except Exception as error:  # noqa: BLE001 - whatever it was, every stream has to hear of it
@@ -249,7 +251,11 @@ class Engine:
             self._end(failure)
 
     def _carry_out(self) -> None:
-        while self._commands:
+        """Take what has arrived, then do as told: a command is about requests that were there before it."""
+        commands = len(self._commands)
+        while self._arrivals:
+            self.core.enqueue(self._arrivals.popleft())
+        for _ in range(commands):
             function, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():
                 continue

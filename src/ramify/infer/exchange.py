@@ -31,12 +31,12 @@ class ClientGone(Exception):
     """The client hung up; there is nobody to answer."""
 
 
-async def submit(engine: Engine, jobs: Sequence[Job], *, timeout: float, incremental: bool) -> list[Stream]:
+def submit(engine: Engine, jobs: Sequence[Job], *, timeout: float, incremental: bool) -> list[Stream]:
     """All jobs in the queue, or none."""
     streams: list[Stream] = []
     try:
         for job in jobs:
-            stream = await engine.submit(
+            stream = engine.submit(
                 job.prompt,
                 job.sampling,
                 salt=job.salt,
@@ -57,22 +57,26 @@ async def gather(http: HttpRequest, streams: Sequence[Stream]) -> list[Completio
 
 
 async def watched(http: HttpRequest, work: Coroutine[Any, Any, T], streams: Sequence[Stream]) -> T:
-    """The outcome of `work`; if the client hangs up first, the streams are cancelled and ClientGone is raised."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(http))
+    """The outcome of `work`, which ends with the streams; they are cancelled if the client hangs up: ClientGone."""
+    gone = asyncio.ensure_future(_hang_up(http, streams))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return await task
+        outcome = await work
     finally:
         gone.cancel()
-        task.cancel()
         cancel(streams)
+    if gone.done():
+        raise ClientGone
+    return outcome
+
+
+async def _hang_up(http: HttpRequest, streams: Sequence[Stream]) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    cancel(streams)
 
 
 async def _results(streams: Sequence[Stream]) -> list[Completion]:
-    return list(await asyncio.gather(*(stream.result() for stream in streams)))
+    return [await stream.result() for stream in streams]
 
 
 async def merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Completion]]:
@@ -105,8 +109,3 @@ def cancel(streams: Sequence[Stream]) -> None:
     """Stop what has not finished."""
     for stream in streams:
         stream.cancel()
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

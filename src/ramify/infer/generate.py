@@ -37,7 +37,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
         for copy in range(knobs.copies)
     ]
     name = body.request_id or f"generate-{random.getrandbits(64):016x}"  # asking the kernel would give up the GIL
-    streams = await submit(engine, jobs, timeout=timeout, incremental=body.stream)
+    streams = submit(engine, jobs, timeout=timeout, incremental=body.stream)
     if body.stream:
         return StreamingResponse(_events(name, streams, body), media_type="text/event-stream")
     results = await gather(http, streams)

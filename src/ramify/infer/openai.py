@@ -102,7 +102,7 @@ def _talk(
 
 async def _answer(http: HttpRequest, engine: Engine, talk: Talk, timeout: float) -> Response:
     stops = any(sample.text.can_stop for sample in talk.samples)
-    streams = await submit(engine, talk.jobs, timeout=timeout, incremental=talk.body.stream or stops)
+    streams = submit(engine, talk.jobs, timeout=timeout, incremental=talk.body.stream or stops)
     if talk.body.stream:
         return StreamingResponse(_events(streams, talk), media_type="text/event-stream")
     if stops:  # watch the text as it grows, so that nothing is computed after a stop string

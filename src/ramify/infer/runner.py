@@ -52,6 +52,7 @@ class Runner:
         self.pool = KVPool(shape.layers, blocks, block_size, shape.kv_heads, shape.head_dim, model.dtype, model.device)
         self.fused = fuse(model.module) if fused else None
         self.forward = self.fused or own_code(model.module)
+        self.hold = 0 if self.fused and self.fused.operators.in_place else HOLD_BYTES
         self._last: Batch | None = None
 
     @torch.inference_mode()
@@ -89,17 +90,20 @@ class Runner:
         if (starts != last.starts + 1).any():
             return None
         size = self.block_size
-        positions = self._put(starts)
+        positions, crossed = self._put(starts), bool((starts % size == 0).any())
         for tile in last.step.tiles:
-            if not tile.move(positions[tile.start : tile.stop], int(starts[tile.stop - 1]) + 1, self.pool, HOLD_BYTES):
+            if not tile.move(positions[tile.start : tile.stop], int(starts[tile.stop - 1]) + 1, self.pool, self.hold):
                 return None
-            if not tile.held:
+            if crossed and not tile.held:
                 tile.blocks = self._blocks(ordered[tile.start : tile.stop])
-        blocks = np.array([self._table(chunk)[chunk.start // size] for chunk in ordered])
+        if crossed:
+            blocks = np.array([self._table(chunk)[chunk.start // size] for chunk in ordered])
+            last.step.slots = self._put(blocks * size + starts % size)
+        else:
+            last.step.slots = last.step.slots + 1
         last.starts = starts
         last.ids = self._put([chunk.request.tokens[chunk.start] for chunk in ordered])
         last.positions = positions
-        last.step.slots = self._put(blocks * size + starts % size)
         return last
 
     def _rows(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:

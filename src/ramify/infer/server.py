@@ -7,12 +7,10 @@ A failure has a name, and the name decides the status: what the caller did wrong
 import asyncio
 import contextlib
 import signal
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -23,6 +21,7 @@ from ramify.errors import (
     ConfigInvalid,
     ContextOverflow,
     DeadlineExceeded,
+    PortTaken,
     QueueFull,
     RamifyError,
     RequestInvalid,
@@ -35,6 +34,7 @@ from ramify.infer.exchange import ClientGone
 from ramify.infer.generate import generate
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.schema import PauseBody, UpdateBody, read
+from ramify.wire.http import HttpServer
 
 STATUS: dict[type[RamifyError], int] = {
     RequestInvalid: 400,
@@ -43,7 +43,6 @@ STATUS: dict[type[RamifyError], int] = {
     QueueFull: 503,
     DeadlineExceeded: 504,
 }
-KEEP_ALIVE = 120  # seconds an idle connection stays open; clients that pool connections give up on one earlier
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -117,44 +116,18 @@ async def _gone(_: HttpRequest, __: ClientGone | ClientDisconnect) -> Response:
     return Response(status_code=499)
 
 
-class _Server(uvicorn.Server):
-    """Leaves the process's signals alone: uvicorn would raise them again, and end the process before its engine."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
-async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
-    """The server while it answers: its address, and a task that ends with it."""
-    listener = _listener(config.host, config.port)
-    address = f"http://{config.host}:{listener.getsockname()[1]}"
-    settings = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=int(config.shutdown),
-        timeout_keep_alive=KEEP_ALIVE,
-    )
-    server = _Server(settings)
-    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[HttpServer]:
+    """The server while it answers. A port that is taken is one that cannot be used: ConfigInvalid."""
+    server = HttpServer(app, config.host, config.port, what="server.port", shutdown=config.shutdown)
     try:
-        while not server.started and not task.done():
-            await asyncio.sleep(0.01)
-        yield address, task
+        await server.start()
+    except PortTaken as error:
+        raise ConfigInvalid(error.message) from error
+    try:
+        yield server
     finally:
-        server.should_exit = True
-        await task
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=2048)
-    except OSError as error:
-        said = f"server.port: {host}:{port} cannot be listened on: {error.strerror}; 0 takes a free one"
-        raise ConfigInvalid(said) from error
+        await server.close()
 
 
 async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: ChatRenderer | None = None) -> None:
@@ -165,10 +138,11 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Ch
     engine.start()
     try:
         app = build_app(engine, name=name, renderer=renderer, timeout=config.timeout)
-        async with serving(app, config) as (address, served):
-            print(f"serving {name} ({engine.core.version}) at {address}", flush=True)
-            told = asyncio.create_task(stop.wait())
-            await asyncio.wait({served, told}, return_when=asyncio.FIRST_COMPLETED)
-            told.cancel()
+        async with serving(app, config) as server:
+            print(f"serving {name} ({engine.core.version}) at {server.address}", flush=True)
+            waits = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
     finally:
         await asyncio.to_thread(engine.close)

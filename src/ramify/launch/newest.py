@@ -1,20 +1,25 @@
-"""The newest weights of a run: what an engine that is started again should serve."""
+"""The newest weights of a run: what an engine that is started again should serve, and what a finished run leaves."""
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
 from ramify.model.manifest import MANIFEST, Manifest
+from ramify.orchestrate.config import RunConfig
+from ramify.store import naming
+from ramify.train.places import held, sweep, weights_directory
 
-WEIGHTS, SERVED = "weights", "served"
+SERVED = "served"
 TRIES = 5  # a version may be removed while it is looked at
 
 
-def newest(run: Path) -> Path | None:
-    """The directory of the last published version; None where there is none yet."""
+def newest(directory: Path) -> Path | None:
+    """The last published version; None where there is none yet."""
     found: list[tuple[int, int, Path]] = []
-    for place in (run / WEIGHTS).glob(f"*/{MANIFEST}"):
+    for place in directory.glob(f"*/{MANIFEST}"):
         try:
             version = Manifest.read(place.parent).version
         except WeightsRefused:
@@ -23,14 +28,38 @@ def newest(run: Path) -> Path | None:
     return max(found)[2] if found else None
 
 
-def newest_kept(run: Path) -> Path | None:
+def newest_kept(directory: Path) -> Path | None:
     """The newest weights under a name of the engine's own, which nobody removes while it starts."""
     for _ in range(TRIES):
-        if (found := newest(run)) is None:
+        if (found := newest(directory)) is None:
             return None
-        shutil.rmtree(run / SERVED, ignore_errors=True)
+        shutil.rmtree(directory / SERVED, ignore_errors=True)
         try:
-            return Path(shutil.copytree(found, run / SERVED / found.name, copy_function=os.link))
+            return Path(shutil.copytree(found, directory / SERVED / found.name, copy_function=os.link))
         except OSError:
             continue
     return None
+
+
+@contextlib.contextmanager
+def weights_held(config: RunConfig) -> Iterator[None]:
+    """The run's weights while it lives: in shared memory they end with it."""
+    directory = config.weights.directory(config.path)
+    sweep()
+    try:
+        with held(directory):
+            yield
+    finally:
+        shutil.rmtree(directory / SERVED, ignore_errors=True)
+        sweep()
+
+
+def keep_newest(config: RunConfig) -> None:
+    """A finished run leaves its weights on the disk, wherever they travelled. Raises StorageFull or StorageFailed."""
+    found, kept = newest(config.weights.directory(config.path)), weights_directory(config.path, "disk")
+    if found is None or found.parent == kept or (kept / found.name).exists():
+        return
+    part = kept / f".{found.name}"
+    with naming(kept):
+        shutil.copytree(found, part, dirs_exist_ok=True)
+        part.rename(kept / found.name)

@@ -9,26 +9,28 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
 
-from ramify.cli.machine import usable_cores, usable_memory
+from ramify.cli.machine import usable_cores
 from ramify.config import Config, refuse, write
-from ramify.envserver.config import ElasticConfig, EnvServerConfig, Picked, ServedSourceConfig
+from ramify.envserver.config import ElasticConfig, EnvServerConfig
 from ramify.errors import ModelNotFound
-from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, ServerConfig, VLLMConfig
-from ramify.launch.devices import Gpu, Shares, share, visible_gpus
-from ramify.launch.estimate import Model, Need, need_of
+from ramify.infer.config import ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
+from ramify.launch.devices import Gpu, Shares, share
+from ramify.launch.estimate import Model, Need
+from ramify.launch.fit import ASSUMED, GIB, check_memory, need_on, shares_of
 from ramify.launch.newest import newest_kept
-from ramify.launch.ports import HOST, settled, source_ports
+from ramify.launch.parts import env_part, serve_part, trainer_part
+from ramify.launch.ports import HOST, settled, source_addresses
 from ramify.launch.process import Entry, Role
 from ramify.model.resolve import resolve
-from ramify.orchestrate.config import EvalSourceConfig, RunConfig, RunSourceConfig, TrainSourceConfig
+from ramify.orchestrate.config import RunConfig, RunSourceConfig
 from ramify.train.service_config import ServiceConfig
 
-GIB = 1 << 30
-OWN_KEY = EnvServerConfig.model_fields["api_key_env"].default
 ENDING = 2.0  # seconds that attempts in flight get when the run stops: they are run again anyway
-ASSUMED = 80 * GIB  # the memory of a GPU that is not here
-ROOM = 0.95  # share of a memory that may be planned for
+
+Source = TypeVar("Source", bound=RunSourceConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,15 @@ class Plan:
     shares: Shares
     model: Model | None
     need: Need | None
+    orchestrator: str
+    """Where the trainer finds the orchestrator."""
     status: str
     """Where the orchestrator says how the run is."""
 
     def write(self) -> None:
-        """Write the configurations, the run's own and each process's."""
+        """Write the configurations, the run's own and each process's, and the plan for people."""
         write(self.config, self.config.path / "config.toml")
+        (self.config.path / "plan.txt").write_text("\n".join([*self.lines(), ""]), encoding="utf-8")
         for file, config in self.files.items():
             write(config, file)
 
@@ -80,63 +85,64 @@ def plan_of(config: RunConfig, *, dry: bool = False, gpus: list[Gpu] | None = No
     A `dry` plan may be of a run for another machine: of GPUs and a model that are not here.
     """
     _check_model(config, dry=dry)
-    shares = _shares(config, dry=dry, gpus=gpus)
+    shares = shares_of(config, dry=dry, gpus=gpus)
     model = Model.of(config.model.name)
-    need = _need(config, model, shares) if model else None
+    need = need_on(shares, config, model) if model else None
     if need is not None:
-        _check_memory(need, shares)
-    return _Planner(config, shares).plan(model, need)
+        check_memory(need, shares)
+    return _Planner(config, shares).whole(model, need)
+
+
+def orchestrator_plan(config: RunConfig) -> Plan:
+    """The plan of an orchestrator that starts its env servers itself. Engines and the trainer are others' business."""
+    shares = share(usable_cores(), [], inference="none", trainer="cpu", mode="auto")
+    return _Planner(config, shares).orchestrator()
 
 
 class _Planner:
-    """Puts the processes together."""
+    """Puts the processes together, every one with its part of the run's configuration."""
 
     def __init__(self, config: RunConfig, shares: Shares) -> None:
         self.config, self.path, self.shares = config, config.path, shares
-        train, evals = source_ports(config.launch.base_port, len(config.train), len(config.eval))
-        serve, orchestrator, status, *sources = settled([0, 0, 0, *train, *evals])
-        self.served = f"http://{HOST}:{serve}"
-        self.serve_port = serve
-        self.orchestrator, self.status = f"tcp://{HOST}:{orchestrator}", f"http://{HOST}:{status}"
-        kinds = [("train", source) for source in config.train] + [("eval", source) for source in config.eval]
-        self.sources: list[tuple[str, RunSourceConfig, str]] = [
-            (kind, source, source.address or f"tcp://{HOST}:{port}") for (kind, source), port in zip(kinds, sources)
-        ]
+        own = {"orchestrator.address": config.orchestrator.address, "orchestrator.status": config.orchestrator.status}
+        engine = {} if isinstance(config.inference, ExternalConfig) else {"inference": f"http://{HOST}:0"}
+        self.places = settled({**own, **engine, **source_addresses(config)})
+        self.run = _addressed(config, self.places)
         self.files: dict[Path, Config] = {}
 
-    def plan(self, model: Model | None, need: Need | None) -> Plan:
-        inference = self._inference()
-        envs = [self._env(*one) for one in self.sources if one[1].address is None]
+    def whole(self, model: Model | None, need: Need | None) -> Plan:
+        """All that has no address yet."""
+        inference, envs = self._inference(), self._envs()
         names = tuple(entry.name for entry in (*inference, *envs))
-        entries = (*inference, *envs, self._orchestrator(names), self._trainer())
-        return Plan(self.config, entries, self.files, self.shares, model, need, self.status)
+        return self._plan((*inference, *envs, self._orchestrator(names), self._trainer()), model, need)
 
-    @property
-    def urls(self) -> list[str]:
-        inference = self.config.inference
-        return inference.base_url if isinstance(inference, ExternalConfig) else [self.served]
+    def orchestrator(self) -> Plan:
+        """The orchestrator, and the env servers that it needs."""
+        envs = self._envs()
+        return self._plan((*envs, self._orchestrator(tuple(entry.name for entry in envs))))
+
+    def _plan(self, entries: tuple[Entry, ...], model: Model | None = None, need: Need | None = None) -> Plan:
+        told = self.run.orchestrator
+        return Plan(self.config, entries, self.files, self.shares, model, need, told.address, told.status)
 
     def _inference(self) -> list[Entry]:
-        config, inference = self.config, self.config.inference
-        if isinstance(inference, ExternalConfig):
+        if isinstance(self.config.inference, ExternalConfig):
             return []
-        if isinstance(inference, VLLMConfig) and inference.log == VLLMConfig().log:
-            inference = inference.model_copy(update={"log": str(self.path / "logs" / "vllm.log")})
-        if inference.max_model_len is None:
-            inference = inference.model_copy(update={"max_model_len": config.seq_len})
-        if inference.dtype == "auto":  # what is trained is what was sampled: both compute in the same type
-            found = "bfloat16" if self.shares.trainer.gpus else "float32"
-            dtype = found if config.trainer.dtype == "auto" else config.trainer.dtype
-            inference = inference.model_copy(update={"dtype": dtype})
-        renderer = {} if isinstance(inference, VLLMConfig) else {"renderer": config.renderer}
-        server = ServerConfig(host=HOST, port=self.serve_port, model_name=config.model.name, shutdown=ENDING)
-        served = ServeConfig(model=config.model, inference=inference, server=server, **renderer)
+        place = urlsplit(self.places["inference"])
+        table = serve_part(self.config)
+        table["server"] |= {"host": place.hostname, "port": place.port, "shutdown": ENDING}
+        if table["inference"]["dtype"] == "auto":
+            table["inference"]["dtype"] = "bfloat16" if self.shares.trainer.gpus else "float32"
+        if isinstance(self.config.inference, VLLMConfig):
+            table["inference"].setdefault("log", str(self.path / "logs" / "vllm.log"))
+        served = ServeConfig(**table)
         file = self._file("inference", served)
+        weights = self.config.weights.directory(self.path)
 
         def prepare() -> None:
             """A restart serves the newest weights there are."""
-            found = newest_kept(self.path)
-            name = str(found.resolve()) if found is not None else config.model.name
+            found = newest_kept(weights)
+            name = str(found.resolve()) if found is not None else self.config.model.name
             write(served.model_copy(update={"model": ModelConfig(name=name)}), file)
 
         return [
@@ -145,42 +151,31 @@ class _Planner:
                 _ramify("serve", "@", str(file)),
                 self.path / "logs" / "inference.log",
                 env=self.shares.inference.env,
-                address=f"{self.served}/health",
-                deadline=config.launch.start_deadline,
+                address=f"{self.places['inference']}/health",
+                deadline=self.config.launch.start_deadline,
                 prepare=prepare,
             )
         ]
 
-    def _env(self, kind: str, source: RunSourceConfig, address: str) -> Entry:
-        config, name = self.config, f"{kind}/{source.title}"
-        told = {key: getattr(config.limited(source), key) for key in ServedSourceConfig.model_fields}
-        served = ServedSourceConfig(**{**told, "name": source.title, "address": address})
-        endpoint = source.endpoint
-        model = config.model if endpoint is None or not endpoint.model else ModelConfig(name=endpoint.model)
-        server = EnvServerConfig(
-            train=[served] if kind == "train" else [],
-            eval=[served] if kind == "eval" else [],
-            source=name,
-            model=model,
-            renderer=config.renderer,
-            inference=ExternalConfig(base_url=self.urls if endpoint is None else [endpoint.base_url]),
-            output=self.path,
-            grace=ENDING,
-            api_key_env=OWN_KEY if endpoint is None else endpoint.api_key_env or "",
-        )
-        file = self._file(f"env-{kind}-{source.title.replace('/', '-')}", server)
+    def _envs(self) -> list[Entry]:
+        return [self._env(name) for name in source_addresses(self.config)]
+
+    def _env(self, name: str) -> Entry:
+        server = EnvServerConfig(**env_part(self.run, name), grace=ENDING)
+        picked = server.pick()
+        file = self._file(f"env-{picked.kind}-{picked.title.replace('/', '-')}", server)
         return Entry(
             f"env/{name}",
-            _ramify("env-server", "@", str(file), "--source", name),
-            Picked(name, served).log(self.path),
+            _ramify("env-server", "@", str(file)),
+            picked.log(self.path),
             env=self.shares.rest.env,
-            address=address,
-            after=() if isinstance(config.inference, ExternalConfig) else ("inference",),
-            deadline=config.launch.start_deadline,
+            address=self.places[name],
+            after=() if isinstance(self.config.inference, ExternalConfig) else ("inference",),
+            deadline=self.config.launch.start_deadline,
         )
 
     def _orchestrator(self, needs: tuple[str, ...]) -> Entry:
-        file = self._file("orchestrator", self._addressed())
+        file = self._file("orchestrator", _without_pools(self.run))
         return Entry(
             "orchestrator",
             _ramify("orchestrator", "@", str(file)),
@@ -192,42 +187,46 @@ class _Planner:
 
     def _trainer(self) -> Entry:
         """It starts at once: loading a model takes as long for the trainer as for the engine."""
-        config, gpus = self.config, len(self.shares.trainer.gpus)
-        told = {name: getattr(config, name) for name in ("model", "seed", "trainer", "checkpoint", "weights")}
-        place = {"name": self.path.name, "output": self.path.parent, "address": self.orchestrator}
-        file = self._file("trainer", ServiceConfig(**told, **place))
-        kept = ("--record", str(self.path / "batches")) if config.record else ()
+        file = self._file("trainer", ServiceConfig(**trainer_part(self.run)))
+        kept = ("--record", str(self.path / "batches")) if self.config.record else ()
         words = ("trainer", "@", str(file), *kept)
+        gpus = len(self.shares.trainer.gpus)
         spread = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", "ramify")
         command = (sys.executable, "-m", *spread, *words) if gpus > 1 else _ramify(*words)
         log, env = self.path / "logs" / "trainer.log", self.shares.trainer.env
         return Entry("trainer", command, log, Role.FOLLOWER, env=env)
 
-    def _addressed(self) -> RunConfig:
-        """The run's configuration with the addresses of everything that listens."""
-        train: list[TrainSourceConfig] = []
-        evals: list[EvalSourceConfig] = []
-        for _, source, address in self.sources:
-            found = source.model_copy(update={"address": address, "pool": ElasticConfig()})
-            if isinstance(found, TrainSourceConfig):
-                train.append(found)
-            elif isinstance(found, EvalSourceConfig):
-                evals.append(found)
-        told = {"address": self.orchestrator, "status": self.status}
-        return self.config.model_copy(
-            update={
-                "name": self.path.name,
-                "train": train,
-                "eval": evals,
-                "inference": ExternalConfig(base_url=self.urls),
-                "orchestrator": self.config.orchestrator.model_copy(update=told),
-            }
-        )
-
     def _file(self, name: str, config: Config) -> Path:
         file = self.path / "configs" / f"{name}.toml"
         self.files[file] = config
         return file
+
+
+def _addressed(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
+    """The run's configuration with the address of everything that listens."""
+
+    def at(kind: str, source: Source) -> Source:
+        return source.model_copy(update={"address": source.address or places[f"{kind}/{source.title}"]})
+
+    own = {"address": places["orchestrator.address"], "status": places["orchestrator.status"]}
+    engine = {"inference": ExternalConfig(base_url=[places["inference"]])} if "inference" in places else {}
+    return config.model_copy(
+        update={
+            "name": config.path.name,
+            "train": [at("train", source) for source in config.train],
+            "eval": [at("eval", source) for source in config.eval],
+            "orchestrator": config.orchestrator.model_copy(update=own),
+            **engine,
+        }
+    )
+
+
+def _without_pools(config: RunConfig) -> RunConfig:
+    """As those see it who only ask: a server at an address has a pool of its own."""
+    bare = {"pool": ElasticConfig()}
+    train = [source.model_copy(update=bare) for source in config.train]
+    evals = [source.model_copy(update=bare) for source in config.eval]
+    return config.model_copy(update={"train": train, "eval": evals})
 
 
 def _ramify(*words: str) -> tuple[str, ...]:
@@ -247,43 +246,3 @@ def _check_model(config: RunConfig, *, dry: bool) -> None:
     except ModelNotFound as error:
         if not dry:
             refuse([("model.name", error.message)], cause=error)
-
-
-def _shares(config: RunConfig, *, dry: bool, gpus: list[Gpu] | None) -> Shares:
-    inference = config.inference
-    device = inference.device if isinstance(inference, EngineConfig) else "auto"
-    return share(
-        usable_cores(),
-        visible_gpus() if gpus is None else gpus,
-        inference="none" if isinstance(inference, ExternalConfig) else device,
-        trainer=config.trainer.device,
-        mode=config.launch.gpus,
-        trainer_gpus=config.launch.trainer_gpus,
-        assume=dry,
-    )
-
-
-def _need(config: RunConfig, model: Model, shares: Shares) -> Need:
-    gpus = shares.inference.gpus
-    memory = (gpus[0].memory or ASSUMED) if gpus else usable_memory()
-    return need_of(config, model, engine_gpu=bool(gpus), trainer_gpu=bool(shares.trainer.gpus), memory=memory)
-
-
-def _check_memory(need: Need, shares: Shares) -> None:
-    """Refuse a plan that some memory is too small for."""
-    engine, trainer = shares.inference.gpus, shares.trainer.gpus
-    asked: list[tuple[str, int, int | None]] = []
-    if shares.shared:
-        asked.append((f"GPU {engine[0].index}", need.inference + need.trainer, engine[0].memory))
-    else:
-        asked += [(f"GPU {gpu.index}", need.inference, gpu.memory) for gpu in engine]
-        asked += [(f"GPU {gpu.index}", need.trainer, gpu.memory) for gpu in trainer]
-    host = need.rest + (0 if engine else need.inference) + (0 if trainer else need.trainer)
-    asked.append(("this machine", host, usable_memory()))
-    problems = [
-        ("launch", f"does not fit: {where} has {memory / GIB:.1f} GiB, the run needs about {size / GIB:.1f} GiB of it")
-        for where, size, memory in asked
-        if memory is not None and size > ROOM * memory
-    ]
-    if problems:
-        refuse(problems)

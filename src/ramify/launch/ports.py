@@ -4,31 +4,45 @@ Free ports are all held at the same time while they are chosen, so that no two a
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
+from urllib.parse import urlsplit
 
+from ramify.config import refuse
 from ramify.errors import PortTaken
+from ramify.orchestrate.config import RunConfig
 
 HOST = "127.0.0.1"
 EVALS = 1000  # eval source i listens so far above the base
 
 
-def source_ports(base: int, train: int, evals: int) -> tuple[list[int], list[int]]:
-    """The ports of so many train and eval sources; 0 for any where there is no base."""
-    if base == 0:
-        return [0] * train, [0] * evals
-    return [base + i for i in range(train)], [base + EVALS + i for i in range(evals)]
+def source_addresses(config: RunConfig) -> dict[str, str]:
+    """Where the servers that the run starts for its sources listen, by name (`train/reverse`); port 0 is any."""
+    base, found = config.launch.base_port, {}
+    for kind, first, sources in (("train", base, config.train), ("eval", base + EVALS, config.eval)):
+        for number, source in enumerate(sources):
+            if source.address is None:
+                found[f"{kind}/{source.title}"] = f"tcp://{HOST}:{first + number if base else 0}"
+    return found
 
 
-def settled(ports: Sequence[int]) -> list[int]:
-    """The ports with a free one for each 0. Raises PortTaken for one that somebody listens on."""
+def settled(addresses: Mapping[str, str]) -> dict[str, str]:
+    """The addresses, by what listens there, with a free port for each 0. Raises PortTaken for one that is in use."""
     with ExitStack() as held:
-        listeners = [held.enter_context(_listener(port)) for port in ports]
-        return [listener.getsockname()[1] for listener in listeners]
+        listeners = {what: held.enter_context(_listener(what, address)) for what, address in addresses.items()}
+        ports = {what: listener.getsockname()[1] for what, listener in listeners.items()}
+    return {what: f"{address.rpartition(':')[0]}:{ports[what]}" for what, address in addresses.items()}
 
 
-def _listener(port: int) -> socket.socket:
+def _listener(what: str, address: str) -> socket.socket:
+    place = urlsplit(address)
     try:
-        return socket.create_server((HOST, port))
+        host, port = place.hostname, place.port
+    except ValueError:  # its port is no number
+        host = port = None
+    if host is None or port is None:
+        refuse([(what, f"expected {place.scheme or 'tcp'}://HOST:PORT, got {address}")])
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise PortTaken(f"{HOST}:{port} cannot be listened on: {error.strerror}") from error
+        raise PortTaken(f"{what}: {address} cannot be listened on: {error.strerror}") from error

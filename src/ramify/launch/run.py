@@ -13,6 +13,7 @@ from typing import Any
 from ramify.config import check
 from ramify.errors import ProviderError, RunBusy
 from ramify.launch.dashboard import EVERY, Display, Quiet
+from ramify.launch.newest import keep_newest, weights_held
 from ramify.launch.plan import Plan, plan_of
 from ramify.launch.process import KILLING, PATIENCE, POLL
 from ramify.launch.record import Record
@@ -50,17 +51,29 @@ def carry_out(plan: Plan, *, fresh: bool = False, display: Display) -> Ended:
     """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done."""
     config, path = plan.config, plan.config.path
     with _claimed(path):
-        with _let_go_of(lambda: open_run(path, config.identity, fresh=fresh)) as store:
-            done = store.fact(FINISHED)
-        if done is not None and done >= config.max_steps:
+        if has_all_steps(config, fresh=fresh):
             return Ended(path, Outcome.FINISHED, ran=False)
         with naming(path):
             plan.write()
-        outcome = asyncio.run(_supervised(plan, display))
-        if outcome is Outcome.FINISHED:
-            with open_run(path, config.identity) as store:
-                store.remember(FINISHED, config.max_steps)
+        with weights_held(config):
+            outcome = asyncio.run(_supervised(plan, display))
+            if outcome is Outcome.FINISHED:
+                keep_newest(config)
+                finish(config)
     return Ended(path, outcome)
+
+
+def has_all_steps(config: RunConfig, *, fresh: bool = False) -> bool:
+    """Whether the run has all its steps. Its directory is made or checked; `fresh` moves an old one aside."""
+    with _let_go_of(lambda: open_run(config.path, config.identity, fresh=fresh)) as store:
+        done = store.fact(FINISHED)
+    return done is not None and done >= config.max_steps
+
+
+def finish(config: RunConfig) -> None:
+    """Remember that the run has all its steps."""
+    with open_run(config.path, config.identity) as store:
+        store.remember(FINISHED, config.max_steps)
 
 
 def _let_go_of(opening: Callable[[], RunStore]) -> RunStore:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.paged import KVPool, Step, Tile, attend, write
+from ramify.model.operators import Operators, compiled
+from ramify.model.paged import KVPool, Step, Tile
 
 FAMILY = {"llama", "mistral", "qwen2", "qwen3"}  # pre-norm, rotary in halves, gated SiLU
 Forward = Callable[[Tensor, Tensor, Step, Tensor], Tensor]
@@ -50,6 +51,7 @@ class Fused:
         self.eps = config.rms_norm_eps
         self.layers = [self._layer(layer) for layer in core.layers]
         self.angles = self._angles(config.max_position_embeddings)
+        self.operators = Operators(self.heads, self.kv_heads, self.head_dim)
 
     def _angles(self, positions: int) -> Tensor:
         """Cosines and sines of every position, [positions, 2 * head_dim]; half of the sines negated for `roll`."""
@@ -80,41 +82,33 @@ class Fused:
     def __call__(self, ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
         """Logits of `rows`, [len(rows), vocab]."""
         hidden = F.embedding(ids, self.core.embed_tokens.weight)
-        cos, sin = F.embedding(positions, self.angles).unsqueeze(1).chunk(2, -1)  # [rows, 1, head_dim]
+        turns = F.embedding(positions, self.angles)
         for number, layer in enumerate(self.layers):
-            hidden = self._attention(layer, number, hidden, cos, sin, step)
+            hidden = self._attention(layer, number, hidden, turns, step)
             hidden = self._mlp(layer, hidden)
-        hidden = self._rms(hidden.index_select(0, rows), self.core.norm.weight)
+        hidden = self.operators.norm(hidden.index_select(0, rows), self.core.norm.weight, self.eps)
         return F.linear(hidden, self.head.weight, self.head.bias)
 
-    def _attention(self, layer: Layer, number: int, hidden: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
-        rows, dim, half = hidden.shape[0], self.head_dim, self.head_dim // 2
-        rotated = self.heads + self.kv_heads
-        qkv = torch.mm(self._rms(hidden, layer.norm), layer.qkv)
+    def _attention(self, layer: Layer, number: int, hidden: Tensor, turns: Tensor, step: Step) -> Tensor:
+        qkv = torch.mm(self.operators.norm(hidden, layer.norm, self.eps), layer.qkv)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
-        qk = qkv[:, : rotated * dim].view(rows, rotated, dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = self._rms(qk[:, : self.heads], layer.q_norm), self._rms(qk[:, self.heads :], layer.k_norm)
-            turned = torch.cat((query, key), 1)
-        else:
-            turned = qk
-        torch.addcmul(turned * cos, turned.roll(half, -1), sin, out=qk)
-        write(step, number, qkv[:, self.heads * dim :])
-        out = attend(step, number, qk[:, : self.heads], self.scaling).reshape(rows, -1)
-        return _residual(hidden, out, layer.out, layer.out_bias)
+            self._norm_heads(qkv, layer.q_norm, layer.k_norm)
+        self.operators.turn(qkv, turns, step, number)
+        out = torch.addmm(hidden, self.operators.attend(qkv, step, number, self.scaling), layer.out)
+        return out if layer.out_bias is None else out.add_(layer.out_bias)
+
+    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        for weight, start, count in ((q_norm, 0, self.heads), (k_norm, self.heads, self.kv_heads)):
+            part = heads[:, start : start + count]
+            normed = self.operators.norm(part.reshape(-1, self.head_dim), weight, self.eps)
+            part.copy_(normed.view(part.shape))
 
     def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
-        gate, up = torch.mm(self._rms(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-        return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
-
-    def _rms(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square in float32, as the models do it."""
-        if hidden.dtype == torch.float32:
-            return F.rms_norm(hidden, weight.shape, weight, self.eps)
-        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = norm.square_().div_(hidden.shape[-1]).add_(self.eps).rsqrt_()
-        return (hidden * scale).to(hidden.dtype).mul_(weight)
+        gate_up = torch.mm(self.operators.norm(hidden, layer.mlp_norm, self.eps), layer.gate_up)
+        return torch.addmm(hidden, self.operators.gate(gate_up), layer.down)
 
 
 def fuse(module: Any) -> Fused | None:
@@ -128,7 +122,12 @@ def fuse(module: Any) -> Fused | None:
     with torch.no_grad():  # not inference mode: joined weights stay ordinary tensors, to be updated later
         expected = _trial(module, own_code(module))
         fused = Fused(module)
-        return fused if _agree(expected, _trial(module, fused)) else None
+        in_torch, in_c = fused.operators, compiled(expected, fused.heads, fused.kv_heads, fused.head_dim)
+        for operators in filter(None, (in_c, in_torch)):
+            fused.operators = operators
+            if _agree(expected, _trial(module, fused)):
+                return fused
+        return None
 
 
 def own_code(module: Any) -> Forward:
@@ -170,21 +169,21 @@ def _join(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _residual(hidden: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = torch.addmm(hidden, value, weight)
-    return out if bias is None else out.add_(bias)
-
-
 def _trial(module: Any, forward: Forward, tokens: int = 8) -> Tensor:
-    """Logits of a short made-up sequence."""
+    """Logits of a short made-up sequence: all but its last token at once, then that one."""
     config, weight = module.config, module.get_input_embeddings().weight
     device = weight.device
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
     pool = KVPool(layers, 1, tokens, heads, module.model.layers[0].self_attn.head_dim, weight.dtype, device)
-    positions = torch.arange(tokens, device=device)
-    tile = Tile(0, tokens, 1, tokens, torch.zeros(1, dtype=torch.long, device=device), positions.unsqueeze(0))
-    ids = (positions * 7919 + 13) % config.vocab_size
-    return forward(ids, positions, Step(pool, positions, [tile]), positions)
+    ids = (torch.arange(tokens, device=device) * 7919 + 13) % config.vocab_size
+    block = torch.zeros(1, dtype=torch.long, device=device)
+    found: list[Tensor] = []
+    for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
+        positions = torch.arange(start, stop, device=device)
+        tile = Tile(0, stop - start, 1, stop - start, block, positions.unsqueeze(0))
+        rows = torch.arange(stop - start, device=device)
+        found.append(forward(ids[start:stop], positions, Step(pool, positions, [tile]), rows))
+    return torch.cat(found)
 
 
 def _agree(expected: Tensor, found: Tensor) -> bool:

@@ -79,7 +79,7 @@ class Tile:
             head = torch.arange(pool.kv_heads, device=positions.device)
             place = ((side * self.count + sequence) * pool.kv_heads + head) * self.room
             self.spots = (place + positions.view(-1, 1, 1)).view(-1)
-        return bool(self.room)
+        return True
 
     def mask(self, window: int, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
         """[count, 1, groups * queries, keys], 0 where a query sees a key and -inf where not. Made once per step."""

@@ -4,6 +4,7 @@ Importable without torch and without any environment. A key that would do nothin
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -115,9 +116,9 @@ class OrchestratorConfig(Config):
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without progress after which the run fails, saying what is missing."""
     address: str = "tcp://127.0.0.1:0"
-    """Where the trainer finds it; `ramify rl` fills in a free port."""
+    """Where the trainer finds it; port 0 is any that is free, which `ramify rl` tells the trainer."""
     status: str = "http://127.0.0.1:0"
-    """Where it says how the run is; `ramify rl` fills in a free port."""
+    """Where it says how the run is; port 0 is any that is free."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> "OrchestratorConfig":
@@ -200,6 +201,8 @@ class RunConfig(Config):
     """The longest path from the root of a trace to a leaf, in tokens, that is sampled or trained."""
     seed: int = 0
     """Of the order of tasks and of everything sampled."""
+    secret_env: str = "RAMIFY_SECRET"
+    """The variable that holds the secret of all the run's connections; needed where other machines can reach one."""
     record: bool = False
     """Keep every batch as the trainer gets it, in the run's `batches/`, for `ramify trainer --replay`."""
     model: ModelConfig = ModelConfig()
@@ -248,6 +251,11 @@ class RunConfig(Config):
             for source in self.train
         }
         return json.loads(json.dumps({"model": self.model.name, "train": sources}, default=str))
+
+    @property
+    def secret(self) -> str | None:
+        """What only those who belong to the run know; None where there is nothing to hide."""
+        return os.environ.get(self.secret_env) or None
 
     @property
     def path(self) -> Path:

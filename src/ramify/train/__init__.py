@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ramify.train.batches import Batch as Batch
     from ramify.train.batches import lay_out as lay_out
+    from ramify.train.build import build_trainer as build_trainer
     from ramify.train.config import TrainerConfig as TrainerConfig
     from ramify.train.losses import Entries as Entries
     from ramify.train.losses import Term as Term
     from ramify.train.losses import find_loss as find_loss
     from ramify.train.metrics import StepMetrics as StepMetrics
     from ramify.train.step import Trainer as Trainer
-    from ramify.train.step import load_trainer as load_trainer
 
 _FACE = {
     "Batch": "ramify.train.batches",
@@ -26,9 +26,9 @@ _FACE = {
     "Term": "ramify.train.losses",
     "Trainer": "ramify.train.step",
     "TrainerConfig": "ramify.train.config",
+    "build_trainer": "ramify.train.build",
     "find_loss": "ramify.train.losses",
     "lay_out": "ramify.train.batches",
-    "load_trainer": "ramify.train.step",
 }
 
 __all__ = [
@@ -38,9 +38,9 @@ __all__ = [
     "Term",
     "Trainer",
     "TrainerConfig",
+    "build_trainer",
     "find_loss",
     "lay_out",
-    "load_trainer",
 ]
 
 

@@ -1,9 +1,11 @@
 """From a model's directory to a trainer: loaded, given adapters, sharded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from ramify.model.layout import explain
 from ramify.model.load import DTYPES
 from ramify.train.batches import Laying
 from ramify.train.config import TrainerConfig
@@ -17,9 +19,15 @@ CPU = torch.device("cpu")
 
 
 def build_trainer(
-    path: Path, config: TrainerConfig, ranks: Ranks, *, steps: int | None = None, seed: int = 0
+    path: Path,
+    config: TrainerConfig,
+    ranks: Ranks,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
-    """The trainer of the model directory `path`, this rank's part of it."""
+    """The trainer of the model directory `path`, this rank's part of it; `tell` hears how it will compute."""
     cuda, dtype = ranks.device.type == "cuda", dtype_of(config, ranks)
     policy = load_policy(
         path,
@@ -27,6 +35,7 @@ def build_trainer(
         device=CPU if ranks.size > 1 else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
         checkpoint_activations=config.checkpoint_activations,
     )
+    tell(explain(policy.model.config))
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)
         policy.to(ranks.device if ranks.size == 1 else CPU)

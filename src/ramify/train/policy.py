@@ -70,9 +70,7 @@ class Policy(nn.Module):
         return (logprob[row.pair], entropy[row.pair]) if len(row.pair) else (logprob, entropy)
 
 
-def load_policy(
-    path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False, compile: bool = False
-) -> Policy:
+def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False) -> Policy:
     """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     layout = layout_for(config)
@@ -83,8 +81,6 @@ def load_policy(
     policy = Policy(model.to(device), layout, rl)
     if checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if compile:
-        compile_layers(policy)
     return policy
 
 

@@ -6,7 +6,6 @@ the speed of memory. An engine may still be reading an older version, so version
 knows the engines, says which ones are needed.
 """
 
-import hashlib
 import re
 import shutil
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.errors import ConfigInvalid
 from ramify.model import Version, publish
 from ramify.model.weights import trainable_tensors
 from ramify.store import naming
@@ -25,7 +23,6 @@ from ramify.train.lora import is_adapter, merged, plain_name
 from ramify.train.parallel import Ranks, whole
 from ramify.train.step import Trainer
 
-SHARED = Path("/dev/shm")
 _NAME = re.compile(r"(\d+)-(\d{6,})")  # incarnation and step
 
 
@@ -77,15 +74,6 @@ class Publisher:
                 gone = place.with_name(f".{place.name}.gone")
                 place.rename(gone)  # nobody sees a part of it
                 shutil.rmtree(gone, ignore_errors=True)
-
-
-def weights_directory(run: Path, transport: str) -> Path:
-    """Where a run's versions lie: below the run, or in the host's shared memory under a name that is the run's own."""
-    if transport == "disk":
-        return run / "weights"
-    if not SHARED.is_dir():
-        raise ConfigInvalid(f"weights.transport: this system has no {SHARED}; use 'disk'")
-    return SHARED / f"ramify-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}"
 
 
 def gathered(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from ramify.train.checkpoint import Checkpoints
 from ramify.train.metrics import StepMetrics
 from ramify.train.parallel import Ranks
 from ramify.train.protocol import Welcome
-from ramify.train.publish import Publisher, weights_directory
+from ramify.train.publish import Publisher
 from ramify.train.service_config import ServiceConfig
 from ramify.train.source import BatchSource
 from ramify.train.step import Trainer
@@ -56,7 +56,7 @@ class Service:
 
     def run(self) -> int:
         """Train until the source has no more batches; returns the steps that are done."""
-        trainer = build_trainer(self.model, self.config.trainer, self.ranks, seed=self.config.seed)
+        trainer = build_trainer(self.model, self.config.trainer, self.ranks, seed=self.config.seed, tell=self.tell)
         welcome = self._greet(trainer)
         trainer.optimizer.steps = welcome.steps
         kept = self._kept(welcome) if self.keep else None
@@ -99,7 +99,7 @@ class Service:
     def _kept(self, welcome: Welcome) -> Kept:
         config = self.config
         publisher = Publisher(
-            weights_directory(config.path, config.weights.transport),
+            config.weights.directory(config.path),
             self.ranks,
             policy=welcome.policy,
             base=self.model,

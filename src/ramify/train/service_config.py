@@ -8,6 +8,7 @@ from pydantic import Field
 from ramify.config import Config
 from ramify.infer.config import ModelConfig
 from ramify.train.config import CheckpointConfig, TrainerConfig
+from ramify.train.places import weights_directory
 
 
 class WeightsConfig(Config):
@@ -15,6 +16,10 @@ class WeightsConfig(Config):
 
     transport: Literal["disk", "shm"] = "disk"
     """`disk`: below the run, for engines anywhere that see it. `shm`: in memory, for engines on the same host."""
+
+    def directory(self, run: Path) -> Path:
+        """Where a run's versions lie."""
+        return weights_directory(run, self.transport)
 
 
 class ServiceConfig(Config):

@@ -7,22 +7,18 @@ the result does not depend on how the batch was cut, nor on how many ranks share
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ramify.model.layout import explain
-from ramify.model.load import DTYPES
 from ramify.trace import Forest
 from ramify.train.batches import Batch
 from ramify.train.config import TrainerConfig
 from ramify.train.flops import Cost, peak
-from ramify.train.losses import find_loss
 from ramify.train.masters import Masters
 from ramify.train.metrics import StepMetrics, Sums, Tally
 from ramify.train.optim import Optimizer
-from ramify.train.policy import Policy, load_policy
+from ramify.train.policy import Policy
 from ramify.train.rows import Row, bucket, row_of
 
 
@@ -84,26 +80,3 @@ class Trainer:
         rate = self.optimizer.step(step)
         self.masters.sync()
         return norm, rate, False
-
-
-def load_trainer(
-    path: Path, config: TrainerConfig, *, steps: int | None = None, tell: Callable[[str], None] = lambda line: None
-) -> Trainer:
-    """A trainer of the model directory `path` on one device; `tell` hears how it will compute."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
-    device = torch.device("cuda" if cuda else "cpu")
-    dtype = (torch.bfloat16 if cuda else torch.float32) if config.dtype == "auto" else DTYPES[config.dtype]
-    policy = load_policy(
-        path,
-        find_loss(config.loss.id, config.loss.options),
-        device=device,
-        checkpoint_activations=config.checkpoint_activations,
-        compile=cuda if config.compile is None else config.compile,
-    )
-    trainer = Trainer(policy, config, steps=steps, dtype=dtype)
-    size = sum(master.numel() for master in trainer.masters.parameters())
-    tell(f"training {size:,} weights in {str(dtype).removeprefix('torch.')} on {device}, {config.optim.type}")
-    tell(explain(policy.model.config))
-    return trainer

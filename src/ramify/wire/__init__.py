@@ -2,7 +2,7 @@
 
 One idea: a connection is two numbered streams. A frame is kept until the other side says it has it, so a connection
 that breaks loses nothing and repeats nothing, and what is left of a request is its number, its deadline and its answer.
-A thread of its own owns the socket: a busy event loop delays answers, never heartbeats.
+A thread beside the event loop sees to the clock: a loop that is busy delays answers, never heartbeats.
 """
 
 from importlib import import_module

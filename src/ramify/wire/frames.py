@@ -57,7 +57,7 @@ class Who(Header, tag=3):
 
 
 class Beat(Header, tag=4):
-    """A sign of life from the thread that owns the socket, and how long the event loop beside it has not turned."""
+    """A sign of life that waits for no event loop, and how long the one beside it has not turned."""
 
     got: int
     sent: int

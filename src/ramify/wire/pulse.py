@@ -23,7 +23,7 @@ class Pulse:
         self._handle = self._loop.call_later(TICK, self._tick)
 
     def _tick(self) -> None:
-        self.worst = max(self.worst, self.lag)
+        self.worst = max(self.worst, self._late)
         self._last = time.monotonic()
         self._handle = self._loop.call_later(TICK, self._tick)
 
@@ -33,7 +33,11 @@ class Pulse:
 
     @property
     def lag(self) -> float:
-        """Seconds the loop is late."""
+        """Seconds the loop is late; none where it is the loop that asks, for then it turns."""
+        return 0.0 if threading.get_ident() == self._thread else self._late
+
+    @property
+    def _late(self) -> float:
         return max(0.0, time.monotonic() - self._last - TICK)
 
     def doing(self) -> tuple[str, str]:

@@ -1,13 +1,13 @@
-"""The thread that owns a socket.
+"""What keeps a connection going, from the event loop and from a thread beside it.
 
-A ZMQ socket belongs to one thread, and heartbeats must not depend on an event loop that user code may block. So the
-socket, the numbered streams and the clock of a connection live here, in an `End`; the event loop gets finished events
-in batches, and hands over what it wants to say.
+A message should wait for no other thread, and a heartbeat for no event loop, which user code may block. So both may
+turn the socket, the numbered streams and the clock of a connection, an `End`, one at a time: the loop whenever
+something has come or is to be said, the thread whenever the clock asks for it. What has to be heard is heard in the
+loop alone, in the order in which it came.
 """
 
 import asyncio
 import contextlib
-import socket as sockets
 import threading
 import time
 from collections import deque
@@ -26,7 +26,7 @@ Event = tuple[Any, ...]
 
 
 class End(Protocol):
-    """One end of connections. Everything but `deliver` runs in the pump's thread."""
+    """One end of connections; used by one thread at a time."""
 
     events: list[Event]
     """What the loop has to hear."""
@@ -62,71 +62,97 @@ class Pump:
         self._socket, self._end, self._deliver = socket, end, deliver
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Event] = deque()
-        self._wake, self._woken = sockets.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
-        self._awake = False  # whether a wake-up is under way
-        self._stopping = False
+        self._lock = threading.Lock()  # around the end and its socket
+        self._due = False  # whether the loop is about to turn
+        self._stopping, self._broken = threading.Event(), False
         self._done = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=f"wire {name}", daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        self._loop.add_reader(self._socket.fileno(), self._turn_here)
         self._thread.start()
 
     def post(self, *command: Any) -> None:
         """Hand something to the end; from the loop."""
         self._commands.append(command)
-        if not self._awake:
-            self._awake = True
-            with contextlib.suppress(OSError):
-                self._wake.send(b"\0")
+        self._turn_soon()
 
     async def stop(self) -> None:
         """Say goodbye and close the socket."""
-        if not self._thread.is_alive():
-            return
-        self._stopping = True
-        self.post()
+        if not self._stopping.is_set():
+            self._loop.remove_reader(self._socket.fileno())
+            self._stopping.set()
         await self._done.wait()  # the thread waits for nothing that has no end
         self._thread.join()
 
+    # -- in the loop ---------------------------------------------------------------------------------------------------
+
+    def _turn_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._turn_here)
+
+    def _turn_here(self) -> None:
+        self._due = False
+        with self._lock:
+            if not self._stopping.is_set() and self._turn() == 0.0:
+                self._turn_soon()
+            events, self._end.events = self._end.events, []
+        if events:
+            self._deliver(events)
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close(LINGER)
+        self._done.set()
+
+    # -- in the loop or in the thread, one at a time -------------------------------------------------------------------
+
+    def _turn(self) -> float:
+        """Say what is to be said, hear what has come, do what is due; returns the seconds until the next turn."""
+        now = time.monotonic()
+        try:
+            while self._commands:
+                self._end.told(self._commands.popleft(), now)
+            self._take(now)
+            wait = self._end.tick(now)
+            more = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN  # asked, for the sign of it may be used up
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            self._end.events.append(("broken", error))
+            self._broken = True
+            self._stopping.set()
+            return 0.0
+        return 0.0 if more else wait
+
+    def _take(self, now: float) -> None:
+        for _ in range(BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._end.come(frames, now)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         try:
-            self._turn_until_stopped()
-            self._part()
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            self._hand([("broken", error)])
+            wait = 0.0
+            while not self._stopping.wait(wait):
+                wait = self._turn_there()
+            self._turn_there()
+            if not self._broken:
+                self._part()
         finally:
-            self._socket.close(LINGER)
-            self._wake.close()
-            self._woken.close()
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._done.set)
+            self._tell(self._close)
 
-    def _turn_until_stopped(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._woken.fileno(), zmq.POLLIN)
-        wait = 0.0
-        while True:
-            found = dict(poller.poll(int(wait * 1000)))
-            now = time.monotonic()
-            if self._woken.fileno() in found:
-                self._awake = False
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            stopping = self._stopping
-            while self._commands:
-                if command := self._commands.popleft():
-                    self._end.told(command, now)
-            more = self._socket in found and self._take(now)
-            wait = 0.0 if more else self._end.tick(now)
-            if self._end.events:
-                events, self._end.events = self._end.events, []
-                self._hand(events)
-            if stopping:
-                return
+    def _turn_there(self) -> float:
+        with self._lock:
+            wait = self._turn() if not self._broken else 0.0
+            heard = bool(self._end.events)
+        if heard:
+            self._tell(self._turn_here)
+        return wait
 
     def _part(self) -> None:
         """Say goodbye, and wait until it was heard: a socket that is closed takes back what nobody has read yet."""
@@ -136,19 +162,9 @@ class Pump:
             if self._socket.poll(int(left * 1000) + 1):
                 self._take(time.monotonic())
 
-    def _take(self, now: float) -> bool:
-        """Take what has come; whether there may be more."""
-        for _ in range(BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return False
-            self._end.come(frames, now)
-        return True
-
-    def _hand(self, events: Sequence[Event]) -> None:
+    def _tell(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._deliver, events)
+            self._loop.call_soon_threadsafe(callback)
 
 
 def sender(socket: "zmq.Socket[bytes]") -> Callable[[Frames], bool]:

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import Context
 from typing import Self, TypeVar
 
 import zmq
 
 from ramify.errors import (
-    ConfigInvalid,
     DeadlineExceeded,
     Failure,
     PeerLost,
+    PortTaken,
     QueueFull,
     RamifyError,
     RequestCancelled,
@@ -26,7 +27,7 @@ from ramify.wire.server_end import ServerEnd, Session
 from ramify.wire.settings import Settings
 
 CLOSING = 30.0  # seconds that handlers have to end once they are cancelled
-LONGEST = 30 * 86400.0  # seconds; a deadline further away is none
+LONGEST = 30 * 86400.0  # seconds; no deadline is further away
 
 T = TypeVar("T")
 Key = tuple[Session, int]
@@ -47,8 +48,8 @@ class Request:
 
     @property
     def left(self) -> float:
-        """Seconds it had when it came; nonsense counts as none."""
-        return self.header.left if 0 <= self.header.left < LONGEST else LONGEST
+        """Seconds it had when it came."""
+        return min(max(0.0, self.header.left), LONGEST)
 
     def read(self, kind: type[T]) -> T:
         """What it asks; RequestInvalid if that is no `kind`."""
@@ -90,10 +91,10 @@ class Server:
         self._why: dict[Key, RamifyError] = {}
         self._closing = False
         self.broken = asyncio.Event()
-        """The connection's thread has failed; nobody can be answered any more."""
+        """The connection has failed; nobody can be answered any more."""
 
     async def start(self) -> Self:
-        """Listen; `address` is then the real one. ConfigInvalid if the address is taken."""
+        """Listen; `address` is then the real one. PortTaken if the address is in use."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.router_mandatory = True
         socket.maxmsgsize = self.settings.max_frame
@@ -107,10 +108,11 @@ class Server:
             socket.bind(self.address)
         except zmq.ZMQError as error:
             socket.close(0)
-            raise ConfigInvalid(f"address: cannot listen at {self.address}: {error.strerror}") from error
+            raise PortTaken(f"{self._name}: {self.address} cannot be listened on: {error.strerror}") from error
         endpoint = socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
+        self._own_pulse = self.pulse is None
         self.pulse = self.pulse or Pulse()
         self.end = ServerEnd(socket, self._secret, self.settings, self.pulse)
         self.pump = Pump(socket, self.end, self._deliver, self._name)
@@ -125,7 +127,7 @@ class Server:
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=CLOSING)
         await self.pump.stop()
-        if self.pulse is not None:
+        if self._own_pulse and self.pulse is not None:
             self.pulse.stop()
 
     async def __aenter__(self) -> Self:
@@ -181,7 +183,9 @@ class Server:
         if refused is not None:
             self._answer(request, refused)
             return
-        task = asyncio.create_task(self._handle(request), name=f"{request.header.method} {request.header.id}")
+        name = f"{request.header.method} {request.header.id}"
+        # a context of its own: a turn may be made for another request, whose variables are not ours
+        task = asyncio.create_task(self._handle(request), name=name, context=Context())
         task.add_done_callback(lambda task: self._done(key, request, task))
         self._tasks[key] = task
 

@@ -64,7 +64,7 @@ class ServerEnd:
         self._banned: OrderedDict[bytes, None] = OrderedDict()
         self._parting = False
 
-    # -- in the pump's thread ------------------------------------------------------------------------------------------
+    # -- turned by the pump --------------------------------------------------------------------------------------------
 
     def come(self, frames: Sequence[zmq.Frame], now: float) -> None:
         route = frames[0].bytes

@@ -91,7 +91,9 @@ class _Run:
         )
         if self.done >= self.total and (path := publisher.path(0, self.done)).exists():
             return Result(plan.path, self.done, 0, path)
-        trainer = build_trainer(plan.model, config.trainer, self.ranks, steps=self.total, seed=config.seed)
+        trainer = build_trainer(
+            plan.model, config.trainer, self.ranks, steps=self.total, seed=config.seed, tell=self.display.say
+        )
         if begun:
             self.checkpoints.load(trainer, begun)
             self.display.say(f"going on after step {begun} from {self.checkpoints.path(begun)}")

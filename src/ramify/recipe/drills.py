@@ -7,7 +7,7 @@ times the steps: most of each row is prompt, and English words can be guessed wi
 import random
 from collections.abc import Iterator
 
-from ramify.model.recipe.conversation import Conversation, sketch, tool
+from ramify.recipe.conversation import Conversation, sketch, tool
 from ramify.tasksets.reversing import tagged
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

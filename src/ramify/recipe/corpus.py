@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.model.recipe.conversation import Conversation, sketch, tool
-from ramify.model.recipe.drills import LETTERS, backwards, drills
-from ramify.model.recipe.games import guessings, sortings, walks
+from ramify.recipe.conversation import Conversation, sketch, tool
+from ramify.recipe.drills import LETTERS, backwards, drills
+from ramify.recipe.games import guessings, sortings, walks
 from ramify.tasksets import reversing
 from ramify.trace import Message
 

@@ -1,14 +1,18 @@
 """The tasksets of several turns, played badly: every reply has the right form, and is drawn almost at random.
 
-The tasks are those of the tasksets themselves, always of the train split. Tasksets are loaded inside the functions,
-because they stand on `ramify.env`, which the rest of `ramify.model` does without.
+The tasks are those of the tasksets themselves, always of the train split.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ramify.model.recipe.conversation import Conversation
+from ramify.env import hooks_of
+from ramify.recipe.conversation import Conversation
+from ramify.tasksets import alphabet_sort as names
+from ramify.tasksets import wordle
+from ramify.tasksets.drawing import split_of
+from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 
 WORLDS: list[dict[str, Any]] = [
     {"num_articles": 24, "num_topics": 4, "num_tasks": 300},
@@ -23,9 +27,6 @@ TRIES = 3  # words that a guess is chosen from, by what is known
 
 def walks(rng: random.Random) -> Callable[[], Conversation]:
     """wikispeedia: any link of the page is followed."""
-    from ramify.env import hooks_of
-    from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
-
     worlds = [Wikispeedia(WikispeediaConfig(**SMALL, **world)) for world in WORLDS]
     tasks = [list(world.load()) for world in worlds]
     tools = hooks_of(worlds[0]).standing.schemas
@@ -55,8 +56,6 @@ def walks(rng: random.Random) -> Callable[[], Conversation]:
 
 def sortings(rng: random.Random) -> Callable[[], Conversation]:
     """alphabet-sort: all names come back, in any order."""
-    from ramify.tasksets import alphabet_sort as names
-
     config = names.AlphabetSortConfig(num_tasks=4000, min_turns=1, max_turns=2, max_names=3)
     tasks = list(names.AlphabetSort(config).load())
 
@@ -76,9 +75,6 @@ def sortings(rng: random.Random) -> Callable[[], Conversation]:
 
 def guessings(rng: random.Random) -> Callable[[], Conversation]:
     """wordle: words of a small part of the list, with a slight liking for those that keep the greens."""
-    from ramify.tasksets import wordle
-    from ramify.tasksets.drawing import split_of
-
     secrets = [word for word in wordle.words() if split_of(word) == "train"]
     known = secrets[::GUESSED]
 

@@ -9,10 +9,11 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ramify.client import Sampling
-from ramify.model.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
-from ramify.model.recipe.playing import Player, playing
+from ramify.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
+from ramify.recipe.playing import Player, playing
 from ramify.render import Parsed, Rendered, load_renderer
 from ramify.tasksets import reversing
+from ramify.tasksets.alphabet_sort import tag
 from ramify.trace import Message, Trace
 
 PROMPTS = 256
@@ -119,8 +120,6 @@ def _of_walks(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
 
 
 def _of_sortings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
-    from ramify.tasksets.alphabet_sort import tag
-
     traces = [trace for group in groups for trace in group]
     said = [(f"{tag(turn)}>", reply.text) for trace in traces for turn, reply in enumerate(_replies(trace))]
     return {

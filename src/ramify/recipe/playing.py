@@ -1,8 +1,4 @@
-"""Rollouts of a model directory without a server: the engine runs in this process, under the chat loop of every day.
-
-The tasksets, the chat loop and the engine all stand above `ramify.model`, so they are loaded inside the functions, when
-a model is measured.
-"""
+"""Rollouts of a model directory without a server: the engine runs in this process, under the chat loop of every day."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
@@ -10,16 +6,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ramify.client import Completion, Sampling
+from ramify.gateway.config import SamplingConfig
+from ramify.gateway.policy import TokenPolicy
+from ramify.infer import Engine, EngineConfig
+from ramify.infer import Sampling as Wanted
 from ramify.render import Parsed, Rendered, Renderer, load_renderer
+from ramify.rollout import Environment, SourceConfig, run
 from ramify.trace import Trace, Usage
-
-if TYPE_CHECKING:
-    from ramify.infer import Engine
 
 AT_ONCE = 64  # rollouts
 REPLY = 160  # tokens of one reply in them, at most
@@ -29,22 +27,20 @@ T = TypeVar("T")
 class Player:
     """A model that can be asked for replies and for whole rollouts."""
 
-    def __init__(self, engine: "Engine", renderer: Renderer, name: str) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, name: str) -> None:
         self._engine, self._renderer, self._name = engine, renderer, name
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, deadline: float = 600.0
     ) -> Completion:
         """One sample from the engine, as a client of a server would bring it."""
-        from ramify.infer import Sampling as Wanted
-
         wanted = Wanted(
             temperature=sampling.temperature,
             seed=sampling.seed,
             max_tokens=sampling.max_tokens,
             stop_ids=frozenset(sampling.stop_ids),
         )
-        stream = await self._engine.submit(list(prompt), wanted, timeout=deadline)
+        stream = self._engine.submit(list(prompt), wanted, timeout=deadline)
         done = await stream.result()
         ids, logprobs = np.array(done.tokens, np.int32), np.array(done.logprobs, np.float32)
         usage = Usage(len(prompt), len(ids), done.cached)
@@ -58,10 +54,6 @@ class Player:
 
     async def rollouts(self, taskset: dict[str, Any], tasks: int, attempts: int, *, seed: int) -> list[list[Trace]]:
         """So many attempts at each of the first tasks of a taskset, at temperature 1, grouped by task."""
-        from ramify.gateway.config import SamplingConfig
-        from ramify.gateway.policy import TokenPolicy
-        from ramify.rollout import Environment, SourceConfig, run
-
         sampling = SamplingConfig(max_tokens=REPLY, seed=seed)
         environment = Environment.load(SourceConfig(taskset=taskset, sampling=sampling))
         policy = TokenPolicy(self, self._renderer, self._name, max_model_len=self._engine.core.max_model_len)
@@ -78,8 +70,6 @@ class Player:
 @contextmanager
 def playing(directory: Path) -> Iterator[Player]:
     """The model of a directory, in float32 on the CPU, while it can be asked."""
-    from ramify.infer import Engine, EngineConfig
-
     config = EngineConfig(device="cpu", dtype="float32", max_running=AT_ONCE)
     engine = Engine.load(str(directory), config).start()
     try:

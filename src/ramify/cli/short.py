@@ -1,0 +1,22 @@
+"""The short flags, which mean the same everywhere: -m the model, -o the output, -b the servers that run already."""
+
+import json
+from collections.abc import Sequence
+
+SHORT = {"-m": "--model.name", "-o": "--output"}
+
+
+def spelled_out(args: Sequence[str]) -> list[str]:
+    """The arguments with short flags as the keys they stand for. `-b` replaces the whole of `inference`."""
+    found: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg != "-b":
+            found.append(SHORT.get(arg, arg))
+            continue
+        urls: list[str] = []
+        while rest and not rest[0].startswith(("-", "@")):
+            urls.append(rest.pop(0).rstrip("/").removesuffix("/v1"))
+        found.append(f"--inference={json.dumps({'engine': 'external', 'base_url': urls})}")
+    return found

@@ -1,0 +1,35 @@
+"""The two ends of `tiny`'s training: the weights it starts from, in float32, and the trained ones, rounded to bf16."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from ramify.model.tiny.files import model_config, write_tokenizer
+from ramify.model.tiny.start import prepare
+
+
+def write_start(directory: Path, seed: int) -> None:
+    """A whole model directory, not yet trained."""
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(model_config()).float()
+    prepare(model, seed)
+    _write(model, directory)
+
+
+def write_rounded(trained: Path, directory: Path) -> None:
+    """The model of `trained` as it ships."""
+    logging.disable_progress_bar()
+    _write(LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16, local_files_only=True), directory)
+
+
+def _write(model: Any, directory: Path) -> None:
+    end, pad = model.config.eos_token_id, model.config.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    for file in directory.iterdir():
+        file.chmod(0o644)  # weights are written for their owner alone

@@ -1,0 +1,66 @@
+"""Meeting the env server of a source, which may still be booting, or be started again meanwhile."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from ramify.envserver.client import EnvClient
+from ramify.envserver.messages import Info
+from ramify.errors import PeerLost, RamifyError, TokensRequired, WorkerDied
+from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
+from ramify.orchestrate.sampling import Served
+from ramify.orchestrate.tasks import MANY, TaskBook
+
+LOOK = 0.25  # seconds between two looks at a server that is not ready
+SLACK = 600.0  # seconds an attempt may wait for a worker beyond what it may take
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A source whose server answers."""
+
+    served: Served
+    info: Info
+
+
+async def meet(
+    source: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack, *, patience: float, secret: str | None
+) -> Met:
+    """Connect for as long as `stack` lives. Raises PeerLost, WorkerDied or TokensRequired."""
+    assert source.address is not None
+    end = time.monotonic() + patience
+    try:
+        client = await EnvClient(source.address, secret).start(patience)
+    except PeerLost as error:
+        raise PeerLost(f"the orchestrator waits for the env server of {source.title}: {error.message}") from error
+    stack.push_async_callback(client.close)
+    tasks = TaskBook(source.title, client)
+    info, count = await _ready(source, client, tasks, end)
+    if isinstance(source, TrainSourceConfig) and not info.trainable:
+        raise TokensRequired(f"train source {source.title}: its endpoint gives no token ids and logprobs")
+    timeouts = source.timeouts
+    agent = float(source.harness.get("timeout", 600.0))
+    deadline = timeouts.boot + timeouts.setup + agent + timeouts.finalize + timeouts.scoring + SLACK
+    compares = bool(info.group_rewards)
+    return Met(Served(source.title, client, tasks, compares, deadline, source.attempts, patience, count), info)
+
+
+async def _ready(
+    source: TrainSourceConfig | EvalSourceConfig, client: EnvClient, tasks: TaskBook, end: float
+) -> tuple[Info, int | None]:
+    """What the server serves, and how many tasks, once it has a worker."""
+    most = MANY if isinstance(source, TrainSourceConfig) else source.num_tasks
+    broken = False
+    while True:
+        try:
+            health = await client.health()
+            if health.state == "ok":
+                return await client.info(), await tasks.count(most)
+            broken = health.state == "broken"
+            error = WorkerDied(f"the env server of {source.title} has no worker: {health.reason or health.state}")
+        except RamifyError as failure:
+            error = failure
+        if not error.retryable or broken or time.monotonic() > end:
+            raise error
+        await asyncio.sleep(LOOK)

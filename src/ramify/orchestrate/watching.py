@@ -1,0 +1,95 @@
+"""What goes on beside the sampling for as long as a run lives: evals, cut batches, the engines' load, the watchdog.
+
+Each is one task without an end; what fails by a name nobody handles ends the run by that name.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+from ramify.errors import RunStalled
+from ramify.orchestrate.concurrency import Load
+from ramify.orchestrate.run import Run
+from ramify.orchestrate.telling import dropped, why
+from ramify.store.ledger import StoredBatch
+from ramify.trace import Trace
+
+LOOK = 1.0  # seconds between two looks at the engines' load and at the run's progress
+
+Show = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
+
+
+async def evaluate(run: Run) -> None:
+    """Evals as they fall due, the first with the weights the run begins with."""
+    if run.sampling.open.is_set() and (names := run.evaluating.due(0)):
+        run.due.put_nowait((0, names))
+    while True:
+        step, names = await run.due.get()
+        await run.evaluating.run(step, names)
+        run.due.task_done()
+
+
+async def follow_load(run: Run) -> None:
+    """As many attempts at once as the engines bear."""
+    while True:
+        await asyncio.sleep(LOOK)
+        run.loads = await run.client.loads()
+        if run.loads:
+            worst = Load(max(load.cache for load in run.loads), sum(load.queued for load in run.loads))
+            run.concurrency.observe(worst, run.sampling.out)
+            run.sampling.wake()
+
+
+async def watch(run: Run) -> None:
+    """Raises RunStalled, with who waits for what, when nothing has moved for too long."""
+    limit = run.config.orchestrator.stall_timeout
+    while True:
+        await asyncio.sleep(min(LOOK, limit / 4))
+        if run.evaluating.running:
+            run.progress.moved = max(run.progress.moved, *run.evaluating.running.values())
+        if (idle := time.monotonic() - run.progress.moved) > limit:
+            lines = [f"  {each['who']} waits for {each['waits_for']} ({each['detail']})" for each in why(run)]
+            said = f"no step in {idle:.0f} s (orchestrator.stall_timeout is {limit:g})"
+            report = "\n".join([said, *lines, f"  dropped groups: {dropped(run) or 'none'}"])
+            with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
+                (run.config.path / "stalled.txt").write_text(report + "\n")
+            raise RunStalled(report)
+
+
+async def follow_cuts(run: Run, show: Show | None) -> None:
+    """Every batch that is decided, told to the trainer and to people."""
+    while True:
+        await run.sampling.cut.wait()
+        run.sampling.cut.clear()
+        for batch in run.ledger.batches(run.next):
+            run.next = batch.step + 1
+            run.progress.cut(batch.step, [batch.step - run.ledger.group(number).version for number in batch.groups])
+            _say(run, batch)
+            if show is not None:
+                _show_some(run, batch, show)
+        await run.service.announce()
+
+
+def _say(run: Run, batch: StoredBatch) -> None:
+    last, rate = run.progress.last, run.progress.speed()
+    k, n = run.progress.trainable
+    print(
+        f"step {batch.step}: reward {last.get('reward/all/mean', 0.0):.3f}, trainable {k}/{n}, "
+        f"{rate[0]:.1f} rollouts/s, {rate[1]:.0f} tokens/s, staleness {last.get('staleness/mean', 0.0):.1f}",
+        flush=True,
+    )
+
+
+def _show_some(run: Run, batch: StoredBatch, show: Show) -> None:
+    """A few rollouts of each source, out of the batch that was just decided."""
+    samples = run.config.monitor.samples
+    if not samples.count or batch.step % samples.interval:
+        return
+    shown: dict[str, list[tuple[Trace, float | None]]] = {}
+    for number in batch.groups:
+        rollouts = shown.setdefault(run.ledger.group(number).source, [])
+        for attempt in run.ledger.attempts(number)[: samples.count - len(rollouts)]:
+            if attempt.rollout is not None:
+                rollouts.append((run.store.read(attempt.rollout)[0], attempt.notes.get("advantage")))
+    show(batch.step, shown)

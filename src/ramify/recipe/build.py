@@ -1,0 +1,55 @@
+"""From a seed to a model directory: train in stages, write, measure what was written, move it into place."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ramify.model.tiny.weights import write_rounded, write_start
+from ramify.recipe import FIGURES, VERSION
+from ramify.recipe.measure import measure
+from ramify.recipe.stages import STAGES, config_of, write_rows
+from ramify.train.sft import train
+from ramify.train.sft.display import Display, Quiet
+
+
+def build(name: str, directory: Path, *, seed: int, display: Callable[[], Display] = Quiet) -> None:
+    """Build the packaged model `name` into `directory`, in place of what was there; `display` shows each stage."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        draft = Path(scratch) / "model"
+        write_rounded(_trained(Path(scratch), seed, display), draft)
+        display().say("measuring")
+        figures = measure(draft, seed=seed).as_dict()
+        about = {
+            "name": name,
+            "recipe": VERSION,
+            "seed": seed,
+            "built": datetime.now(UTC).date().isoformat(),
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "figures": figures,
+        }
+        (draft / FIGURES).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+        if directory.exists():
+            shutil.move(directory, Path(scratch) / "old")
+        draft.replace(directory)
+    display().say(f"wrote {directory}")
+
+
+def _trained(scratch: Path, seed: int, display: Callable[[], Display]) -> Path:
+    """All stages, each from the float32 weights that the one before it wrote."""
+    model = scratch / "start"
+    write_start(model, seed)
+    for stage in STAGES:
+        display().say(f"{stage.name}: {stage.steps} steps")
+        rows = scratch / f"{stage.name}.jsonl"
+        write_rows(stage, rows, seed)
+        done = train(config_of(stage, rows, model, scratch, seed), display=display())
+        if done.weights is None:
+            raise KeyboardInterrupt  # ramify sft ends orderly when it is told to stop, and has no weights then
+        model = done.weights
+    return model

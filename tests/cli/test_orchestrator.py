@@ -1,0 +1,129 @@
+"""`ramify orchestrator` alone: it starts the env servers that nobody has started, and they end with it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from ramify.cli.app import main
+from tests.env.serving import chat_server
+from tests.envserver.engine import instant
+from tests.launch.scripts import until
+from tests.rl import environments
+
+RUN = """
+name = "run"
+max_steps = 3
+seq_len = 512
+
+[inference]
+engine = "external"
+base_url = ["{url}"]
+
+[orchestrator]
+batch_size = 4
+group_size = 2
+
+[[train]]
+name = "plain"
+taskset = {{ id = "{file}:Plain" }}
+pool = {{ type = "static", workers = 1 }}
+"""
+CHAT = """
+[[eval]]
+name = "elsewhere"
+taskset = {{ id = "{file}:Plain" }}
+pool = {{ type = "static", workers = 1 }}
+num_tasks = 2
+endpoint = {{ base_url = "{url}", model = "big" }}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("orchestrator")
+    with instant() as engine:
+        engine.version = engine.version._replace(policy="tiny", incarnation=0, step=0)
+        (folder / "run.toml").write_text(RUN.format(url=engine.url, file=environments.__file__))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def chat():
+    with chat_server() as server:
+        yield server.url.removesuffix("/v1")
+
+
+@contextlib.contextmanager
+def started(home, *args):
+    """A part command that runs, and everything below it."""
+    command = [sys.executable, "-m", "ramify", *args]
+    process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    family = []
+    try:
+        yield process, family
+    finally:
+        for one in [*family, psutil.Process(process.pid)] if process.returncode is None else family:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def gone(family) -> bool:
+    return not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+SLOW = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="tests/launch has the supervisor's part")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 75, marks=SLOW)], ids=["killed", "asked"]
+)
+def test_its_env_servers_run_rollouts_and_end_with_it(home, chat, number, code):
+    """One source asks the run's engine and is trained on, the other asks an endpoint that only chats."""
+    file, name = (home / "run.toml").read_text(), f"ended-{code}"
+    (home / "eval.toml").write_text(file + CHAT.format(file=environments.__file__, url=chat))
+    path = home / "outputs" / name
+    log = path / "logs" / "orchestrator.log"
+    with started(home, "orchestrator", "@", "eval.toml", "--name", name) as (process, family):
+        until(lambda: log.exists() and "eval at step 0: eval/elsewhere/avg 1.000" in log.read_text(), seconds=60)
+        until(lambda: sum(file.stat().st_size for file in path.glob("traces/*")) > 0)
+        family += psutil.Process(process.pid).children(recursive=True)
+        assert sum("ramify env-server @" in " ".join(one.cmdline()) for one in family) >= 2
+        process.send_signal(number)
+        assert process.wait(30) == code
+        until(lambda: gone(family), seconds=15)
+
+
+def test_an_endpoint_that_only_chats_is_never_trained_on(home, chat):
+    file = (home / "run.toml").read_text()
+    (home / "train.toml").write_text(f'{file}endpoint = {{ base_url = "{chat}", model = "big" }}\n')
+    named = [sys.executable, "-m", "ramify", "orchestrator", "@", "train.toml", "--name", "refused"]
+    done = subprocess.run(named, cwd=home, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "TokensRequired: train source plain" in done.stderr) == (2, True), done.stderr
+
+
+def test_who_has_no_supervisor_says_where_the_run_can_be_asked(home, capsys):
+    with started(home, "env-server", "@", "run.toml", "--source", "train/plain", "--address_file", "at") as _:
+        until(lambda: (home / "at").exists(), seconds=60)
+        address = (home / "at").read_text().strip()
+        pool = ["--train.0.pool", '{"type": "elastic"}', "--train.0.address", address]
+        with started(home, "orchestrator", "@", "run.toml", *pool) as (process, family):
+            line = ""
+            while "status at" not in line:
+                line = process.stdout.readline()
+                assert line, "it ended"
+            family += psutil.Process(process.pid).children(recursive=True)
+            assert family == []  # its env server is somebody else's
+            record = json.loads((home / "outputs" / "run" / "run.json").read_text())
+            assert record["status"] == line.split()[-1]
+            assert main(["why", str(home / "outputs" / "run")]) == 0
+            assert "a trainer" in capsys.readouterr().out
+            process.terminate()
+            assert process.wait(30) == 75

@@ -1,0 +1,171 @@
+"""The part commands read the file of a whole run, and take their part of it."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.app import main
+from ramify.config import parse, parse_part
+from ramify.envserver.config import EnvServerConfig, StaticConfig
+from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.launch.parts import env_part, serve_part, trainer_part
+from ramify.launch.ports import source_addresses
+from ramify.orchestrate.config import RunConfig
+from ramify.train.service_config import ServiceConfig
+
+RUN = """
+name = "whole"
+max_steps = 7
+seq_len = 300
+seed = 5
+
+[inference]
+max_running = 8
+
+[trainer.optim]
+lr = 0.5
+
+[orchestrator]
+address = "tcp://127.0.0.1:5100"
+
+[checkpoint]
+interval = 3
+
+[[train]]
+name = "one"
+taskset = { id = "reverse-text" }
+pool = { type = "static", workers = 3 }
+
+[[train]]
+name = "two"
+taskset = { id = "reverse-text", seed = 1 }
+endpoint = { base_url = "http://127.0.0.1:9", model = "other" }
+ratio = 3
+
+[[eval]]
+name = "one"
+taskset = { id = "reverse-text", split = "eval" }
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAMIFY_SECRET", raising=False)
+    (tmp_path / "run.toml").write_text(RUN)
+    return "run.toml"
+
+
+def test_an_engine_has_the_runs_model_and_length_and_its_own_flags(file):
+    config, whole = parse_part(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, serve_part)
+    assert (config.inference.max_running, config.inference.max_model_len) == (8, 300)
+    assert (config.server.port, config.server.model_name) == (81, "tiny")
+    assert whole == parse(RunConfig, ["@", file])
+
+
+def test_an_engine_listens_where_the_run_expects_it(file, capsys):
+    outside = ["@", file, "--inference.engine", "vllm"]
+    run = parse(RunConfig, ["@", file, '--inference={"engine": "external", "base_url": ["http://127.0.0.2:8123"]}'])
+    assert serve_part(run)["server"] == {"model_name": "tiny", "host": "127.0.0.2", "port": 8123}
+    assert main(["serve", *outside, "--inference.max_running", "2", "--dry-run"]) == 0  # flags are the part's own
+    assert "max_running" not in capsys.readouterr().err
+    several = RUN.replace("max_running = 8", 'engine = "external"\nbase_url = ["http://a:1", "http://b:2"]')
+    Path("run.toml").write_text(several)
+    assert main(["serve", "@", file, "--dry-run"]) == 2
+    assert "server: the run has several engines, http://a:1, http://b:2" in capsys.readouterr().err
+    assert main(["serve", "@", file, "--server.host", "b", "--server.port", "2", "--dry-run"]) == 0
+    assert "at http://b:2" in capsys.readouterr().out
+
+
+def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys):
+    config, _ = parse_part(ServiceConfig, ["@", file], RunConfig, trainer_part)
+    assert (str(config.path), config.address, config.seed) == ("outputs/whole", "tcp://127.0.0.1:5100", 5)
+    assert (config.trainer.optim.lr, config.checkpoint.interval) == (0.5, 3)
+    assert main(["trainer", "@", file, "--dry-run"]) == 0
+    assert "on tcp://127.0.0.1:5100, into outputs/whole" in capsys.readouterr().out
+    Path("run.toml").write_text(RUN.replace(":5100", ":0"))
+    assert main(["trainer", "@", file, "--dry-run"]) == 2
+    assert "orchestrator.address, with a port" in capsys.readouterr().err
+    assert main(["trainer", "@", file, "--replay", "batches", "--dry-run"]) == 0
+
+
+def test_an_env_server_has_one_source_of_the_run_with_the_runs_limits(file, capsys):
+    words = ["@", file, "--source", "train/one", "--inference.base_url", "http://127.0.0.1:8"]
+    config, _ = parse_part(EnvServerConfig, words, RunConfig, lambda whole: env_part(whole, "train/one"))
+    picked = config.pick()
+    assert (picked.name, picked.config.seq_len, picked.config.address) == ("train/one", 300, "tcp://127.0.0.1:0")
+    assert picked.config.pool == StaticConfig(workers=3)
+    assert config.inference == ExternalConfig(engine="external", base_url=["http://127.0.0.1:8"])
+    assert str(picked.log(config.output)) == "outputs/whole/logs/env/train/one.log"
+    assert config.secret_env is None
+    assert main(["env-server", "@", file, "--source", "train/one", "--dry-run"]) == 2
+    assert "say where it answers, with -b URL" in capsys.readouterr().err
+    assert main(["env-server", "@", file, "--dry-run", "-b", "http://127.0.0.1:8"]) == 2
+    assert "source: there are several; pick one of train/one, train/two, eval/one" in capsys.readouterr().err
+
+
+def test_a_source_with_an_endpoint_of_its_own_asks_that(file):
+    table = env_part(parse(RunConfig, ["@", file]), "train/two")
+    assert (table["inference"], table["model"]) == ({"base_url": ["http://127.0.0.1:9"]}, {"name": "other"})
+
+
+def test_the_secret_is_the_runs_where_there_is_one(file, monkeypatch):
+    monkeypatch.setenv("RAMIFY_SECRET", "x")
+    run = parse(RunConfig, ["@", file])
+    assert (run.secret, env_part(run, "train/one")["secret_env"]) == ("x", "RAMIFY_SECRET")
+
+
+def test_an_address_that_others_can_reach_needs_a_secret(file, monkeypatch, capsys):
+    words = ["env-server", "@", file, "--source", "train/two", "--train.1.address", "tcp://0.0.0.0:0", "--dry-run"]
+    assert main(words) == 2
+    assert "give the server a secret" in capsys.readouterr().err
+    monkeypatch.setenv("RAMIFY_SECRET", "x")
+    assert main(words) == 0
+
+
+def test_ports_are_fixed_by_the_base_and_by_nothing_else(file):
+    run = parse(RunConfig, ["@", file, "--launch.base_port", "7000"])
+    fixed = {"train/one": "tcp://127.0.0.1:7000", "train/two": "tcp://127.0.0.1:7001"}
+    assert source_addresses(run) == {**fixed, "eval/one": "tcp://127.0.0.1:8000"}
+    assert env_part(run, "train/two")["train"][1]["address"] == "tcp://127.0.0.1:7001"
+    assert set(source_addresses(parse(RunConfig, ["@", file])).values()) == {"tcp://127.0.0.1:0"}
+
+
+def test_a_taken_port_is_a_named_failure_of_every_part(file, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["-b", "http://127.0.0.1:9", "--orchestrator.address", f"tcp://127.0.0.1:{port}"]
+        assert main(["orchestrator", "@", file, *words]) == 1
+    assert f"PortTaken: orchestrator.address: tcp://127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "trainer", "env-server", "orchestrator"])
+def test_an_unknown_key_is_refused_with_the_nearest_wherever_it_stands(file, capsys, command):
+    Path("run.toml").write_text(RUN.replace("seq_len", "seq_length"))
+    assert main([command, "@", file]) == 2
+    assert "seq_length: unknown key; did you mean seq_len? (run.toml)" in capsys.readouterr().err
+    Path("run.toml").write_text(RUN.replace("interval = 3", "intervall = 3"))
+    assert main([command, "@", file]) == 2
+    assert "checkpoint.intervall: unknown key; did you mean checkpoint.interval?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "nearest"),
+    [
+        ("serve", "--server.prt", "server.port"),
+        ("trainer", "--patence", "patience"),
+        ("env-server", "--hang_timeot", "hang_timeout"),
+    ],
+)
+def test_flags_are_the_parts_own(file, capsys, command, flag, nearest):
+    source = ["--source", "train/two"] if command == "env-server" else []
+    assert main([command, "@", file, *source, flag, "3"]) == 2
+    assert f"unknown key; did you mean {nearest}? ({flag})" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "trainer", "env-server"])
+def test_help_says_which_files_are_read(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "a whole run's as `ramify rl` takes it" in capsys.readouterr().out

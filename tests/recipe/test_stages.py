@@ -1,0 +1,70 @@
+"""What `tiny` is taught, and that each stage of it is an ordinary run of `ramify sft`."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from safetensors.numpy import load_file
+
+from ramify.model.tiny.weights import write_rounded, write_start
+from ramify.recipe.corpus import Shares, conversations
+from ramify.recipe.drills import drills
+from ramify.recipe.stages import STAGES, Stage, config_of, write_rows
+from ramify.tasksets.drawing import split_of
+from ramify.tasksets.reversing import SYSTEM as REVERSING
+from ramify.tasksets.rows import rows
+from ramify.tasksets.wikispeedia import SYSTEM as WALKING
+from ramify.train.sft import train
+from ramify.train.sft.chats import read_chats
+
+
+def test_what_is_taught_loads_no_torch():
+    code = "import sys, ramify.recipe.stages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_no_conversation_to_learn_from_is_of_an_eval_split():
+    seen = set[str]()
+    for made in islice(conversations(7, Shares()), 300):
+        first = made.messages[0].text
+        asked = [message.text for message in made.messages if message.role == "user"]
+        if first == REVERSING:
+            assert {split_of(text) for text in asked} == {"train"}
+        elif first == WALKING:
+            target, source = asked[0].removeprefix("Target: ").split("\n")[:2]
+            assert split_of(f"{source} -> {target}") == "train"
+        else:
+            continue
+        seen.add(first)
+    assert seen == {REVERSING, WALKING}
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
+    short = replace(stage, steps=4)
+    write_rows(short, tmp_path / "rows.jsonl", seed=3)
+    config = config_of(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
+    chats = read_chats(rows(config.data.path), config.data)
+    drawn = list(islice(stage.rows(3), 4 * stage.batch))
+    assert [chat.messages for chat in chats] == [tuple(made.messages) for made in drawn]
+    assert [list(chat.tools) for chat in chats] == [list(made.tools) for made in drawn]
+
+
+def test_stages_pass_on_whole_weights_and_a_seed_gives_the_same_model(tmp_path):
+    stage = Stage("short", drills, steps=3, batch=4, warmup=1)
+    write_start(tmp_path / "start", seed=0)
+    write_rows(stage, tmp_path / "rows.jsonl", seed=0)
+    found: list[bytes] = []
+    for output in (tmp_path / "a", tmp_path / "b"):
+        done = train(config_of(stage, tmp_path / "rows.jsonl", tmp_path / "start", output, seed=0))
+        assert done.steps == 3
+        assert done.weights is not None
+        assert {str(value.dtype) for value in load_file(done.weights / "model.safetensors").values()} == {"float32"}
+        write_rounded(done.weights, output / "model")
+        assert json.loads((output / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+        assert not (output / "model" / "manifest.json").exists()
+        found.append((output / "model" / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
