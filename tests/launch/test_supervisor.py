@@ -138,6 +138,8 @@ def test_a_follower_that_was_done_comes_back_with_the_leader(tmp_path):
 import time
 lives = len(open(DIR + '/orchestrator.pids').readlines())
 while not os.path.exists(DIR + '/trainer.pids') or {count} < lives: time.sleep(0.01)
+trainer = open(DIR + '/trainer.pids').readlines()[-1].strip()
+while os.path.exists('/proc/' + trainer): time.sleep(0.01)  # until the supervisor has seen its end
 sys.exit(9 if lives == 1 else 0)
 """
     entries = [
