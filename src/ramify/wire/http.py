@@ -51,6 +51,8 @@ class HttpServer:
         except OSError as error:
             said = f"{self.what}: {self.host}:{self.port} cannot be listened on: {error.strerror}; 0 takes a free one"
             raise PortTaken(said) from error
+        # connections inherit it; asyncio sets it only on sockets that were made with the protocol's number
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name=self.what)
         try:
