@@ -37,7 +37,7 @@ SAME: dict[str, Any] = {
     "group_size": 16,
     "max_tokens": 48,
     "temperature": 1.0,
-    "lr": 3e-4,
+    "lr": 1e-4,
     "warmup_steps": 10,
     "betas": [0.9, 0.95],
 }
