@@ -175,7 +175,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         home = args.keep or Path(folder)
         home.mkdir(parents=True, exist_ok=True)
-        rng, steps, taken = random.Random(args.seed), 2 * args.kills + 4, []
+        rng, steps, taken = random.Random(args.seed), 3 * args.kills, []
         found: dict[str, Run] = {}
         for name, kills in (("killed", args.kills), ("peace", 0)):
             begun = time.monotonic()
