@@ -90,8 +90,11 @@ class Progress:
             if entry is not None:
                 yield f"reward/{source}/{name}", entry[0]
 
-    def cut(self, step: int, ages: list[int]) -> None:
-        """A batch was decided: what was judged since the last one belongs to its step."""
+    def cut(self, ages: Mapping[int, list[int]]) -> None:
+        """Batches were decided, with the ages of their groups: what was judged since the last one belongs to their steps.
+
+        One late group can decide several; they then share the numbers.
+        """
         judged, self._judged = self._judged, _Judged()
         self.moved = time.monotonic()
         everything = [reward for rewards in judged.rewards.values() for reward in rewards]
@@ -99,15 +102,15 @@ class Progress:
         values |= {name: fmean(numbers) for name, numbers in judged.metrics.items()}
         if everything:
             values["reward/all/mean"] = fmean(everything)
-            self.rewards.append(values["reward/all/mean"])
         if judged.groups:
             values["trainable"] = judged.trainable / judged.groups
             self.trainable = (judged.trainable_rollouts, judged.rollouts)
-        if ages:
-            values |= {"staleness/mean": fmean(ages), "staleness/max": float(max(ages))}
         rollouts, tokens = self.speed()
-        values |= {"rollouts_per_s": rollouts, "tokens_per_s": tokens, "rollouts": float(judged.rollouts)}
-        self.record(step, values)
+        values |= {"rollouts_per_s": rollouts, "tokens_per_s": tokens, "rollouts": judged.rollouts / max(1, len(ages))}
+        for step, old in ages.items():
+            stale = {"staleness/mean": fmean(old), "staleness/max": float(max(old))} if old else {}
+            self.record(step, values | stale)
+            self.rewards += [values["reward/all/mean"]] if everything else []
 
     def speed(self) -> tuple[float, float]:
         """Rollouts and sampled tokens a second."""

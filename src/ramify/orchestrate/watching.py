@@ -62,13 +62,19 @@ async def follow_cuts(run: Run, show: Show | None) -> None:
     while True:
         await run.sampling.cut.wait()
         run.sampling.cut.clear()
-        for batch in run.ledger.batches(run.next):
+        batches = run.ledger.batches(run.next)
+        if batches:
+            run.progress.cut({batch.step: _ages(run, batch) for batch in batches})
+        for batch in batches:
             run.next = batch.step + 1
-            run.progress.cut(batch.step, [batch.step - run.ledger.group(number).version for number in batch.groups])
             _say(run, batch)
             if show is not None:
                 _show_some(run, batch, show)
         await run.service.announce()
+
+
+def _ages(run: Run, batch: StoredBatch) -> list[int]:
+    return [batch.step - run.ledger.group(number).version for number in batch.groups]
 
 
 def _say(run: Run, batch: StoredBatch) -> None:

@@ -1,0 +1,28 @@
+"""The numbers of a step: every step has them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from ramify.orchestrate.progress import Progress
+from ramify.store import open_run
+from ramify.store.journal import Journal
+from ramify.store.ledger import Ledger
+from tests.orchestrate.rollouts import rollout
+
+
+def test_steps_that_one_late_group_decides_together_all_have_their_reward(tmp_path):
+    group: Any = SimpleNamespace(source="words")
+    with open_run(tmp_path / "run", {"kind": "test"}) as store:
+        Ledger.open(store)  # makes the tables
+        progress = Progress(Journal(store))
+        progress.settled(group, [rollout("a", 1.0), rollout("b", 0.5)], trainable=True)
+        progress.cut({0: [0, 0], 1: [1, 1]})
+        progress.settled(group, [rollout("c", 0.25)], trainable=False)
+        progress.cut({2: [2]})
+    with open_run(tmp_path / "run", {"kind": "test"}) as store:
+        journal = Journal(store)
+        rewards = {metric.step: metric.value for metric in journal.metrics("reward/all/mean")}
+        ages = {metric.step: metric.value for metric in journal.metrics("staleness/max")}
+    assert rewards == {0: 0.75, 1: 0.75, 2: 0.25}
+    assert ages == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert progress.rewards == [0.75, 0.75, 0.25]
