@@ -91,7 +91,7 @@ class Progress:
                 yield f"reward/{source}/{name}", entry[0]
 
     def cut(self, ages: Mapping[int, list[int]]) -> None:
-        """Batches were decided, with the ages of their groups: what was judged since the last one belongs to their steps.
+        """Batches were decided, with the ages of their groups: what was judged since the last belongs to their steps.
 
         One late group can decide several; they then share the numbers.
         """
