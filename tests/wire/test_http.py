@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 
 import pytest
 from starlette.applications import Starlette
@@ -38,6 +39,17 @@ def test_it_answers_at_a_free_port_until_it_is_closed():
         await server.close()  # once more does nothing
         with pytest.raises(OSError):
             await get(server)
+
+    asyncio.run(scene())
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement():
+    """Connections inherit the option from the socket that listens."""
+
+    async def scene():
+        async with HttpServer(APP, "127.0.0.1", what="a page") as server:
+            (listening,) = [sock for each in server._server.servers for sock in each.sockets]
+            assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     asyncio.run(scene())
 
