@@ -23,6 +23,7 @@ from ramify.train import places
 from ramify.train.service_config import ServiceConfig
 
 GIB = 1 << 30
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 EVAL = {"taskset": {"id": "reverse-text", "split": "eval"}}
 
@@ -95,6 +96,15 @@ def test_fixed_ports_and_one_that_is_taken(tmp_path, free_port):
             plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
         mine = [{**TRAIN, "address": f"tcp://127.0.0.1:{base}"}]  # a server of one's own may well be there already
         plan_of(config(tmp_path, train=mine, launch={"base_port": base}), gpus=[])
+
+
+@pytest.mark.skipif(not EPHEMERAL.exists(), reason="only Linux says which ports it gives away")
+def test_a_port_that_any_may_be_is_none_that_the_system_gives_to_an_outgoing_connection(tmp_path):
+    """It was taken while the env server was down, and each of its ten restarts found it so."""
+    lowest = int(EPHEMERAL.read_text().split()[0])
+    servers = [entry for entry in plan_of(config(tmp_path), gpus=[]).entries if entry.name.startswith("env/")]
+    ports = [int(entry.address.rpartition(":")[2]) for entry in servers]
+    assert len(ports) == len(set(ports)) == 2 and max(ports) < lowest
 
 
 def test_an_orchestrator_that_has_an_address_keeps_it(tmp_path, free_port):

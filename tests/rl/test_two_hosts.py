@@ -1,11 +1,8 @@
 """docs/scaling.md, done as a reader would do it: its file, its commands, on two addresses of this machine."""
 
 import asyncio
-import contextlib
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +14,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.envserver import EnvClient
 from ramify.errors import PeerLost
+from ramify.launch.ports import settled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 HOSTS = {"10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.2"}
@@ -25,19 +23,14 @@ DEADLINE = 80.0
 
 
 def on_this_machine(text: str) -> str:
-    """The page's addresses as addresses of this machine."""
-    for address in dict.fromkeys(re.findall(r"\w+://10\.0\.0\.\d:\d+", text)):
+    """The page's addresses as addresses of this machine, with ports that are free."""
+    here = {}
+    for address in re.findall(r"\w+://10\.0\.0\.\d:\d+", text):
         scheme, host, _ = re.split(r"://|:", address)
-        text = text.replace(address, f"{scheme}://{HOSTS[host]}:{free_port(HOSTS[host])}")
+        here[address] = f"{scheme}://{HOSTS[host]}:0"
+    for address, free in settled(here).items():
+        text = text.replace(address, free)
     return text
-
-
-def free_port(host: str) -> int:
-    """A port as people choose them, below those that the system gives to whoever asks for any."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
-            return port
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")

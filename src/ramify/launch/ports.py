@@ -1,8 +1,10 @@
 """Where the processes of a run listen: chosen once, kept over every restart.
 
-Free ports are all held at the same time while they are chosen, so that no two are the same.
+Free ports are all held at the same time while they are chosen, so that no two are the same. They lie below those that
+the system gives to outgoing connections: one of these would hold the port just when a process is started again.
 """
 
+import random
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,6 +16,8 @@ from ramify.orchestrate.config import RunConfig
 
 HOST = "127.0.0.1"
 EVALS = 1000  # eval source i listens so far above the base
+ANY = range(20_000, 30_000)  # where a port is looked for when any will do
+TRIES = 100
 
 
 def source_addresses(config: RunConfig) -> dict[str, str]:
@@ -42,7 +46,11 @@ def _listener(what: str, address: str) -> socket.socket:
         host = port = None
     if host is None or port is None:
         refuse([(what, f"expected {place.scheme or 'tcp'}://HOST:PORT, got {address}")])
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise PortTaken(f"{what}: {address} cannot be listened on: {error.strerror}") from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    why = ""
+    for number in [port] if port else random.sample(ANY, TRIES):
+        try:
+            return socket.create_server((host, number), family=family)
+        except OSError as error:
+            why = error.strerror
+    raise PortTaken(f"{what}: {address} cannot be listened on: {why}")
