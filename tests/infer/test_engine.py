@@ -16,12 +16,23 @@ from ramify.infer.request import Request, Sampling
 from ramify.infer.sampler import uniforms
 from ramify.model.version import Version
 from ramify.model.weights import stage
-from tests.infer.llama import DTYPE, POSITIONS, VOCAB, build_core, publish_as, reference, run, scores, write_llama
+from tests.infer.llama import (
+    DEVICE,
+    DTYPE,
+    POSITIONS,
+    VOCAB,
+    build_core,
+    publish_as,
+    reference,
+    run,
+    scores,
+    write_llama,
+)
 
 A, B = Version("llama", 0, 1), Version("llama", 0, 2)
 CLOSE = 1e-4  # float32; in bfloat16 the engine may be as far from float32 as transformers' own bfloat16 is
 EXERCISED = ["prefix_hit_tokens", "prefill_chunks", "mixed_steps", "preemptions", "evictions", "cancelled"]
-EXERCISED += ["recomputes", "kept"]
+EXERCISED += ["recomputes", "kept", *(["replayed_steps"] if DEVICE == "cuda" else [])]
 
 
 @pytest.fixture(scope="module")

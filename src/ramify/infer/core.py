@@ -34,13 +34,14 @@ class Core:
         self.counters = Counters()
         blocks = _blocks(model, config)
         fixed = config.max_batch_tokens if config.batch_invariant else None
-        self.runner = Runner(model, blocks=blocks, block_size=config.block_size, fused=config.fused, fixed_rows=fixed)
-        self.pool = BlockPool(blocks, config.block_size, self.counters, sharing=config.prefix_cache)
+        size = config.block_size
+        self.runner = Runner(model, self.counters, blocks=blocks, block_size=size, fused=config.fused, fixed_rows=fixed)
+        self.pool = BlockPool(blocks, size, self.counters, sharing=config.prefix_cache)
         self.scheduler = Scheduler(
             self.pool, self.counters, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
         )
         self.scheduler.version = version
-        self.max_model_len = min(_longest(model, config), self.pool.capacity * config.block_size)
+        self.max_model_len = min(_longest(model, config), self.pool.capacity * size)
         self._looked = time.monotonic()
 
     # -- requests ------------------------------------------------------------------------------------------------------

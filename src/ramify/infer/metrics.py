@@ -13,6 +13,7 @@ class Counters:
     rejected: int = 0
     expired: int = 0
     steps: int = 0
+    replayed_steps: int = 0  # decode steps run as CUDA graphs
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     computed_tokens: int = 0

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.infer.graphs import Graphs
+from ramify.infer.metrics import Counters
 from ramify.infer.request import Request
 from ramify.infer.scheduler import Chunk
 from ramify.model.fused import fuse, own_code
@@ -43,9 +45,16 @@ class Runner:
     """Owns the model's key-value memory and runs steps."""
 
     def __init__(
-        self, model: LoadedModel, *, blocks: int, block_size: int, fused: bool = True, fixed_rows: int | None = None
+        self,
+        model: LoadedModel,
+        counters: Counters,
+        *,
+        blocks: int,
+        block_size: int,
+        fused: bool = True,
+        fixed_rows: int | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.counters = model, counters
         self.block_size = block_size
         self.fixed_rows = fixed_rows
         shape = model.shape
@@ -53,6 +62,7 @@ class Runner:
         self.fused = fuse(model.module) if fused else None
         self.forward = self.fused or own_code(model.module)
         self.hold = 0 if self.fused and self.fused.operators.in_place else HOLD_BYTES
+        self.graphs = Graphs(self.fused, self.pool) if self.fused and model.device.type == "cuda" else None
         self._last: Batch | None = None
 
     @torch.inference_mode()
@@ -64,9 +74,21 @@ class Runner:
         if self.fixed_rows is not None:
             return self._run_fixed(chunks, self.fixed_rows)
         ordered = sorted(chunks, key=lambda chunk: (chunk.stop - chunk.start, chunk.stop))
+        if self.graphs and _decoding(ordered) and self.graphs.fits(len(ordered), ordered[-1].stop):
+            return ordered, self._replay(self.graphs, ordered)
         batch = self._next(ordered) or self._batch(ordered)
         self._last = batch
         return ordered, self.forward(batch.ids, batch.positions, batch.step, batch.rows)
+
+    def _replay(self, graphs: Graphs, chunks: Sequence[Chunk]) -> Tensor:
+        """The logits of a step in which each request brings one token, by a recorded graph."""
+        self.counters.replayed_steps += 1
+        size = self.block_size
+        starts = np.array([chunk.start for chunk in chunks])
+        ids = np.array([chunk.request.tokens[chunk.start] for chunk in chunks])
+        tables = [self._table(chunk) for chunk in chunks]
+        blocks = np.array([table[chunk.start // size] for table, chunk in zip(tables, chunks)])
+        return graphs.run(ids, starts, blocks * size + starts % size, tables)
 
     def _batch(self, ordered: Sequence[Chunk]) -> "Batch":
         ids, positions, slots = self._rows(ordered)
@@ -200,6 +222,11 @@ class Runner:
         if not isinstance(values, np.ndarray):
             values = np.array(values, dtype=np.int64)
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
+
+
+def _decoding(chunks: Sequence[Chunk]) -> bool:
+    """Whether each chunk is one token, and its logits are wanted."""
+    return all(chunk.stop - chunk.start == wanted(chunk) == 1 for chunk in chunks)
 
 
 def wanted(chunk: Chunk) -> int:
