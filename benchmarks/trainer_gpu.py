@@ -103,6 +103,11 @@ class Maker:
         prompt = self.ids(PATH - reply)
         return [self.chain(prompt, reply) for _ in range(GROUP)]
 
+    def uneven(self) -> list[Sample]:
+        """Attempts of any length at a prompt of any length."""
+        prompt = self.ids(int(self.rng.integers(600, 900)))
+        return [self.chain(prompt, int(self.rng.integers(90, 330))) for _ in range(GROUP)]
+
     def agent(self, ratio: float) -> list[Sample]:
         """A main line of turns and side branches that fork off it evenly, in trees that fill packs."""
         size = PACK // AGENTS[ratio]
@@ -183,6 +188,7 @@ def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
         seen = trainer.policy(trainer.row(pack), batch.counts)
         mark("head and loss")
         seen.loss.backward()
+        trainer.masters.collect()
         mark("layers backward")
     trainer.update(0)
     mark("clip and optimizer")
@@ -256,13 +262,15 @@ def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
     batch = Batch.of(0, packs)
     for pack in packs:
         trainer.policy(trainer.row(pack), batch.counts).loss.backward()
+        trainer.masters.collect()
     return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
 
 
 def agreement(trainer: Trainer, exact: Trainer, maker: Maker) -> list[Row]:
     """Forest and flat in bfloat16 differ no more than flat runs that are packed differently; and how far each is from
-    the gradient in float32."""
-    groups = [maker.group(4) for _ in range(4)]
+    the gradient in float32. Lengths are those of real rollouts, uneven: paths of whole blocks would be rounded alike in
+    all packings."""
+    groups = [maker.uneven() for _ in range(4)]
     forests = [grow(group) for group in groups]
     flat = [grow([each]) for group in groups for each in group]
     packings = {"flat": (flat, PACK), "flat, packed differently": (flat[::-1], PACK // 2), "forest": (forests, PACK)}

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoConfig, LlamaConfig
 
 from ramify.errors import ModelUnsupported
+from ramify.model.chains import LONG, STEP, Chains, causal
 from ramify.model.layout import Layout, layout_for
 from ramify.model.tiles import TiledAttention, products
 from ramify.model.tree import BLOCK, block_mask
@@ -84,6 +85,43 @@ def test_blocks_hold_what_the_rule_says_and_leave_the_rest_out(window):
     query, key, value = torch.randn(3, 1, 2, len(forest), 16)
     wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     torch.testing.assert_close(flex_attention(query, key, value, block_mask=blocks), wanted, atol=1e-5, rtol=1e-5)
+
+
+def ends(*lengths: int) -> np.ndarray:
+    """Of chains side by side."""
+    return np.repeat(np.cumsum(lengths), lengths)
+
+
+def test_a_row_of_long_chains_is_known_by_its_ends():
+    def lengths(end: np.ndarray) -> list[int] | None:
+        found = Chains.of(end)
+        return found and found.lengths
+
+    padding = filler(300).end
+    assert lengths(ends(LONG, LONG + 7)) == [LONG, LONG + 7]
+    assert lengths(np.concatenate([ends(LONG), padding + LONG])) == [LONG]
+    assert lengths(ends(LONG, 5, LONG)) is None
+    assert lengths(padding) is None
+    forked = ends(LONG, LONG)
+    forked[: LONG // 2] = 2 * LONG  # the second chain hangs from the middle of the first
+    assert lengths(forked) is None
+
+
+def test_chains_attend_each_by_itself_and_padding_to_nothing():
+    lengths, rest = [STEP, 100, 70], 30
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, sum(lengths) + rest, 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, sum(lengths) + rest, 8, requires_grad=True) for _ in range(2))
+    found = causal(query, key, value, Chains(lengths), None)
+    assert not found[:, :, -rest:].any()
+    end = ends(*lengths, *[1] * rest)
+    wanted = TiledAttention.apply(query, key, value, products(end, end, 0), None)
+    grad = torch.randn_like(wanted)
+    grad[:, :, -rest:] = 0.0  # nothing is trained there
+    torch.testing.assert_close(found[:, :, :-rest], wanted[:, :, :-rest], atol=1e-5, rtol=1e-5)
+    ours, theirs = (torch.autograd.grad(each, (query, key, value), grad) for each in (found, wanted))
+    for mine, other in zip(ours, theirs):
+        assert (mine - other).norm() <= 2e-6 * other.norm()
 
 
 BIG = """

@@ -9,34 +9,17 @@ runs its own code.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.operators import Operators, compiled
+from ramify.model.operators import Layer, Operators, Sizes, Unavailable, compiled
 from ramify.model.paged import KVPool, Step, Tile
 
 FAMILY = {"llama", "mistral", "qwen2", "qwen3"}  # pre-norm, rotary in halves, gated SiLU
 Forward = Callable[[Tensor, Tensor, Step, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer's tensors; matrices are [in, out]."""
-
-    norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 class Fused:
@@ -45,20 +28,26 @@ class Fused:
     def __init__(self, module: Any) -> None:
         config, core = module.config, module.model
         self.head, self.core = module.lm_head, core
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = core.layers[0].self_attn.head_dim
-        self.scaling = core.layers[0].self_attn.scaling
-        self.eps = config.rms_norm_eps
+        attention = core.layers[0].self_attn
+        self.sizes = Sizes(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            scaling=attention.scaling,
+        )
         self.layers = [self._layer(layer) for layer in core.layers]
         self.angles = self._angles(config.max_position_embeddings)
-        self.operators = Operators(self.heads, self.kv_heads, self.head_dim)
+        self.operators = Operators(self.sizes)
 
     def _angles(self, positions: int) -> Tensor:
         """Cosines and sines of every position, [positions, 2 * head_dim]; half of the sines negated for `roll`."""
         weight = self.core.embed_tokens.weight
         every = torch.arange(positions, device=weight.device).unsqueeze(0)
         cos, sin = (part[0] for part in self.core.rotary_emb(weight[:1].unsqueeze(0), position_ids=every))
-        half = self.head_dim // 2
+        half = self.sizes.head_dim // 2
         return torch.cat((cos, -sin[:, :half], sin[:, half:]), -1)
 
     def _layer(self, layer: Any) -> Layer:
@@ -84,31 +73,12 @@ class Fused:
         hidden = F.embedding(ids, self.core.embed_tokens.weight)
         turns = F.embedding(positions, self.angles)
         for number, layer in enumerate(self.layers):
-            hidden = self._attention(layer, number, hidden, turns, step)
-            hidden = self._mlp(layer, hidden)
-        hidden = self.operators.norm(hidden.index_select(0, rows), self.core.norm.weight, self.eps)
-        return F.linear(hidden, self.head.weight, self.head.bias)
-
-    def _attention(self, layer: Layer, number: int, hidden: Tensor, turns: Tensor, step: Step) -> Tensor:
-        qkv = torch.mm(self.operators.norm(hidden, layer.norm, self.eps), layer.qkv)
-        if layer.qkv_bias is not None:
-            qkv += layer.qkv_bias
-        if layer.q_norm is not None and layer.k_norm is not None:
-            self._norm_heads(qkv, layer.q_norm, layer.k_norm)
-        self.operators.turn(qkv, turns, step, number)
-        out = torch.addmm(hidden, self.operators.attend(qkv, step, number, self.scaling), layer.out)
-        return out if layer.out_bias is None else out.add_(layer.out_bias)
-
-    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        for weight, start, count in ((q_norm, 0, self.heads), (k_norm, self.heads, self.kv_heads)):
-            part = heads[:, start : start + count]
-            normed = self.operators.norm(part.reshape(-1, self.head_dim), weight, self.eps)
-            part.copy_(normed.view(part.shape))
-
-    def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
-        gate_up = torch.mm(self.operators.norm(hidden, layer.mlp_norm, self.eps), layer.gate_up)
-        return torch.addmm(hidden, self.operators.gate(gate_up), layer.down)
+            qkv = self.operators.begin(layer, hidden, turns, step, number)
+            found = self.operators.attend(qkv, step, number)
+            if layer is self.layers[-1] and len(rows) < len(hidden):  # of the other rows keys and values were wanted
+                found, hidden = found.index_select(0, rows), hidden.index_select(0, rows)
+            hidden = self.operators.finish(layer, found, hidden)
+        return F.linear(self.operators.norm(hidden, self.core.norm.weight), self.head.weight, self.head.bias)
 
 
 def fuse(module: Any) -> Fused | None:
@@ -122,12 +92,15 @@ def fuse(module: Any) -> Fused | None:
     with torch.no_grad():  # not inference mode: joined weights stay ordinary tensors, to be updated later
         expected = _trial(module, own_code(module))
         fused = Fused(module)
-        in_torch, in_c = fused.operators, compiled(expected, fused.heads, fused.kv_heads, fused.head_dim)
-        for operators in filter(None, (in_c, in_torch)):
-            fused.operators = operators
+        try:
+            fused.operators = compiled(fused.sizes, fused.layers)
             if _agree(expected, _trial(module, fused)):
                 return fused
-        return None
+            why = "those in C do not agree with the model's own code"
+        except Unavailable as reason:
+            why = str(reason)
+        fused.operators = Operators(fused.sizes, f"torch ({why})")
+        return fused if _agree(expected, _trial(module, fused)) else None
 
 
 def own_code(module: Any) -> Forward:

@@ -1,11 +1,30 @@
-/* The small operators of a decoder layer, float32. Compiled for one model: HEADS, KV_HEADS and HEAD_DIM are given. */
+/* A decoder layer around its attention, attention, and drawing the next token; float32, rows in order of memory.
+   Compiled for one model: HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS and SCALING are given. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 
-enum { GROUP = HEADS / KV_HEADS, HALF = HEAD_DIM / 2 };
+enum { GROUP = HEADS / KV_HEADS, HALF = HEAD_DIM / 2, FOUND = HEADS * HEAD_DIM };
 enum { ROW = (HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH = 2 * KV_HEADS * HEAD_DIM }; /* of qkv, of a slot in the pool */
+enum { ROWS = 64 };                                                               /* that go through a layer together */
+enum { SHARE = 64 };                                                              /* tokens of the vocabulary summed first */
+
+/* Matrices are [in, out]; those a model does not have are null. */
+typedef struct {
+    const float *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
+} Layer;
+
+/* The matrix product that torch itself calls, with the arguments of BLAS. */
+typedef void Sgemm(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
+                   const int *, const float *, const int *, const float *, float *, const int *);
+
+/* y [rows, out] = x [rows, in], whose rows lie `stride` apart, times w [in, out]; added to y if `keep` is 1. */
+static void product(Sgemm *sgemm, const float *x, int stride, const float *w, float *y, int rows, int in, int out,
+                    float keep) {
+    const float one = 1;
+    sgemm("N", "N", &out, &rows, &in, &one, w, &out, x, &stride, &keep, y, &out);
+}
 
 /* e^x to 2 units in the last place, of the kind a compiler turns into vectors. */
 static inline float exponential(float x) {
@@ -22,65 +41,141 @@ static inline float exponential(float x) {
     return power.value;
 }
 
-void norm(const float *x, const float *weight, float *out, int64_t rows, int64_t dim, float eps) {
-    for (int64_t row = 0; row < rows; row++, x += dim, out += dim) {
-        float sum = 0;
-        for (int64_t j = 0; j < dim; j++) sum += x[j] * x[j];
-        float scale = 1.0f / sqrtf(sum / dim + eps);
-        for (int64_t j = 0; j < dim; j++) out[j] = x[j] * scale * weight[j];
+static inline void norm(const float *x, const float *weight, float *out, int dim) {
+    float sum = 0;
+    for (int j = 0; j < dim; j++) sum += x[j] * x[j];
+    float scale = 1.0f / sqrtf(sum / dim + EPS);
+    for (int j = 0; j < dim; j++) out[j] = x[j] * scale * weight[j];
+}
+
+static inline void rotate(float *x, const float *cos, const float *sin) {
+    for (int j = 0; j < HALF; j++) {
+        float low = x[j], high = x[HALF + j];
+        x[j] = low * cos[j] + high * sin[j];
+        x[HALF + j] = high * cos[HALF + j] + low * sin[HALF + j];
     }
 }
 
-void gate(const float *gate_up, float *out, int64_t rows, int64_t dim) {
-    for (int64_t row = 0; row < rows; row++, gate_up += 2 * dim, out += dim)
-        for (int64_t j = 0; j < dim; j++) out[j] = gate_up[j] / (1.0f + exponential(-gate_up[j])) * gate_up[dim + j];
-}
-
-/* Rotates queries and keys of qkv [rows, ROW] where they are, and stores keys and values in the pool's slots. */
-void turn(float *qkv, const float *turns, const int64_t *slots, float *pool, int64_t rows) {
-    for (int64_t row = 0; row < rows; row++, qkv += ROW, turns += 2 * HEAD_DIM) {
-        const float *cos = turns, *sin = turns + HEAD_DIM;
-        for (float *x = qkv; x < qkv + ROW - KV_HEADS * HEAD_DIM; x += HEAD_DIM)
-            for (int j = 0; j < HALF; j++) {
-                float low = x[j], high = x[HALF + j];
-                x[j] = low * cos[j] + high * sin[j];
-                x[HALF + j] = high * cos[HALF + j] + low * sin[HALF + j];
+/* From hidden [rows, HIDDEN] to rotated qkv [rows, ROW]; keys and values are stored in the pool's slots as well. */
+void begin(Sgemm *sgemm, const Layer *layer, const float *hidden, const float *turns, const int64_t *slots, float *pool,
+           float *qkv, int64_t rows) {
+    static _Thread_local float normed[ROWS * HIDDEN];
+    for (int64_t first = 0; first < rows; first += ROWS) {
+        int count = rows - first < ROWS ? rows - first : ROWS;
+        for (int i = 0; i < count; i++, hidden += HIDDEN) norm(hidden, layer->norm, normed + i * HIDDEN, HIDDEN);
+        product(sgemm, normed, HIDDEN, layer->qkv, qkv, count, HIDDEN, ROW, 0);
+        for (int i = 0; i < count; i++, qkv += ROW, turns += 2 * HEAD_DIM, slots++) {
+            if (layer->qkv_bias)
+                for (int j = 0; j < ROW; j++) qkv[j] += layer->qkv_bias[j];
+            for (int head = 0; head < HEADS + KV_HEADS; head++) {
+                const float *weight = head < HEADS ? layer->q_norm : layer->k_norm;
+                if (weight) norm(qkv + head * HEAD_DIM, weight, qkv + head * HEAD_DIM, HEAD_DIM);
+                rotate(qkv + head * HEAD_DIM, turns, turns + HEAD_DIM);
             }
-        float *slot = pool + slots[row] * WIDTH;
-        for (int j = 0; j < WIDTH; j++) slot[j] = qkv[HEADS * HEAD_DIM + j];
+            float *slot = pool + *slots * WIDTH;
+            for (int j = 0; j < WIDTH; j++) slot[j] = qkv[FOUND + j];
+        }
     }
 }
 
-/* One query a row against its sequence's blocks, read where they lie: `blocks` is [rows, most]. */
+/* What follows attention: its projection and the MLP, both added to hidden [rows, HIDDEN]. */
+void finish(Sgemm *sgemm, const Layer *layer, const float *found, float *hidden, int64_t rows) {
+    static _Thread_local float normed[ROWS * HIDDEN], gate_up[ROWS * 2 * INNER];
+    for (int64_t first = 0; first < rows; first += ROWS, found += ROWS * FOUND, hidden += ROWS * HIDDEN) {
+        int count = rows - first < ROWS ? rows - first : ROWS;
+        product(sgemm, found, FOUND, layer->out, hidden, count, FOUND, HIDDEN, 1);
+        for (int i = 0; i < count; i++) {
+            if (layer->out_bias)
+                for (int j = 0; j < HIDDEN; j++) hidden[i * HIDDEN + j] += layer->out_bias[j];
+            norm(hidden + i * HIDDEN, layer->mlp_norm, normed + i * HIDDEN, HIDDEN);
+        }
+        product(sgemm, normed, HIDDEN, layer->gate_up, gate_up, count, HIDDEN, 2 * INNER, 0);
+        for (int i = 0; i < count; i++) {
+            float *restrict gate = gate_up + i * 2 * INNER, *restrict up = gate + INNER;
+            for (int j = 0; j < INNER; j++) gate[j] = gate[j] / (1.0f + exponential(-gate[j])) * up[j];
+        }
+        product(sgemm, gate_up, 2 * INNER, layer->down, hidden, count, INNER, HIDDEN, 1);
+    }
+}
+
+/* The queries of a tile against their sequences' blocks, read where they lie: `blocks` is [sequences, most], `places`
+   says which of the [sequences, queries] each row is, and is null where all of them are rows. */
 void attend(const float *restrict qkv, const float *restrict pool, const int64_t *restrict blocks, int64_t most,
-            int64_t block_size, const int64_t *restrict positions, float *restrict out, int64_t rows, float scaling) {
+            int64_t block_size, const int64_t *restrict positions, const int64_t *places, int64_t queries,
+            float *restrict out, int64_t rows) {
     int64_t room = most * block_size;
     float *restrict scores = malloc(HEADS * room * sizeof(float));
-    for (int64_t row = 0; row < rows; row++, qkv += ROW, out += HEADS * HEAD_DIM, blocks += most) {
-        int64_t keys = positions[row] + 1, used = (keys + block_size - 1) / block_size;
-        for (int64_t b = 0; b < used; b++)
+    for (int64_t row = 0; row < rows; row++, qkv += ROW, out += FOUND) {
+        int64_t place = places ? places[row] : row, keys = positions[place] + 1;
+        const int64_t *own = blocks + place / queries * most;
+        for (int64_t first = 0; first < keys; first += block_size) {
+            int64_t count = keys - first < block_size ? keys - first : block_size;
             for (int head = 0; head < HEADS; head++) {
-                const float *key = pool + blocks[b] * block_size * WIDTH + head / GROUP * HEAD_DIM;
+                const float *key = pool + own[first / block_size] * block_size * WIDTH + head / GROUP * HEAD_DIM;
                 const float *query = qkv + head * HEAD_DIM;
-                float *score = scores + head * room + b * block_size;
-                for (int64_t t = 0; t < block_size; t++, key += WIDTH) {
+                float *score = scores + head * room + first;
+                for (int64_t t = 0; t < count; t++, key += WIDTH) {
                     float sum = 0;
                     for (int j = 0; j < HEAD_DIM; j++) sum += query[j] * key[j];
-                    score[t] = sum * scaling;
+                    score[t] = sum * SCALING;
                 }
             }
+        }
         for (int head = 0; head < HEADS; head++) {
             float *score = scores + head * room, peak = score[0], total = 0, sum[HEAD_DIM] = {0};
             for (int64_t t = 1; t < keys; t++) peak = score[t] > peak ? score[t] : peak;
             for (int64_t t = 0; t < keys; t++) total += score[t] = exponential(score[t] - peak);
-            for (int64_t t = keys; t < used * block_size; t++) score[t] = 0;
-            for (int64_t b = 0; b < used; b++) {
-                const float *value = pool + blocks[b] * block_size * WIDTH + (KV_HEADS + head / GROUP) * HEAD_DIM;
-                for (int64_t t = 0; t < block_size; t++, value += WIDTH)
-                    for (int j = 0; j < HEAD_DIM; j++) sum[j] += score[b * block_size + t] * value[j];
+            for (int64_t first = 0; first < keys; first += block_size) {
+                const float *value = pool + own[first / block_size] * block_size * WIDTH + (KV_HEADS + head / GROUP) * HEAD_DIM;
+                int64_t count = keys - first < block_size ? keys - first : block_size;
+                for (int64_t t = 0; t < count; t++, value += WIDTH)
+                    for (int j = 0; j < HEAD_DIM; j++) sum[j] += score[first + t] * value[j];
             }
             for (int j = 0; j < HEAD_DIM; j++) out[head * HEAD_DIM + j] = sum[j] / total;
         }
     }
     free(scores);
+}
+
+/* The first of `count` running sums that is above `aim`, or with which the last is reached; *below is the one before. */
+static int64_t invert(const float *parts, int64_t count, double aim, double *below) {
+    double all = *below, sum = *below;
+    for (int64_t i = 0; i < count; i++) all += parts[i];
+    for (int64_t i = 0;; i++) {
+        *below = sum, sum += parts[i];
+        if (sum > aim || sum >= all) return i;
+    }
+}
+
+static uint64_t mix(uint64_t value) {
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9;
+    value = (value ^ value >> 27) * 0x94D049BB133111EB;
+    return value ^ value >> 31;
+}
+
+/* A token for each row of logits [rows, vocab] and its logprob. `chance` is [2, rows], seeds and positions. The engine's
+   sampler does the same, and says why. */
+void draw(const float *logits, int64_t rows, int64_t vocab, const float *temperatures, const uint64_t *chance,
+          int64_t *tokens, float *logprobs) {
+    int64_t shares = (vocab + SHARE - 1) / SHARE;
+    float *weights = malloc((vocab + shares) * sizeof(float)), *sums = weights + vocab;
+    for (int64_t row = 0; row < rows; row++, logits += vocab) {
+        float peak = logits[0], scale = 1 / temperatures[row];
+        for (int64_t j = 1; j < vocab; j++) peak = logits[j] > peak ? logits[j] : peak;
+        for (int64_t j = 0; j < vocab; j++) weights[j] = exponential((logits[j] - peak) * scale);
+        double total = 0, below = 0;
+        for (int64_t share = 0; share < shares; share++) {
+            int64_t stop = share < shares - 1 ? (share + 1) * SHARE : vocab;
+            float sum = 0;
+            for (int64_t j = share * SHARE; j < stop; j++) sum += weights[j];
+            total += sums[share] = sum;
+        }
+        uint64_t noise = mix(mix(chance[row]) + chance[rows + row] * 0x9E3779B97F4A7C15) >> 11;
+        double aim = noise * 0x1p-53 * total;
+        int64_t share = invert(sums, shares, aim, &below), first = share * SHARE;
+        int64_t count = share < shares - 1 ? SHARE : vocab - first;
+        tokens[row] = first + invert(weights + first, count, aim, &below);
+        logprobs[row] = (logits[tokens[row]] - peak) * scale - logf(total);
+    }
+    free(weights);
 }

@@ -116,12 +116,13 @@ def write(step: Step, layer: int, key_value: Tensor) -> None:
 def attend(step: Step, layer: int, query: Tensor, scaling: float | None, window: int = 0) -> Tensor:
     """[rows, heads, head_dim] queries against the cache, after `write`."""
     if len(step.tiles) == 1:
-        return _tile(step, step.tiles[0], layer, query, scaling, window)
-    parts = [_tile(step, tile, layer, query[tile.start : tile.stop], scaling, window) for tile in step.tiles]
+        return attend_tile(step, step.tiles[0], layer, query, scaling, window)
+    parts = [attend_tile(step, tile, layer, query[tile.start : tile.stop], scaling, window) for tile in step.tiles]
     return torch.cat(parts)
 
 
-def _tile(step: Step, tile: Tile, layer: int, query: Tensor, scaling: float | None, window: int) -> Tensor:
+def attend_tile(step: Step, tile: Tile, layer: int, query: Tensor, scaling: float | None, window: int = 0) -> Tensor:
+    """The same for the queries of one tile."""
     pool = step.pool
     heads, count, queries = pool.kv_heads, tile.count, tile.queries
     groups = query.shape[1] // heads

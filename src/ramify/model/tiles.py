@@ -39,7 +39,7 @@ class Product(NamedTuple):
 
 def products(end: Ints, position: Ints, window: int) -> list[Product]:
     """The products of a row; `window` is 0 where attention has none."""
-    bounds = _runs(end)
+    bounds = runs(end)
     wide = [] if window else [(a, b) for a, b in pairwise(bounds) if b - a >= WIDE and end[a] > b]
     apart = np.zeros(len(end), bool)  # keys that are seen through products of their own
     for start, stop in wide:
@@ -61,7 +61,7 @@ def products(end: Ints, position: Ints, window: int) -> list[Product]:
     return found + [Product(stop, int(end[start]), slice(start, stop)) for start, stop in wide]
 
 
-def _runs(end: Ints) -> list[int]:
+def runs(end: Ints) -> list[int]:
     """Where runs begin, and the end of the last."""
     forks = (end[1:] != end[:-1]) | (end[:-1] == np.arange(1, len(end)))
     return [0, *(np.flatnonzero(forks) + 1).tolist(), len(end)]

@@ -3,7 +3,8 @@
 **Query q sees key k iff k <= q < end[k]**; a sliding window adds `position[q] - position[k] < window`. One number per
 token is the whole mask, so nothing of size [tokens, tokens] is needed: on CUDA it becomes the block mask of
 FlexAttention, made from the smallest and the largest `end` of each block of keys, once per row and shared by all
-layers; on a CPU it becomes tiles (`ramify.model.tiles`).
+layers; on a CPU it becomes tiles (`ramify.model.tiles`). A row that is nothing but long chains needs no tree, and on
+CUDA has a faster kernel (`ramify.model.chains`).
 """
 
 from functools import cache
@@ -16,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
 from ramify.errors import ModelUnsupported
+from ramify.model.chains import Chains, causal
 from ramify.model.put import put
 from ramify.model.tiles import Product, TiledAttention, products
 from ramify.trace.columns import Ints
@@ -32,13 +34,14 @@ class Tree:
     ) -> None:
         depth = position if position.ndim == 1 else position[0]
         self.windowed = any(windows)
+        self.chains = None if self.windowed or device.type == "cpu" else Chains.of(end)
         self.blocks: dict[int, BlockMask] = {}
         self.products: dict[int, list[Product]] = {}
         for window in windows:
             if device.type == "cpu":
                 reach = window if window and depth.max(initial=0) >= window else 0
                 self.products[window] = products(end, depth, reach)
-            else:
+            elif self.chains is None:
                 self.blocks[window] = block_mask(end, depth, window, device)
 
 
@@ -113,6 +116,8 @@ def tree_attention(
     window = kwargs.get("sliding_window") or 0
     if query.device.type == "cpu":
         out: Any = TiledAttention.apply(query, key, value, tree.products[window], scaling)
+    elif tree.chains is not None:
+        out = causal(query, key, value, tree.chains, scaling)
     else:
         attend = flex_attention if torch.compiler.is_compiling() else _compiled()
         grouped = query.shape[1] != key.shape[1]

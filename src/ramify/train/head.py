@@ -2,7 +2,8 @@
 
 Of a vocabulary's worth of logits per token only three numbers are wanted: the logprob of one token, the entropy, and
 (for the way back) the log-sum-exp. So the head runs over chunks of rows; each chunk's logits live only until these are
-read off, and are computed a second time in the backward pass. Temperature belongs to the row, not to the pack.
+read off, and are computed a second time in the backward pass; all but the last, which are still there when it begins.
+Temperature belongs to the row, not to the pack.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,22 +33,23 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprob, entropy, total = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         read = _kernel(_read, hidden.device.type)
+        logits: Tensor | None = None
         for rows in _chunks(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             logprob[rows], entropy[rows], total[rows] = read(logits, token[rows], scale[rows])
-        ctx.save_for_backward(hidden, weight, bias, token, scale, total)
+        ctx.save_for_backward(hidden, weight, bias, token, scale, total, logits)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token, scale, total = ctx.saved_tensors
+        hidden, weight, bias, token, scale, total, last = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         turn = _kernel(_turn, hidden.device.type)
         for rows in _chunks(len(hidden), len(weight), hidden):
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            logits = last if rows.stop == len(hidden) else torch.nn.functional.linear(hidden[rows], weight, bias)
             d_logits = turn(logits, token[rows], scale[rows], total[rows], grads[0][rows])
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if d_weight is not None:

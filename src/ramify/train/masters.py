@@ -1,14 +1,18 @@
 """float32 master weights under a computation in bfloat16.
 
-The model computes on rounded copies; each gradient is added to the master's in float32 as soon as it is complete, so
-that neither many packs nor small updates are lost to rounding. In float32, and under FSDP, which keeps masters and
-copies by itself, the masters are the parameters.
+The model computes on rounded copies; after each pack their gradients are added to the masters' in float32, so that
+neither many packs nor small updates are lost to rounding. In float32, and under FSDP, which keeps masters and copies by
+itself, the masters are the parameters.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_COPY: Any = torch._foreach_copy_  # a few launches for all tensors  # pyright: ignore[reportPrivateImportUsage]
+_ADD: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Masters:
@@ -24,7 +28,6 @@ class Masters:
             else:
                 master = nn.Parameter(parameter.data.float())
                 parameter.data = parameter.data.to(dtype)
-                parameter.register_post_accumulate_grad_hook(_collect(master))
                 self._pairs[name] = (master, parameter)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -39,19 +42,29 @@ class Masters:
             master.grad = None
 
     @torch.no_grad()
+    def collect(self) -> None:
+        """Add what a backward pass has left at the copies to the masters' gradients."""
+        first: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for master, copy in self._copies():
+            if copy.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+                first.append((master.grad, copy.grad))
+            else:
+                more.append((master.grad, copy.grad))
+            copy.grad = None
+        for pairs, put in ((first, _COPY), (more, _ADD)):
+            if pairs:
+                put(*map(list, zip(*pairs)))
+
+    @torch.no_grad()
     def sync(self) -> None:
         """Round the masters into the model."""
-        pairs = [(master, copy) for master, copy in self._pairs.values() if copy is not master]
-        if pairs:
+        if pairs := self._copies():
             masters, copies = zip(*pairs)
-            torch._foreach_copy_(copies, masters)  # one launch  # pyright: ignore[reportPrivateImportUsage]
+            _COPY(copies, masters)
 
-
-def _collect(master: nn.Parameter):  # noqa: ANN202 - a hook
-    def hook(parameter: Tensor) -> None:
-        grad = parameter.grad
-        if grad is not None:
-            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
-        parameter.grad = None
-
-    return hook
+    def _copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [(master, copy) for master, copy in self._pairs.values() if copy is not master]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ramify.train.config import OptimConfig, ScheduleConfig
 
@@ -45,12 +45,18 @@ class Optimizer:
         if groups:
             self.parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
 
-    def step(self, step: int) -> float:
-        """Update the weights as step number `step`, from 0; returns the learning rate."""
+    def step(self, step: int, norm: Tensor) -> float:
+        """Update the weights as step number `step`, from 0; returns the learning rate. A gradient whose norm is not
+        finite changes nothing, and AdamW finds that out on the device: the host need not wait for the norm."""
         rate = self.config.lr * share(self.config.schedule, step, self.steps)
+        broken = (~norm.isfinite()).float()
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate
+            if isinstance(part, torch.optim.AdamW):
+                setattr(part, "found_inf", broken)  # noqa: B010 - of no declared type
+            elif broken:
+                continue
             part.step()
         return rate
 

@@ -45,11 +45,11 @@ class Trainer:
         """Forward and backward over the packs, then one update."""
         started = time.perf_counter()
         tally = Tally(batch.step)
-        self.masters.zero_grad()
         for pack in batch.packs:
             row = self.row(pack)
             seen = self.policy(row, batch.counts)
             seen.loss.backward()
+            self.masters.collect()
             tally.add(row, seen, self.cost.flops(pack))
         norm, rate, skipped = self.update(batch.step)
         sums = self.gather(tally.sums())
@@ -71,12 +71,14 @@ class Trainer:
         return row_of(pack, layout=policy.layout, device=self.device, windows=policy.windows, length=length)
 
     def update(self, step: int) -> tuple[float, float, bool]:
-        """Clip, step and sync: the gradient's norm, the learning rate, and whether the step was skipped."""
+        """Clip, step, sync and drop the gradients, all before the first wait for the device: the gradient's norm, the
+        learning rate, and whether the step was skipped."""
         limit = self.config.optim.max_norm
         found = torch.nn.utils.clip_grad_norm_(self.masters.parameters(), limit or float("inf"))
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
-        if not math.isfinite(norm):
-            return norm, 0.0, True
-        rate = self.optimizer.step(step)
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        rate = self.optimizer.step(step, found)
         self.masters.sync()
-        return norm, rate, False
+        self.masters.zero_grad()
+        norm = float(found)
+        skipped = not math.isfinite(norm)
+        return norm, 0.0 if skipped else rate, skipped
