@@ -200,6 +200,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_continue(number):
     assert len(outcome(Path("outputs/run"))) >= 2
 
 
+@pytest.mark.megabytes(8)
 def test_no_room_is_exit_1_by_name_and_the_run_can_be_continued(engine, small_disk, capsys):
     command = ["eval", "reverse-text", "-b", engine.url, "-n", "40", "-r", "2", "-c", "1", "-o", str(small_disk)]
     command += ["--name", "run"]
@@ -215,17 +216,6 @@ def test_no_room_is_exit_1_by_name_and_the_run_can_be_continued(engine, small_di
     assert main(command) == 0
     assert len(engine.asked) == 80 - len(kept)
     assert len(outcome(small_disk / "run")) == 80
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of eight megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 # -- the commands around a run ----------------------------------------------------------------------------------------

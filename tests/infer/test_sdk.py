@@ -1,6 +1,5 @@
 """People's clients against `ramify serve -m tiny`, as a user starts it: the openai SDK and curl, and nothing mocked."""
 
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from ramify.model.manifest import Manifest
+from ramify.model.manifest import Manifest, checksum
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
 
@@ -57,7 +56,7 @@ def publish(directory: Path, version: Version) -> None:
     """The model's own weights under another name: what else is asked of the server stays the same."""
     shutil.copytree(resolve("tiny"), directory)
     weights = directory / "model.safetensors"
-    Manifest(version, {weights.name: hashlib.sha256(weights.read_bytes()).hexdigest()}).write(directory)
+    Manifest(version, {weights.name: checksum(weights)}).write(directory)
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:

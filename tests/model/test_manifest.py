@@ -1,6 +1,5 @@
 """Checking a published directory without loading it, as is done for an engine that loads by itself."""
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ramify.errors import WeightsRefused
-from ramify.model.manifest import Manifest, shapes, verify
+from ramify.model.manifest import Manifest, checksum, shapes, verify
 from ramify.model.version import Version
 
 VERSION = Version("policy", 1, 7)
@@ -21,8 +20,7 @@ def write(directory, tensors, version=VERSION, *, tied=False):
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
-    Manifest(version, {"model.safetensors": digest}).write(directory)
+    Manifest(version, {"model.safetensors": checksum(directory / "model.safetensors")}).write(directory)
     return directory
 
 

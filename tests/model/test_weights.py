@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.model.load import load
-from ramify.model.manifest import MANIFEST, Manifest
+from ramify.model.manifest import MANIFEST, Manifest, checksum
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
 from ramify.model.weights import apply, publish, stage, trainable_tensors
@@ -56,6 +56,13 @@ def test_many_files_are_one_version(sources, tmp_path, monkeypatch):
     assert torch.equal(reference(directory).model.norm.weight, reference(sources[1]).model.norm.weight)
 
 
+def test_a_full_disk_is_told_as_such_and_nothing_is_left(small_disk):
+    tensors = {f"t{number}": torch.zeros(1 << 18) for number in range(4)}
+    with pytest.raises(OSError, match="No space left"):
+        publish(small_disk / "v", tensors, VERSION)
+    assert not list(small_disk.iterdir())
+
+
 def damage_checksum(directory):
     path = directory / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -68,10 +75,7 @@ def change(directory, edit):
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
     save_file(tensors, directory / "model.safetensors")
-    import hashlib
-
-    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
-    Manifest(VERSION, {"model.safetensors": digest}).write(directory)
+    Manifest(VERSION, {"model.safetensors": checksum(directory / "model.safetensors")}).write(directory)
 
 
 NORM = "model.norm.weight"

@@ -30,18 +30,7 @@ def fill(store: RunStore, limit: int = 1000) -> int:
     raise AssertionError("the disk never filled up")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if done.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
+@pytest.mark.megabytes(1)
 def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(small_disk):
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(300_000))

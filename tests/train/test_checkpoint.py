@@ -1,7 +1,6 @@
 """A checkpoint brings a trainer back bit for bit; halves are never picked; a full disk is named and costs nothing."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -87,18 +86,6 @@ def test_a_checkpoint_of_something_else_is_refused(model, tmp_path):
     (tmp_path / "step_000001" / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointRefused):
         checkpoints.load(trainer_of(model), 1)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of three megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
-    if done.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(model, small_disk):

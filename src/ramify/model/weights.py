@@ -1,14 +1,14 @@
 """Weights on disk: published whole or not at all, verified before anything changes, applied in place.
 
 A version is a directory of safetensors files with a manifest that names it and holds a checksum of every file. It is
-written beside its place and renamed into it, so a reader sees all of it or nothing. `stage` reads each file once and
-checks the very bytes it loads; only when every tensor is there, with the right shape, does `apply` copy them into the
-running model. A bad directory therefore changes nothing.
+written beside its place and renamed into it, so a reader sees all of it or nothing. `stage` checks every file before it
+reads it; only when every tensor is there, with the right shape, does `apply` copy them into the running model. A bad
+directory therefore changes nothing.
 """
 
-import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as decode
-from safetensors.torch import save as encode
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ramify.errors import WeightsRefused
-from ramify.model.manifest import Manifest, check, write_synced
+from ramify.model.manifest import Manifest, check, checksum, sync, write_synced
 from ramify.model.version import Version
 
 SHARD_BYTES = 2 << 30
@@ -49,9 +48,7 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
         shards = list(_shards(tensors))
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            data = encode({key: value.detach().cpu().contiguous() for key, value in shard.items()}, {"format": "pt"})
-            write_synced(unfinished / name, data)
-            files[name] = hashlib.sha256(data).hexdigest()
+            files[name] = _save(unfinished / name, shard)
         if len(shards) > 1:
             where = {key: name for shard, name in zip(shards, files) for key in shard}
             index = {"metadata": {}, "weight_map": where}
@@ -65,6 +62,19 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return directory
+
+
+def _save(path: Path, shard: Mapping[str, Tensor]) -> str:
+    """Write one file; its checksum. The library knows which OSError it met, but only says so."""
+    try:
+        save_file({key: value.detach().cpu().contiguous() for key, value in shard.items()}, path, {"format": "pt"})
+    except SafetensorError as error:
+        if found := re.search(r"os error (\d+)", str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
+    sync(path)
+    return checksum(path)
 
 
 def trainable_tensors(module: Any) -> dict[str, Tensor]:
@@ -90,7 +100,14 @@ def stage(directory: Path, module: Any) -> Staged:
         if found[name].shape != tensor.shape:
             shapes = f"has shape {list(found[name].shape)}, the model {list(tensor.shape)}"
             raise WeightsRefused(f"{directory} does not fit the model: {name} {shapes}")
-    return Staged(manifest.version, {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()})
+    return Staged(manifest.version, {name: _ready(found[name], tensor) for name, tensor in wanted.items()})
+
+
+def _ready(found: Tensor, wanted: Tensor) -> Tensor:
+    """A copy in memory, so that `apply` waits for no page of a file; pinned if it is to go to a GPU."""
+    if wanted.device.type == "cuda":
+        return found.to(wanted.dtype).pin_memory()
+    return found.to(wanted.dtype, copy=True)
 
 
 def apply(module: Any, staged: Staged) -> None:
@@ -105,14 +122,10 @@ def _named(missing: list[str], unknown: list[str]) -> list[tuple[str, list[str]]
 
 
 def _read(path: Path, digest: str) -> dict[str, Tensor]:
+    check(path, digest)
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise WeightsRefused(f"{path} cannot be read: {error.strerror or error}") from error
-    check(path, hashlib.sha256(data).hexdigest(), digest)
-    try:
-        return decode(data)
-    except SafetensorError as error:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
         raise WeightsRefused(f"{path} is not a safetensors file: {error}") from error
 
 
