@@ -52,6 +52,15 @@ def test_a_completion_is_text_with_usage(http):
     assert answer["usage"]["completion_tokens"] == 12
 
 
+def test_it_tells_which_operators_are_in_use(http, server):
+    """And why they are not the compiled ones, where they are not."""
+    (card,) = http.get("/v1/models").json()["data"]
+    compiled = server[1].core.runner.compiled is not None
+    assert (card["operators"] == "compiled") == compiled
+    assert compiled or card["operators"].startswith("torch (")
+    assert f"ramify_compiled_operators {compiled:d}" in http.get("/metrics").text
+
+
 def test_text_and_its_token_ids_are_the_same_prompt(http):
     assert text(http, "hello")["choices"] == text(http, ByteRenderer().encode("hello"))["choices"]
 

@@ -1,14 +1,17 @@
-"""The operators in C are those of torch, and where they cannot be had nothing is lost."""
+"""The operators in C are those of torch, and where they cannot be had nothing is lost and the reason is known."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from ramify.infer.request import Request, Sampling
+from ramify.infer.sampler import sample
 from ramify.model import operators
-from ramify.model.operators import Compiled, Operators, compiled
+from ramify.model.operators import Compiled, Layer, Operators, Sizes, Unavailable, compiled
 from ramify.model.paged import KVPool, Step, Tile
 
 SHAPES = [(5, 5, 32), (9, 3, 64), (4, 1, 8), (6, 2, 10)]  # heads, kv_heads, head_dim
+HIDDEN, INNER = 24, 40
 ROWS, BLOCK_SIZE, MOST = 7, 4, 5
 
 
@@ -20,77 +23,152 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def both(shape: tuple[int, int, int]) -> tuple[Operators, Compiled]:
-    in_c = compiled(torch.zeros(1), *shape)
-    if in_c is None:
-        pytest.skip("no C compiler here")
-    return Operators(*shape), in_c
+def sizes(shape: tuple[int, int, int]) -> Sizes:
+    return Sizes(*shape, hidden=HIDDEN, inner=INNER, eps=1e-6, scaling=shape[2] ** -0.5)
 
 
-def decoding(shape: tuple[int, int, int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Step]:
-    """Rows that decode, each at another length, in a pool full of numbers."""
+def made_up(shape: tuple[int, int, int], *, extras: bool = False, dtype: torch.dtype = torch.float32) -> Layer:
+    """A layer of random numbers, with `extras` also what only some models have."""
     heads, kv_heads, head_dim = shape
-    torch.manual_seed(seed)
-    blocks = torch.randperm(ROWS * MOST) + 1
-    positions = torch.randint(0, MOST * BLOCK_SIZE, (ROWS,))
-    positions[0], positions[1] = 0, MOST * BLOCK_SIZE - 1
-    pool = KVPool(1, ROWS * MOST + 1, BLOCK_SIZE, kv_heads, head_dim, torch.float32, "cpu")
+    torch.manual_seed(1)
+
+    def some(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype) / size[0] ** 0.5
+
+    row, found = (heads + 2 * kv_heads) * head_dim, heads * head_dim
+    bias, q_norm, k_norm, out_bias = (some(n) if extras else None for n in (row, head_dim, head_dim, HIDDEN))
+    products = some(HIDDEN, row), some(found, HIDDEN), some(HIDDEN, 2 * INNER), some(INNER, HIDDEN)
+    qkv, out, gate_up, down = products
+    return Layer(some(HIDDEN), qkv, bias, q_norm, k_norm, out, out_bias, some(HIDDEN), gate_up, down)
+
+
+def both(shape: tuple[int, int, int], *layers: Layer) -> tuple[Operators, Compiled]:
+    try:
+        return Operators(sizes(shape)), compiled(sizes(shape), list(layers))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def a_step(shape: tuple[int, int, int], counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, Step]:
+    """Sequences of different lengths with so many new tokens each, in a pool full of numbers."""
+    _, kv_heads, head_dim = shape
+    torch.manual_seed(0)
+    sequences, queries = len(counts), max(counts)
+    blocks = torch.randperm(sequences * MOST).view(sequences, MOST) + 1
+    last = torch.randint(queries - 1, MOST * BLOCK_SIZE, (sequences,))
+    last[0], last[-1] = counts[0] - 1, MOST * BLOCK_SIZE - 1
+    within = torch.minimum(torch.arange(queries), torch.tensor(counts).unsqueeze(1) - 1)
+    positions = (last - torch.tensor(counts) + 1).unsqueeze(1) + within
+    real = (torch.arange(queries) < torch.tensor(counts).unsqueeze(1)).flatten()
+    begins = torch.tensor([sum(counts[:index]) for index in range(sequences)]).unsqueeze(1)
+    slots = (blocks.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()[real]
+    pool = KVPool(1, sequences * MOST + 1, BLOCK_SIZE, kv_heads, head_dim, torch.float32, "cpu")
     pool.layers[0].normal_()
-    own = blocks.view(ROWS, MOST).gather(1, (positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
-    tile = Tile(0, ROWS, ROWS, 1, blocks, positions.unsqueeze(1))
-    qkv = 3 * torch.randn(ROWS, (heads + 2 * kv_heads) * head_dim)
-    return qkv, torch.randn(ROWS, 2 * head_dim), Step(pool, own * BLOCK_SIZE + positions % BLOCK_SIZE, [tile])
+    rows = sum(counts)
+    tile = Tile(0, rows, sequences, queries, blocks.flatten(), positions)
+    if min(counts) < queries:
+        tile.spread, tile.pack = (begins + within).flatten(), real.nonzero().flatten()
+    return torch.randn(rows, HIDDEN), torch.randn(rows, 2 * head_dim), Step(pool, slots, [tile])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_decode_step_is_the_same_in_c(shape):
-    found = []
-    for each in both(shape):
-        qkv, turns, step = decoding(shape)
-        each.turn(qkv, turns, step, 0)
-        found.append((qkv, step.pool.layers[0], each.attend(qkv, step, 0, shape[2] ** -0.5)))
-    assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("counts", [[1] * ROWS, [3] * 3, [5, 2, 4], [1] * 70], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_layer_is_the_same_in_c(shape, counts, extras):
+    layer, found = made_up(shape, extras=extras), []
+    for each in both(shape, layer):
+        hidden, turns, step = a_step(shape, counts)
+        qkv = each.begin(layer, hidden, turns, step, 0)
+        seen = each.attend(qkv, step, 0)
+        found.append((qkv, step.pool.layers[0], seen, each.finish(layer, seen, hidden)))
+    assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
+
+
+def test_rows_are_normed_the_same_in_c():
+    layer = made_up(SHAPES[0])
+    in_torch, in_c = both(SHAPES[0], layer)
+    for scale in (1e-3, 1.0, 60.0):
+        hidden = scale * torch.randn(3, HIDDEN)
+        assert_close(in_c.norm(hidden, layer.norm), in_torch.norm(hidden, layer.norm), rtol=1e-5, atol=1e-5)
+
+
+def test_several_layers_are_one_after_the_other():
+    shape, found = SHAPES[0], []
+    layers = [made_up(shape), made_up(shape, extras=True)]
+    for each in both(shape, *layers):
+        hidden, turns, step = a_step(shape, [5, 2, 4])
+        step.pool.layers.append(step.pool.layers[0].clone())
+        step.pool.slots.append(step.pool.layers[1].view(-1, step.pool.width))
+        found.append((each.run(layers, hidden, turns, step), *step.pool.layers))
+    assert_close(found[1], found[0], rtol=1e-4, atol=5e-5)
+
+
+def test_many_keys_with_several_queries_are_left_to_torch(monkeypatch):
+    shape, layer = SHAPES[0], made_up(SHAPES[0])
+    in_torch, in_c = both(shape, layer)
+    monkeypatch.setattr(operators, "FEW_KEYS", 4)
+    hidden, turns, step = a_step(shape, [5, 2, 4])
+    qkv = in_torch.begin(layer, hidden, turns, step, 0)
+    assert torch.equal(in_c.attend(qkv, step, 0), in_torch.attend(qkv, step, 0))
 
 
 def test_a_row_gives_the_same_bits_in_any_company():
     """What `batch_invariant` promises."""
-    shape = SHAPES[0]
-    _, in_c = both(shape)
-    qkv, _, step = decoding(shape)
-    together = in_c.attend(qkv, step, 0, 0.2)
+    shape, layer = SHAPES[0], made_up(SHAPES[0])
+    _, in_c = both(shape, layer)
+    hidden, turns, step = a_step(shape, [1] * ROWS)
+    qkv = in_c.begin(layer, hidden, turns, step, 0)
+    together = in_c.attend(qkv, step, 0)
     for row in range(ROWS):
         tile = step.tiles[0]
         alone = Tile(0, 1, 1, 1, tile.blocks.view(ROWS, -1)[row].clone(), tile.positions[row : row + 1])
-        assert torch.equal(
-            in_c.attend(qkv[row : row + 1], Step(step.pool, step.slots, [alone]), 0, 0.2)[0], together[row]
-        )
+        assert torch.equal(in_c.attend(qkv[row : row + 1], Step(step.pool, step.slots, [alone]), 0)[0], together[row])
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 60.0])
-def test_norm_and_gate_are_the_same_in_c(scale):
-    in_torch, in_c = both(SHAPES[0])
+@pytest.mark.parametrize("vocab", [7, 64, 288, 5000])
+def test_the_same_tokens_are_drawn_in_c(vocab):
+    _, in_c = both(SHAPES[0], made_up(SHAPES[0]))
     torch.manual_seed(0)
-    hidden, weight = scale * torch.randn(3, 160), torch.randn(160)
-    assert_close(in_c.norm(hidden, weight, 1e-6), in_torch.norm(hidden, weight, 1e-6), rtol=1e-5, atol=1e-5)
-    assert_close(in_c.gate(hidden), in_torch.gate(hidden), rtol=1e-5, atol=1e-5)
+    logits = 4 * torch.randn(200, vocab)
+    asked = [Sampling(temperature=0.5 + row % 3, seed=row - 9) for row in range(200)]
+    requests = [Request([1] * (1 + row % 5), each, 9) for row, each in enumerate(asked)]
+    expected, found = sample(logits, requests), sample(logits, requests, in_c.draw)
+    assert found[0] == expected[0]
+    assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_drawn_does_not_depend_on_what_others_ask_for():
+    _, in_c = both(SHAPES[0], made_up(SHAPES[0]))
+    torch.manual_seed(0)
+    logits = torch.randn(6, 288)
+    asked = [Sampling(seed=row, top_k=3 * (row % 2), top_logprobs=row % 3) for row in range(6)]
+    requests = [Request([1], each, 9) for each in asked]
+    together = list(zip(*sample(logits, requests, in_c.draw)))
+    alone = [next(zip(*sample(logits[row : row + 1], [requests[row]], in_c.draw))) for row in range(6)]
+    assert together == alone
 
 
 def test_loading_them_leaves_arithmetic_as_it_was():
-    both(SHAPES[0])
+    both(SHAPES[0], made_up(SHAPES[0]))
     assert torch.tensor(1e-40).mul(1).item() > 0, "subnormal numbers are gone"
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_torch_does_it(monkeypatch, compiler):
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("no-such-compiler", "no-such-compiler is not there"), ("false", "false failed")]
+)
+def test_without_a_compiler_it_says_so(monkeypatch, compiler, reason):
     monkeypatch.setenv("CC", compiler)
     operators._library.cache_clear()
     try:
-        assert compiled(torch.zeros(1), 2, 2, 8) is None
+        with pytest.raises(Unavailable, match=reason):
+            compiled(sizes((2, 2, 8)), [made_up((2, 2, 8))])
     finally:
         operators._library.cache_clear()
 
 
 def test_other_types_and_more_threads_are_for_torch():
-    assert compiled(torch.zeros(1, dtype=torch.bfloat16), *SHAPES[0]) is None
+    with pytest.raises(Unavailable, match="bfloat16 on cpu"):
+        compiled(sizes(SHAPES[0]), [made_up(SHAPES[0], dtype=torch.bfloat16)])
     torch.set_num_threads(2)
-    assert compiled(torch.zeros(1), *SHAPES[0]) is None
+    with pytest.raises(Unavailable, match="2 threads"):
+        compiled(sizes(SHAPES[0]), [made_up(SHAPES[0])])

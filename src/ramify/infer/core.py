@@ -122,7 +122,8 @@ class Core:
         requests = [chunk.request for chunk in ordered if chunk.last]
         if not requests:
             return []
-        for request, token, logprob in zip(requests, *sample(logits, requests)):
+        compiled = self.runner.compiled
+        for request, token, logprob in zip(requests, *sample(logits, requests, compiled and compiled.draw)):
             request.append(token, logprob, self.version)
             if request.finish is not None:
                 self.counters.finished += 1
@@ -145,11 +146,11 @@ class Core:
 
     def _count(self, chunks: list[Chunk]) -> None:
         counters = self.counters
+        new = [chunk.stop - chunk.start for chunk in chunks]
         counters.steps += 1
-        counters.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        counters.computed_tokens += sum(new)
         counters.prefill_chunks += sum(not chunk.last for chunk in chunks)
-        single = sum(chunk.stop - chunk.start == 1 for chunk in chunks)
-        counters.mixed_steps += 0 < single < len(chunks)
+        counters.mixed_steps += 0 < new.count(1) < len(new)
 
     def expire(self) -> list[Request]:
         """Take out the requests whose deadline has passed."""
@@ -201,6 +202,7 @@ class Core:
             "kv_blocks": self.pool.capacity,
             "kv_blocks_free": self.pool.free,
             "kv_usage": 1 - self.pool.free / self.pool.capacity,
+            "compiled_operators": float(self.runner.compiled is not None),
             "policy_incarnation": self.version.incarnation,
             "policy_step": self.version.step,
         }

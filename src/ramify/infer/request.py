@@ -77,6 +77,11 @@ class Sampling:
         """Whether only a part of the vocabulary may be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether a token is drawn from the distribution as it is, and nothing else is asked for."""
+        return self.temperature > 0 and not (self.filtered or self.logit_bias or self.top_logprobs)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -106,12 +111,14 @@ class Request:
     finish: FinishReason | None = None
     error: RamifyError | None = None
     seed: int = 0
+    plain: bool = False
     created: float = field(default_factory=time.monotonic)
     first_token: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.seed = random.getrandbits(64) if self.sampling.seed is None else self.sampling.seed
+        self.seed = random.getrandbits(64) if self.sampling.seed is None else self.sampling.seed & (1 << 64) - 1
+        self.plain = self.sampling.plain
         if self.sampling.prompt_logprobs:
             self.prompt_logprobs = [None]
 

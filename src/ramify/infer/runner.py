@@ -22,6 +22,7 @@ from ramify.infer.request import Request
 from ramify.infer.scheduler import Chunk
 from ramify.model.fused import fuse, own_code
 from ramify.model.load import LoadedModel
+from ramify.model.operators import CHUNK, Compiled
 from ramify.model.paged import KVPool, Step, Tile
 
 FEWEST_BLOCKS = 8  # sequences shorter than this many blocks always share a tile
@@ -56,12 +57,15 @@ class Runner:
     ) -> None:
         self.model, self.counters = model, counters
         self.block_size = block_size
-        self.fixed_rows = fixed_rows
+        self.fixed_rows = fixed_rows and -(-fixed_rows // CHUNK) * CHUNK
         shape = model.shape
         self.pool = KVPool(shape.layers, blocks, block_size, shape.kv_heads, shape.head_dim, model.dtype, model.device)
         self.fused = fuse(model.module) if fused else None
         self.forward = self.fused or own_code(model.module)
-        self.hold = 0 if self.fused and self.fused.operators.in_place else HOLD_BYTES
+        operators = self.fused.operators if self.fused else None
+        self.operators = operators.note if operators else "the model's own code"
+        self.compiled = operators if isinstance(operators, Compiled) else None
+        self.hold = 0 if self.compiled else HOLD_BYTES  # compiled attention reads the pool itself
         self.graphs = Graphs(self.fused, self.pool) if self.fused and model.device.type == "cuda" else None
         self._last: Batch | None = None
 

@@ -9,7 +9,7 @@ A logprob is `log softmax(logits / T)` over the whole vocabulary (T = 1 for gree
 before top-p, top-k and min-p, which only narrow what may be drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ramify.infer.request import Request
 
+Draw = Callable[[Tensor, list[float], list[int], list[int]], tuple[list[int], list[float]]]
 GROUP = 64  # tokens of the vocabulary summed at once
 FEW = 2048  # vocabularies up to this size are summed in one stage
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """One float64 in [0, 1) for each (seed, position), by the finalizer of SplitMix64 applied to both."""
-    seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
-    position = np.array(positions, dtype=np.uint64)
+    seed, position = np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)
     mixed = _mix(_mix(seed) + position * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -35,8 +35,26 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
-    """The next token of each request and its logprob. `logits` is [requests, vocab] of any float type."""
+def sample(logits: Tensor, requests: Sequence[Request], draw: Draw | None = None) -> tuple[list[int], list[float]]:
+    """The next token of each request and its logprob. `logits` is [requests, vocab] of any float type.
+
+    With `draw` the requests that take the distribution as it is are answered by it, whoever else is in the batch.
+    """
+    plain = [row for row, request in enumerate(requests) if request.plain] if draw else []
+    if draw is None or not plain:
+        return _sample(logits, requests)
+    if len(plain) == len(requests):
+        seeds, positions = _places(requests)
+        return draw(logits, [request.sampling.temperature for request in requests], seeds, positions)
+    tokens, logprobs = [0] * len(requests), [0.0] * len(requests)
+    for rows in (plain, [row for row, request in enumerate(requests) if not request.plain]):
+        part = sample(logits[rows], [requests[row] for row in rows], draw)
+        for row, token, logprob in zip(rows, *part):
+            tokens[row], logprobs[row] = token, logprob
+    return tokens, logprobs
+
+
+def _sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
     scores = _scores(logits, requests)
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp_()
@@ -47,8 +65,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list
     if all(greedy):
         tokens = scores.argmax(-1)
     else:
-        seeds = [request.seed for request in requests]
-        noise = uniforms(seeds, [len(request.tokens) for request in requests])
+        noise = uniforms(*_places(requests))
         tokens = _draw(drawable, torch.from_numpy(noise).to(scores.device))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=scores.device), scores.argmax(-1), tokens)
@@ -56,6 +73,11 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list
     logprobs = (chosen - normalizer).squeeze(-1)
     _keep_top(scores, normalizer, requests)
     return tokens.tolist(), logprobs.tolist()
+
+
+def _places(requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+    """Seed and position of the tokens to come: all that chance depends on."""
+    return [request.seed for request in requests], [len(request.tokens) for request in requests]
 
 
 def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:

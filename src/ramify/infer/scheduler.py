@@ -7,6 +7,7 @@ gives up its blocks and waits again (it is computed anew later, with the tokens 
 advances, and it fits, because no request may be longer than the whole cache.
 """
 
+import bisect
 import heapq
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Scheduler:
         self.max_running, self.max_batch_tokens = max_running, max_batch_tokens
         self.version: Hashable = None
         self.waiting: list[tuple[tuple[int, int], Request]] = []
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # in order
 
     def add(self, request: Request) -> None:
         """Put a request in the queue, by priority and arrival."""
@@ -47,20 +48,20 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step: decoding first, then prefill under way, then new requests."""
-        self.running.sort(key=lambda request: request.order)
         decoding = [request for request in self.running if len(request.tokens) - request.computed == 1]
         prefilling = [request for request in self.running if len(request.tokens) - request.computed > 1]
         chunks: dict[int, Chunk] = {}
-        budget = self.max_batch_tokens
+        budget, size = self.max_batch_tokens, self.pool.size
         for request in [*decoding, *prefilling]:
             if request.state is not State.RUNNING or not budget:
                 continue
             stop = min(request.computed + budget, len(request.tokens))
-            if self._make_room(request, stop, chunks):
+            if stop <= len(request.blocks) * size or self._make_room(request, stop, chunks):
                 chunks[request.arrival] = Chunk(request, request.computed, stop)
                 budget -= stop - request.computed
         for chunk in chunks.values():
-            self.pool.share(chunk.request, chunk.stop)
+            if chunk.stop >= (chunk.request.published + 1) * size:
+                self.pool.share(chunk.request, chunk.stop)
         return [*chunks.values(), *self._admit(budget)]
 
     def _make_room(self, request: Request, length: int, chunks: dict[int, Chunk]) -> bool:
@@ -84,7 +85,7 @@ class Scheduler:
             request.move(State.RUNNING)
             if not request.logprobs:
                 request.cached = request.computed
-            self.running.append(request)
+            bisect.insort(self.running, request, key=lambda each: each.order)
             chunk = Chunk(request, request.computed, min(request.computed + budget, len(request.tokens)))
             self.pool.share(request, chunk.stop)
             budget -= chunk.stop - chunk.start

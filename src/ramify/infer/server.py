@@ -6,6 +6,7 @@ A failure has a name, and the name decides the status: what the caller did wrong
 
 import asyncio
 import contextlib
+import gc
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -58,7 +59,8 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         policy, incarnation, step = engine.core.version
         version = {"policy": policy, "incarnation": incarnation, "step": step}
         card = {"id": name, "object": "model", "owned_by": "ramify", "max_model_len": engine.core.max_model_len}
-        return JSONResponse({"object": "list", "data": [{**card, "version": version}]})
+        how = {"version": version, "operators": engine.core.runner.operators}
+        return JSONResponse({"object": "list", "data": [{**card, **how}]})
 
     async def metrics(_: HttpRequest) -> Response:
         return PlainTextResponse(engine.metrics(), media_type="text/plain; version=0.0.4")
@@ -135,10 +137,13 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Ch
     stop = asyncio.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(sign, stop.set)
+    gc.collect()
+    gc.freeze()  # model and modules are here to stay; looking through them again takes tenths of a second
     engine.start()
     try:
         app = build_app(engine, name=name, renderer=renderer, timeout=config.timeout)
         async with serving(app, config) as server:
+            print(f"operators: {engine.core.runner.operators}")
             print(f"serving {name} ({engine.core.version}) at {server.address}", flush=True)
             waits = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait())]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -72,12 +72,13 @@ class Fused:
         """Logits of `rows`, [len(rows), vocab]."""
         hidden = F.embedding(ids, self.core.embed_tokens.weight)
         turns = F.embedding(positions, self.angles)
-        for number, layer in enumerate(self.layers):
-            qkv = self.operators.begin(layer, hidden, turns, step, number)
-            found = self.operators.attend(qkv, step, number)
-            if layer is self.layers[-1] and len(rows) < len(hidden):  # of the other rows keys and values were wanted
-                found, hidden = found.index_select(0, rows), hidden.index_select(0, rows)
-            hidden = self.operators.finish(layer, found, hidden)
+        *lower, top = self.layers
+        hidden = self.operators.run(lower, hidden, turns, step)
+        qkv = self.operators.begin(top, hidden, turns, step, len(lower))
+        found = self.operators.attend(qkv, step, len(lower))
+        if len(rows) < len(hidden):  # of the others only keys and values were wanted
+            found, hidden = found.index_select(0, rows), hidden.index_select(0, rows)
+        hidden = self.operators.finish(top, found, hidden)
         return F.linear(self.operators.norm(hidden, self.core.norm.weight), self.head.weight, self.head.bias)
 
 

@@ -1,5 +1,6 @@
 /* A decoder layer around its attention, attention, and drawing the next token; float32, rows in order of memory.
-   Compiled for one model: HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS and SCALING are given. */
+   Compiled for one model: HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS and SCALING are given, and
+   ROWS, how many rows go through a layer together. */
 
 #include <math.h>
 #include <stdint.h>
@@ -7,7 +8,6 @@
 
 enum { GROUP = HEADS / KV_HEADS, HALF = HEAD_DIM / 2, FOUND = HEADS * HEAD_DIM };
 enum { ROW = (HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH = 2 * KV_HEADS * HEAD_DIM }; /* of qkv, of a slot in the pool */
-enum { ROWS = 64 };                                                               /* that go through a layer together */
 enum { SHARE = 64 };                                                              /* tokens of the vocabulary summed first */
 
 /* Matrices are [in, out]; those a model does not have are null. */
@@ -46,6 +46,10 @@ static inline void norm(const float *x, const float *weight, float *out, int dim
     for (int j = 0; j < dim; j++) sum += x[j] * x[j];
     float scale = 1.0f / sqrtf(sum / dim + EPS);
     for (int j = 0; j < dim; j++) out[j] = x[j] * scale * weight[j];
+}
+
+void norm_rows(const float *x, const float *weight, float *out, int64_t rows) {
+    for (int64_t row = 0; row < rows; row++) norm(x + row * HIDDEN, weight, out + row * HIDDEN, HIDDEN);
 }
 
 static inline void rotate(float *x, const float *cos, const float *sin) {
@@ -135,6 +139,17 @@ void attend(const float *restrict qkv, const float *restrict pool, const int64_t
         }
     }
     free(scores);
+}
+
+/* Several layers, one after the other; qkv [rows, ROW] and found [rows, FOUND] are to write in. */
+void run(Sgemm *sgemm, const Layer *const *layers, float *const *pools, int64_t count, float *hidden, const float *turns,
+         const int64_t *slots, const int64_t *blocks, int64_t most, int64_t block_size, const int64_t *positions,
+         const int64_t *places, int64_t queries, float *qkv, float *found, int64_t rows) {
+    for (int64_t i = 0; i < count; i++) {
+        begin(sgemm, layers[i], hidden, turns, slots, pools[i], qkv, rows);
+        attend(qkv, pools[i], blocks, most, block_size, positions, places, queries, found, rows);
+        finish(sgemm, layers[i], found, hidden, rows);
+    }
 }
 
 /* The first of `count` running sums that is above `aim`, or with which the last is reached; *below is the one before. */

@@ -7,12 +7,16 @@ keys and values where they lie in the pool instead of gathering them. Without a 
 fails, the torch calls do, and `note` says why.
 """
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.paged import Step, attend_tile, write
+from ramify.model.paged import Step, Tile, attend_tile, write
 
 COMPILE_DEADLINE = 60.0  # seconds
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-ffinite-math-only"]
 FLAGS += ["-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math"]
 # together -ffast-math, which would also switch off subnormal numbers in the process that loads the library
+CHUNK = 64  # rows that go through a layer together in C; what a row becomes may depend on their number
 FEW_KEYS = 256  # up to which several queries of a sequence are answered one by one
 
 
@@ -65,7 +70,7 @@ class Unavailable(Exception):
 
 
 class Operators:
-    """A layer is `begin`, `attend`, `finish`."""
+    """A layer is `begin`, `attend`, `finish`; `run` is several of them."""
 
     def __init__(self, sizes: Sizes, note: str = "torch") -> None:
         self.sizes, self.note = sizes, note
@@ -77,6 +82,13 @@ class Operators:
         norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
         scale = norm.square_().div_(hidden.shape[-1]).add_(self.sizes.eps).rsqrt_()
         return (hidden * scale).to(hidden.dtype).mul_(weight)
+
+    def run(self, layers: Sequence[Layer], hidden: Tensor, turns: Tensor, step: Step) -> Tensor:
+        """What becomes of `hidden` in the lowest layers of the model."""
+        for number, layer in enumerate(layers):
+            qkv = self.begin(layer, hidden, turns, step, number)
+            hidden = self.finish(layer, self.attend(qkv, step, number), hidden)
+        return hidden
 
     def begin(self, layer: Layer, hidden: Tensor, turns: Tensor, step: Step, number: int) -> Tensor:
         """Queries, keys and values, the first two rotated by `turns`, [rows, 2 * head_dim]; the last two stored."""
@@ -94,7 +106,7 @@ class Operators:
 
     def attend(self, qkv: Tensor, step: Step, number: int) -> Tensor:
         """What the queries find in the pool, [rows, heads * head_dim]."""
-        parts = [self._tile(qkv, step, index, number) for index in range(len(step.tiles))]
+        parts = [self._tile(qkv, step, tile, number) for tile in step.tiles]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def finish(self, layer: Layer, found: Tensor, hidden: Tensor) -> Tensor:
@@ -113,8 +125,8 @@ class Operators:
             normed = self.norm(part.reshape(-1, sizes.head_dim), weight)
             part.copy_(normed.view(part.shape))
 
-    def _tile(self, qkv: Tensor, step: Step, index: int, number: int) -> Tensor:
-        tile, sizes = step.tiles[index], self.sizes
+    def _tile(self, qkv: Tensor, step: Step, tile: Tile, number: int) -> Tensor:
+        sizes = self.sizes
         query = qkv[tile.start : tile.stop, : sizes.heads * sizes.head_dim].view(-1, sizes.heads, sizes.head_dim)
         return attend_tile(step, tile, number, query, sizes.scaling).reshape(query.shape[0], -1)
 
@@ -124,35 +136,55 @@ class Compiled(Operators):
 
     def __init__(self, sizes: Sizes, layers: list[Layer]) -> None:
         super().__init__(sizes, "compiled")
+        self.row, self.width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, sizes.heads * sizes.head_dim
         library, self._sgemm = _library(sizes), _sgemm()
+        self._norm = _typed(library.norm_rows, "pppi")
         self._begin = _typed(library.begin, "pppppppi")
         self._attend = _typed(library.attend, "pppiippipi")
         self._finish = _typed(library.finish, "ppppi")
+        self._run = _typed(library.run, "pppippppiippippi")
         self._draw = _typed(library.draw, "piipppp")
         self._tables = {id(layer): _pointers(layer) for layer in layers}
 
+    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(hidden)
+        self._norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden.shape[0])
+        return out
+
+    def run(self, layers: Sequence[Layer], hidden: Tensor, turns: Tensor, step: Step) -> Tensor:
+        if len(step.tiles) > 1 or not _answerable(step, step.tiles[0]):
+            return super().run(layers, hidden, turns, step)
+        rows = hidden.shape[0]
+        tables = (ctypes.c_void_p * len(layers))(*(ctypes.addressof(self._tables[id(layer)]) for layer in layers))
+        pools = (ctypes.c_void_p * len(layers))(*(layer.data_ptr() for layer in step.pool.layers[: len(layers)]))
+        ends = hidden.data_ptr(), turns.data_ptr(), step.slots.data_ptr()
+        qkv, found = hidden.new_empty(rows, self.row), hidden.new_empty(rows, self.width)
+        seen = self._seen(step, step.tiles[0])
+        self._run(self._sgemm, tables, pools, len(layers), *ends, *seen, qkv.data_ptr(), found.data_ptr(), rows)
+        return hidden
+
     def begin(self, layer: Layer, hidden: Tensor, turns: Tensor, step: Step, number: int) -> Tensor:
-        rows, sizes = hidden.shape[0], self.sizes
-        qkv = hidden.new_empty(rows, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim)
-        ends = (hidden.data_ptr(), turns.data_ptr(), step.slots.data_ptr(), step.pool.layers[number].data_ptr())
+        rows = hidden.shape[0]
+        qkv = hidden.new_empty(rows, self.row)
+        ends = hidden.data_ptr(), turns.data_ptr(), step.slots.data_ptr(), step.pool.layers[number].data_ptr()
         self._begin(self._sgemm, self._tables[id(layer)], *ends, qkv.data_ptr(), rows)
         return qkv
 
     def attend(self, qkv: Tensor, step: Step, number: int) -> Tensor:
-        width = self.sizes.heads * self.sizes.head_dim
-        out = qkv.new_empty(qkv.shape[0], width)
-        pool, size = step.pool.layers[number].data_ptr(), step.pool.block_size
-        for index, tile in enumerate(step.tiles):
-            most = tile.blocks.shape[0] // tile.count
-            if tile.queries > 1 and most * size > FEW_KEYS:
-                out[tile.start : tile.stop] = self._tile(qkv, step, index, number)
+        out = qkv.new_empty(qkv.shape[0], self.width)
+        pool = step.pool.layers[number].data_ptr()
+        for tile in step.tiles:
+            if not _answerable(step, tile):
+                out[tile.start : tile.stop] = self._tile(qkv, step, tile, number)
                 continue
-            begin = qkv.data_ptr() + 4 * tile.start * qkv.shape[1]
-            seen = (tile.blocks.data_ptr(), most, size, tile.positions.data_ptr())
-            places = None if tile.pack is None else tile.pack.data_ptr()
-            rows = tile.stop - tile.start
-            self._attend(begin, pool, *seen, places, tile.queries, out.data_ptr() + 4 * tile.start * width, rows)
+            begin, end = qkv.data_ptr() + 4 * tile.start * self.row, out.data_ptr() + 4 * tile.start * self.width
+            self._attend(begin, pool, *self._seen(step, tile), end, tile.stop - tile.start)
         return out
+
+    def _seen(self, step: Step, tile: Tile) -> tuple[Any, ...]:
+        """What attention in C has to know of a tile."""
+        most, places = tile.blocks.shape[0] // tile.count, None if tile.pack is None else tile.pack.data_ptr()
+        return tile.blocks.data_ptr(), most, step.pool.block_size, tile.positions.data_ptr(), places, tile.queries
 
     def finish(self, layer: Layer, found: Tensor, hidden: Tensor) -> Tensor:
         table = self._tables[id(layer)]
@@ -172,6 +204,11 @@ class Compiled(Operators):
         return tokens.tolist(), logprobs.tolist()
 
 
+def _answerable(step: Step, tile: Tile) -> bool:
+    """Whether queries one by one are a good way to answer a tile."""
+    return tile.queries == 1 or tile.blocks.shape[0] // tile.count * step.pool.block_size <= FEW_KEYS
+
+
 def compiled(sizes: Sizes, layers: list[Layer]) -> Compiled:
     """The operators in C for these layers, or Unavailable, with the reason."""
     weight = layers[0].norm
@@ -189,14 +226,38 @@ def _library(sizes: Sizes) -> ctypes.CDLL:
     if compiler is None:
         raise Unavailable(f"no C compiler: {named} is not there")
     shape = [f"-D{name.upper()}={_literal(getattr(sizes, name))}" for name in Sizes.__slots__]
+    source = Path(__file__).with_name("operators.c")
+    command = [compiler, *FLAGS, *shape, f"-DROWS={CHUNK}", str(source), "-lm"]
+    kept = _kept(source, command)
     with tempfile.TemporaryDirectory() as folder:
-        target = str(Path(folder) / "operators.so")
-        command = [compiler, *FLAGS, *shape, str(Path(__file__).with_name("operators.c")), "-o", target, "-lm"]
+        target = Path(folder) / kept.name
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_DEADLINE)
-            return ctypes.CDLL(target)
+            if kept.exists():
+                return ctypes.CDLL(str(kept))
+            subprocess.run([*command, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_DEADLINE)
+            with contextlib.suppress(OSError):  # no room to keep it: the next start compiles again
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                part = kept.with_name(f".{kept.name}.{os.getpid()}")
+                shutil.copy(target, part)
+                part.replace(kept)
+            return ctypes.CDLL(str(target))
         except (OSError, subprocess.SubprocessError) as error:
             raise Unavailable(f"{named} failed: {error}") from error
+
+
+def _kept(source: Path, command: list[str]) -> Path:
+    """Where the library lies for the next start, under what it is made of and the processor it is made for."""
+    made = "\n".join([source.read_text(), *command, *_processor()])
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "ramify" / f"operators-{hashlib.sha256(made.encode()).hexdigest()[:16]}.so"
+
+
+def _processor() -> list[str]:
+    """What `-march=native` looks at."""
+    with contextlib.suppress(OSError):
+        told = Path("/proc/cpuinfo").read_text().splitlines()
+        return sorted({line for line in told if line.startswith(("flags", "model", "Features", "CPU"))})
+    return [platform.machine(), platform.processor()]
 
 
 @functools.cache
