@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 from _check import NO_COMPETITOR, Row, finish, median, parser
+
+from ramify.client.http import Connections, exchange, open_client
 
 CONCURRENCY = {"cpu": (1, 8, 32), "cuda": (1, 32, 256)}
 NEW_TOKENS = 64
@@ -95,37 +96,32 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(15)
 
 
-async def _wave(client: aiohttp.ClientSession, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
+async def _wave(client: Connections, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
     """All prompts at once; returns how many tokens came back."""
 
     async def one(index: int) -> int:
         knobs = {"max_tokens": new_tokens, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": seed + index}
         body = {"token_ids": prompts[index], "sampling_params": knobs}
-        async with client.post("/inference/v1/generate", json=body) as answer:
-            answer.raise_for_status()
-            return len((await answer.json())["choices"][0]["token_ids"])
+        answer = await exchange(client, "POST", "/inference/v1/generate", body)
+        return len(json.loads(answer)["choices"][0]["token_ids"])
 
-    return sum(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
+    async with asyncio.timeout(REQUEST_S):
+        return sum(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
 
 
-def _session(url: str) -> aiohttp.ClientSession:
-    deadline, pool = aiohttp.ClientTimeout(REQUEST_S), aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(url, timeout=deadline, connector=pool)
+def _client(url: str) -> Connections:
+    return open_client(url, connect=5.0, connections=max(CONCURRENCY["cuda"]))
 
 
 @contextlib.contextmanager
 def connected(url: str) -> Iterator[Callable[[list[list[int]], int, int], int]]:
     """`_wave` on connections that stay open from one wave to the next, as every client's pool keeps them."""
     with asyncio.Runner() as runner:
-
-        async def opened() -> aiohttp.ClientSession:
-            return _session(url)
-
-        client = runner.run(opened())
+        client = _client(url)
         try:
             yield lambda prompts, new_tokens, seed: runner.run(_wave(client, prompts, new_tokens, seed))
         finally:
-            runner.run(client.close())
+            runner.run(client.aclose())
 
 
 def throughput(url: str, subject: Subject, count: int, shared: int) -> float:
@@ -151,15 +147,12 @@ def swap_ms(url: str, subject: Subject) -> float:
     from ramify.model import Version, publish
 
     async def run(directory: Path) -> float:
-        async with _session(url) as client:
+        async with contextlib.aclosing(_client(url)) as client:
             flight = asyncio.create_task(_wave(client, subject.prompts(32, 0, 7), NEW_TOKENS, 7))
             await asyncio.sleep(0.1)
-            body = {"path": str(directory), "kv": "recompute"}
-            async with client.post("/update_weights", json=body) as answer:
-                answer.raise_for_status()
-                seconds = (await answer.json())["seconds"]
+            answer = await exchange(client, "POST", "/update_weights", {"path": str(directory), "kv": "recompute"})
             await flight
-            return 1e3 * float(seconds)
+            return 1e3 * float(json.loads(answer)["seconds"])
 
     with tempfile.TemporaryDirectory() as temporary:
         tensors = load_file(subject.directory / "model.safetensors")

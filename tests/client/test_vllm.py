@@ -1,7 +1,6 @@
 """vLLM's dialect, against a fake that speaks like it: labels, resets that fail, reloads that fail."""
 
 import asyncio
-import hashlib
 import json
 
 import numpy as np
@@ -10,7 +9,7 @@ from safetensors.numpy import save_file
 
 from ramify.client import Sampling, vllm
 from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
-from ramify.model.manifest import Manifest
+from ramify.model.manifest import Manifest, checksum
 from ramify.model.version import Version
 from tests.client.fake import FakeVLLM, hang
 from tests.client.test_pool import SAMPLING, bounded, connected, until
@@ -22,7 +21,7 @@ def publish(directory, version, width=2):
     directory.mkdir(exist_ok=True)
     save_file({"embed": np.zeros((12, width), np.float32)}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"vocab_size": 12}))
-    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    digest = checksum(directory / "model.safetensors")
     Manifest(version, {"model.safetensors": digest}).write(directory)
     return directory
 

@@ -6,14 +6,20 @@ or the server refused before doing anything (`Busy`), sending the request again 
 are lost less often. Everything else is an answer, and has a name.
 """
 
+import asyncio
 import re
 import socket
+import ssl
+import time
+from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+from urllib.parse import urlencode, urlsplit
 
-import aiohttp
 import msgspec
 
+from ramify.client.connection import Broken, Connection, Response
 from ramify.client.turnstile import Turnstile
 from ramify.errors import (
     ContextOverflow,
@@ -51,37 +57,90 @@ class Lost(Exception):
 
 
 class Connections:
-    """The connections to one server, opened as they are needed inside the loop that asks."""
+    """The connections to one server, opened as they are needed inside the loop that asks.
+
+    Waiting for an answer has no limit of its own: every caller has a deadline.
+    """
 
     def __init__(self, url: str, *, connect: float, connections: int) -> None:
         self.base_url = url
         self.headers: dict[str, str] = {}
-        self._connect, self._most = connect, connections
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
         self.turnstile = Turnstile()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """Reading has no limit of its own: every caller has a deadline. Addresses come from our config alone."""
-        if self._closed:
-            raise Unsent(f"{self.base_url}: the client is closed")
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=self._most, keepalive_timeout=KEEPALIVE, socket_factory=_watchful_socket
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect),
-            )
-        return self._session
+        self._parts = urlsplit(url)
+        self._connect, self._free = connect, asyncio.Semaphore(connections)
+        self._open: set[Connection] = set()
+        self._idle: deque[tuple[float, Connection]] = deque()  # since when, the longest first
+        self._closed = False
 
     async def aclose(self) -> None:
         """End them, for good."""
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        for connection in self._open:
+            connection.close()
+        await asyncio.sleep(0)  # so that those who wait hear of it
+
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> Response:
+        """Send one request and wait for its answer; Unsent and Lost say what went wrong on the way."""
+        request = self._request(method, path, body)
+        async with self._free:
+            connection = self._take() or await self._dial()
+            try:
+                answer = await connection.ask(request)
+            except Broken as error:
+                raise Lost(f"{self.base_url}: {error}") from error
+            finally:
+                self._put_back(connection)
+        return answer
+
+    def _request(self, method: str, path: str, body: bytes | None) -> bytes:
+        headers = {"Host": self._parts.netloc.rpartition("@")[2], **self.headers}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if method != "GET":
+            headers["Content-Length"] = str(len(body or b""))
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        if lines.count("\n") != len(headers):
+            raise RequestInvalid(f"{self.base_url}: a header (an API key, perhaps) holds a line break")
+        return f"{method} {self._parts.path}{path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + (body or b"")
+
+    def _take(self) -> Connection | None:
+        """A connection that is open already: the one used last, so that those too many get old."""
+        if self._closed:
+            raise Unsent(f"{self.base_url}: the client is closed")
+        oldest = time.monotonic() - KEEPALIVE
+        while self._idle and (self._idle[0][0] < oldest or self._idle[0][1].closed):
+            _, connection = self._idle.popleft()
+            connection.close()
+            self._open.discard(connection)
+        while self._idle:
+            _, connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+            self._open.discard(connection)
+        return None
+
+    def _put_back(self, connection: Connection) -> None:
+        if connection.closed:
+            self._open.discard(connection)
+        else:
+            self._idle.append((time.monotonic(), connection))
+
+    async def _dial(self) -> Connection:
+        host, secure = self._parts.hostname, self._parts.scheme == "https"
+        if host is None or self._parts.scheme not in ("http", "https"):
+            raise Unsent(f"{self.base_url!r} is no address; expected http://host:port")
+        try:
+            async with asyncio.timeout(self._connect):
+                transport, connection = await asyncio.get_running_loop().create_connection(
+                    Connection, host, self._parts.port or (443 if secure else 80), ssl=trusted() if secure else None
+                )
+        except TimeoutError as error:
+            raise Unsent(f"{self.base_url} cannot be reached: no connection within {self._connect:g} s") from error
+        except OSError as error:
+            raise Unsent(f"{self.base_url} cannot be reached: {error}") from error
+        _watch(transport.get_extra_info("socket"))
+        self._open.add(connection)
+        return connection
 
 
 def open_client(url: str, *, connect: float, connections: int) -> Connections:
@@ -89,40 +148,28 @@ def open_client(url: str, *, connect: float, connections: int) -> Connections:
     return Connections(url, connect=connect, connections=connections)
 
 
-def _watchful_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket that notices within a minute that its host is gone; without that a read waits for its deadline."""
-    family, kind, protocol, _, _ = address
-    found = socket.socket(family, kind, protocol)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+@lru_cache(maxsize=1)
+def trusted() -> ssl.SSLContext:
+    """What an https server must show: read once, it takes a while."""
+    return ssl.create_default_context()
+
+
+def _watch(connected: socket.socket) -> None:
+    """Notice within a minute that the other host is gone; without that a read waits for its deadline."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
         if hasattr(socket, name):
-            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-    return found
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
 
 
 async def exchange(http: Connections, method: str, path: str, body: Any = None, **params: str) -> bytes:
     """Send one request and return the body of its answer, or raise what went wrong."""
     content = None if body is None else msgspec.json.encode(body)
-    headers = http.headers if body is None else {**http.headers, "Content-Type": "application/json"}
-    try:
-        async with http.session.request(
-            method, http.base_url + path, data=content, params=params or None, headers=headers
-        ) as response:
-            data = await response.read()
-            await http.turnstile.enter()  # what follows an answer is work: reading it, recording it, the next prompt
-    except (aiohttp.ClientError, OSError) as error:
-        raise failure(http, error) from error
-    if response.status != 200:
-        raise refusal(http, path, response.status, response.headers, data.decode("utf-8", "replace"))
-    return data
-
-
-def failure(http: Connections, error: Exception) -> Exception:
-    """What a transport error means."""
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        why = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-        return Unsent(f"{http.base_url} cannot be reached: {why}")
-    return Lost(f"{http.base_url}: {type(error).__name__}: {error}".rstrip(": "))
+    answer = await http.ask(method, f"{path}?{urlencode(params)}" if params else path, content)
+    await http.turnstile.enter()  # what follows an answer is work: reading it, recording it, the next prompt
+    if answer.status != 200:
+        raise refusal(http, path, answer.status, answer.headers, answer.body.decode("utf-8", "replace"))
+    return answer.body
 
 
 def refusal(http: Connections, path: str, status: int, headers: Mapping[str, str], text: str) -> Exception:
@@ -137,7 +184,7 @@ def refusal(http: Connections, path: str, status: int, headers: Mapping[str, str
         error = RequestInvalid(f"{http.base_url}{path} answered {status}: {message}")
     else:
         error = ProviderError(f"{http.base_url}{path} answered {status}: {message}")
-    return Busy(error, _seconds(headers.get("Retry-After"))) if status == 503 else error
+    return Busy(error, _seconds(headers.get("retry-after"))) if status == 503 else error
 
 
 def _error(text: str) -> tuple[str | None, str]:

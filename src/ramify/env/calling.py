@@ -6,15 +6,14 @@ the hook is made, and a parameter that nobody provides is refused there. A call 
 that is not async runs in a thread: whatever it waits for, the other rollouts go on.
 """
 
-import asyncio
-import contextvars
 import difflib
 import inspect
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from ramify.env.context import OFFERED, Context
+from ramify.env.crew import in_thread
 from ramify.errors import ConfigInvalid
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -44,13 +43,6 @@ class Hook:
 
     def __repr__(self) -> str:
         return f"Hook({self.name}: {', '.join(sorted(self.asks))})"
-
-
-async def in_thread(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """The result of `function(**given)`, computed in a thread of the loop; an awaitable result is awaited here."""
-    run = contextvars.copy_context().run
-    result = await asyncio.get_running_loop().run_in_executor(None, partial(run, function, **given))
-    return await result if inspect.isawaitable(result) else result
 
 
 def is_async(function: Callable[..., Any]) -> bool:

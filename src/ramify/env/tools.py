@@ -18,8 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
-from ramify.env.calling import in_thread, is_async, parameters
+from ramify.env.calling import is_async, parameters
 from ramify.env.context import OFFERED, Context
+from ramify.env.crew import in_thread
 from ramify.env.docstring import read_docstring
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ramify.errors import TemplateRefused
-from ramify.render.marks import Marks, common_prefix, extents, overlay
+from ramify.render.marks import Marks, Slot, common_prefix, extents, overlay
 from ramify.render.outline import Kind
 from ramify.render.seams import GENERATE, NOTHING, Seam, Seams
 from ramify.render.writer import Writer
 from ramify.trace import Message
+
+MOST_SCAFFOLDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +112,21 @@ class Page:
         return min(spoken, before + common_prefix(self.text, opening, before))
 
 
+class Scaffold(NamedTuple):
+    """What a template writes for a conversation with marks, and where they stand."""
+
+    tools: Sequence[Mapping[str, Any]]
+    text: str
+    slots: list[Slot]
+
+
 class Layouts:
     """Lays out conversations with one template."""
 
     def __init__(self, writer: Writer, seams: Seams) -> None:
         self._writer = writer
         self._seams = seams
+        self._scaffolds: dict[tuple[tuple[Message, ...], bool], Scaffold] = {}
 
     def lay_out(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generate: bool, first: int = 0
@@ -124,12 +135,26 @@ class Layouts:
         text = self._writer.text(messages, tools, generate)
         marks = Marks(avoid=text)
         for shy in (False, True):
-            marked = self._writer.text(marks.mark(messages, shy=shy), tools, generate)
-            slots = overlay(text, marked, marks.slots(marked), messages)
+            scaffold = self._scaffold(marks, marks.mark(messages, shy=shy), tools, generate)
+            slots = overlay(text, scaffold.text, scaffold.slots, messages)
             if slots is not None:
                 page = Page(self._seams, text, messages, tools, generate, extents(slots))
                 return Layout(text, page.places(first))
         return Layout(text, self._coarse(text, messages, tools)[first:], coarse=True)
+
+    def _scaffold(
+        self, marks: Marks, marked: Sequence[Message], tools: Sequence[Mapping[str, Any]], generate: bool
+    ) -> Scaffold:
+        """Conversations that differ only in what is said have the same, so the latest are remembered."""
+        key = (tuple(marked), generate)
+        known = self._scaffolds.get(key)
+        if known is None or known.tools != tools:
+            text = self._writer.text(marked, tools, generate)
+            known = Scaffold(tools, text, marks.slots(text))
+            if len(self._scaffolds) >= MOST_SCAFFOLDS:
+                self._scaffolds.pop(next(iter(self._scaffolds)))
+            self._scaffolds[key] = known
+        return known
 
     def _coarse(self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
         """Places found by rendering every prefix, all of a message counted as its body."""

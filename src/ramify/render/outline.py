@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from dataclasses import replace as changed
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -78,13 +77,13 @@ class Outline:
         """The outline of the conversation with one more message."""
         short = stub(message)
         if message.role == "assistant":
-            return changed(self, steps=self._finished_steps(), recent=(short,))
+            return Outline(self.head, self.earlier, self.opening, self._finished_steps(), (short,))
         if message.role == "tool" and self.recent:
-            return changed(self, recent=(*self.recent, short))
+            return Outline(self.head, self.earlier, self.opening, self.steps, (*self.recent, short))
         if message.role in SYSTEM_ROLES and not (self.earlier or self.opening or self.recent):
-            return changed(self, head=(*self.head, short))
+            return Outline((*self.head, short), steps=self.steps)
         if not self.recent:
-            return changed(self, opening=(*self.opening, short))
+            return Outline(self.head, self.earlier, (*self.opening, short), self.steps)
         earlier = tuple(dict.fromkeys((*self.earlier, *self._finished_steps())))
         return Outline(self.head, earlier, (short,))
 

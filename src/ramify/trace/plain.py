@@ -24,15 +24,13 @@ def plain(value: object, key: str, depth: int = 0) -> Any:
         return value
     if isinstance(value, str):
         return _text(value, key)
-    if isinstance(value, float | np.floating):
-        return float(cast(float, value))
-    if isinstance(value, np.bool_ | np.integer):
-        return plain(cast(object, value.item()), key)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise ValueRefused(f"{key}: an int of {value.bit_length()} bits does not fit into 64")
         return int(value)
-    if isinstance(value, Mapping | list | tuple) and depth == DEEPEST:
+    if depth == DEEPEST and isinstance(value, Mapping | list | tuple):
         raise ValueRefused(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {DEEPEST} deep")
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
@@ -40,6 +38,10 @@ def plain(value: object, key: str, depth: int = 0) -> Any:
         return PlainDict(key, {_name(name, key): item for name, item in items.items()}, inner)
     if isinstance(value, list | tuple):
         return [plain(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(cast(Iterable[object], value))]
+    if isinstance(value, np.floating):
+        return float(cast(float, value))
+    if isinstance(value, np.bool_ | np.integer):
+        return plain(cast(object, value.item()), key)
     kind = type(value).__qualname__
     raise ValueRefused(f"{key}: a {kind} cannot be encoded; use None, bool, int, float, str, list or dict")
 
@@ -75,7 +77,8 @@ class PlainDict(dict[str, Any]):
         super().__init__()
         self._path = path
         self._check = check
-        self.update(items or {})
+        if items:
+            self.update(items)
 
     def __setitem__(self, key: str, value: object) -> None:
         super().__setitem__(_name(key, self._path), self._check(value, f"{self._path}.{key}"))

@@ -1,0 +1,111 @@
+"""Threads for code that blocks: how many there are, and that nobody waits for another's."""
+
+import asyncio
+import contextvars
+import threading
+
+import pytest
+
+from ramify.env.crew import MOST, in_thread
+
+
+def run(work):
+    async def within():
+        async with asyncio.timeout(20):
+            return await work
+
+    return asyncio.run(within())
+
+
+def test_jobs_that_wait_for_each_other_all_run():
+    together = threading.Barrier(MOST)
+
+    async def test():
+        await asyncio.gather(*(in_thread(together.wait, {"timeout": 10}) for _ in range(MOST)))
+
+    run(test())
+
+
+def test_jobs_that_are_done_in_a_moment_share_a_thread():
+    async def test():
+        return [await in_thread(threading.get_ident, {}) for _ in range(50)]
+
+    assert len(set(run(test()))) == 1
+
+
+def test_threads_leave_when_nothing_waits_any_more():
+    together, before = threading.Barrier(8), threading.active_count()
+
+    async def test():
+        await asyncio.gather(*(in_thread(together.wait, {"timeout": 10}) for _ in range(8)))
+        while await in_thread(threading.active_count, {}) > before + 1:
+            await asyncio.sleep(0)
+
+    run(test())
+
+
+def test_more_jobs_than_threads_are_all_done():
+    async def test():
+        return await asyncio.gather(*(in_thread(lambda number: number, {"number": n}) for n in range(5 * MOST)))
+
+    assert run(test()) == list(range(5 * MOST))
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyError("x")])
+def test_what_a_job_raises_is_raised_where_it_is_waited_for(error):
+    def fails():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        run(in_thread(fails, {}))
+    assert caught.value is error
+
+
+def test_a_job_that_ends_an_iteration_does_not_hang():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run(in_thread(lambda: next(iter(())), {}))
+
+
+def test_a_job_sees_the_context_of_whoever_asked():
+    name = contextvars.ContextVar("name", default="nobody")
+
+    async def test():
+        name.set("me")
+        return await in_thread(name.get, {})
+
+    assert run(test()) == "me"
+
+
+def test_a_job_that_is_cancelled_before_it_began_never_begins():
+    holding, ran = threading.Event(), []
+
+    async def test():
+        first = asyncio.create_task(in_thread(holding.wait, {"timeout": 10}))
+        second = asyncio.create_task(in_thread(lambda: ran.append(1), {}))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        holding.set()
+        await first
+        await in_thread(lambda: None, {})
+
+    run(test())
+    assert not ran
+
+
+def test_a_loop_ends_although_a_job_still_blocks():
+    began, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def blocks():
+        began.set()
+        release.wait(10)
+        ended.set()
+
+    async def test():
+        waiting = asyncio.create_task(in_thread(blocks, {}))
+        await in_thread(began.wait, {"timeout": 10})
+        waiting.cancel()
+
+    run(test())
+    release.set()
+    assert ended.wait(10)
