@@ -16,8 +16,9 @@ from pathlib import Path
 
 from ramify.errors import ProviderError
 from ramify.launch.asking import live, metrics_of
+from ramify.launch.status import StatusClient
 
-LOOK = 0.25  # seconds between two questions
+LOOK = 0.1  # seconds between two questions
 LEAVING = 150.0  # seconds for a last checkpoint
 LEFT = 75
 
@@ -59,14 +60,15 @@ def watch(
     """Run `config` in `home` until it is over or, with `stop`, until the rewards are enough."""
     (home / f"{name}.toml").write_text(config)
     log, seen, path = home / f"{name}.log", Watched(), home / "outputs" / name
-    started = time.monotonic()
+    started, client = time.monotonic(), None
     with log.open("w") as said:
         run = subprocess.Popen(ramify("rl", "@", f"{name}.toml"), cwd=home, stdout=said, stderr=said)
         try:
             while run.poll() is None and not (stop and seen.reached is not None):
                 if time.monotonic() - started > deadline:
                     break
-                _look(path, seen, started, enough)
+                if client := client or live(path):
+                    _look(client, seen, started, enough)
                 time.sleep(LOOK)
             if run.poll() is None:
                 run.send_signal(signal.SIGTERM)
@@ -83,10 +85,7 @@ def watch(
     return seen
 
 
-def _look(path: Path, seen: Watched, started: float, enough: Callable[[list[float]], bool]) -> None:
-    client = live(path)
-    if client is None:
-        return
+def _look(client: StatusClient, seen: Watched, started: float, enough: Callable[[list[float]], bool]) -> None:
     try:
         status, passed = client.ask("/status"), time.monotonic() - started
     except ProviderError:

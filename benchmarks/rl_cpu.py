@@ -2,8 +2,8 @@
 
 Both start with the same weights, draw from the same tasks, are scored by the same function, and learn with the same
 batch, group size, learning rate, warmup, betas and clipping, in float32 on the same cores. The reward is the mean of 3
-steps; it counts from the moment it is known. Ramify samples while it trains, on a thread each, with its quickstart's
-settings. TRL does both in turns; it gets the fastest of several settings, found before the race. Seeds take turns.
+steps; it counts from the moment it is known. Ramify samples while it trains, on a thread each, a batch's attempts at
+once. TRL does both in turns; it gets the fastest of several settings, found before the race. Seeds take turns.
 
 A run that has not got there within `--limit` seconds is ended and said to be so. One of TRL's then counts as if it had
 got there at that moment, one of ours as if it never would. All takes 20 minutes at most, or so.
@@ -54,6 +54,7 @@ name = "{model}"
 batch_size = {batch_size}
 group_size = {group_size}
 max_off_policy = 2
+max_concurrency = {batch_size}
 
 [trainer]
 pack_tokens = 4096

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from ramify.errors import ConfigInvalid, RunBusy, RunStalled
+from ramify.launch.carrying import _claimed, carry_out
 from ramify.launch.dashboard import Quiet
 from ramify.launch.plan import Plan, plan_of
 from ramify.launch.process import Role
-from ramify.launch.run import _claimed, carry_out
 from ramify.launch.supervisor import Outcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore

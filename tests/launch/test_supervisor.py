@@ -44,7 +44,7 @@ def test_a_crashed_process_is_started_again_and_told_of(tmp_path):
     twice = "import signal\nif len(open(DIR + '/env.pids').readlines()) == 1: os.kill(os.getpid(), 9)\n" + FOR_EVER
     leader = "import time\nwhile len(open(DIR + '/env.pids').readlines()) < 2: time.sleep(0.01)\n"
     said = []
-    leader = entry(tmp_path, "orchestrator", leader, Role.LEADER, after=("env",))
+    leader = entry(tmp_path, "orchestrator", after("env.pids") + leader, Role.LEADER)
     assert supervised([entry(tmp_path, "env", twice), leader], said=said) is Outcome.FINISHED
     assert len(pids(tmp_path, "env")) == 2
     assert said == ["env was ended by SIGKILL; started again in 0.5 s (1 of 3)"]
@@ -95,22 +95,7 @@ def test_a_command_that_is_not_there_says_so(tmp_path):
         supervised([absent, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)], restarts=0)
 
 
-# -- order and readiness -------------------------------------------------------------------------------------------
-
-
-SERVES = """
-import socket, signal
-server = socket.socket(); server.bind(("127.0.0.1", int(os.environ["PORT"]))); server.listen()
-signal.pause()
-"""
-
-
-def test_a_process_starts_when_those_it_needs_answer(tmp_path, free_port):
-    address = f"tcp://127.0.0.1:{free_port}"
-    server = entry(tmp_path, "inference", SERVES, address=address, env={"PORT": str(free_port)})
-    connects = "import socket; socket.create_connection(('127.0.0.1', int(os.environ['PORT'])))"
-    leader = entry(tmp_path, "orchestrator", connects, Role.LEADER, after=("inference",), env={"PORT": str(free_port)})
-    assert supervised([leader, server]) is Outcome.FINISHED
+# -- starts and readiness ------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_never_answers_is_named(tmp_path, free_port):

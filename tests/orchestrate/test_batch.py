@@ -8,7 +8,7 @@ import pytest
 
 from ramify.env import plugin
 from ramify.errors import BatchCorrupt
-from ramify.orchestrate.batch import Member, decide, members_of, rebuild, share_out
+from ramify.orchestrate.batch import Member, decide, members_of, rebuild, regrow, share_out
 from ramify.store import Row, RunStore
 from ramify.store.ledger import Group, Ledger
 from ramify.trace import Annotation, encode
@@ -71,7 +71,7 @@ def test_it_is_rebuilt_as_it_was_decided():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_number_of_ranks_is_given_the_same_entries(ranks):
-    parts = share_out(BATCH, STORED.__getitem__, Laying(pack_tokens=16), ranks)
+    parts = share_out(BATCH, regrow(BATCH, STORED.__getitem__), Laying(pack_tokens=16), ranks)
     assert len(parts) == ranks
     assert len({len(part.packs) for part in parts}) == 1
     assert all(part.counts == BATCH.counts for part in parts)

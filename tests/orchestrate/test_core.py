@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ramify.env import plugin
 from ramify.errors import Failure, TransitionRefused
 from ramify.orchestrate.admission import Shape
-from ramify.orchestrate.batch import rebuild
+from ramify.orchestrate.batch import regrow
 from ramify.orchestrate.core import Core
 from ramify.orchestrate.curriculum import Shuffle, ShuffleConfig
 from ramify.orchestrate.groups import Standing
@@ -25,7 +25,6 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger
 from ramify.store.states import DropReason, State
-from ramify.train.batches import Laying
 from tests.orchestrate.rollouts import rollout
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
@@ -112,7 +111,8 @@ async def live(core: Core, world: World, rng: Random) -> None:
                 await core.settle(number)
         await core.cut()
         if rng.random() < 0.5 and (batch := await core.serve(version)):
-            rebuild(batch, core.ledger.store.read, Laying(pack_tokens=128))
+            again = regrow(batch, core.ledger.store.read)
+            assert [each.ids.tolist() for each in core.forests(batch)] == [each.ids.tolist() for each in again]
             await core.acknowledge(version)
             version += 1
             if rng.random() < world.kills:

@@ -18,6 +18,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.versions: dict[str, Version] = {}
         self.failures: list[Exception] = []
         self.let = asyncio.Event()
         self.called = asyncio.Event()
@@ -163,5 +164,16 @@ def test_what_a_replaced_trainer_offered_is_forgotten(monkeypatch):
         stage.offer(version(4, incarnation=1))
         await stage.until_serving(version(4, incarnation=1))
         assert stage.engines.asked == [4]
+
+    played(monkeypatch, story)
+
+
+def test_what_the_engines_began_with_is_not_given_to_them_again(monkeypatch):
+    async def story(stage: Stage) -> None:
+        stage.engines.versions = {"http://engine": version(0)}
+        stage.offer(version(0))
+        assert (stage.weights.serving, stage.applied, stage.engines.asked) == (version(0), [version(0)], [])
+        stage.offer(version(0, incarnation=1))  # of a trainer that began again
+        await stage.until_serving(version(0, incarnation=1))
 
     played(monkeypatch, story)

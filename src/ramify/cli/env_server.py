@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from ramify.config import parse_part, refuse, switch
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
 from ramify.launch.parts import env_part
-from ramify.launch.ready import listens
 from ramify.orchestrate.config import RunConfig
 from ramify.wire.address import check_bind
 
-POLL = 0.2  # seconds between two looks at an engine that is not there
 USAGE = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]
 
   FILE       the server's own, or a whole run's as `ramify rl` takes it: one of its sources, at its `address` or the
@@ -63,11 +60,7 @@ async def serve(config: EnvServerConfig) -> None:
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     server = EnvServer(config)
 
-    async def start() -> None:
-        await _engines(config)
-        await server.start()
-
-    starting = asyncio.create_task(start())
+    starting = asyncio.create_task(server.start())
 
     def stop() -> None:
         starting.cancel()
@@ -88,14 +81,6 @@ async def serve(config: EnvServerConfig) -> None:
     await server.close(0.0 if broken else None)
     if broken:
         raise PeerLost("the thread of the server's connections has failed")
-
-
-async def _engines(config: EnvServerConfig) -> None:
-    """Wait for engines that are started at the same time. One that does not come is named by the first worker."""
-    end = time.monotonic() + config.boot_timeout
-    for url in config.inference.base_url:
-        while not await listens(url) and time.monotonic() < end:
-            await asyncio.sleep(POLL)
 
 
 def _write(path: Path, address: str) -> None:

@@ -40,9 +40,9 @@ def run(args: Sequence[str]) -> int:
 
 def _with_env_servers(config: RunConfig, *, dry: bool) -> int:
     """Two kinds of processes, supervised: this one only watches."""
+    from ramify.launch.carrying import carry_out
     from ramify.launch.dashboard import Lines
     from ramify.launch.plan import orchestrator_plan
-    from ramify.launch.run import carry_out
     from ramify.launch.tables import check_tables
 
     plan = orchestrator_plan(config)
@@ -58,8 +58,8 @@ def _with_env_servers(config: RunConfig, *, dry: bool) -> int:
 
 
 def _alone(config: RunConfig) -> int:
+    from ramify.launch.finished import finish, has_all_steps
     from ramify.launch.record import Record, read_record
-    from ramify.launch.run import finish, has_all_steps
     from ramify.monitor import open_monitors, samples_of
     from ramify.orchestrate.process import Orchestrator
 

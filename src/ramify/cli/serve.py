@@ -5,15 +5,18 @@ import contextlib
 import shlex
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ramify.cli.short import spelled_out
 from ramify.config import parse_part, refuse, switch
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
-from ramify.infer.vllm import VLLMServer
 from ramify.launch.parts import serve_part
 from ramify.model.resolve import resolve
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
+
+if TYPE_CHECKING:
+    from ramify.infer.vllm import VLLMServer
 
 USAGE = """usage: ramify serve [@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]
 
@@ -59,6 +62,8 @@ def run(args: Sequence[str]) -> int:
 
 
 def _vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
+    from ramify.infer.vllm import VLLMServer
+
     server = VLLMServer(config.model.name, inference, config.server)
     if dry:
         print(f"would serve {config.model.name} ({server.version}) at {server.url}, output in {server.log}")
@@ -69,7 +74,7 @@ def _vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
     return 0
 
 
-async def _supervised(server: VLLMServer) -> None:
+async def _supervised(server: "VLLMServer") -> None:
     """Serve until a signal comes; whatever happens, the server is stopped before we go."""
     this = asyncio.current_task()
     assert this is not None

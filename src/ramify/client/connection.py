@@ -6,6 +6,7 @@ ours.
 """
 
 import asyncio
+import select
 from typing import NamedTuple
 
 try:
@@ -56,6 +57,14 @@ class Connection(asyncio.Protocol):
     @property
     def closed(self) -> bool:
         return self._transport is None or self._transport.is_closing()
+
+    def usable(self) -> bool:
+        """Whether it is open and nothing has come since the last answer: that would be an end nobody has read yet."""
+        if self._transport is None or self.closed:
+            return False
+        looking = select.poll()
+        looking.register(self._transport.get_extra_info("socket"), select.POLLIN)
+        return not looking.poll(0)
 
     def close(self) -> None:
         """Hang up."""

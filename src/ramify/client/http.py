@@ -114,8 +114,9 @@ class Connections:
             self._open.discard(connection)
         while self._idle:
             _, connection = self._idle.pop()
-            if not connection.closed:
+            if connection.usable():
                 return connection
+            connection.close()
             self._open.discard(connection)
         return None
 

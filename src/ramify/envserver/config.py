@@ -97,7 +97,7 @@ class EnvServerConfig(Config):
     crashes: int = Field(default=3, ge=1)
     """Workers that may be lost under one attempt before it fails as WorkerDied."""
     boot_timeout: float = Field(default=120.0, gt=0)
-    """Seconds for a worker to be ready."""
+    """Seconds for a worker to be ready; half of them are for the servers it asks to be there."""
     boot_attempts: int = Field(default=3, ge=1)
     """Workers in a row that may fail to boot before the server says so and slows down."""
     hang_timeout: float = Field(default=30.0, gt=0)

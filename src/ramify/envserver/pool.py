@@ -126,15 +126,17 @@ class Pool:
             if worker is None or worker.load >= room:
                 return
             worker.load += 1
+            self._pending -= 1  # at once: an attempt is with a worker or waits, never both
             self._waiting.popleft().set_result(worker)
 
     def _settled(self, future: "asyncio.Future[WorkerProcess]") -> None:
-        self._pending -= 1
+        self._pending -= future.cancelled()
 
     def _fail_waiting(self, error: RamifyError) -> None:
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():
+                self._pending -= 1
                 future.set_exception(WorkerDied(error.message))
 
     # -- how many ------------------------------------------------------------------------------------------------------

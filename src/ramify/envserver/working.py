@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -42,7 +43,7 @@ from ramify.trace import Trace, TraceWriter, decode, encode_episode
 from ramify.wire import Message, Request, Server, Settings
 
 LINGER = 2000  # milliseconds for the last words
-THREADS = 64  # hooks that are not async and run at the same time
+THREADS = 64  # that read and write the files of boxes and task pages
 FOREVER = 86400.0  # the leash, not silence, tells a worker that its broker is gone
 FORMAT = "%(levelname)s %(name)s: %(message)s"
 
@@ -64,11 +65,12 @@ def work(told: bytes, report: int) -> None:
 async def _serve(told: Told, report: int) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="hook"))
+    loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="files"))
     code, reported = 0, False
     try:
         async with contextlib.AsyncExitStack() as stack:
             worker = await _load(told, stack, stop)
+            gc.freeze()  # what was loaded is no garbage
             settings = Settings(interval=EnvServerConfig.model_validate(told.config).heartbeat, grace=FOREVER)
             server = Server(worker.handlers, secret=told.secret, encrypted=False, settings=settings, name=told.id)
             await stack.enter_async_context(server)

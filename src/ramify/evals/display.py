@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ramify.evals.clock import clock
 from ramify.evals.progress import Progress
 from ramify.evals.stats import Estimate
 from ramify.store import Row
@@ -152,15 +153,6 @@ def spread(estimate: Estimate | None) -> str:
     if estimate is None:
         return "none yet"
     return f"{estimate.mean:.3f}" if estimate.error is None else f"{estimate.mean:.3f}±{estimate.error:.3f}"
-
-
-def clock(seconds: float) -> str:
-    """Seconds as people read them: `42s`, `3m05s`, `1h02m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 def _grid(*titles: str) -> Table:

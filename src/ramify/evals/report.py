@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ramify.evals.display import clock
+from ramify.evals.clock import clock
 from ramify.evals.progress import by_task, error_counts, means
 from ramify.evals.stats import Estimate, clustered_mean, ladder, passes
 from ramify.evals.summary import PHASES, seconds

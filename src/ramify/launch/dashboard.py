@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ramify.evals.display import clock
+from ramify.evals.clock import clock
 from ramify.launch.process import State
 from ramify.launch.supervisor import Seen
 

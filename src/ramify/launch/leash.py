@@ -14,11 +14,13 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ENDING = 2.0  # seconds after which what is still there is stuck in the kernel
@@ -27,27 +29,38 @@ BY_SIGNAL = 128  # added to the number of the signal that ended the command
 UNSTARTED = 127  # the exit code of a command that cannot be started
 
 
-def hold(command: Sequence[str], *, grace: float) -> int:
-    """Run the command, its process id told over standard input; returns its exit code when nothing of it is left."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def hold(run: Callable[[], int], *, grace: float) -> int:
+    """Run something in a child, and return what it returns there; here we end, with the same, when it is over.
+
+    Over standard input go our process id and the child's, with a handle of ourselves, and in the end the exit code.
+    """
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     leash, pid = os.getpid(), os.fork()
     if pid == 0:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _become(command, leash)
+        die_with(leash)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        return run()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they are for the command
+    line = socket.socket(fileno=os.dup(0))
     with contextlib.suppress(OSError):
-        os.write(0, f"{pid}\n".encode())
+        socket.send_fds(line, [f"{leash} {pid}".encode()], [os.pidfd_open(leash)])
     code = _watch(pid, grace)
     _end_children()
-    return code
+    with contextlib.suppress(OSError):
+        line.send(str(code).encode())
+    os._exit(code)  # at once, whatever was loaded
 
 
-def _become(command: Sequence[str], leash: int) -> NoReturn:
-    if os.getppid() != leash:
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, however it ends."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
         os._exit(UNSTARTED)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
+def become(command: Sequence[str]) -> NoReturn:
+    """Be the command from now on."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.execvp(command[0], list(command))
@@ -103,4 +116,4 @@ def _end_children() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(hold(sys.argv[2:], grace=float(sys.argv[1])))
+    sys.exit(hold(lambda: become(sys.argv[2:]), grace=float(sys.argv[1])))

@@ -16,7 +16,7 @@ from ramify.cli.machine import usable_cores
 from ramify.config import Config, refuse, write
 from ramify.envserver.config import ElasticConfig, EnvServerConfig
 from ramify.errors import ModelNotFound
-from ramify.infer.config import ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import Gpu, Shares, share
 from ramify.launch.estimate import Model, Need
 from ramify.launch.fit import ASSUMED, GIB, check_memory, need_on, shares_of
@@ -28,6 +28,8 @@ from ramify.model.resolve import resolve
 from ramify.orchestrate.config import RunConfig, RunSourceConfig
 from ramify.train.service_config import ServiceConfig
 
+ENGINE = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")  # what the commands load
+TRAINER = ("ramify.cli.trainer", "ramify.train.remote", "ramify.train.service")
 ENDING = 2.0  # seconds that attempts in flight get when the run stops: they are run again anyway
 
 Source = TypeVar("Source", bound=RunSourceConfig)
@@ -100,7 +102,10 @@ def orchestrator_plan(config: RunConfig) -> Plan:
 
 
 class _Planner:
-    """Puts the processes together, every one with its part of the run's configuration."""
+    """Puts the processes together, every one with its part of the run's configuration.
+
+    All start at once and wait for each other where they have to: loading takes as long for each of them.
+    """
 
     def __init__(self, config: RunConfig, shares: Shares) -> None:
         self.config, self.path, self.shares = config, config.path, shares
@@ -112,14 +117,11 @@ class _Planner:
 
     def whole(self, model: Model | None, need: Need | None) -> Plan:
         """All that has no address yet."""
-        inference, envs = self._inference(), self._envs()
-        names = tuple(entry.name for entry in (*inference, *envs))
-        return self._plan((*inference, *envs, self._orchestrator(names), self._trainer()), model, need)
+        return self._plan((*self._inference(), *self._envs(), self._orchestrator(), self._trainer()), model, need)
 
     def orchestrator(self) -> Plan:
         """The orchestrator, and the env servers that it needs."""
-        envs = self._envs()
-        return self._plan((*envs, self._orchestrator(tuple(entry.name for entry in envs))))
+        return self._plan((*self._envs(), self._orchestrator()))
 
     def _plan(self, entries: tuple[Entry, ...], model: Model | None = None, need: Need | None = None) -> Plan:
         told = self.run.orchestrator
@@ -154,6 +156,7 @@ class _Planner:
                 address=f"{self.places['inference']}/health",
                 deadline=self.config.launch.start_deadline,
                 prepare=prepare,
+                loads=ENGINE if self._on_cpu and isinstance(self.config.inference, EngineConfig) else (),
             )
         ]
 
@@ -161,7 +164,8 @@ class _Planner:
         return [self._env(name) for name in source_addresses(self.config)]
 
     def _env(self, name: str) -> Entry:
-        server = EnvServerConfig(**env_part(self.run, name), grace=ENDING)
+        deadline = self.config.launch.start_deadline
+        server = EnvServerConfig(**env_part(self.run, name), grace=ENDING, boot_timeout=2 * deadline)
         picked = server.pick()
         file = self._file(f"env-{picked.kind}-{picked.title.replace('/', '-')}", server)
         return Entry(
@@ -170,11 +174,10 @@ class _Planner:
             picked.log(self.path),
             env=self.shares.rest.env,
             address=self.places[name],
-            after=() if isinstance(self.config.inference, ExternalConfig) else ("inference",),
-            deadline=self.config.launch.start_deadline,
+            deadline=deadline,
         )
 
-    def _orchestrator(self, needs: tuple[str, ...]) -> Entry:
+    def _orchestrator(self) -> Entry:
         file = self._file("orchestrator", _without_pools(self.run))
         return Entry(
             "orchestrator",
@@ -182,11 +185,9 @@ class _Planner:
             self.path / "logs" / "orchestrator.log",
             Role.LEADER,
             env=self.shares.rest.env,
-            after=needs,
         )
 
     def _trainer(self) -> Entry:
-        """It starts at once: loading a model takes as long for the trainer as for the engine."""
         file = self._file("trainer", ServiceConfig(**trainer_part(self.run)))
         kept = ("--record", str(self.path / "batches")) if self.config.record else ()
         words = ("trainer", "@", str(file), *kept)
@@ -194,7 +195,13 @@ class _Planner:
         spread = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", "ramify")
         command = (sys.executable, "-m", *spread, *words) if gpus > 1 else _ramify(*words)
         log, env = self.path / "logs" / "trainer.log", self.shares.trainer.env
-        return Entry("trainer", command, log, Role.FOLLOWER, env=env)
+        loads = TRAINER if self._on_cpu else ()
+        return Entry("trainer", command, log, Role.FOLLOWER, env=env, loads=loads)
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether nobody has a GPU, which belongs to whoever has touched it: what is forked could not."""
+        return not self.shares.inference.gpus and not self.shares.trainer.gpus
 
     def _file(self, name: str, config: Config) -> Path:
         file = self.path / "configs" / f"{name}.toml"

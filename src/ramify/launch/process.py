@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ramify.errors import DeadlineExceeded
 from ramify.launch.leash import BY_SIGNAL
+from ramify.launch.nursery import Nursery
 from ramify.launch.ready import answers
 from ramify.store import naming
 
@@ -31,6 +32,7 @@ TAIL = 30  # lines of the log that a failure shows
 PATIENCE = 5.0  # seconds a process gets to end by itself
 KILLING = 3.0  # seconds its leash gets to end the rest
 STARTING = 10.0  # seconds for a leash to say what it holds
+LOADING = 120.0  # seconds for one from the nursery, which may still be loading
 POLL = 0.1  # seconds between two looks at whether it answers
 
 
@@ -64,23 +66,27 @@ class Entry:
     """Variables on top of our own."""
     address: str = ""
     """Where it answers once it is ready (`http://...`, `tcp://...`); without, it is ready when it is there."""
-    after: tuple[str, ...] = ()
-    """Processes that have to be ready before it starts for the first time."""
     deadline: float = 600.0
     """Seconds until it has to answer."""
     prepare: Callable[[], None] | None = None
     """Done before each start."""
+    loads: tuple[str, ...] = ()
+    """Modules that are its first seconds; it may be forked from a process that has them."""
 
 
 class Process:
     """One life. Start it once; stop it in any case."""
 
-    def __init__(self, entry: Entry, *, patience: float = PATIENCE) -> None:
+    def __init__(self, entry: Entry, *, patience: float = PATIENCE, nursery: Nursery | None = None) -> None:
         self.entry, self.patience, self.state, self.pid = entry, patience, State.STARTING, 0
         self.since = time.monotonic()
-        self._held: socket.socket | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+        self._nursery = nursery
+        self._line: socket.socket | None = None
+        """To its leash, which lets it live for as long as this is open."""
+        self._leash = 0
         self._handle: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        """The leash, unless it is the nursery's child."""
         self._log_start = 0
 
     async def start(self) -> None:
@@ -92,21 +98,53 @@ class Process:
             entry.log.parent.mkdir(parents=True, exist_ok=True)
             log = entry.log.open("ab")
         self._log_start = log.tell()
-        self._held, theirs = socket.socketpair()
-        self._held.setblocking(False)
-        with log, theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "ramify.launch.leash", str(self.patience), *entry.command],
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **entry.env},
-                start_new_session=True,
-            )
-        self._handle = os.pidfd_open(self._child.pid)
-        told = asyncio.get_running_loop().sock_recv(self._held, 32)
-        with contextlib.suppress(TimeoutError, ValueError, OSError):  # it ended at once: its exit says more
-            self.pid = int(await asyncio.wait_for(told, STARTING))
+        with log:
+            if self._nursery is not None and await self._born(self._nursery, log.fileno()):
+                return
+            with self._theirs() as line:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", "ramify.launch.leash", str(self.patience), *entry.command],
+                    stdin=line.fileno(),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **entry.env},
+                    start_new_session=True,
+                )
+        self._leash, self._handle = self._child.pid, os.pidfd_open(self._child.pid)
+        await self._told(STARTING)  # where it ended at once, its exit says more
+
+    async def _born(self, nursery: Nursery, log: int) -> bool:
+        with self._theirs() as line:
+            asked = nursery.ask(self.entry, self.patience, line, log)
+        return asked and await self._told(LOADING)
+
+    def _theirs(self) -> socket.socket:
+        """The other end of a new line."""
+        self._let_go()
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.setblocking(False)
+        return theirs
+
+    def _let_go(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    async def _told(self, seconds: float) -> bool:
+        """Whether a leash has told what it holds, and given a handle of itself."""
+        assert self._line is not None
+        try:
+            await asyncio.wait_for(_readable(self._line.fileno()), seconds)
+            said, handles, _, _ = socket.recv_fds(self._line, 64, 1)
+        except (TimeoutError, OSError):
+            return False
+        if not said or not handles:
+            return False
+        self._leash, self.pid = map(int, said.split())
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle = handles[0]
+        return True
 
     async def ready(self) -> None:
         """Return when it answers. Raises DeadlineExceeded if it does not in time."""
@@ -120,15 +158,15 @@ class Process:
 
     async def ended(self) -> int:
         """Return its exit code when it is over."""
-        assert self._child is not None and self._handle is not None
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._handle, over.set)
-        try:
-            await over.wait()
-        finally:
-            loop.remove_reader(self._handle)
+        assert self._handle is not None
+        await _readable(self._handle)
         self.state = State.ENDED
-        return self._child.wait()
+        if self._child is not None:
+            return self._child.wait()
+        with contextlib.suppress(OSError):
+            told = self._line.recv(64) if self._line is not None else b""
+            return int(told or -signal.SIGKILL)  # a leash that was killed tells nothing
+        return -signal.SIGKILL
 
     def signal(self, number: signal.Signals) -> None:
         """Tell it something."""
@@ -138,19 +176,15 @@ class Process:
 
     async def stop(self) -> None:
         """Let it go, and return when nothing of it is left."""
-        child, held = self._child, self._held
-        self._child = self._held = None
-        if held is not None:
-            held.close()
-        if child is None or self._handle is None:
+        self._let_go()
+        if self._handle is None:
             return
-        self._child = child
         try:
             await asyncio.wait_for(self.ended(), self.patience + KILLING)
         except TimeoutError:  # the leash itself hangs
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+                os.killpg(self._leash, signal.SIGKILL)
+            await self.ended()
         finally:
             self.state = State.ENDED
             os.close(self._handle)
@@ -163,6 +197,16 @@ class Process:
             lines = deque(log, TAIL)
             return b"".join(lines).decode(errors="replace").strip() or "(nothing)"
         return "(no log)"
+
+
+async def _readable(descriptor: int) -> None:
+    """Return when there is something to read, or an end."""
+    loop, there = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, there.set)
+    try:
+        await there.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 def is_signal(code: int) -> bool:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ramify import __version__
-from ramify.launch.supervisor import Seen
 from ramify.store import naming
+
+if TYPE_CHECKING:
+    from ramify.launch.supervisor import Seen
 
 RECORD = "run.json"
 
@@ -33,7 +35,7 @@ class Record:
             "versions": {"ramify": __version__, "python": platform.python_version()},
         }
 
-    def write(self, processes: Sequence[Seen]) -> None:
+    def write(self, processes: "Sequence[Seen]") -> None:
         """Say what each process is now."""
         rows = {
             one.name: {**asdict(one), "state": one.state.value, "seconds": round(one.seconds, 1)} for one in processes

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, registry
+from ramify.launch.nursery import Nursery
 from ramify.launch.process import PATIENCE, Entry, Process, Role, State, how, is_signal
 from ramify.launch.restarts import Budget
 
@@ -64,14 +65,14 @@ class Supervisor:
         patience: float = PATIENCE,
         say: Callable[[str], None] = print,
         changed: Callable[[Sequence[Seen]], None] | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
-        self.entries, self.grace, self.patience = list(entries), grace, patience
+        self.entries, self.grace, self.patience, self._nursery = list(entries), grace, patience, nursery
         self._say, self._changed = say, changed
         self._budgets = {entry.name: Budget(restarts) for entry in entries}
         self._lives: dict[str, Process] = {}
         self._ends: dict[str, list[str]] = {entry.name: [] for entry in entries}
         """What each process said last when it crashed by itself, for as long as it is the same."""
-        self._answered = {entry.name: asyncio.Event() for entry in entries}
         self._again = asyncio.Event()
         """Set, and replaced, when the leader begins another life: a follower that was done is needed again."""
         self._leaving: asyncio.Task[None] | None = None
@@ -110,8 +111,6 @@ class Supervisor:
 
     async def _tend(self, entry: Entry) -> None:
         try:
-            for name in entry.after:
-                await self._answered[name].wait()
             while True:
                 again = self._again
                 code, life = await self._live(entry)
@@ -128,7 +127,7 @@ class Supervisor:
 
     async def _live(self, entry: Entry) -> tuple[int, Process]:
         """One life, from its start to its exit code."""
-        life = self._lives[entry.name] = Process(entry, patience=self.patience)
+        life = self._lives[entry.name] = Process(entry, patience=self.patience, nursery=self._nursery)
         await life.start()
         self._tell()
         ending = asyncio.create_task(life.ended())
@@ -137,7 +136,6 @@ class Supervisor:
             await asyncio.wait({ending, readying}, return_when=asyncio.FIRST_COMPLETED)
             if readying.done() and not ending.done():
                 readying.result()
-                self._answered[entry.name].set()
                 self._tell()
             code = await ending
         finally:

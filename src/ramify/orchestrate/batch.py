@@ -1,7 +1,8 @@
 """A batch as the ledger keeps it: who is in it and what was said about them; the forest is grown again when needed.
 
 The traces are in the run already, so a batch is only names and numbers, and small. From it and the stored traces the
-same forest grows every time, for whatever number of ranks the trainer has by then.
+same forest grows every time, for whatever number of ranks the trainer has by then. Whoever still has the forests that
+grew when the groups were judged need not grow them again.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,10 +68,13 @@ def members_of(stored: StoredBatch) -> tuple[list[Member], int | None]:
 
 
 def rebuild(stored: StoredBatch, read: Read, laying: Laying, *, flat: bool = False) -> Batch:
-    """The batch as it is trained, its forest grown from the stored traces.
+    """The batch as it is trained, its forest grown from the stored traces; raises BatchCorrupt as `regrow` does."""
+    forests = regrow(stored, read)
+    return Batch(stored.step, lay_out(forests, laying.pack_tokens, laying.layout, flat=flat), stored.counts)
 
-    Raises BatchCorrupt where that is not the batch that was decided.
-    """
+
+def regrow(stored: StoredBatch, read: Read) -> list[Forest]:
+    """The forests of a batch, from the stored traces. Raises BatchCorrupt where they are not what was decided."""
     members, seq_len = members_of(stored)
     forests: list[Forest] = []
     for member in members:
@@ -79,12 +83,13 @@ def rebuild(stored: StoredBatch, read: Read, laying: Laying, *, flat: bool = Fal
     counts = _counts(forests)
     if counts != stored.counts:
         raise BatchCorrupt(f"batch {stored.step} was cut with {stored.counts} entries, its traces now give {counts}")
-    return Batch(stored.step, lay_out(forests, laying.pack_tokens, laying.layout, flat=flat), counts)
+    return forests
 
 
-def share_out(stored: StoredBatch, read: Read, laying: Laying, ranks: int) -> list[Batch]:
+def share_out(stored: StoredBatch, forests: Sequence[Forest], laying: Laying, ranks: int) -> list[Batch]:
     """What each of `ranks` ranks is given: the same batch however many there are."""
-    return shares(rebuild(stored, read, laying), laying, ranks)
+    batch = Batch(stored.step, lay_out(forests, laying.pack_tokens, laying.layout), stored.counts)
+    return shares(batch, laying, ranks)
 
 
 def _counts(forests: Sequence[Forest]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
 from ramify.orchestrate.admission import Shape
 from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
-from ramify.store.directory import default_name
+from ramify.store.names import default_name
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.service_config import WeightsConfig
 

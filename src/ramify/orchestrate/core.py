@@ -16,7 +16,7 @@ from typing import Any
 
 from ramify.errors import Failure, TransitionRefused
 from ramify.orchestrate.admission import Admission, Shape
-from ramify.orchestrate.batch import Member, decide
+from ramify.orchestrate.batch import Member, decide, regrow
 from ramify.orchestrate.dispatch import Dispatch, Order
 from ramify.orchestrate.groups import Fate, GroupRun, Standing
 from ramify.orchestrate.judging import Rules, Source, judge, rollout_id
@@ -40,6 +40,7 @@ class Core:
         self._groups: dict[int, Group] = {}
         self._runs: dict[int, GroupRun] = {}
         self._ready: dict[int, tuple[Member, Forest]] = {}  # scored and in no batch yet
+        self._grown: dict[int, list[Forest]] = {}  # by step, of batches that were not trained yet
         self._locks: dict[int, asyncio.Lock] = {}
         self._numbering = asyncio.Lock()
 
@@ -91,16 +92,25 @@ class Core:
         return None if order is None else (self._groups[order.group], order)
 
     async def back(
-        self, number: int, attempt: int, traces: Sequence[Trace], summary: dict[str, Any] | None = None
+        self,
+        number: int,
+        attempt: int,
+        traces: Sequence[Trace],
+        summary: dict[str, Any] | None = None,
+        encoded: bytes | memoryview | None = None,
     ) -> Standing:
-        """An attempt came back with its episode. A COMPLETE group is to be settled, one of TOO_FEW was dropped."""
+        """An attempt came back with its episode. A COMPLETE group is to be settled, one of TOO_FEW was dropped.
+
+        Where the episode is at hand as it came over the wire, `encoded`, it is kept so.
+        """
         self.dispatch.back(number, attempt)
         async with self._alone(number) as run:
             if run is None:
                 return Standing.TOO_FEW  # dropped meanwhile
             fate = run.back(attempt, traces)
             if fate is Fate.KEPT:
-                await self.ledger.sampled(number, attempt, self._row(number, attempt, traces, summary), traces)
+                row = self._row(number, attempt, traces, summary)
+                await self.ledger.sampled(number, attempt, row, traces if encoded is None else encoded)
                 return run.standing
             failures = (error for trace in traces for error in trace.errors if error.blame == "system")
             return await self._unlucky(run, attempt, fate, _told(next(failures, None)))
@@ -168,8 +178,10 @@ class Core:
         found: list[StoredBatch] = []
         async with self._numbering:
             while numbers := self.admission.ready():
-                batch = decide(self.admission.step, [self._ready[number] for number in numbers], self.rules.seq_len)
+                members = [self._ready[number] for number in numbers]
+                batch = decide(self.admission.step, members, self.rules.seq_len)
                 await self.ledger.batch(batch)
+                self._grown[batch.step] = [forest for _, forest in members]
                 self.admission.cut(numbers)
                 for number in numbers:
                     del self._ready[number], self._runs[number], self._groups[number], self._locks[number]
@@ -183,9 +195,14 @@ class Core:
             await self.ledger.serve(step)
         return found
 
+    def forests(self, batch: StoredBatch) -> list[Forest]:
+        """What grew of the groups of a batch; it grows again where an earlier process cut it, or it was trained."""
+        return self._grown.get(batch.step) or regrow(batch, self.ledger.store.read)
+
     async def acknowledge(self, step: int) -> None:
         """The trainer has done a step."""
         await self.ledger.acknowledge(step)
+        self._grown.pop(step, None)
         self.marks = self.ledger.marks()
 
     def applied(self, incarnation: int, version: int) -> None:

@@ -12,7 +12,7 @@ from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.sampling import Served
 from ramify.orchestrate.tasks import MANY, TaskBook
 
-LOOK = 0.25  # seconds between two looks at a server that is not ready
+LOOK = 0.05  # seconds between two looks at a server that is not ready
 SLACK = 600.0  # seconds an attempt may wait for a worker beyond what it may take
 
 

@@ -4,6 +4,7 @@ Everything runs on one event loop, in one task group: whatever fails by a name n
 """
 
 import asyncio
+import gc
 import signal
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class Orchestrator:
         run = self._run
         async with AsyncExitStack() as stack:
             await run.open(stack)
+            gc.freeze()  # what was loaded is no garbage
             await self._listen(stack)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGUSR1):

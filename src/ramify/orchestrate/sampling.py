@@ -138,7 +138,8 @@ class Sampling:
         else:
             for error in (error for trace in traces for error in trace.errors if error.blame == "system"):
                 self._failed(group.source, error)
-            standing = await asyncio.shield(core.back(group.number, attempt, traces, summary_of(traces)))
+            came = core.back(group.number, attempt, traces, summary_of(traces), ran.data)
+            standing = await asyncio.shield(came)
         if standing is Standing.COMPLETE and group.number not in self._settling:
             await self._settle(group.number)
         elif standing is Standing.TOO_FEW:

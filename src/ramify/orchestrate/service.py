@@ -98,7 +98,7 @@ class TrainerService:
         if asked.step not in self._shares:
             stored = await self._core.serve(asked.step)
             assert stored is not None  # `_known` saw it
-            found = share_out(stored, self._core.ledger.store.read, self._laying, self._ranks)
+            found = share_out(stored, self._core.forests(stored), self._laying, self._ranks)
             self._shares[asked.step] = [encode(share) for share in found]
             for step in sorted(self._shares)[:-KEPT]:
                 del self._shares[step]

@@ -35,7 +35,12 @@ class Weights:
         self._failing_since: float | None = None
 
     def offer(self, version: Version, path: Path) -> None:
-        """The trainer has published a version."""
+        """The trainer has published a version. The engines may have begun with it."""
+        served = self._client.versions.values()
+        if self.serving is None and version.step == 0 and served and all(each == version for each in served):
+            self.serving = version
+            self._tell(version, 0.0)
+            return
         self._wanted = (version, path)
         self.waiting_since = self.waiting_since or time.monotonic()
         self._news.set()

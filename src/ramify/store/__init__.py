@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.store.directory import default_name as default_name
     from ramify.store.directory import open_run as open_run
     from ramify.store.directory import set_aside as set_aside
     from ramify.store.exporting import FORMATS as FORMATS
     from ramify.store.exporting import export as export
     from ramify.store.journal import Journal as Journal
     from ramify.store.ledger import Ledger as Ledger
+    from ramify.store.names import default_name as default_name
     from ramify.store.rows import Row as Row
     from ramify.store.states import DropReason as DropReason
     from ramify.store.states import State as State
@@ -30,7 +30,7 @@ _FACE = {
     "Row": "ramify.store.rows",
     "RunStore": "ramify.store.store",
     "State": "ramify.store.states",
-    "default_name": "ramify.store.directory",
+    "default_name": "ramify.store.names",
     "export": "ramify.store.exporting",
     "naming": "ramify.store.writer",
     "open_run": "ramify.store.directory",

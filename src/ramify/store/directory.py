@@ -5,10 +5,7 @@ else (how many, how fast, where the server is) may change from one start to the 
 mix results that cannot be compared, so it is refused, with the difference shown.
 """
 
-import hashlib
-import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,6 @@ from ramify.errors import ConfigInvalid
 from ramify.store.store import RunStore, locked
 
 IDENTITY = "identity"
-DIGITS = 6  # of the hash in a default name
-
-
-def default_name(taskset: str, model: str, identity: Mapping[str, Any]) -> str:
-    """`reverse-text-tiny-1f3a9c`: readable, and another one for another identity."""
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    return f"{_slug(taskset)}-{_slug(model)}-{hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}"
 
 
 def open_run(path: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> RunStore:
@@ -72,9 +62,3 @@ def difference(old: Any, new: Any, key: str = "") -> Iterator[str]:
                 yield from difference(old[name], new[name], inner)
     elif old != new:
         yield f"{key}: was {old!r}, now {new!r}"
-
-
-def _slug(text: str) -> str:
-    """The last part of a path or dotted name, without what a file name should not hold."""
-    last = re.split(r"[/\\:]", text.rstrip("/\\"))[-1].removesuffix(".py")
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "run"

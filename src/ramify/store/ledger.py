@@ -17,7 +17,7 @@ from ramify.errors import ConfigInvalid, TransitionRefused
 from ramify.store.entries import TABLES, Attempt, Group, Marks, StoredBatch
 from ramify.store.rows import Row
 from ramify.store.states import DropReason, State, check_follows
-from ramify.store.store import OPENING, RunStore
+from ramify.store.store import OPENING, Kept, RunStore
 from ramify.store.writer import Apply
 from ramify.trace import Trace
 
@@ -79,7 +79,7 @@ class Ledger:
 
         await self._change(apply)
 
-    async def sampled(self, number: int, attempt: int, row: Row, traces: Sequence[Trace]) -> None:
+    async def sampled(self, number: int, attempt: int, row: Row, traces: Kept) -> None:
         """An attempt's rollout is there: its traces and this fact become part of the run together."""
 
         def apply(connection: sqlite3.Connection, _: object) -> None:
@@ -266,7 +266,7 @@ class Ledger:
         rows = self.store.select("SELECT incarnation, step, members FROM served ORDER BY step, incarnation")
         return [(incarnation, step, tuple(msgspec.msgpack.decode(members))) for incarnation, step, members in rows]
 
-    async def _change(self, apply: Apply, rollouts: Sequence[tuple[Row, Sequence[Trace]]] = ()) -> None:
+    async def _change(self, apply: Apply, rollouts: Sequence[tuple[Row, Kept]] = ()) -> None:
         await asyncio.wrap_future(self.store.change(apply, rollouts))
 
 

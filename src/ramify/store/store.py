@@ -26,6 +26,8 @@ from ramify.trace import Episode, Trace, decode_episode, encode_episode
 DATABASE, LOCK, TRACES = "run.sqlite", "run.lock", "traces"
 OPENING = 60.0  # seconds for a change that is waited for without a loop
 
+Kept = Sequence[Trace] | bytes | memoryview  # a rollout's traces, or its episode as it was encoded
+
 
 class RunStore:
     """One run directory. `open` it, `close` it (or `with`)."""
@@ -60,7 +62,7 @@ class RunStore:
         """Keep a rollout. It is durable when this returns; one with the same id is replaced."""
         await asyncio.wrap_future(self._submit(*_encoded(row, traces)))
 
-    def change(self, apply: Apply, rollouts: Sequence[tuple[Row, Sequence[Trace]]] = ()) -> "Future[None]":
+    def change(self, apply: Apply, rollouts: Sequence[tuple[Row, Kept]] = ()) -> "Future[None]":
         """Queue a change to the tables, and rollouts that become part of the run together with it.
 
         Durable when the future is done; whatever `apply` raises is the future's exception, and nothing was changed.
@@ -132,11 +134,10 @@ class RunStore:
         return self._writer.submit(frames, apply)
 
 
-def _encoded(
-    row: Row, traces: Sequence[Trace]
-) -> tuple[list[bytes], Callable[[sqlite3.Connection, Sequence[Place]], None]]:
+def _encoded(row: Row, kept: Kept) -> tuple[list[bytes], Callable[[sqlite3.Connection, Sequence[Place]], None]]:
     """The rollout as bytes, taken now: the traces may change while the writer works."""
-    frame, summary = encode_episode(Episode(tuple(traces))), msgspec.msgpack.encode(row.summary)
+    frame = bytes(kept) if isinstance(kept, bytes | memoryview) else encode_episode(Episode(tuple(kept)))
+    summary = msgspec.msgpack.encode(row.summary)
     return [frame], lambda connection, places: rows.put(connection, row, summary, places[0])
 
 

@@ -4,8 +4,11 @@ Within a machine an address is a matter between its own processes. Anywhere else
 derive their CURVE keys from it, so who does not know it can neither speak nor listen; the handshake proves it again.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import ipaddress
+from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils import z85
@@ -13,6 +16,8 @@ from zmq.utils import z85
 from ramify.errors import ConfigInvalid
 
 PERSON = b"ramify.wire"
+PATIENCE = 2.0  # seconds for a connection
+PORTS = {"http": 80, "https": 443}
 
 
 def is_local(address: str) -> bool:
@@ -62,3 +67,17 @@ def _keys(secret: str, role: bytes) -> tuple[bytes, bytes]:
     raw = hashlib.blake2b(role, key=hashlib.sha256(secret.encode()).digest(), digest_size=32, person=PERSON).digest()
     private = z85.encode(raw)
     return zmq.curve_public(private), private
+
+
+async def listens(address: str) -> bool:
+    """Whether it takes a connection, whatever it speaks."""
+    place = urlsplit(address)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            _, writer = await asyncio.open_connection(place.hostname, place.port or PORTS.get(place.scheme))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True

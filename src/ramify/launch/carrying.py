@@ -1,0 +1,115 @@
+"""A plan carried out: the run's directory claimed, its processes supervised and shown, its end remembered."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ramify.errors import ProviderError, RunBusy
+from ramify.launch.dashboard import EVERY, Display
+from ramify.launch.finished import finish, has_all_steps
+from ramify.launch.newest import keep_newest, weights_held
+from ramify.launch.nursery import Nursery
+from ramify.launch.plan import Plan
+from ramify.launch.record import Record
+from ramify.launch.status import StatusClient
+from ramify.launch.supervisor import Outcome, Supervisor
+from ramify.store import naming
+
+CLAIM = "lock"  # how the name of its lock ends
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended. What it found is in its directory: `ramify metrics`, `plot`, `show`."""
+
+    path: Path
+    outcome: Outcome
+    ran: bool = True
+    """Whether anything was started; False for a run that was finished already."""
+
+
+def carry_out(plan: Plan, *, fresh: bool = False, display: Display, nursery: Nursery | None = None) -> Ended:
+    """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done."""
+    config, path = plan.config, plan.config.path
+    with _claimed(path):
+        if has_all_steps(config, fresh=fresh):
+            return Ended(path, Outcome.FINISHED, ran=False)
+        with naming(path):
+            plan.write()
+        with weights_held(config):
+            outcome = asyncio.run(_supervised(plan, display, nursery))
+            if outcome is Outcome.FINISHED:
+                keep_newest(config)
+                finish(config)
+    return Ended(path, outcome)
+
+
+async def _supervised(plan: Plan, display: Display, nursery: Nursery | None) -> Outcome:
+    launch, path = plan.config.launch, plan.config.path
+    record = Record(path, plan.status)
+    with _logged(path / "logs" / "launch.log", display.say) as say:
+        supervisor = Supervisor(
+            plan.entries,
+            restarts=launch.restarts,
+            grace=launch.grace,
+            say=say,
+            changed=record.write,
+            nursery=nursery,
+        )
+        async with _shown(supervisor, StatusClient(plan.status, patience=2.0), display):
+            return await supervisor.run()
+
+
+@contextlib.asynccontextmanager
+async def _shown(supervisor: Supervisor, client: StatusClient, display: Display) -> AsyncIterator[None]:
+    async def look() -> None:
+        while True:
+            try:
+                status = await client.look()
+            except ProviderError:
+                status = None
+            display.look(status, supervisor.processes())
+            await asyncio.sleep(EVERY)
+
+    with display:
+        looking = asyncio.create_task(look(), name="dashboard")
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _logged(file: Path, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """What the supervisor says, to people and to a log."""
+    with naming(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        log = file.open("a", encoding="utf-8", buffering=1)
+
+    def both(line: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the run has other ways to find out
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
+        say(line)
+
+    with log:
+        yield both
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    """One supervisor for a run: held beside the directory, which may be moved, until this process is gone."""
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.parent / f".{path.name}.{CLAIM}", os.O_RDWR | os.O_CREAT, 0o644)
+    with os.fdopen(handle):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunBusy(f"{path} is already being run by another `ramify rl`") from None
+        yield

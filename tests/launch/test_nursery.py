@@ -1,0 +1,122 @@
+"""Processes that are forked from one that has loaded their modules: the same as those that are started."""
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from ramify.launch.nursery import RAMIFY, nursery
+from ramify.launch.process import Entry, Process
+from tests.launch.scripts import until
+
+SEEN = {"RAMIFY_TEST": "seen"}
+
+
+def bounded(test):
+    """An async test with an end."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 30))
+
+    return run
+
+
+def entries(folder, *commands: tuple[str, ...], loads=("colorsys",), env=SEEN) -> list[Entry]:
+    """Commands of ramify that have something to load; two of them, so that it pays."""
+    both = [*commands, ("--version",)]
+    return [
+        Entry(f"p{at}", (*RAMIFY, *words), folder / f"p{at}.log", env=env, loads=loads) for at, words in enumerate(both)
+    ]
+
+
+def serving(folder) -> tuple[str, ...]:
+    """A command that lives on."""
+    return ("env-server", "--train.0.taskset.id", "reverse-text", "-b", "http://127.0.0.1:9", "-o", str(folder))
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@asynccontextmanager
+async def born(entry: Entry, found):
+    """One life of it."""
+    life = Process(entry, patience=2.0, nursery=found)
+    await life.start()
+    try:
+        yield life
+    finally:
+        await life.stop()
+
+
+@bounded
+async def test_a_command_is_forked_with_its_own_name_session_log_and_exit_code(tmp_path):
+    told, wrong, _ = entries(tmp_path, ("doctor", "--help"), ("serv",))
+    with nursery([told, wrong]) as found:
+        (parent,) = [one for one in psutil.Process().children() if "ramify.launch.nursery" in one.cmdline()]
+        async with born(told, found) as life:
+            assert await life.ended() == 0
+        assert "usage: ramify doctor" in told.log.read_text()
+        async with born(wrong, found) as life:
+            assert await life.ended() == 2
+        assert "did you mean 'ramify serve'" in life.tail()
+        serve = Entry("p0", (*RAMIFY, *serving(tmp_path)), tmp_path / "serve.log", env=SEEN, loads=told.loads)
+        async with born(serve, found) as life:
+            command = psutil.Process(life.pid)
+            until(lambda: command.cmdline()[: len(serve.command)] == list(serve.command))
+            leash = command.parent()
+            assert leash.cmdline()[:4] == [sys.executable, "-m", "ramify.launch.leash", "2.0"]
+            assert leash.parent() == parent
+            assert os.getsid(command.pid) == leash.pid
+            assert command.environ()["RAMIFY_TEST"] == "seen"
+    assert gone(parent) and gone(leash) and gone(command)
+
+
+@pytest.mark.parametrize("victim", ["command", "leash"])
+@bounded
+async def test_a_kill_is_told_as_one(tmp_path, victim):
+    entry, *rest = entries(tmp_path, serving(tmp_path))
+    with nursery([entry, *rest]) as found:
+        async with born(entry, found) as life:
+            command = psutil.Process(life.pid)
+            (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
+            assert await asyncio.wait_for(life.ended(), 5) in (-9, 128 + 9)
+            until(lambda: gone(command))
+
+
+@bounded
+async def test_without_a_nursery_that_lives_a_process_is_started_as_any_other(tmp_path):
+    entry, *rest = entries(tmp_path, ("--version",), loads=("a_module_that_is_not_there",))
+    with nursery([entry, *rest]) as found:
+        async with born(entry, found) as life:
+            assert await life.ended() == 0
+        async with born(entry, found) as life:  # it is known to be gone by now
+            assert await life.ended() == 0
+    assert entry.log.read_text().count("ramify ") == 2
+
+
+@bounded
+async def test_the_end_of_the_nursery_is_not_the_end_of_its_children(tmp_path):
+    entry, *rest = entries(tmp_path, serving(tmp_path))
+    with nursery([entry, *rest]) as found:
+        async with born(entry, found) as life:
+            command = psutil.Process(life.pid)
+            nest = command.parent().parent()
+            nest.kill()
+            until(lambda: gone(nest))
+            assert command.is_running()
+        assert gone(command)
+
+
+def test_only_those_that_see_the_same_share_one(tmp_path):
+    one, other = entries(tmp_path, ("--version",))
+    with nursery([one]) as found:
+        assert found is None
+    with nursery([one, Entry(other.name, other.command, other.log, env={}, loads=other.loads)]) as found:
+        assert found is None
