@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,7 @@ def _show(asked: argparse.Namespace) -> int:
 def _build(asked: argparse.Namespace) -> int:
     if asked.directory.exists() and not asked.force:
         raise ConfigInvalid(f"{asked.directory} exists; --force replaces it")
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
     from ramify.recipe.build import build  # torch is loaded here, not for help
     from ramify.train.sft.display import choose
 
