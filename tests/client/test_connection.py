@@ -64,6 +64,14 @@ async def serving(
         listening.close()
 
 
+async def unanswered(server: Server, client: Connections) -> "asyncio.Task[bytes]":
+    """A call that has come to a server which says nothing."""
+    call = asyncio.create_task(exchange(client, "POST", "/sample", {}))
+    while not server.requests:
+        await asyncio.sleep(0.001)
+    return call
+
+
 def run(test: Awaitable[None]) -> None:
     async def within() -> None:
         async with asyncio.timeout(20):
@@ -160,9 +168,7 @@ def test_a_call_that_is_cancelled_hangs_up():
     async def test():
         server = Server()
         async with serving(server) as client:
-            call = asyncio.create_task(exchange(client, "POST", "/sample", {}))
-            while not server.requests:
-                await asyncio.sleep(0.001)
+            call = await unanswered(server, client)
             call.cancel()
             await server.gone.wait()
 
@@ -184,9 +190,7 @@ def test_closing_ends_the_calls_that_wait():
     async def test():
         server = Server()
         async with serving(server) as client:
-            call = asyncio.create_task(exchange(client, "POST", "/sample", {}))
-            while not server.requests:
-                await asyncio.sleep(0.001)
+            call = await unanswered(server, client)
             await client.aclose()
             with pytest.raises(Lost):
                 await call

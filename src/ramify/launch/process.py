@@ -184,7 +184,8 @@ class Process:
         except TimeoutError:  # the leash itself hangs
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._leash, signal.SIGKILL)
-            await self.ended()
+            with contextlib.suppress(TimeoutError):  # what is stuck in the kernel is left to it
+                await asyncio.wait_for(self.ended(), KILLING)
         finally:
             self.state = State.ENDED
             os.close(self._handle)
