@@ -271,27 +271,29 @@ def agreement(trainer: Trainer, exact: Trainer, maker: Maker) -> list[Row]:
     the gradient in float32. Lengths are those of real rollouts, uneven: paths of whole blocks would be rounded alike in
     all packings."""
     groups = [maker.uneven() for _ in range(4)]
-    forests = [grow(group) for group in groups]
     flat = [grow([each]) for group in groups for each in group]
-    packings = {"flat": (flat, PACK), "flat, packed differently": (flat[::-1], PACK // 2), "forest": (forests, PACK)}
-    found = {name: gradients(trainer, lay_out(*packing)) for name, packing in packings.items()}
+    mixed = [flat[number] for number in maker.rng.permutation(len(flat))]
+    packings = {
+        "flat": (flat, PACK),
+        "flat, backwards, half packs": (flat[::-1], PACK // 2),
+        "flat, mixed": (mixed, PACK),
+    }
+    runs = {name: gradients(trainer, lay_out(*packing)) for name, packing in packings.items()}
+    tree = gradients(trainer, lay_out([grow(group) for group in groups], PACK))
     truth = gradients(exact, lay_out(flat, PACK))
 
     def apart(left: torch.Tensor, right: torch.Tensor) -> float:
         return float((left - right).norm() / right.norm())
 
-    for name, each in found.items():
-        print(f"gradients in bfloat16, {name}: {apart(each, truth):.4f} of the norm from float32", flush=True)
-    first, second, tree = found.values()
-    between = apart(second, first)
-    rows = [
-        Row(
-            "gradients in bfloat16, forest to flat beside flat to flat", apart(tree, first), between, "of norm", between
-        )
-    ]
-    reference = apart(first, truth)
+    for name, each in {**runs, "forest": tree}.items():
+        print(f"gradients in bfloat16, {name}: {apart(each, truth):.5f} of the norm from float32", flush=True)
+    between = [apart(left, right) for left, right in itertools.combinations(runs.values(), 2)]
+    across = [apart(tree, each) for each in runs.values()]
+    print(f"flat to flat {', '.join(f'{each:.5f}' for each in between)}; forest to flat", end=" ")
+    print(", ".join(f"{each:.5f}" for each in across), flush=True)
+    limit, reference = max(between), max(apart(each, truth) for each in runs.values())
     return [
-        *rows,
+        Row("gradients in bfloat16, forest to flat beside flat to flat", max(across), limit, "of norm", limit),
         Row("the same, from float32, forest beside flat", apart(tree, truth), reference, "of norm", reference),
     ]
 

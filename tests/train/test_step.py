@@ -13,6 +13,7 @@ import torch
 
 from ramify.model.layout import Layout, explain
 from ramify.model.resolve import resolve
+from ramify.model.tree import BLOCK
 from ramify.trace import Annotation, Message, Sample, Trace, VersionRun, filler, grow
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, lay_out
 from ramify.train.config import OptimConfig, ScheduleConfig
@@ -225,7 +226,7 @@ def test_the_cost_counts_each_product_once():
 def test_rows_of_a_gpu_have_few_lengths():
     assert {bucket(length, 16384) for length in range(1, 16385, 37)} == {4096, 8192, 12288, 16384}
     assert bucket(16385, 16384) == 32768
-    assert {bucket(length, 1152) % 128 for length in range(1, 5000, 11)} == {0}
+    assert {bucket(length, 1152) % BLOCK for length in range(1, 5000, 11)} == {0}
     assert max(bucket(length, 1152) for length in range(1, 1153)) == 1152
 
 

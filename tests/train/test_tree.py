@@ -8,14 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoConfig, LlamaConfig
 
 from ramify.errors import ModelUnsupported
 from ramify.model.chains import LONG, STEP, Chains, causal
 from ramify.model.layout import Layout, layout_for
 from ramify.model.tiles import TiledAttention, products
-from ramify.model.tree import BLOCK, block_mask
+from ramify.model.tree import BLOCK, Blocks, by_blocks
 from ramify.trace import Forest, concat, cut, filler, grow, pack
 from tests.trace.forests import Size, group
 from tests.train.models import CONFIGS, HYBRID
@@ -58,33 +57,66 @@ def test_tiles_attend_to_what_the_rule_says_forward_and_backward(seed, window):
         assert (mine - other).norm() <= 2e-6 * other.norm()
 
 
+def listed(lists: torch.Tensor) -> dict[int, tuple[set[int], set[int]]]:
+    """Of each block those it sees wholly, and those it sees in part."""
+    found = {}
+    for block, wholly, in_all, *which in lists.tolist():
+        found[block] = (set(which[:wholly]), set(which[wholly:in_all]))
+    return found
+
+
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_blocks_hold_what_the_rule_says_and_leave_the_rest_out(window):
     forest = row(1)
-    cpu = torch.device("cpu")
-    blocks = block_mask(forest.end, forest.position, window, cpu)
-    mask = seen(forest, window)
-    assert torch.equal(create_mask(blocks.mask_mod, 1, 1, len(forest), len(forest), device="cpu")[0, 0], mask)
-    tiled = mask.reshape(len(forest) // BLOCK, BLOCK, len(forest) // BLOCK, BLOCK)
+    blocks = Blocks.of(forest.end, forest.position, window, torch.device("cpu"))
+    tiled = seen(forest, window).reshape(len(forest) // BLOCK, BLOCK, len(forest) // BLOCK, BLOCK)
     some, every = tiled.any(3).any(1), tiled.all(3).all(1)
-    full, partial = (
-        [set(row[:count].tolist()) for row, count in zip(index[0, 0], counts[0, 0].tolist())]
-        for index, counts in (
-            (blocks.full_kv_indices, blocks.full_kv_num_blocks),
-            (blocks.kv_indices, blocks.kv_num_blocks),
-        )
-    )
-    for number in range(len(some)):
-        assert full[number] <= set(np.flatnonzero(every[number]).tolist())
-        assert set(np.flatnonzero(some[number]).tolist()) <= full[number] | partial[number]
-        assert not full[number] & partial[number]
+    keys, queries = listed(blocks.keys), listed(blocks.queries)
+    assert sorted(keys) == sorted(queries) == list(range(len(some)))
+    for number, (wholly, partly) in keys.items():
+        assert wholly <= set(np.flatnonzero(every[number]).tolist())
+        assert set(np.flatnonzero(some[number]).tolist()) <= wholly | partly
+        assert not wholly & partly
     if not window:  # without a window no block is computed for nothing
-        assert sum(map(len, partial)) + sum(map(len, full)) == int(some.sum())
+        assert sum(len(wholly | partly) for wholly, partly in keys.values()) == int(some.sum())
+    for side in (0, 1):  # both kinds of lists say the same
+        pairs = {(query, key) for query, lists in keys.items() for key in lists[side]}
+        assert pairs == {(query, key) for key, lists in queries.items() for query in lists[side]}
+
+
+def test_very_long_lists_come_first_and_the_others_stay_in_order():
+    prompt, reply, replies = BLOCK, 8 * BLOCK, 8
+    end = np.concatenate([np.full(prompt, prompt + replies * reply), prompt + ends(*[reply] * replies)])
+    blocks = Blocks.of(end, np.arange(len(end), dtype=np.int32), 0, torch.device("cpu"))
+    assert blocks.queries[:, 0].tolist() == list(range(len(end) // BLOCK)) == blocks.keys[:, 0].tolist()
+    moved = np.concatenate([ends(reply), end + reply])
+    blocks = Blocks.of(moved, np.arange(len(moved), dtype=np.int32), 0, torch.device("cpu"))
+    assert blocks.queries[:, 0].tolist() == [8, *range(8), *range(9, len(moved) // BLOCK)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
+@pytest.mark.parametrize(("width", "window"), [(64, 40), (128, 0), (80, 0), (80, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_attend_to_what_the_rule_says_forward_and_backward(dtype, width, window):
+    if dtype is torch.float32 and width == 80:
+        pytest.skip("kernels for float32 take long to compile")
+    limit = 1e-2 if dtype is torch.bfloat16 else 1e-5
+    forest = row(1)
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, len(forest), 16)
-    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    torch.testing.assert_close(flex_attention(query, key, value, block_mask=blocks), wanted, atol=1e-5, rtol=1e-5)
+    cuda = torch.device("cuda")
+    shapes = [(1, heads, len(forest), width) for heads in (4, 2, 2, 4)]
+    query, key, value, grad = (torch.randn(shape, device=cuda, dtype=dtype).requires_grad_() for shape in shapes)
+    blocks = Blocks.of(forest.end, forest.position, window, cuda)
+    found = by_blocks(query, key, value, blocks, None, window).transpose(1, 2)
+    exact = [each.detach().double().requires_grad_() for each in (query, key, value)]
+    seen_pairs = seen(forest, window).to(cuda)
+    repeated = [exact[0], *(each.repeat_interleave(2, 1) for each in exact[1:])]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*repeated, attn_mask=seen_pairs)
+    assert (found - wanted).norm() <= limit * wanted.norm()
+    ours = torch.autograd.grad(found, (query, key, value), grad)
+    theirs = torch.autograd.grad(wanted, exact, grad.double())
+    for mine, other in zip(ours, theirs):
+        assert (mine - other).norm() <= limit * other.norm()
 
 
 def ends(*lengths: int) -> np.ndarray:

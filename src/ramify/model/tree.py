@@ -1,19 +1,18 @@
 """Attention over a forest, as one function that any Hugging Face model can call.
 
 **Query q sees key k iff k <= q < end[k]**; a sliding window adds `position[q] - position[k] < window`. One number per
-token is the whole mask, so nothing of size [tokens, tokens] is needed: on CUDA it becomes the block mask of
-FlexAttention, made from the smallest and the largest `end` of each block of keys, once per row and shared by all
-layers; on a CPU it becomes tiles (`ramify.model.tiles`). A row that is nothing but long chains needs no tree, and on
-CUDA has a faster kernel (`ramify.model.chains`).
+token is the whole mask, so nothing of size [tokens, tokens] is needed: on CUDA it becomes lists of the blocks that see
+each other, made from the smallest and the largest `end` of each, once per row and shared by all layers
+(`ramify.model.kernels` computes by them); on a CPU it becomes tiles (`ramify.model.tiles`). A row that is nothing but
+long chains needs no tree, and on CUDA has a faster kernel (`ramify.model.chains`).
 """
 
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn import functional as F  # noqa: N812
 from transformers import AttentionInterface
 
 from ramify.errors import ModelUnsupported
@@ -23,7 +22,10 @@ from ramify.model.tiles import Product, TiledAttention, products
 from ramify.trace.columns import Ints
 
 ATTENTION = "ramify_tree"
-BLOCK = 128
+BLOCK = 64  # tokens; small, because branches begin and end anywhere and leave the blocks around partly empty
+
+LONG = 4  # times as many blocks as the mean of a row make a list very long
+PARTLY, WHOLLY = 1, 2  # how a block is seen by another
 
 
 class Tree:
@@ -35,14 +37,14 @@ class Tree:
         depth = position if position.ndim == 1 else position[0]
         self.windowed = any(windows)
         self.chains = None if self.windowed or device.type == "cpu" else Chains.of(end)
-        self.blocks: dict[int, BlockMask] = {}
+        self.blocks: dict[int, Blocks] = {}
         self.products: dict[int, list[Product]] = {}
         for window in windows:
             if device.type == "cpu":
                 reach = window if window and depth.max(initial=0) >= window else 0
                 self.products[window] = products(end, depth, reach)
             elif self.chains is None:
-                self.blocks[window] = block_mask(end, depth, window, device)
+                self.blocks[window] = Blocks.of(end, depth, window, device)
 
 
 def windows_of(config: Any) -> frozenset[int]:
@@ -50,46 +52,41 @@ def windows_of(config: Any) -> frozenset[int]:
     return frozenset({0, getattr(config.get_text_config(), "sliding_window", None) or 0})
 
 
-def block_mask(end: Ints, position: Ints, window: int, device: torch.device) -> BlockMask:
-    """The block mask of a row whose length is a multiple of `BLOCK`, without looking at its pairs one by one."""
-    count = len(end) // BLOCK
-    if count * BLOCK != len(end):
-        raise ValueError(f"a row of {len(end)} tokens is not padded to a multiple of {BLOCK}")
-    ends, places = end.reshape(count, BLOCK), position.reshape(count, BLOCK)
-    first = np.arange(count)[:, None] * BLOCK
-    below = np.tri(count, k=-1, dtype=bool)  # [query block, key block]: keys before all queries
-    some = below & (ends.max(1)[None, :] > first)
-    every = below & (ends.min(1)[None, :] >= first + BLOCK)
-    if window:
-        some &= places.min(1)[:, None] - places.max(1)[None, :] < window
-        every &= places.max(1)[:, None] - places.min(1)[None, :] < window
-    partly = (some & ~every) | np.eye(count, dtype=bool)
-    row_end, row_position = (put(each.astype(np.int32), device) for each in (end, position))
+class Blocks(NamedTuple):
+    """Who sees whom in a row that is padded to a multiple of `BLOCK`, as the kernels of a GPU read it."""
 
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < row_end[key])
+    end: Tensor  # [tokens]
+    position: Tensor  # [tokens], for windows
+    keys: Tensor  # [blocks, 3 + blocks]: a block of queries, how many blocks of keys it sees wholly, in all, and which
+    queries: Tensor  # a block of keys, and in the same way the blocks of queries that see it
 
-    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visible(batch, head, query, key) & (row_position[query] - row_position[key] < window)
-
-    lists = [each for side in (partly, every, partly.T, every.T) for each in _ordered(side, device)]
-    size = (len(end), len(end))
-    return BlockMask(size, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=near if window else visible)
-
-
-def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many blocks each line of `blocks` has, and which, those first."""
-    counts = blocks.sum(1, dtype=np.int32)
-    line, which = np.nonzero(blocks)
-    order = np.zeros(blocks.shape, np.int32)
-    order[line, np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)] = which
-    return put(counts, device)[None, None], put(order, device)[None, None]
+    @classmethod
+    def of(cls, end: Ints, position: Ints, window: int, device: torch.device) -> "Blocks":
+        """Made on the device, from the smallest and largest `end` of each block, not from pairs of tokens."""
+        count = len(end) // BLOCK
+        if count * BLOCK != len(end):
+            raise ValueError(f"a row of {len(end)} tokens is not padded to a multiple of {BLOCK}")
+        row_end, row_position = put([end.astype(np.int32), position.astype(np.int32)], device)
+        ends, places = row_end.view(count, BLOCK), row_position.view(count, BLOCK)
+        number = torch.arange(count, dtype=torch.int32, device=device)
+        first, below = number[:, None] * BLOCK, number[None, :] < number[:, None]  # [query block, key block]
+        some, every = below & (ends.amax(1) > first), below & (ends.amin(1) >= first + BLOCK)
+        if window:
+            some &= places.amin(1)[:, None] - places.amax(1) < window
+            every &= places.amax(1)[:, None] - places.amin(1) < window
+        seen = some.byte() + (some & every).byte()
+        seen.fill_diagonal_(PARTLY)
+        return cls(row_end, row_position, _listed(seen), _listed(seen.t()))
 
 
-@cache
-def _compiled() -> Any:
-    """FlexAttention outside of a compiled layer; uncompiled it would hold every pair."""
-    return torch.compile(flex_attention, dynamic=False)
+def _listed(seen: Tensor) -> Tensor:
+    """For each line its number, how many it sees wholly, how many in all, and which. Lines keep their order, in which
+    neighbours read the same memory, but for the very long ones, which must begin early: they come first."""
+    wholly, in_all = (seen == WHOLLY).sum(1), (seen > 0).sum(1)
+    number = torch.arange(len(seen), device=seen.device)
+    lists = torch.cat([torch.stack([number, wholly, in_all], 1), seen.argsort(dim=1, descending=True, stable=True)], 1)
+    usual = in_all <= LONG * in_all.float().mean()
+    return lists[usual.byte().argsort(stable=True)].int()
 
 
 def tree_attention(
@@ -119,10 +116,19 @@ def tree_attention(
     elif tree.chains is not None:
         out = causal(query, key, value, tree.chains, scaling)
     else:
-        attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-        grouped = query.shape[1] != key.shape[1]
-        out = attend(query, key, value, block_mask=tree.blocks[window], scale=scaling, enable_gqa=grouped)
+        return by_blocks(query, key, value, tree.blocks[window], scaling, window), None
     return out.transpose(1, 2), None
+
+
+def by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scaling: float | None, window: int) -> Tensor:
+    """[1, tokens, heads, head_dim], through the kernels, which know widths that are powers of two."""
+    from ramify.model.kernels import attend  # needs Triton, which only a torch for CUDA brings
+
+    width = query.shape[-1]
+    more = max(16, 1 << (width - 1).bit_length()) - width
+    rows = [F.pad(each[0].transpose(0, 1), (0, more)).contiguous() for each in (query, key, value)]
+    out, _ = attend(*rows, *blocks, width**-0.5 if scaling is None else scaling, window)  # pyright: ignore[reportCallIssue]
+    return out[..., :width].unsqueeze(0)
 
 
 AttentionInterface.register(ATTENTION, tree_attention)

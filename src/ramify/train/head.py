@@ -2,11 +2,12 @@
 
 Of a vocabulary's worth of logits per token only three numbers are wanted: the logprob of one token, the entropy, and
 (for the way back) the log-sum-exp. So the head runs over chunks of rows; each chunk's logits live only until these are
-read off, and are computed a second time in the backward pass; all but the last, which are still there when it begins.
+read off, and are computed a second time in the backward pass; all but those of the last few, which are kept for it.
 Temperature belongs to the row, not to the pack.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 ROW_STEP = 128  # chunks are multiples of this on CUDA, so that one compiled kernel serves them all
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # of the logits of a chunk: the cache of a core, a corner of a GPU
+KEPT = {"cpu": 1, "cuda": 3}  # chunks whose logits the backward pass finds
 
 
 def score(
@@ -33,23 +35,25 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprob, entropy, total = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         read = _kernel(_read, hidden.device.type)
-        logits: Tensor | None = None
+        kept: deque[Tensor] = deque(maxlen=KEPT[hidden.device.type])
         for rows in _chunks(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             logprob[rows], entropy[rows], total[rows] = read(logits, token[rows], scale[rows])
-        ctx.save_for_backward(hidden, weight, bias, token, scale, total, logits)
+            kept.append(logits)
+        ctx.save_for_backward(hidden, weight, bias, token, scale, total, *kept)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token, scale, total, last = ctx.saved_tensors
+        hidden, weight, bias, token, scale, total, *kept = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         turn = _kernel(_turn, hidden.device.type)
-        for rows in _chunks(len(hidden), len(weight), hidden):
-            logits = last if rows.stop == len(hidden) else torch.nn.functional.linear(hidden[rows], weight, bias)
+        chunks = _chunks(len(hidden), len(weight), hidden)
+        for number, rows in enumerate(chunks, len(kept) - len(chunks)):
+            logits = kept[number] if number >= 0 else torch.nn.functional.linear(hidden[rows], weight, bias)
             d_logits = turn(logits, token[rows], scale[rows], total[rows], grads[0][rows])
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if d_weight is not None:
@@ -96,13 +100,13 @@ def _kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     return run
 
 
-def _chunks(rows: int, vocabulary: int, like: Tensor) -> Iterator[slice]:
+def _chunks(rows: int, vocabulary: int, like: Tensor) -> list[slice]:
     most = max(1, CHUNK_BYTES[like.device.type] // (vocabulary * like.element_size()))
     count = -(-rows // most)
     size = -(-rows // count) if count else 1
     if like.device.type != "cpu":
         size = -(-size // ROW_STEP) * ROW_STEP
-    return (slice(at, min(at + size, rows)) for at in range(0, rows, size))
+    return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -87,10 +87,11 @@ class Tally:
     def sums(self) -> Sums:
         """Everything so far; waits for the device."""
         parts = [self._sums]
+        every = [tensor.double().flatten() for _, table, terms in self._rows for tensor in (table, *terms.values())]
+        left = torch.cat(every).cpu().numpy() if every else np.empty(0)
         for groups, table, terms in self._rows:
-            values = table.double().cpu().numpy()
-            named = {name: float(term) for name, term in terms.items()}
-            parts.append(Sums(named, dict(zip(groups, values))))
+            values, numbers, left = np.split(left, [table.numel(), table.numel() + len(terms)])
+            parts.append(Sums(dict(zip(terms, numbers.tolist())), dict(zip(groups, values.reshape(table.shape)))))
         return Sums.merged(parts)
 
 
@@ -111,7 +112,7 @@ def _table(row: Row, seen: Seen, numbers: np.ndarray, groups: int) -> Tensor:
     table = torch.zeros(groups, WIDTH, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     if not groups:
         return table
-    number = put(numbers, device)
+    number, edges = put([numbers, EDGES], device)
     ratio = (seen.logprob - row.columns.sampler).to(table.dtype)
     sampled = ~ratio.isnan()
     ratio = ratio.nan_to_num(0.0)
@@ -121,7 +122,7 @@ def _table(row: Row, seen: Seen, numbers: np.ndarray, groups: int) -> Tensor:
     sampled = sampled.to(ratio.dtype)
     columns = [torch.ones_like(ratio), sampled, ratio.exp() - ratio - 1, seen.entropy.to(ratio.dtype), masked]
     table[:, : len(SUMMED)].index_add_(0, number, torch.stack(columns, 1))
-    between = torch.bucketize(ratio.abs(), put(EDGES, device).to(ratio.dtype))
+    between = torch.bucketize(ratio.abs(), edges.to(ratio.dtype))
     table[:, len(SUMMED) : -1].index_put_((number, between), sampled, accumulate=True)
     table[:, -1].scatter_reduce_(0, number, ratio.abs(), "amax")
     return table

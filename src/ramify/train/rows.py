@@ -6,6 +6,7 @@ states at flat indices, and the entries of the loss point at what the head score
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -84,28 +85,25 @@ def row_of(
     targets = forest.targets
     chosen = {name: np.flatnonzero(getattr(targets, name)) for name in COMPONENTS}
 
-    def there(array: np.ndarray) -> Tensor:
-        return put(array, device)
-
+    chosen = {name: index for name, index in chosen.items() if len(index)}
+    weights = [getattr(targets, name)[index] for name, index in chosen.items()]
+    sequence = targets.sequence.astype(np.int64)
+    entries = [targets.logprob, targets.advantage, targets.reference, sequence, pair, *chosen.values(), *weights]
+    columns = [*(each.astype(np.int64) for each in (ids, position, source, token)), temperature, *entries]
+    there = iter(put(columns, device))
+    ids, position, source, token, temperature, logprob, advantage, reference, sequence, pair = islice(there, 10)
     return Row(
         forest,
-        ids=there(ids.astype(np.int64)),
-        position=there(position.astype(np.int64)),
+        ids=ids,
+        position=position,
         tree=tree,
-        source=there(source.astype(np.int64)),
-        token=there(token.astype(np.int64)),
-        temperature=there(temperature),
-        pair=there(pair),
-        chosen={name: there(index) for name, index in chosen.items() if len(index)},
-        weight={name: there(getattr(targets, name)[index]) for name, index in chosen.items() if len(index)},
-        columns=Entries(
-            torch.empty(0),
-            there(targets.logprob),
-            there(targets.advantage),
-            there(targets.reference),
-            there(targets.sequence.astype(np.int64)),
-            len(forest.sequences),
-        ),
+        source=source,
+        token=token,
+        temperature=temperature,
+        pair=pair,
+        chosen=dict(zip(chosen, there)),
+        weight=dict(zip(chosen, there)),
+        columns=Entries(torch.empty(0), logprob, advantage, reference, sequence, len(forest.sequences)),
     )
 
 

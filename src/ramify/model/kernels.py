@@ -1,0 +1,220 @@
+"""Tree attention on CUDA: Triton kernels that visit only blocks in which something is seen.
+
+A list for each block of queries names the blocks of keys it sees, and one for each block of keys the queries that see
+it (`ramify.model.tree.Blocks`); what is seen wholly comes first and needs no mask. Forward, a program owns a block of
+queries and runs over keys. Backward, queries and keys are owned in turn: no two programs add to the same place, so
+gradients are the same bits each time. Long lists come first, as a program that starts late should have little to do.
+Tensors are [tokens, heads, width] without gaps; scores are in base 2.
+"""
+# ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+HIDDEN = tl.constexpr(-1e30)  # the score of what is not seen: finite, so that a row of nothing else is not NaN yet
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _start(block, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the block of a head begins."""
+    return block.to(tl.int64) * (BLOCK * HEADS * D) + head * D
+
+
+@triton.jit
+def _rows(HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the numbers of a block lie, from its beginning."""
+    return tl.arange(0, BLOCK)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def _hide(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
+    """Scores of the pairs that are seen; queries and keys are a column and a row, or a row and a column."""
+    seen = (keys <= queries) & (queries < tl.load(END + keys))
+    if WINDOW:
+        seen &= tl.load(POSITION + queries) - tl.load(POSITION + keys) < WINDOW
+    return tl.where(seen, scores, HIDDEN)
+
+
+@triton.jit
+def _forward(
+    Q, K, V, END, POSITION, LISTS, OUT, LSE, tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    shared = head // (HEADS // KV_HEADS)
+    queries = block * BLOCK + tl.arange(0, BLOCK)
+    own = _start(block, head, HEADS, D, BLOCK) + _rows(HEADS, D, BLOCK)
+    rows = _rows(KV_HEADS, D, BLOCK)
+    q = tl.load(Q + own)
+    found = tl.zeros([BLOCK, D], tl.float32)
+    most = tl.full([BLOCK], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for partly in tl.static_range(2):
+        for number in range(wholly if partly else 0, in_all if partly else wholly):
+            other = tl.load(line + 3 + number)
+            at = _start(other, shared, KV_HEADS, D, BLOCK)
+            scores = tl.dot(q, tl.trans(tl.load(K + at + rows)), input_precision=PRECISION)
+            if partly:
+                keys = other * BLOCK + tl.arange(0, BLOCK)
+                scores = _hide(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
+            larger = tl.maximum(most, tl.max(scores, 1))
+            less = tl.exp2((most - larger) * (SCALE * LOG2E))
+            weight = tl.exp2(scores * (SCALE * LOG2E) - (larger * (SCALE * LOG2E))[:, None])
+            v = tl.load(V + at + rows)
+            found = tl.dot(weight.to(v.dtype), v, found * less[:, None], input_precision=PRECISION)
+            most, total = larger, total * less + tl.sum(weight, 1)
+    tl.store(OUT + own, (found / total[:, None]).to(OUT.dtype.element_ty))
+    tl.store(LSE + head * tokens + queries, most * (SCALE * LOG2E) + tl.log2(total))
+
+
+@triton.jit
+def _backward_queries(
+    Q, K, V, END, POSITION, LISTS, GRAD, LSE, DELTA, D_Q, tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    shared = head // (HEADS // KV_HEADS)
+    queries = block * BLOCK + tl.arange(0, BLOCK)
+    own = _start(block, head, HEADS, D, BLOCK) + _rows(HEADS, D, BLOCK)
+    rows = _rows(KV_HEADS, D, BLOCK)
+    q, grad = tl.load(Q + own), tl.load(GRAD + own)
+    lse, delta = tl.load(LSE + head * tokens + queries), tl.load(DELTA + head * tokens + queries)
+    d_q = tl.zeros([BLOCK, D], tl.float32)
+    for partly in tl.static_range(2):
+        for number in range(wholly if partly else 0, in_all if partly else wholly):
+            other = tl.load(line + 3 + number)
+            at = _start(other, shared, KV_HEADS, D, BLOCK)
+            k = tl.load(K + at + rows)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)
+            if partly:
+                keys = other * BLOCK + tl.arange(0, BLOCK)
+                scores = _hide(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
+            asked = tl.dot(grad, tl.trans(tl.load(V + at + rows)), input_precision=PRECISION)
+            d_scores = tl.exp2(scores - lse[:, None]) * (asked - delta[:, None])
+            d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision=PRECISION)
+    tl.store(D_Q + own, (d_q * SCALE).to(D_Q.dtype.element_ty))
+
+
+@triton.jit
+def _backward_keys(
+    Q, K, V, END, POSITION, LISTS, GRAD, LSE, DELTA, D_K, D_V, tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    shared, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    keys = block * BLOCK + tl.arange(0, BLOCK)
+    own = _start(block, shared, KV_HEADS, D, BLOCK) + _rows(KV_HEADS, D, BLOCK)
+    rows = _rows(HEADS, D, BLOCK)
+    k, v = tl.load(K + own), tl.load(V + own)
+    d_k = tl.zeros([BLOCK, D], tl.float32)
+    d_v = tl.zeros([BLOCK, D], tl.float32)
+    for partly in tl.static_range(2):
+        many = in_all - wholly if partly else wholly
+        for number in range(many * (HEADS // KV_HEADS)):
+            other = tl.load(line + 3 + (wholly if partly else 0) + number % many)
+            head = shared * (HEADS // KV_HEADS) + number // many
+            at = _start(other, head, HEADS, D, BLOCK)
+            queries = other * BLOCK + tl.arange(0, BLOCK)
+            q = tl.load(Q + at + rows)
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)
+            if partly:
+                scores = _hide(scores, END, POSITION, queries[None, :], keys[:, None], WINDOW)
+            weight = tl.exp2(scores - tl.load(LSE + head * tokens + queries)[None, :])
+            grad = tl.load(GRAD + at + rows)
+            d_v = tl.dot(weight.to(grad.dtype), grad, d_v, input_precision=PRECISION)
+            asked = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            d_scores = weight * (asked - tl.load(DELTA + head * tokens + queries)[None, :])
+            d_k = tl.dot(d_scores.to(q.dtype), q, d_k, input_precision=PRECISION)
+    tl.store(D_K + own, (d_k * SCALE).to(D_K.dtype.element_ty))
+    tl.store(D_V + own, d_v.to(D_V.dtype.element_ty))
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+@triton_op("ramify::tree_attention", mutates_args={})
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    end: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """What the queries find, and their log-sum-exp, [heads, tokens]."""
+    tokens, heads = query.shape[:2]
+    out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
+    fixed = _fixed(query, key, keys, scale, window)
+    wrap_triton(_forward)[(heads, len(keys))](query, key, value, end, position, keys, out, lse, tokens, **fixed)
+    return out, lse
+
+
+@triton_op("ramify::tree_attention_backward", mutates_args={})
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    end: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads = query.shape[:2]
+    delta = (grad.float() * out.float()).sum(-1).t().contiguous()
+    d_query, d_key, d_value = (torch.empty_like(each) for each in (query, key, value))
+    fixed = _fixed(query, key, keys, scale, window)
+    seen, found = (query, key, value, end, position), (grad, lse, delta)
+    wrap_triton(_backward_queries)[(heads, len(keys))](*seen, keys, *found, d_query, tokens, **fixed)
+    wrap_triton(_backward_keys)[(key.shape[1], len(queries))](*seen, queries, *found, d_key, d_value, tokens, **fixed)
+    return d_query, d_key, d_value
+
+
+def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    return {
+        "HEADS": query.shape[1],
+        "KV_HEADS": key.shape[1],
+        "D": query.shape[2],
+        "BLOCK": query.shape[0] // len(keys),
+        "WINDOW": window,
+        "SCALE": scale,
+        "PRECISION": "ieee",  # of float32; the products of bfloat16 are exact
+        "num_warps": 4 if query.element_size() == 2 else 8,
+        "num_stages": 2 if query.element_size() == 2 else 1,
+    }
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    given = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window
+    grads = _attend_backward(*given)  # pyright: ignore[reportCallIssue]
+    return *grads, None, None, None, None, None, None
+
+
+attend.register_autograd(_backward, setup_context=_save)
