@@ -182,15 +182,37 @@ def test_a_request_samples_the_same_tokens_alone_and_in_company(core):
     assert alone.sampled == crowded.sampled
 
 
-@pytest.mark.parametrize("tokens", [32, 80])  # fewer and more than operators in C take at once
-def test_batch_invariant_mode_gives_the_same_bits_in_any_company(world, tokens):
-    core = build_core(world[0][A], A, kv_tokens=2048, batch_invariant=True, max_batch_tokens=tokens)
+@pytest.mark.parametrize(("tokens", "dtype"), [(32, "float32"), (80, "float32"), (32, "bfloat16")])
+def test_batch_invariant_mode_gives_the_same_bits_in_any_company(world, tokens, dtype):
+    """Of tokens there are fewer and more than operators in C take at once."""
+    core = build_core(world[0][A], A, kv_tokens=2048, batch_invariant=True, max_batch_tokens=tokens, dtype=dtype)
     (alone,) = run(core, ask(core, range(3, 90)))
     company = [ask(core, range(5, 5 + 3 * size), seed=size) for size in range(1, 12)]
     *_, crowded = run(core, *company, ask(core, range(3, 90)))
     assert (alone.sampled, alone.logprobs) == (crowded.sampled, crowded.logprobs)
     assert core.counters.prefix_hit_tokens > 0  # the second time the prompt came from the cache
     assert core.counters.prefill_chunks > 0
+
+
+@pytest.fixture
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_few_requests_in_bfloat16_are_as_exact_as_by_the_models_own_code(world):
+    published, models, _ = world
+    off: dict[bool, list[float]] = {True: [], False: []}
+    for fused in off:
+        core = build_core(published[A], A, kv_tokens=2048, dtype="bfloat16", fused=fused)
+        for request in run(core, ask(core, range(3, 20)), ask(core, range(5, 9), max_tokens=40)):
+            exact = scores(models[A], request.tokens, 1.0)
+            for place, logprob in enumerate(request.logprobs, len(request.prompt)):
+                off[fused].append(abs(logprob - exact[place - 1, request.tokens[place]].item()))
+    assert mean(off[True]) < 1.5 * mean(off[False])
 
 
 def test_seeds_differ_and_no_seed_is_random(core):

@@ -6,12 +6,13 @@ from torch.testing import assert_close
 
 from ramify.infer.request import Request, Sampling
 from ramify.infer.sampler import sample
-from ramify.model import operators
-from ramify.model.operators import Compiled, Layer, Operators, Sizes, Unavailable, compiled
+from ramify.model import native, operators
+from ramify.model.native import Unavailable
+from ramify.model.operators import Compiled, Layer, Model, Operators, Sizes, compiled
 from ramify.model.paged import KVPool, Step, Tile
 
 SHAPES = [(5, 5, 32), (9, 3, 64), (4, 1, 8), (6, 2, 10)]  # heads, kv_heads, head_dim
-HIDDEN, INNER = 24, 40
+HIDDEN, INNER, VOCAB = 24, 40, 50
 ROWS, BLOCK_SIZE, MOST = 7, 4, 5
 
 
@@ -42,14 +43,28 @@ def made_up(shape: tuple[int, int, int], *, extras: bool = False, dtype: torch.d
     return Layer(some(HIDDEN), qkv, bias, q_norm, k_norm, out, out_bias, some(HIDDEN), gate_up, down)
 
 
-def both(shape: tuple[int, int, int], *layers: Layer) -> tuple[Operators, Compiled]:
+def around(shape: tuple[int, int, int], *layers: Layer, extras: bool = False) -> Model:
+    """A model of these layers."""
+    torch.manual_seed(2)
+    dtype = layers[0].norm.dtype
+    turns = torch.randn(MOST * BLOCK_SIZE, 2 * shape[2], dtype=dtype)
+    embedding, head = (torch.randn(VOCAB, HIDDEN, dtype=dtype) for _ in range(2))
+    norm, bias = torch.rand(HIDDEN, dtype=dtype), torch.randn(VOCAB, dtype=dtype)
+    return Model(embedding, turns, norm, head, bias if extras else None, layers)
+
+
+def compiled_or_skip(shape: tuple[int, int, int], model: Model) -> Compiled:
     try:
-        return Operators(sizes(shape)), compiled(sizes(shape), list(layers))
+        return compiled(sizes(shape), model)
     except Unavailable as reason:
         pytest.skip(str(reason))
 
 
-def a_step(shape: tuple[int, int, int], counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, Step]:
+def both(shape: tuple[int, int, int], layer: Layer) -> tuple[Operators, Compiled]:
+    return Operators(sizes(shape)), compiled_or_skip(shape, around(shape, layer))
+
+
+def a_step(shape: tuple[int, int, int], counts: list[int], layers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Step]:
     """Sequences of different lengths with so many new tokens each, in a pool full of numbers."""
     _, kv_heads, head_dim = shape
     torch.manual_seed(0)
@@ -62,8 +77,9 @@ def a_step(shape: tuple[int, int, int], counts: list[int]) -> tuple[torch.Tensor
     real = (torch.arange(queries) < torch.tensor(counts).unsqueeze(1)).flatten()
     begins = torch.tensor([sum(counts[:index]) for index in range(sequences)]).unsqueeze(1)
     slots = (blocks.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()[real]
-    pool = KVPool(1, sequences * MOST + 1, BLOCK_SIZE, kv_heads, head_dim, torch.float32, "cpu")
-    pool.layers[0].normal_()
+    pool = KVPool(layers, sequences * MOST + 1, BLOCK_SIZE, kv_heads, head_dim, torch.float32, "cpu")
+    for layer in pool.layers:
+        layer.normal_()
     rows = sum(counts)
     tile = Tile(0, rows, sequences, queries, blocks.flatten(), positions)
     if min(counts) < queries:
@@ -92,15 +108,21 @@ def test_rows_are_normed_the_same_in_c():
         assert_close(in_c.norm(hidden, layer.norm), in_torch.norm(hidden, layer.norm), rtol=1e-5, atol=1e-5)
 
 
-def test_several_layers_are_one_after_the_other():
-    shape, found = SHAPES[0], []
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("counts", [[1] * ROWS, [5, 2, 4], [3] * 40], ids=str)
+@pytest.mark.parametrize("all_rows", [True, False])
+def test_a_whole_step_is_the_same_in_c(counts, extras, all_rows):
+    shape, found = SHAPES[1], []
     layers = [made_up(shape), made_up(shape, extras=True)]
-    for each in both(shape, *layers):
-        hidden, turns, step = a_step(shape, [5, 2, 4])
-        step.pool.layers.append(step.pool.layers[0].clone())
-        step.pool.slots.append(step.pool.layers[1].view(-1, step.pool.width))
-        found.append((each.run(layers, hidden, turns, step), *step.pool.layers))
-    assert_close(found[1], found[0], rtol=1e-4, atol=5e-5)
+    model = around(shape, *layers, extras=extras)
+    rows = torch.arange(sum(counts)) if all_rows else torch.tensor(counts).cumsum(0) - 1
+    for each in (Operators(sizes(shape)), compiled_or_skip(shape, model)):
+        _, _, step = a_step(shape, counts, layers=len(layers))
+        places = step.tiles[0].positions.flatten()
+        positions = places if step.tiles[0].pack is None else places[step.tiles[0].pack]
+        ids = torch.arange(sum(counts)) % VOCAB
+        found.append((each.forward(model, ids, positions, step, rows), *step.pool.layers))
+    assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_many_keys_with_several_queries_are_left_to_torch(monkeypatch):
@@ -158,17 +180,17 @@ def test_loading_them_leaves_arithmetic_as_it_was():
 )
 def test_without_a_compiler_it_says_so(monkeypatch, compiler, reason):
     monkeypatch.setenv("CC", compiler)
-    operators._library.cache_clear()
+    native.library.cache_clear()
     try:
         with pytest.raises(Unavailable, match=reason):
-            compiled(sizes((2, 2, 8)), [made_up((2, 2, 8))])
+            compiled(sizes((2, 2, 8)), around((2, 2, 8), made_up((2, 2, 8))))
     finally:
-        operators._library.cache_clear()
+        native.library.cache_clear()
 
 
 def test_other_types_and_more_threads_are_for_torch():
     with pytest.raises(Unavailable, match="bfloat16 on cpu"):
-        compiled(sizes(SHAPES[0]), [made_up(SHAPES[0], dtype=torch.bfloat16)])
+        compiled(sizes(SHAPES[0]), around(SHAPES[0], made_up(SHAPES[0], dtype=torch.bfloat16)))
     torch.set_num_threads(2)
     with pytest.raises(Unavailable, match="2 threads"):
-        compiled(sizes(SHAPES[0]), [made_up(SHAPES[0])])
+        compiled(sizes(SHAPES[0]), around(SHAPES[0], made_up(SHAPES[0])))

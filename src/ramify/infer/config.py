@@ -41,8 +41,8 @@ class EngineConfig(Config):
     batch_invariant: bool = False
     """Fixed shapes: the same request gives the same bits whatever runs beside it. Slower."""
     fused: bool = True
-    """Run models of the Llama family with fused operators, after checking them against the model's own code. In float32
-    on one CPU thread some of them are compiled at the start, where there is a C compiler."""
+    """Run models of the Llama family with fused operators, after checking them against the model's own code. On a CPU
+    some of them are compiled at the start, where there is a C compiler."""
 
     @model_validator(mode="after")
     def _a_step_holds_every_running_request(self) -> "EngineConfig":

@@ -103,6 +103,7 @@ class Core:
 
     # -- stepping ------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run one step; the requests that got a token or finished."""
         late = self.expire()
@@ -115,11 +116,10 @@ class Core:
             chunk.request.computed = chunk.stop
         return late + self._sample(ordered, logits)
 
-    @torch.inference_mode()
     def _sample(self, ordered: list[Chunk], logits: torch.Tensor) -> list[Request]:
-        if any(map(scored, ordered)):
-            logits = self._score_prompts(ordered, logits)
         requests = [chunk.request for chunk in ordered if chunk.last]
+        if len(logits) > len(requests):
+            logits = self._score_prompts(ordered, logits)
         if not requests:
             return []
         compiled = self.runner.compiled
@@ -149,7 +149,7 @@ class Core:
         new = [chunk.stop - chunk.start for chunk in chunks]
         counters.steps += 1
         counters.computed_tokens += sum(new)
-        counters.prefill_chunks += sum(not chunk.last for chunk in chunks)
+        counters.prefill_chunks += [chunk.last for chunk in chunks].count(False)
         counters.mixed_steps += 0 < new.count(1) < len(new)
 
     def expire(self) -> list[Request]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -70,8 +70,7 @@ class Stream:
     def _read(self) -> Completion:
         request, start = self.request, self._seen
         finish, error = request.finish, request.error  # first: what follows is then complete
-        versions = list(request.versions)
-        stop = sum(count for _, count in versions)
+        stop = len(request.logprobs)
         if error is not None:
             raise error
         self._seen = stop
@@ -79,7 +78,7 @@ class Stream:
         return Completion(
             tokens=request.tokens[begin + start : begin + stop],
             logprobs=request.logprobs[start:stop],
-            versions=_runs(versions, start),
+            versions=_runs(request.versions, start, stop),
             finish=finish,
             top=request.top[start:stop],
             prompt_logprobs=request.prompt_logprobs if start == 0 else [],
@@ -109,10 +108,13 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         path = resolve(name)
-        model = load(path, dtype=config.dtype, device=config.device)
         published = (path / MANIFEST).is_file()
         version = Manifest.read(path).version if published else Version(Path(name).name)
-        return cls(Core(model, config, version))
+
+        def core() -> Core:
+            return Core(load(path, dtype=config.dtype, device=config.device), config, version)
+
+        return cls(_aside(core).result())
 
     def start(self) -> "Engine":
         """Start the thread."""
@@ -193,7 +195,7 @@ class Engine:
                 return stage(directory, self.core.model.module)
 
         try:
-            staged = await asyncio.to_thread(prepare)
+            staged = await asyncio.wrap_future(_aside(prepare))
         except Exception:
             self.core.counters.swaps_refused += 1
             raise
@@ -293,17 +295,25 @@ class Engine:
         self._deliver(orphans)
 
 
+def _aside(work: Callable[[], T]) -> "Future[T]":
+    """Work in a thread that ends with it.
+
+    Torch keeps helpers for every thread it has computed in. Where there are more of them than cores they no longer wait
+    for work but go to sleep, and each product of the engine would have to wake its own.
+    """
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future
+
+
 def _wake(streams: list[Stream]) -> None:
     for stream in streams:
         stream.news.set()
 
 
-def _runs(versions: list[tuple[Version, int]], start: int) -> list[tuple[Version, int]]:
-    """The runs of versions from the sampled token `start` on."""
-    runs: list[tuple[Version, int]] = []
-    for version, count in versions:
-        left = count - start
-        if left > 0:
-            runs.append((version, left))
-        start = max(0, start - count)
-    return runs
+def _runs(versions: list[tuple[Version, int]], start: int, stop: int) -> list[tuple[Version, int]]:
+    """How many of the sampled tokens [start, stop) each version is for."""
+    ends = [begin for _, begin in versions[1:]]
+    runs = [(version, min(end, stop) - max(begin, start)) for (version, begin), end in zip(versions, [*ends, stop])]
+    return [(version, count) for version, count in runs if count > 0]

@@ -71,15 +71,13 @@ def choice(index: int, part: Completion, *, logprobs: bool) -> dict[str, Any]:
 
 def entries(part: Completion) -> list[dict[str, Any]]:
     """Logprobs in the chat form; a token is spelled by its id, since this endpoint knows no text."""
-    tops = part.top or [[]] * len(part.tokens)
-    return [
-        {
-            "token": f"token_id:{token}",
-            "logprob": logprob,
-            "top_logprobs": [{"token": f"token_id:{other}", "logprob": value} for other, value in top],
-        }
-        for token, logprob, top in zip(part.tokens, part.logprobs, tops)
+    written: list[dict[str, Any]] = [
+        {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+        for token, logprob in zip(part.tokens, part.logprobs)
     ]
+    for entry, top in zip(written, part.top):
+        entry["top_logprobs"] = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in top]
+    return written
 
 
 def _prompt_logprobs(prompt: list[int], logprobs: list[float | None]) -> list[dict[str, Any] | None]:

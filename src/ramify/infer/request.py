@@ -97,7 +97,7 @@ class Request:
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt and sampled
     logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[Version, int]] = field(default_factory=list)  # runs over the sampled tokens
+    versions: list[tuple[Version, int]] = field(default_factory=list)  # and the sampled token each begins at
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are in the cache
@@ -141,14 +141,12 @@ class Request:
     def append(self, token: int, logprob: float, version: Version) -> None:
         """Take a sampled token, and finish if it was the last.
 
-        The version comes after the token: a reader in another thread counts versions first, and then finds the tokens.
+        The logprob comes last: a reader in another thread counts those first, and then finds the rest.
         """
         self.tokens.append(token)
+        if not self.versions or self.versions[-1][0] is not version:
+            self.versions.append((version, len(self.logprobs)))
         self.logprobs.append(logprob)
-        if self.versions and self.versions[-1][0] is version:
-            self.versions[-1] = (version, self.versions[-1][1] + 1)
-        else:
-            self.versions.append((version, 1))
         if token in self.sampling.stop_ids:
             self.finish = "stop"
         elif len(self.logprobs) >= self.max_tokens:

@@ -32,10 +32,13 @@ INVARIANT_KEYS = 512  # keys are padded to a multiple of this in batch-invariant
 
 @dataclass(slots=True)
 class Batch:
-    """The tensors of one step; `decoding` are its requests if each brings one token and wants its logits."""
+    """The tensors of one step."""
 
-    decoding: list[Request]
-    starts: np.ndarray
+    order: list[int]  # of the chunks, by row
+    decoding: list[Request]  # those of the chunks, if each is one token and wants its logits
+    starts: list[int]
+    host: np.ndarray  # [3, rows]: ids, positions and slots
+    given: Tensor  # the same where the model is; on a CPU the same memory
     ids: Tensor
     positions: Tensor
     step: Step
@@ -56,6 +59,7 @@ class Runner:
         fixed_rows: int | None = None,
     ) -> None:
         self.model, self.counters = model, counters
+        self.apart = model.device.type != "cpu"  # whether the model has memory of its own
         self.block_size = block_size
         self.fixed_rows = fixed_rows and -(-fixed_rows // CHUNK) * CHUNK
         shape = model.shape
@@ -69,7 +73,6 @@ class Runner:
         self.graphs = Graphs(self.fused, self.pool) if self.fused and model.device.type == "cuda" else None
         self._last: Batch | None = None
 
-    @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
         """Compute the chunks. Returns them in the order of their rows, and the logits of the rows asked for.
 
@@ -77,11 +80,10 @@ class Runner:
         """
         if self.fixed_rows is not None:
             return self._run_fixed(chunks, self.fixed_rows)
-        ordered = sorted(chunks, key=lambda chunk: (chunk.stop - chunk.start, chunk.stop))
-        if self.graphs and _decoding(ordered) and self.graphs.fits(len(ordered), ordered[-1].stop):
-            return ordered, self._replay(self.graphs, ordered)
-        batch = self._next(ordered) or self._batch(ordered)
-        self._last = batch
+        if self.graphs and _decoding(chunks) and self.graphs.fits(len(chunks), max(chunk.stop for chunk in chunks)):
+            return list(chunks), self._replay(self.graphs, chunks)
+        batch = self._last = self._next(chunks) or self._batch(chunks)
+        ordered = [chunks[place] for place in batch.order]
         return ordered, self.forward(batch.ids, batch.positions, batch.step, batch.rows)
 
     def _replay(self, graphs: Graphs, chunks: Sequence[Chunk]) -> Tensor:
@@ -94,42 +96,49 @@ class Runner:
         blocks = np.array([table[chunk.start // size] for table, chunk in zip(tables, chunks)])
         return graphs.run(ids, starts, blocks * size + starts % size, tables)
 
-    def _batch(self, ordered: Sequence[Chunk]) -> "Batch":
-        ids, positions, slots = self._rows(ordered)
-        step = Step(self.pool, self._put(slots), self._tiles(ordered))
+    def _batch(self, chunks: Sequence[Chunk]) -> "Batch":
+        order = sorted(range(len(chunks)), key=lambda place: (chunks[place].new, chunks[place].stop))
+        ordered = [chunks[place] for place in order]
+        host = np.array(self._rows(ordered))
+        given = self._put(host)
+        ids, positions, slots = given
+        step = Step(self.pool, slots, self._tiles(ordered))
         rows: list[int] = []
         end = 0
         for chunk in ordered:
-            end += chunk.stop - chunk.start
+            end += chunk.new
             rows += range(end - wanted(chunk), end)
-        decoding = [chunk.request for chunk in ordered] if len(rows) == end == len(ordered) else []
-        starts = np.array([chunk.start for chunk in ordered])
-        return Batch(decoding, starts, self._put(ids), self._put(positions), step, self._put(rows))
+        decoding = [chunk.request for chunk in chunks] if len(rows) == end == len(chunks) else []
+        if decoding:
+            for tile in step.tiles:
+                tile.positions = positions[tile.start : tile.stop].unsqueeze(1)
+        starts = [chunk.start for chunk in ordered]
+        return Batch(order, decoding, starts, host, given, ids, positions, step, self._put(rows))
 
-    def _next(self, ordered: Sequence[Chunk]) -> "Batch | None":
+    def _next(self, chunks: Sequence[Chunk]) -> "Batch | None":
         """The last batch moved on by one token, if the same requests go on decoding. Most steps do."""
         last = self._last
-        requests = [chunk.request for chunk in ordered]
-        if last is None or requests != last.decoding or not all(request.tabled for request in requests):
+        if last is None or [chunk.request for chunk in chunks] != last.decoding:
             return None
-        starts = np.array([chunk.start for chunk in ordered])
-        if (starts != last.starts + 1).any():
+        ordered = [chunks[place] for place in last.order]
+        starts = [chunk.start for chunk in ordered]
+        if starts != [start + 1 for start in last.starts] or not all(chunk.request.tabled for chunk in ordered):
             return None
         size = self.block_size
-        positions, crossed = self._put(starts), bool((starts % size == 0).any())
+        crossed = 0 in [start % size for start in starts]
+        last.starts = starts
+        last.host[0] = [chunk.request.tokens[chunk.start] for chunk in ordered]
+        last.host[1:] += 1
+        if crossed:
+            blocks = [self._table(chunk)[chunk.start // size] for chunk in ordered]
+            last.host[2] = [block * size + start % size for block, start in zip(blocks, starts)]
+        if self.apart:
+            last.given.copy_(torch.from_numpy(last.host))
         for tile in last.step.tiles:
-            if not tile.move(positions[tile.start : tile.stop], int(starts[tile.stop - 1]) + 1, self.pool, self.hold):
+            if not tile.move(starts[tile.stop - 1] + 1, self.pool, self.hold):
                 return None
             if crossed and not tile.held:
                 tile.blocks = self._blocks(ordered[tile.start : tile.stop])
-        if crossed:
-            blocks = np.array([self._table(chunk)[chunk.start // size] for chunk in ordered])
-            last.step.slots = self._put(blocks * size + starts % size)
-        else:
-            last.step.slots = last.step.slots + 1
-        last.starts = starts
-        last.ids = self._put([chunk.request.tokens[chunk.start] for chunk in ordered])
-        last.positions = positions
         return last
 
     def _rows(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:
@@ -158,13 +167,13 @@ class Runner:
         return tiles
 
     def _alike(self, small: Chunk, large: Chunk) -> bool:
-        new, more = small.stop - small.start, large.stop - large.start
+        new, more = small.new, large.new
         size = self.block_size
         few, many = sorted((-(-small.stop // size), -(-large.stop // size)))
         return (new > 1 or more == 1) and more <= 2 * new and many <= max(2 * few, FEWEST_BLOCKS)
 
     def _tile(self, chunks: Sequence[Chunk], start: int) -> Tile:
-        counts = [chunk.stop - chunk.start for chunk in chunks]
+        counts = [chunk.new for chunk in chunks]
         queries = max(counts)
         offsets = np.arange(queries)
         lengths = np.array(counts)[:, None]
@@ -211,7 +220,7 @@ class Runner:
         rows: list[int] = []
         for chunk in chunks:
             known = self._table(chunk)[:blocks]
-            end = row + chunk.stop - chunk.start
+            end = row + chunk.new
             table[row:end, : len(known)] = known
             rows += range(end - wanted(chunk), end)
             row = end
@@ -230,13 +239,13 @@ class Runner:
 
 def _decoding(chunks: Sequence[Chunk]) -> bool:
     """Whether each chunk is one token, and its logits are wanted."""
-    return all(chunk.stop - chunk.start == wanted(chunk) == 1 for chunk in chunks)
+    return all(chunk.new == wanted(chunk) == 1 for chunk in chunks)
 
 
 def wanted(chunk: Chunk) -> int:
     """How many of a chunk's last rows need logits."""
     if scored(chunk):
-        return chunk.stop - chunk.start
+        return chunk.new
     return 1 if chunk.last else 0
 
 

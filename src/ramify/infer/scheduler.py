@@ -24,11 +24,12 @@ class Chunk:
     request: Request
     start: int
     stop: int
+    last: bool  # whether the next token is sampled from it
 
     @property
-    def last(self) -> bool:
-        """Whether the next token is sampled from this chunk."""
-        return self.stop == len(self.request.tokens)
+    def new(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
 
 
 class Scheduler:
@@ -41,13 +42,37 @@ class Scheduler:
         self.version: Hashable = None
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: list[Request] = []  # in order
+        self._chunks: list[Chunk] = []
+        self._steady = False  # whether all that run have sampled since, and nobody has come or gone
 
     def add(self, request: Request) -> None:
         """Put a request in the queue, by priority and arrival."""
+        self._steady = False
         heapq.heappush(self.waiting, (request.order, request))
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step: decoding first, then prefill under way, then new requests."""
+        """The chunks of the next step."""
+        if not self._steady or not self._go_on():
+            self._chunks = self._plan()
+            decoding = len(self._chunks) == len(self.running) and all(chunk.last for chunk in self._chunks)
+            self._steady = decoding and not self.waiting
+        return self._chunks
+
+    def _go_on(self) -> bool:
+        """Move the last step's chunks on by a token, which is all there is to do in most steps; False without room."""
+        size = self.pool.size
+        for chunk in self._chunks:
+            chunk.start, chunk.stop = chunk.stop, chunk.stop + 1
+        for chunk in self._chunks:
+            if chunk.stop % size == 1 and not self.pool.extend(chunk.request, chunk.stop):
+                return False
+        for chunk in self._chunks:
+            if chunk.stop % size == 0:
+                self.pool.share(chunk.request, chunk.stop)
+        return True
+
+    def _plan(self) -> list[Chunk]:
+        """Decoding first, then prefill under way, then new requests."""
         decoding = [request for request in self.running if len(request.tokens) - request.computed == 1]
         prefilling = [request for request in self.running if len(request.tokens) - request.computed > 1]
         chunks: dict[int, Chunk] = {}
@@ -57,7 +82,7 @@ class Scheduler:
                 continue
             stop = min(request.computed + budget, len(request.tokens))
             if stop <= len(request.blocks) * size or self._make_room(request, stop, chunks):
-                chunks[request.arrival] = Chunk(request, request.computed, stop)
+                chunks[request.arrival] = _chunk(request, budget)
                 budget -= stop - request.computed
         for chunk in chunks.values():
             if chunk.stop >= (chunk.request.published + 1) * size:
@@ -86,9 +111,9 @@ class Scheduler:
             if not request.logprobs:
                 request.cached = request.computed
             bisect.insort(self.running, request, key=lambda each: each.order)
-            chunk = Chunk(request, request.computed, min(request.computed + budget, len(request.tokens)))
+            chunk = _chunk(request, budget)
             self.pool.share(request, chunk.stop)
-            budget -= chunk.stop - chunk.start
+            budget -= chunk.new
             yield chunk
 
     def requeue(self, request: Request) -> None:
@@ -101,6 +126,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is."""
+        self._steady = False
         if request.state is State.RUNNING:
             self.pool.release(request)
             self.running.remove(request)
@@ -108,3 +134,10 @@ class Scheduler:
             self.waiting = [entry for entry in self.waiting if entry[1] is not request]
             heapq.heapify(self.waiting)
         request.move(State.FINISHED)
+
+
+def _chunk(request: Request, budget: int) -> Chunk:
+    """The next tokens of a request, as many as there are or may be."""
+    length = len(request.tokens)
+    stop = min(request.computed + budget, length)
+    return Chunk(request, request.computed, stop, stop == length)

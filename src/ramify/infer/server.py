@@ -102,8 +102,8 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         "/resume": resume,
         "/update_weights": update_weights,
     }
-    routes = [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
-    routes += [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]  # most wanted first
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
     handlers: dict[Any, Any] = {RamifyError: _refused, ClientGone: _gone, ClientDisconnect: _gone}
     return Starlette(routes=routes, exception_handlers=handlers)
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.operators import Layer, Operators, Sizes, Unavailable, compiled
+from ramify.model.native import Unavailable
+from ramify.model.operators import Layer, Model, Operators, Sizes, compiled
 from ramify.model.paged import KVPool, Step, Tile
+from ramify.model.streamed import streamed
 
 FAMILY = {"llama", "mistral", "qwen2", "qwen3"}  # pre-norm, rotary in halves, gated SiLU
 Forward = Callable[[Tensor, Tensor, Step, Tensor], Tensor]
@@ -26,8 +27,7 @@ class Fused:
     """`(ids, positions, step, rows)` → logits of `rows`, for a model of the family."""
 
     def __init__(self, module: Any) -> None:
-        config, core = module.config, module.model
-        self.head, self.core = module.lm_head, core
+        config, core, head = module.config, module.model, module.lm_head
         attention = core.layers[0].self_attn
         self.sizes = Sizes(
             heads=config.num_attention_heads,
@@ -38,48 +38,17 @@ class Fused:
             eps=config.rms_norm_eps,
             scaling=attention.scaling,
         )
-        self.layers = [self._layer(layer) for layer in core.layers]
-        self.angles = self._angles(config.max_position_embeddings)
-        self.operators = Operators(self.sizes)
-
-    def _angles(self, positions: int) -> Tensor:
-        """Cosines and sines of every position, [positions, 2 * head_dim]; half of the sines negated for `roll`."""
-        weight = self.core.embed_tokens.weight
-        every = torch.arange(positions, device=weight.device).unsqueeze(0)
-        cos, sin = (part[0] for part in self.core.rotary_emb(weight[:1].unsqueeze(0), position_ids=every))
+        embedding, layers = core.embed_tokens.weight, [_layer(layer) for layer in core.layers]
+        every = torch.arange(config.max_position_embeddings, device=embedding.device).unsqueeze(0)
+        cos, sin = (part[0] for part in core.rotary_emb(embedding[:1].unsqueeze(0), position_ids=every))
         half = self.sizes.head_dim // 2
-        return torch.cat((cos, -sin[:, :half], sin[:, half:]), -1)
-
-    def _layer(self, layer: Any) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_up, _ = _join(mlp.gate_proj, mlp.up_proj)
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        return Layer(
-            norm=layer.input_layernorm.weight,
-            qkv=qkv,
-            qkv_bias=bias,
-            q_norm=None if norms[0] is None else norms[0].weight,
-            k_norm=None if norms[1] is None else norms[1].weight,
-            out=_join(attention.o_proj)[0],
-            out_bias=attention.o_proj.bias,
-            mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=gate_up,
-            down=_join(mlp.down_proj)[0],
-        )
+        turns = torch.cat((cos, -sin[:, :half], sin[:, half:]), -1)
+        self.model = Model(embedding, turns, core.norm.weight, head.weight, head.bias, layers)
+        self.operators = Operators(self.sizes)
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
         """Logits of `rows`, [len(rows), vocab]."""
-        hidden = F.embedding(ids, self.core.embed_tokens.weight)
-        turns = F.embedding(positions, self.angles)
-        *lower, top = self.layers
-        hidden = self.operators.run(lower, hidden, turns, step)
-        qkv = self.operators.begin(top, hidden, turns, step, len(lower))
-        found = self.operators.attend(qkv, step, len(lower))
-        if len(rows) < len(hidden):  # of the others only keys and values were wanted
-            found, hidden = found.index_select(0, rows), hidden.index_select(0, rows)
-        hidden = self.operators.finish(top, found, hidden)
-        return F.linear(self.operators.norm(hidden, self.core.norm.weight), self.head.weight, self.head.bias)
+        return self.operators.forward(self.model, ids, positions, step, rows)
 
 
 def fuse(module: Any) -> Fused | None:
@@ -94,7 +63,8 @@ def fuse(module: Any) -> Fused | None:
         expected = _trial(module, own_code(module))
         fused = Fused(module)
         try:
-            fused.operators = compiled(fused.sizes, fused.layers)
+            native = streamed if module.dtype == torch.bfloat16 else compiled
+            fused.operators = native(fused.sizes, fused.model)
             if _agree(expected, _trial(module, fused)):
                 return fused
             why = "those in C do not agree with the model's own code"
@@ -125,6 +95,25 @@ def _dynamic(config: Any) -> bool:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
 
 
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up, _ = _join(mlp.gate_proj, mlp.up_proj)
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    return Layer(
+        norm=layer.input_layernorm.weight,
+        qkv=qkv,
+        qkv_bias=bias,
+        q_norm=None if norms[0] is None else norms[0].weight,
+        k_norm=None if norms[1] is None else norms[1].weight,
+        out=_join(attention.o_proj)[0],
+        out_bias=attention.o_proj.bias,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=gate_up,
+        down=_join(mlp.down_proj)[0],
+    )
+
+
 def _join(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """The weights of `parts` as one tensor [in, out], of which their own become views."""
     weight = torch.cat([part.weight for part in parts]).t()
@@ -144,7 +133,7 @@ def _join(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _trial(module: Any, forward: Forward, tokens: int = 8) -> Tensor:
-    """Logits of a short made-up sequence: all but its last token at once, then that one."""
+    """Logits of a short made-up sequence, its tokens together, a few, and one at a time."""
     config, weight = module.config, module.get_input_embeddings().weight
     device = weight.device
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
@@ -152,7 +141,7 @@ def _trial(module: Any, forward: Forward, tokens: int = 8) -> Tensor:
     ids = (torch.arange(tokens, device=device) * 7919 + 13) % config.vocab_size
     block = torch.zeros(1, dtype=torch.long, device=device)
     found: list[Tensor] = []
-    for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
+    for start, stop in ((0, tokens - 3), (tokens - 3, tokens - 1), (tokens - 1, tokens)):
         positions = torch.arange(start, stop, device=device)
         tile = Tile(0, stop - start, 1, stop - start, block, positions.unsqueeze(0))
         rows = torch.arange(stop - start, device=device)

@@ -1,10 +1,11 @@
-/* A decoder layer around its attention, attention, and drawing the next token; float32, rows in order of memory.
+/* A model's forward, in parts and as a whole, and drawing the next token; float32, rows in order of memory.
    Compiled for one model: HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS and SCALING are given, and
    ROWS, how many rows go through a layer together. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { GROUP = HEADS / KV_HEADS, HALF = HEAD_DIM / 2, FOUND = HEADS * HEAD_DIM };
 enum { ROW = (HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH = 2 * KV_HEADS * HEAD_DIM }; /* of qkv, of a slot in the pool */
@@ -14,6 +15,11 @@ enum { SHARE = 64 };                                                            
 typedef struct {
     const float *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
 } Layer;
+
+/* What lies around the layers: embedding [vocab, HIDDEN], turns [positions, 2 * HEAD_DIM], head [vocab, HIDDEN]. */
+typedef struct {
+    const float *embedding, *turns, *norm, *head, *head_bias;
+} Model;
 
 /* The matrix product that torch itself calls, with the arguments of BLAS. */
 typedef void Sgemm(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
@@ -141,15 +147,37 @@ void attend(const float *restrict qkv, const float *restrict pool, const int64_t
     free(scores);
 }
 
-/* Several layers, one after the other; qkv [rows, ROW] and found [rows, FOUND] are to write in. */
-void run(Sgemm *sgemm, const Layer *const *layers, float *const *pools, int64_t count, float *hidden, const float *turns,
-         const int64_t *slots, const int64_t *blocks, int64_t most, int64_t block_size, const int64_t *positions,
-         const int64_t *places, int64_t queries, float *qkv, float *found, int64_t rows) {
-    for (int64_t i = 0; i < count; i++) {
-        begin(sgemm, layers[i], hidden, turns, slots, pools[i], qkv, rows);
-        attend(qkv, pools[i], blocks, most, block_size, positions, places, queries, found, rows);
-        finish(sgemm, layers[i], found, hidden, rows);
+static inline void copy(float *to, const float *from, int64_t count) { memmove(to, from, count * sizeof(float)); }
+
+/* A whole step, from tokens to logits [wanted, vocab], those of the rows in `picked`; of the others only keys and values
+   are wanted. Its queries are one tile, as in `attend`. */
+void forward(Sgemm *sgemm, const Model *model, const Layer *const *layers, int64_t depth, int64_t vocab,
+             float *const *pools, const int64_t *ids, const int64_t *positions, const int64_t *slots,
+             const int64_t *blocks, int64_t most, int64_t block_size, const int64_t *queried, const int64_t *places,
+             int64_t queries, int64_t rows, const int64_t *picked, int64_t wanted, float *logits) {
+    float *memory = malloc(rows * (HIDDEN + 2 * HEAD_DIM + ROW + FOUND) * sizeof(float));
+    float *hidden = memory, *turns = hidden + rows * HIDDEN, *qkv = turns + rows * 2 * HEAD_DIM, *found = qkv + rows * ROW;
+    for (int64_t row = 0; row < rows; row++) {
+        copy(hidden + row * HIDDEN, model->embedding + ids[row] * HIDDEN, HIDDEN);
+        copy(turns + row * 2 * HEAD_DIM, model->turns + positions[row] * 2 * HEAD_DIM, 2 * HEAD_DIM);
     }
+    for (int64_t i = 0; i < depth; i++) {
+        begin(sgemm, layers[i], hidden, turns, slots, pools[i], qkv, rows);
+        attend(qkv, pools[i], blocks, most, block_size, queried, places, queries, found, rows);
+        if (i < depth - 1) finish(sgemm, layers[i], found, hidden, rows);
+    }
+    for (int64_t row = 0; row < wanted; row++) { /* in order, so none is overwritten before it is read */
+        copy(hidden + row * HIDDEN, hidden + picked[row] * HIDDEN, HIDDEN);
+        copy(found + row * FOUND, found + picked[row] * FOUND, FOUND);
+    }
+    finish(sgemm, layers[depth - 1], found, hidden, wanted);
+    norm_rows(hidden, model->norm, hidden, wanted);
+    const int count = wanted, in = HIDDEN, out = vocab;
+    const float one = 1, none = 0;
+    sgemm("T", "N", &out, &count, &in, &one, model->head, &in, hidden, &in, &none, logits, &out);
+    for (int64_t row = 0; row < wanted && model->head_bias; row++)
+        for (int64_t j = 0; j < vocab; j++) logits[row * vocab + j] += model->head_bias[j];
+    free(memory);
 }
 
 /* The first of `count` running sums that is above `aim`, or with which the last is reached; *below is the one before. */

@@ -1,21 +1,13 @@
-"""The two halves of a decoder layer and the attention between them, twice.
+"""A step of a decoder, and the parts it consists of, twice.
 
 `Operators` are torch calls, for every device and type. On a small model those calls cost as much as the products in
-them, so for one CPU thread in float32 there is `Compiled`: the same in C, three calls a layer, compiled for the model's
+them, so for one CPU thread in float32 there is `Compiled`: the same in C, one call a step, compiled for the model's
 shape when it is loaded (half a second). Its matrix products are those of torch's own library, and its attention reads
 keys and values where they lie in the pool instead of gathering them. Without a C compiler, or if anything about it
 fails, the torch calls do, and `note` says why.
 """
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from ramify.model.native import Unavailable, borrowed, library, typed
 from ramify.model.paged import Step, Tile, attend_tile, write
 
-COMPILE_DEADLINE = 60.0  # seconds
-FLAGS = ["-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-ffinite-math-only"]
-FLAGS += ["-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math"]
-# together -ffast-math, which would also switch off subnormal numbers in the process that loads the library
 CHUNK = 64  # rows that go through a layer together in C; what a row becomes may depend on their number
 FEW_KEYS = 256  # up to which several queries of a sequence are answered one by one
 
@@ -65,12 +54,20 @@ class Layer:
     down: Tensor
 
 
-class Unavailable(Exception):
-    """Why there are no operators in C."""
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What lies around the layers, and they."""
+
+    embedding: Tensor  # [vocab, hidden]
+    turns: Tensor  # [positions, 2 * head_dim], cosines and sines; half of the sines negated for `roll`
+    norm: Tensor
+    head: Tensor  # [vocab, hidden]
+    head_bias: Tensor | None
+    layers: Sequence[Layer]
 
 
 class Operators:
-    """A layer is `begin`, `attend`, `finish`; `run` is several of them."""
+    """`forward` is a step; in it a layer is `begin`, `attend`, `finish`."""
 
     def __init__(self, sizes: Sizes, note: str = "torch") -> None:
         self.sizes, self.note = sizes, note
@@ -83,17 +80,28 @@ class Operators:
         scale = norm.square_().div_(hidden.shape[-1]).add_(self.sizes.eps).rsqrt_()
         return (hidden * scale).to(hidden.dtype).mul_(weight)
 
-    def run(self, layers: Sequence[Layer], hidden: Tensor, turns: Tensor, step: Step) -> Tensor:
-        """What becomes of `hidden` in the lowest layers of the model."""
-        for number, layer in enumerate(layers):
+    def product(self, rows: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+        """[rows, in] times [in, out], on top of `onto` if there is something."""
+        return torch.mm(rows, weight) if onto is None else torch.addmm(onto, rows, weight)
+
+    def forward(self, model: Model, ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Logits of `rows`, an ascending part of the step's, [len(rows), vocab]."""
+        hidden, turns = F.embedding(ids, model.embedding), F.embedding(positions, model.turns)
+        *lower, top = model.layers
+        for number, layer in enumerate(lower):
             qkv = self.begin(layer, hidden, turns, step, number)
             hidden = self.finish(layer, self.attend(qkv, step, number), hidden)
-        return hidden
+        found = self.attend(self.begin(top, hidden, turns, step, len(lower)), step, len(lower))
+        if len(rows) < len(hidden):  # of the others only keys and values were wanted
+            found, hidden = found.index_select(0, rows), hidden.index_select(0, rows)
+        hidden = self.finish(top, found, hidden)
+        logits = self.product(self.norm(hidden, model.norm), model.head.t())
+        return logits if model.head_bias is None else logits + model.head_bias
 
     def begin(self, layer: Layer, hidden: Tensor, turns: Tensor, step: Step, number: int) -> Tensor:
         """Queries, keys and values, the first two rotated by `turns`, [rows, 2 * head_dim]; the last two stored."""
         heads, kv_heads, head_dim = self.sizes.heads, self.sizes.kv_heads, self.sizes.head_dim
-        qkv = torch.mm(self.norm(hidden, layer.norm), layer.qkv)
+        qkv = self.product(self.norm(hidden, layer.norm), layer.qkv)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -111,11 +119,11 @@ class Operators:
 
     def finish(self, layer: Layer, found: Tensor, hidden: Tensor) -> Tensor:
         """`hidden` with what attention found and what the MLP makes of both added to it."""
-        hidden = torch.addmm(hidden, found, layer.out)
+        hidden = self.product(found, layer.out, hidden)
         if layer.out_bias is not None:
             hidden += layer.out_bias
-        gate, up = torch.mm(self.norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-        return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+        gate, up = self.product(self.norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        return self.product(F.silu(gate).mul_(up), layer.down, hidden)
 
     def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         sizes = self.sizes
@@ -134,34 +142,36 @@ class Operators:
 class Compiled(Operators):
     """The same in C, and drawing tokens; only for contiguous float32 in the memory of the CPU."""
 
-    def __init__(self, sizes: Sizes, layers: list[Layer]) -> None:
+    def __init__(self, sizes: Sizes, model: Model) -> None:
         super().__init__(sizes, "compiled")
         self.row, self.width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, sizes.heads * sizes.head_dim
-        library, self._sgemm = _library(sizes), _sgemm()
-        self._norm = _typed(library.norm_rows, "pppi")
-        self._begin = _typed(library.begin, "pppppppi")
-        self._attend = _typed(library.attend, "pppiippipi")
-        self._finish = _typed(library.finish, "ppppi")
-        self._run = _typed(library.run, "pppippppiippippi")
-        self._draw = _typed(library.draw, "piipppp")
-        self._tables = {id(layer): _pointers(layer) for layer in layers}
+        shape = (f"{name.upper()}={_literal(getattr(sizes, name))}" for name in Sizes.__slots__)
+        made = library(Path(__file__).with_name("operators.c"), *shape, f"ROWS={CHUNK}")
+        self._sgemm = borrowed("sgemm_")
+        self._norm = typed(made.norm_rows, "pppi")
+        self._begin = typed(made.begin, "pppppppi")
+        self._attend = typed(made.attend, "pppiippipi")
+        self._finish = typed(made.finish, "ppppi")
+        self._forward = typed(made.forward, "pppiipppppiippiipip")
+        self._draw = typed(made.draw, "piipppp")
+        self._tables = {id(layer): _pointers(layer) for layer in model.layers}
+        layers = (ctypes.c_void_p * len(self._tables))(*map(ctypes.addressof, self._tables.values()))
+        self._model = _pointers(model), layers, len(layers), len(model.head)
+        self._chances: Chances | None = None
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(hidden)
         self._norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden.shape[0])
         return out
 
-    def run(self, layers: Sequence[Layer], hidden: Tensor, turns: Tensor, step: Step) -> Tensor:
+    def forward(self, model: Model, ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
         if len(step.tiles) > 1 or not _answerable(step, step.tiles[0]):
-            return super().run(layers, hidden, turns, step)
-        rows = hidden.shape[0]
-        tables = (ctypes.c_void_p * len(layers))(*(ctypes.addressof(self._tables[id(layer)]) for layer in layers))
-        pools = (ctypes.c_void_p * len(layers))(*(layer.data_ptr() for layer in step.pool.layers[: len(layers)]))
-        ends = hidden.data_ptr(), turns.data_ptr(), step.slots.data_ptr()
-        qkv, found = hidden.new_empty(rows, self.row), hidden.new_empty(rows, self.width)
-        seen = self._seen(step, step.tiles[0])
-        self._run(self._sgemm, tables, pools, len(layers), *ends, *seen, qkv.data_ptr(), found.data_ptr(), rows)
-        return hidden
+            return super().forward(model, ids, positions, step, rows)
+        logits = model.head.new_empty(len(rows), len(model.head))
+        begins = step.pool.addresses, ids.data_ptr(), positions.data_ptr(), step.slots.data_ptr()
+        ends = len(ids), rows.data_ptr(), len(rows), logits.data_ptr()
+        self._forward(self._sgemm, *self._model, *begins, *self._seen(step, step.tiles[0]), *ends)
+        return logits
 
     def begin(self, layer: Layer, hidden: Tensor, turns: Tensor, step: Step, number: int) -> Tensor:
         rows = hidden.shape[0]
@@ -195,13 +205,24 @@ class Compiled(Operators):
         self, logits: Tensor, temperatures: list[float], seeds: list[int], positions: list[int]
     ) -> tuple[list[int], list[float]]:
         """A token for each row, chosen by its seed and position, and its logprob; as the engine's sampler does it."""
-        rows, vocab = logits.shape
-        chance = np.array([seeds, positions], np.uint64)
-        tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
-        heat = np.array(temperatures, np.float32)
-        arrays = (each.ctypes.data for each in (heat, chance, tokens, logprobs))
-        self._draw(logits.data_ptr(), rows, vocab, *arrays)
-        return tokens.tolist(), logprobs.tolist()
+        if self._chances is None or (self._chances.temperatures, self._chances.seeds) != (temperatures, seeds):
+            self._chances = Chances(temperatures, seeds)  # most steps ask for the same as the one before
+        chances = self._chances
+        chances.positions[:] = positions
+        self._draw(logits.data_ptr(), *logits.shape, *chances.addresses)
+        return chances.tokens.tolist(), chances.logprobs.tolist()
+
+
+class Chances:
+    """What tokens are drawn by, and those that are drawn, where C reads and writes them."""
+
+    def __init__(self, temperatures: list[float], seeds: list[int]) -> None:
+        self.temperatures, self.seeds = temperatures, seeds
+        heat, given = np.array(temperatures, np.float32), np.array([seeds, seeds], np.uint64)
+        self.positions = given[1]
+        self.tokens, self.logprobs = np.empty(len(seeds), np.int64), np.empty(len(seeds), np.float32)
+        self._kept = heat, given
+        self.addresses = [array.ctypes.data for array in (heat, given, self.tokens, self.logprobs)]
 
 
 def _answerable(step: Step, tile: Tile) -> bool:
@@ -209,80 +230,22 @@ def _answerable(step: Step, tile: Tile) -> bool:
     return tile.queries == 1 or tile.blocks.shape[0] // tile.count * step.pool.block_size <= FEW_KEYS
 
 
-def compiled(sizes: Sizes, layers: list[Layer]) -> Compiled:
-    """The operators in C for these layers, or Unavailable, with the reason."""
-    weight = layers[0].norm
+def compiled(sizes: Sizes, model: Model) -> Compiled:
+    """The operators in C for this model, or Unavailable, with the reason."""
+    weight = model.norm
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise Unavailable(f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
     if torch.get_num_threads() > 1:
         raise Unavailable(f"{torch.get_num_threads()} threads")
-    return Compiled(sizes, layers)
-
-
-@functools.cache
-def _library(sizes: Sizes) -> ctypes.CDLL:
-    named = os.environ.get("CC", "cc")
-    compiler = shutil.which(named)
-    if compiler is None:
-        raise Unavailable(f"no C compiler: {named} is not there")
-    shape = [f"-D{name.upper()}={_literal(getattr(sizes, name))}" for name in Sizes.__slots__]
-    source = Path(__file__).with_name("operators.c")
-    command = [compiler, *FLAGS, *shape, f"-DROWS={CHUNK}", str(source), "-lm"]
-    kept = _kept(source, command)
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / kept.name
-        try:
-            if kept.exists():
-                return ctypes.CDLL(str(kept))
-            subprocess.run([*command, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_DEADLINE)
-            with contextlib.suppress(OSError):  # no room to keep it: the next start compiles again
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                part = kept.with_name(f".{kept.name}.{os.getpid()}")
-                shutil.copy(target, part)
-                part.replace(kept)
-            return ctypes.CDLL(str(target))
-        except (OSError, subprocess.SubprocessError) as error:
-            raise Unavailable(f"{named} failed: {error}") from error
-
-
-def _kept(source: Path, command: list[str]) -> Path:
-    """Where the library lies for the next start, under what it is made of and the processor it is made for."""
-    made = "\n".join([source.read_text(), *command, *_processor()])
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return home / "ramify" / f"operators-{hashlib.sha256(made.encode()).hexdigest()[:16]}.so"
-
-
-def _processor() -> list[str]:
-    """What `-march=native` looks at."""
-    with contextlib.suppress(OSError):
-        told = Path("/proc/cpuinfo").read_text().splitlines()
-        return sorted({line for line in told if line.startswith(("flags", "model", "Features", "CPU"))})
-    return [platform.machine(), platform.processor()]
-
-
-@functools.cache
-def _sgemm() -> int:
-    """The address of the matrix product in the library that torch has loaded."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(library.sgemm_, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError) as error:
-        raise Unavailable("torch's library has no sgemm_") from error
+    return Compiled(sizes, model)
 
 
 def _literal(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value!r}f"
 
 
-def _pointers(layer: Layer) -> Any:
-    """Where the layer's tensors lie, in the order of the struct in C; they are updated in place."""
-    tensors: list[Tensor | None] = [getattr(layer, name) for name in Layer.__slots__]
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _pointers(of: Layer | Model) -> Any:
+    """Where its tensors lie, in the order of the struct in C; they are updated in place."""
+    values = [getattr(of, name) for name in of.__slots__]
+    addresses = [value.data_ptr() if isinstance(value, Tensor) else None for value in values]
     return (ctypes.c_void_p * len(addresses))(*addresses)
-
-
-def _typed(function: Any, kinds: str) -> Any:
-    """A C function whose arguments are pointers and integers."""
-    known = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
-    function.argtypes, function.restype = [known[kind] for kind in kinds], None
-    return function

@@ -11,6 +11,9 @@ moved on *holds* its gathered keys and values, in the order in which attention r
 added. The pool stays complete, so a tile can be dropped at any time.
 """
 
+import contextlib
+import ctypes
+import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from ramify.errors import ModelUnsupported
 
 SPARE = 128  # keys a held tile has room for beyond what it holds at first
+EARLY = 1 << 30  # bytes of the cache that a CPU has from the start; the rest comes as it is used
 KEYS_STEP = 16  # attention reads held keys in multiples of this
 
 
@@ -33,9 +37,25 @@ class KVPool:
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
         self.width = 2 * kv_heads * head_dim
         shape = (blocks, block_size * self.width)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.layers = [_zeros(shape, dtype, torch.device(device), early=EARLY // layers) for _ in range(layers)]
         self.token_bytes = layers * self.width * dtype.itemsize
         self.slots = [layer.view(blocks * block_size, self.width) for layer in self.layers]
+        self.addresses = (ctypes.c_void_p * layers)(*(layer.data_ptr() for layer in self.layers))  # for C
+
+
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, early: int) -> Tensor:
+    """Zeros, on Linux in large pages: attention jumps from block to block, and finding small ones takes a while.
+
+    The kernel gives a page when it is touched, which is done now for the first `early` bytes, so that no step waits.
+    """
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    zeros = torch.frombuffer(memory, dtype=dtype)
+    zeros[: early // dtype.itemsize : mmap.PAGESIZE // dtype.itemsize] = 0
+    return zeros.view(shape)
 
 
 @dataclass(slots=True)
@@ -56,29 +76,26 @@ class Tile:
     held: dict[int, Tensor] = field(default_factory=dict)  # layer: [2, count, kv_heads, room, head_dim]
     spots: Tensor | None = None  # where the new token goes in a held layer, once it is filled
 
-    def move(self, positions: Tensor, longest: int, pool: "KVPool", most: int) -> bool:
-        """Go on to the next token of every sequence; False if it no longer fits into what is held.
+    def move(self, longest: int, pool: "KVPool", most: int) -> bool:
+        """Go on to the next token of every sequence, at `positions`; False if it does not fit into what is held.
 
         From the first move on the tile holds, if its keys and values take at most `most` bytes.
         """
-        if self.held and longest > self.room:
-            return False
+        self.longest, full, self.masks = longest, self.masks.get(0), {}
         if not self.held:
             room = -(-(longest + SPARE) // pool.block_size) * pool.block_size
-            fits = self.count * room * pool.token_bytes <= most
-            self.room = room if fits else 0
-            self.masks = {}
-        self.positions, self.longest = positions.unsqueeze(1), longest
-        full = self.masks.get(0)
-        self.masks = {}
-        if self.held and full is not None:
-            self.masks[0] = full.scatter_(3, positions.view(-1, 1, 1, 1), 0.0)
-        if self.held:
-            sequence = torch.arange(self.count, device=positions.device).view(-1, 1, 1)
-            side = torch.arange(2, device=positions.device).view(1, -1, 1)
-            head = torch.arange(pool.kv_heads, device=positions.device)
-            place = ((side * self.count + sequence) * pool.kv_heads + head) * self.room
-            self.spots = (place + positions.view(-1, 1, 1)).view(-1)
+            self.room = room if self.count * room * pool.token_bytes <= most else 0
+            return True
+        if longest > self.room:
+            return False
+        positions = self.positions.view(-1, 1, 1)
+        if full is not None:
+            self.masks[0] = full.scatter_(3, positions.unsqueeze(-1), 0.0)
+        sequence = torch.arange(self.count, device=positions.device).view(-1, 1, 1)
+        side = torch.arange(2, device=positions.device).view(1, -1, 1)
+        head = torch.arange(pool.kv_heads, device=positions.device)
+        place = ((side * self.count + sequence) * pool.kv_heads + head) * self.room
+        self.spots = (place + positions).view(-1)
         return True
 
     def mask(self, window: int, keys: int, groups: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,85 @@
+"""C that is compiled when a model is loaded, and what it borrows from the libraries torch has loaded.
+
+A library is kept under what it is made of and the processor it is made for, so only the first start compiles. Whatever
+is missing on the way is `Unavailable`, with the reason: torch's own calls can do everything, slower.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMPILE_DEADLINE = 60.0  # seconds
+FLAGS = ["-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-ffinite-math-only"]
+FLAGS += ["-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math"]
+# together -ffast-math, which would also switch off subnormal numbers in the process that loads the library
+
+
+class Unavailable(Exception):
+    """Why there are no operators in C."""
+
+
+@functools.cache
+def library(source: Path, *definitions: str) -> ctypes.CDLL:
+    """The C file as a library, with `NAME=VALUE` definitions."""
+    named = os.environ.get("CC", "cc")
+    compiler = shutil.which(named)
+    if compiler is None:
+        raise Unavailable(f"no C compiler: {named} is not there")
+    command = [compiler, *FLAGS, *(f"-D{definition}" for definition in definitions), str(source), "-lm"]
+    kept = _kept(source, command)
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / kept.name
+        try:
+            if kept.exists():
+                return ctypes.CDLL(str(kept))
+            subprocess.run([*command, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_DEADLINE)
+            with contextlib.suppress(OSError):  # no room to keep it: the next start compiles again
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                part = kept.with_name(f".{kept.name}.{os.getpid()}")
+                shutil.copy(target, part)
+                part.replace(kept)
+            return ctypes.CDLL(str(target))
+        except (OSError, subprocess.SubprocessError) as error:
+            raise Unavailable(f"{named} failed: {error}") from error
+
+
+@functools.cache
+def borrowed(name: str) -> int:
+    """The address of a function in the libraries that torch has loaded."""
+    try:
+        libraries = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(getattr(libraries, name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError) as error:
+        raise Unavailable(f"torch's libraries have no {name}") from error
+
+
+def typed(function: Any, kinds: str) -> Any:
+    """A C function whose arguments are pointers (p) and integers (i)."""
+    known = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
+    function.argtypes, function.restype = [known[kind] for kind in kinds], None
+    return function
+
+
+def processor() -> list[str]:
+    """What `-march=native` looks at."""
+    with contextlib.suppress(OSError):
+        told = Path("/proc/cpuinfo").read_text().splitlines()
+        return sorted({line for line in told if line.startswith(("flags", "model", "Features", "CPU"))})
+    return [platform.machine(), platform.processor()]
+
+
+def _kept(source: Path, command: list[str]) -> Path:
+    """Where the library lies for the next start."""
+    made = "\n".join([source.read_text(), *command, *processor()])
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "ramify" / f"{source.stem}-{hashlib.sha256(made.encode()).hexdigest()[:16]}.so"

@@ -1,0 +1,80 @@
+"""Going on with the same requests is what planning the step anew would have been."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.infer.blocks import BlockPool
+from ramify.infer.metrics import Counters
+from ramify.infer.request import Request, Sampling
+from ramify.infer.scheduler import Scheduler
+
+SIZE = 4
+
+
+class Forgetful(Scheduler):
+    """Plans every step anew."""
+
+    def _go_on(self) -> bool:
+        return False
+
+
+class Counting(Scheduler):
+    """Knows how often it went on."""
+
+    times = 0
+
+    def _go_on(self) -> bool:
+        gone_on = super()._go_on()
+        self.times += gone_on
+        return gone_on
+
+
+def scheduler(kind: type[Scheduler], blocks: int, budget: int = 12) -> Scheduler:
+    counters = Counters()
+    return kind(BlockPool(blocks + 1, SIZE, counters), counters, max_running=5, max_batch_tokens=budget)
+
+
+def request(length: int, tokens: int) -> Request:
+    return Request(list(range(length)), Sampling(max_tokens=tokens, seed=0), tokens)
+
+
+def step(each: Scheduler) -> list[tuple[int, int, int, bool, list[int]]]:
+    """Run a step; what was scheduled, and the blocks that go with it. Tokens are the same in every run."""
+    told = []
+    for chunk in each.schedule():
+        sampled, blocks = chunk.request, [block.number for block in chunk.request.blocks]
+        told.append((len(sampled.prompt), chunk.start, chunk.stop, chunk.last, blocks))
+        sampled.computed = chunk.stop
+        if chunk.last:
+            sampled.append(len(sampled.tokens) % 7, 0.0, None)  # pyright: ignore[reportArgumentType]
+            if sampled.finish:
+                each.finish(sampled)
+    return told
+
+
+Arrivals = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 18), st.integers(1, 16)), min_size=1, max_size=12)
+
+
+@given(Arrivals, st.integers(9, 40))
+def test_going_on_is_planning_the_same(arrivals, blocks):
+    one, other = scheduler(Counting, blocks), scheduler(Forgetful, blocks)
+    for now in range(400):
+        for when, length, tokens in arrivals:
+            if when == now:
+                one.add(request(length, tokens))
+                other.add(request(length, tokens))
+        assert step(one) == step(other)
+        assert one.pool.free == other.pool.free
+        if now > 12 and not one.running and not one.waiting:
+            return
+    raise AssertionError("not all requests have finished")
+
+
+def test_requests_that_only_decode_are_not_planned_again():
+    each = scheduler(Counting, 40)
+    for length in (3, 5, 2):
+        each.add(request(length, 9))
+    while each.running or each.waiting:
+        step(each)
+    assert isinstance(each, Counting)
+    assert each.times == 8, "all steps but the first, with prompts of 10 tokens in a budget of 12"
