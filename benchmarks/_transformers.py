@@ -1,10 +1,10 @@
-"""Generation with transformers alone, measured in a process of its own; prints one JSON object.
+"""Generation with transformers alone, in a process of its own, one measurement for each line it is sent.
 
     _transformers.py MODEL_DIR DTYPE THREADS DEVICE
 
-Standard input is a JSON list of [prompts, new_tokens]; each is measured with static-batch `generate` and, on a CPU,
-with transformers' own continuous batching (once: it claims its cache anew each time), with sampling at temperature 1,
-on the prompts the server gets.
+A line of standard input is ["static" or "continuous", prompts, new_tokens]: static-batch `generate`, or transformers'
+own continuous batching, with sampling at temperature 1. The answer is a line with tokens per second, or null for what
+failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import warnings
 from typing import Any
 
 import torch
-from _check import median
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 
@@ -51,19 +50,14 @@ def main() -> None:
     directory, dtype, threads, device = sys.argv[1:]
     torch.set_num_threads(int(threads))
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
-    rows: list[dict[str, float | None]] = []
-    for prompts, new_tokens in json.load(sys.stdin):
-        static(model, prompts, 4)
-        row: dict[str, float | None] = {"static": median(lambda p=prompts, n=new_tokens: static(model, p, n))}
-        rows.append(row)
-        if device != "cpu":
-            continue
+    for line in sys.stdin:
+        kind, prompts, new_tokens = json.loads(line)
+        found: float | None = None
         try:
-            row["continuous"] = continuous(model, prompts, new_tokens)
+            found = (static if kind == "static" else continuous)(model, prompts, new_tokens)
         except Exception as error:  # noqa: BLE001 - a competitor that fails is a missing number, told on stderr
-            print(f"continuous batching failed: {type(error).__name__}: {error}", file=sys.stderr)
-            row["continuous"] = None
-    print(json.dumps({"rows": rows}))
+            print(f"{kind} generation failed: {type(error).__name__}: {error}", file=sys.stderr)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tokens per second of the native engine, beside transformers and vLLM.
 
 Native and vLLM are measured through the same HTTP endpoint, with logprobs; transformers runs in a process of its own.
+Ours and theirs take turns, wave by wave, since the speed of a shared machine changes from minute to minute.
 Prompts have 16 tokens, or 512 shared ones and 16 of their own; every request samples 64 tokens at temperature 1. On a
 CPU `tiny` runs on one thread, SmolLM2-135M in bfloat16 on two. With `--device cuda` both run in float32 and in bfloat16
 at 1, 32 and 256 at once, without targets; a directory without weights gets random ones, which are as fast.
@@ -11,14 +12,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import itertools
 import json
 import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +40,9 @@ NEW_TOKENS = 64
 OWN, SHARED = 16, 512
 READY_S = 300.0
 REQUEST_S = 600.0
+COMPETITOR_S = 3600.0
+FEWEST, MOST, ROUNDS_S = 3, 15, 10.0  # turns of a comparison
+VLLM_PORT = 18431
 TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
 
 
@@ -124,20 +132,31 @@ def connected(url: str) -> Iterator[Callable[[list[list[int]], int, int], int]]:
             runner.run(client.aclose())
 
 
-def throughput(url: str, subject: Subject, count: int, shared: int) -> float:
-    """Tokens per second of one wave of requests, median of three with fresh prompts each time."""
-    seeds = iter(range(100, 200))
-    with connected(url) as wave:
-        wave(subject.prompts(count, shared, 1), 4, 1)
+class Waves:
+    """Waves of requests to a server, with fresh prompts each time."""
 
-        def once() -> float:
-            seed = next(seeds)
-            prompts = subject.prompts(count, shared, seed)
-            started = time.perf_counter()
-            tokens = wave(prompts, NEW_TOKENS, seed)
-            return tokens / (time.perf_counter() - started)
+    def __init__(
+        self, wave: Callable[[list[list[int]], int, int], int], subject: Subject, count: int, shared: int
+    ) -> None:
+        self.wave, self.seeds = wave, itertools.count(100)
+        self.prompts = functools.partial(subject.prompts, count, shared)
+        wave(self.prompts(1), 4, 1)
 
-        return median(once)
+    def __call__(self) -> float:
+        """Tokens per second of the next one."""
+        seed = next(self.seeds)
+        prompts = self.prompts(seed)
+        started = time.perf_counter()
+        return self.wave(prompts, NEW_TOKENS, seed) / (time.perf_counter() - started)
+
+
+def in_turns(*measures: Callable[[], float]) -> list[float]:
+    """The median of each, measured one after the other three times, or more often if that is quick."""
+    found: list[list[float]] = []
+    started = time.monotonic()
+    while len(found) < FEWEST or (len(found) < MOST and time.monotonic() - started < ROUNDS_S):
+        found.append([measure() for measure in measures])
+    return [statistics.median(column) for column in zip(*found)]
 
 
 def swap_ms(url: str, subject: Subject) -> float:
@@ -165,12 +184,28 @@ def swap_ms(url: str, subject: Subject) -> float:
         return median(once)
 
 
-def transformers(subject: Subject, shapes: list[tuple[int, int]]) -> list[dict[str, float | None]]:
-    jobs = [[subject.prompts(count, shared, 100), NEW_TOKENS] for count, shared in shapes]
+@contextlib.contextmanager
+def transformers(subject: Subject) -> Iterator[Callable[..., float]]:
+    """`ask(kind, prompts, new_tokens)` → tokens per second, not a number where that failed."""
     script = str(Path(__file__).with_name("_transformers.py"))
     command = [sys.executable, script, str(subject.directory), subject.dtype, str(subject.threads), subject.device]
-    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, check=True, timeout=3600)
-    return json.loads(done.stdout.splitlines()[-1])["rows"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        watch = threading.Timer(COMPETITOR_S, process.kill)
+        watch.start()
+
+        def ask(kind: str, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> float:
+            assert process.stdin and process.stdout
+            print(json.dumps([kind, prompts, new_tokens]), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+            if not answer:
+                raise SystemExit("transformers ended before its time")
+            return json.loads(answer) or float("nan")
+
+        try:
+            yield ask
+        finally:
+            watch.cancel()
+            process.kill()
 
 
 def native(subject: Subject) -> list[str]:
@@ -203,33 +238,42 @@ VLLM_ENV = {
 
 def measure(subject: Subject, vllm_python: str | None) -> list[Row]:
     shapes = [(count, shared) for shared in (0, SHARED) for count in CONCURRENCY[subject.device]]
-    with server(native(subject), None, {}) as (url, ready):
-        ours = [throughput(url, subject, *shape) for shape in shapes]
-        pause = swap_ms(url, subject)
-    theirs = transformers(subject, shapes)
-    rows = [
-        Row(f"{subject.name}: start to first token", ready, None, "s", 15.0 if subject.device == "cpu" else None),
-        Row(f"{subject.name}: pause of a weight swap, 32 in flight", pause, None, "ms"),
-    ]
-    for (count, shared), mine, other in zip(shapes, ours, theirs, strict=True):
-        best = max(value for value in other.values() if value is not None)
-        what = f"{subject.name}: {count} at once" + (f", {shared} shared" if shared else "")
-        target = best if subject.device == "cpu" else None
-        rows.append(Row(f"{what}, beside transformers", mine, best, "tok/s", target, at_least=True))
-    if subject.device == "cuda":
-        return rows
-    if subject.name == "tiny":
-        static = theirs[2]["static"] or 0.0
-        rows.append(Row("tiny: 32 at once, beside static", ours[2], static, "tok/s", 3 * static, at_least=True))
-    elif vllm_python:
-        port = 18431
-        with server(vllm(subject, vllm_python, port), f"http://127.0.0.1:{port}", VLLM_ENV) as (url, _):
-            for (count, shared), mine in zip(shapes, ours, strict=True):
-                reference = throughput(url, subject, count, shared)
-                target = 0.9 * reference if (count, shared) == (32, 0) else None
-                what = f"{subject.name}: {count} at once" + (f", {shared} shared" if shared else "")
-                rows.append(Row(f"{what}, beside vLLM", mine, reference, "tok/s", target, at_least=True))
+    on_cpu = subject.device == "cpu"
+    rows: list[Row] = []
+    with server(native(subject), None, {}) as (url, ready), connected(url) as wave:
+        rows.append(Row(f"{subject.name}: start to first token", ready, None, "s", 15.0 if on_cpu else None))
+        rows.append(Row(f"{subject.name}: pause of a weight swap, 32 in flight", swap_ms(url, subject), None, "ms"))
+        with transformers(subject) as ask:
+            for count, shared in shapes:
+                rows += beside_transformers(subject, Waves(wave, subject, count, shared), ask, count, shared)
+        if vllm_python and subject.name != "tiny":
+            with (
+                server(vllm(subject, vllm_python, VLLM_PORT), f"http://127.0.0.1:{VLLM_PORT}", VLLM_ENV) as (other, _),
+                connected(other) as theirs,
+            ):
+                for shape in shapes:
+                    mine, reference = in_turns(Waves(wave, subject, *shape), Waves(theirs, subject, *shape))
+                    target = 0.9 * reference if shape == (32, 0) else None
+                    what = f"{named(subject, *shape)}, beside vLLM"
+                    rows.append(Row(what, mine, reference, "tok/s", target, at_least=True))
     return rows
+
+
+def beside_transformers(subject: Subject, ours: Waves, ask: Callable[..., float], count: int, shared: int) -> list[Row]:
+    prompts = subject.prompts(count, shared, 100)
+    ask("static", prompts, 4)
+    mine, static = in_turns(ours, lambda: ask("static", prompts))
+    if subject.device != "cpu":
+        return [Row(f"{named(subject, count, shared)}, beside transformers", mine, static, "tok/s")]
+    best = max(static, ask("continuous", prompts))  # once: it claims its cache anew each time
+    rows = [Row(f"{named(subject, count, shared)}, beside transformers", mine, best, "tok/s", best, at_least=True)]
+    if subject.name == "tiny" and (count, shared) == (32, 0):
+        rows.append(Row("tiny: 32 at once, beside static", mine, static, "tok/s", 3 * static, at_least=True))
+    return rows
+
+
+def named(subject: Subject, count: int, shared: int) -> str:
+    return f"{subject.name}: {count} at once" + (f", {shared} shared" if shared else "")
 
 
 def vocabulary(directory: Path) -> int:
