@@ -3,7 +3,7 @@
 A list for each block of queries names the blocks of keys it sees, and one for each block of keys the queries that see
 it (`ramify.model.tree.Blocks`); what is seen wholly comes first and needs no mask. Forward, a program owns a block of
 queries and runs over keys. Backward, queries and keys are owned in turn: no two programs add to the same place, so
-gradients are the same bits each time. Long lists come first, as a program that starts late should have little to do.
+gradients are the same bits each time. Very long lists come first: a program that starts late should have little to do.
 Tensors are [tokens, heads, width] without gaps; scores are in base 2.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
