@@ -121,6 +121,19 @@ async def test_with_no_server_up_a_request_waits_for_one():
 
 
 @bounded
+async def test_with_no_server_up_pausing_waits_for_one():
+    fake = Fake()
+    async with connected(fake) as client:
+        await fake.__aexit__()
+        await until(lambda: client.down)
+        waiting = asyncio.create_task(client.pause())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await fake.__aenter__()
+        await waiting
+
+
+@bounded
 async def test_with_no_server_up_patience_ends_with_every_reason():
     fake = Fake()
     async with connected(fake, config=QUICK.model_copy(update={"patience": 0.3})) as client:

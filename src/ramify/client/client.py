@@ -205,11 +205,12 @@ class Client:
         return [Acknowledgement(url, version, taken) for url, taken in seconds.items()]
 
     async def _everywhere(self, what: str, call: Callable[[Dialect], Awaitable[T]]) -> dict[str, T]:
-        """Call all servers that are up; the first failure is raised if none succeeds.
+        """Call all servers that are up, or wait for one as requests do; the first failure is raised if none succeeds.
 
         A server that fails where others succeed is ejected, and so is one that fails without having refused: nobody
         knows what state it is in until it is met again.
         """
+        await self._pool.choose(None, (), patience=self.config.patience)
         async with self._control:
             replicas = self._pool.up
             if not replicas:
