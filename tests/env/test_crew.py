@@ -1,6 +1,7 @@
 """Threads for code that blocks: how many there are, and that nobody waits for another's."""
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 
@@ -109,3 +110,36 @@ def test_a_loop_ends_although_a_job_still_blocks():
     run(test())
     release.set()
     assert ended.wait(10)
+
+
+def test_code_that_never_returns_does_not_use_up_the_threads():
+    never = threading.Event()
+
+    async def test():
+        for _ in range(MOST + 1):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await in_thread(never.wait, {"timeout": 20})
+        together = threading.Barrier(MOST)
+        await asyncio.gather(*(in_thread(together.wait, {"timeout": 10}) for _ in range(MOST)))
+
+    try:
+        run(test())
+    finally:
+        never.set()
+
+
+def test_a_thread_that_comes_back_from_a_job_nobody_waits_for_leaves():
+    never, before = threading.Event(), threading.active_count()
+
+    async def test():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await in_thread(never.wait, {"timeout": 20})
+        assert await in_thread(lambda: 7, {}) == 7
+        never.set()
+        while threading.active_count() > before + 1:
+            await asyncio.sleep(0.01)
+        return [await in_thread(threading.get_ident, {}) for _ in range(50)]
+
+    assert len(set(run(test()))) == 1

@@ -112,6 +112,33 @@ def test_what_is_wrong_with_a_source_is_said_before_anything_is_served(engine, t
     asyncio.run(scene())
 
 
+TALKER = """#!{python} -u
+import signal, sys
+print()
+print("x" * 300_000)
+print("serving it at tcp://127.0.0.1:9")
+for _ in range(20):
+    print("y" * 300_000)
+print("the last word")
+signal.sigwait([signal.SIGTERM])
+"""
+
+
+def test_whatever_a_server_says_is_read_and_its_address_found(engine, tmp_path, monkeypatch):
+    talker = tmp_path / "talker"
+    talker.write_text(TALKER.format(python=sys.executable))
+    talker.chmod(0o755)
+    config = configured(engine.url, tmp_path)
+    monkeypatch.setattr(sys, "executable", str(talker))
+
+    async def scene():
+        async with EnvServerChild(config, tmp_path / "config.toml", deadline=20) as child:
+            assert child.address == "tcp://127.0.0.1:9"
+            await until(lambda: child.tail.endswith("the last word"), "the last word", 20)
+
+    asyncio.run(scene())
+
+
 def test_a_public_address_without_a_secret_is_refused(engine, tmp_path):
     write(configured(engine.url, tmp_path, address="tcp://0.0.0.0:0"), tmp_path / "config.toml")
     done = ramify_command("env-server", "@", str(tmp_path / "config.toml"), "--dry-run")

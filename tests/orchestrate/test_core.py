@@ -4,7 +4,7 @@ import asyncio
 import os
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -13,14 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.env import plugin
-from ramify.errors import Failure, TransitionRefused
+from ramify.envserver.messages import GroupScores
+from ramify.errors import ConfigInvalid, Failure, RequestInvalid, TransitionRefused
+from ramify.orchestrate import sampling as sampling_module
 from ramify.orchestrate.admission import Shape
 from ramify.orchestrate.batch import regrow
 from ramify.orchestrate.core import Core
 from ramify.orchestrate.curriculum import Shuffle, ShuffleConfig
 from ramify.orchestrate.groups import Standing
 from ramify.orchestrate.judging import Rules, Source
+from ramify.orchestrate.sampling import Sampling, Served
 from ramify.orchestrate.sources import Mix
+from ramify.orchestrate.tasks import TaskBook
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger
@@ -305,5 +309,110 @@ def test_a_run_cannot_end_before_its_last_batch(ledger):
         core = await opened(ledger, World())
         with pytest.raises(TransitionRefused, match="batch 0 is still to be cut"):
             await core.finish()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_an_epoch_is_not_gone_on_with_when_its_tasks_are_others(ledger, monkeypatch, count):
+    async def before():
+        await (await opened(ledger, World())).issue()
+
+    asyncio.run(before())
+    monkeypatch.setitem(TASKS, "reverse", count)
+    with pytest.raises(ConfigInvalid, match=f"train source reverse: its taskset has {count} tasks, and had 3"):
+        asyncio.run(opened(ledger, World()))
+
+
+class Judge:
+    """An env server whose group reward raises a few times."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        self.failures, self.asked = failures, 0
+
+    async def score_group(self, task, traces, *, deadline) -> GroupScores:
+        self.asked += 1
+        if self.failures:
+            failure = self.failures.pop(0)
+            return GroupScores([{"best": None} for _ in traces], [[failure] for _ in traces])
+        return GroupScores([{"best": (float(at), 1.0)} for at in range(len(traces))], [[] for _ in traces])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_group_reward_that_raises_is_asked_for_again_and_its_failure_is_told(ledger, monkeypatch, times):
+    monkeypatch.setattr(sampling_module, "PAUSE", 0.0)
+    asleep = Failure("JudgeError", "the judge sleeps", "system", True)
+
+    async def story():
+        core = await opened(ledger, World(size=2), group_rewards=frozenset(["best"]))
+        await core.issue()
+        for attempt in range(2):
+            core.take(99)
+            trace = rollout(f"0.{attempt}", 0.0, (10, 11 + attempt))
+            trace.rewards["best"] = None
+            await core.back(0, attempt, [trace])
+        client, told = Judge([asleep] * times), []
+        served = Served("reverse", client, TaskBook("reverse", client), True, 9.0, 2, 9.0)  # type: ignore[arg-type]
+        sampling = Sampling(
+            core,
+            {"reverse": served},
+            seed=0,
+            limit=lambda: 0,
+            settled=lambda *_: None,
+            failed=lambda where, failure: told.append(failure.name),
+        )
+        running = asyncio.create_task(sampling.run())
+        while core.complete() and not running.done():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        assert told == ["JudgeError"] * times
+        return ledger.group(0)
+
+    group = asyncio.run(story())
+    if times == 1:
+        assert group.state is State.SCORED
+    else:
+        assert (group.reason, group.detail) == (DropReason.UNSCORED, "JudgeError: the judge sleeps")
+
+
+class Comparing:
+    """An env server that cannot compare a group; the run has dropped all others when it says so."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.asked = 0
+
+    async def score_group(self, task, traces, *, deadline) -> None:
+        self.asked += 1
+        for number in self.core.complete()[1:]:
+            await self.core.drop(number, DropReason.RUN_ENDED)
+        raise RequestInvalid("it cannot")
+
+
+def test_a_run_may_end_while_groups_of_an_earlier_process_are_settled(ledger):
+    async def story():
+        core = await opened(ledger, World())
+        await core.issue()
+        while (taken := core.take(99)) is not None:
+            _, order = taken
+            await core.back(order.group, order.attempt, [rollout(f"{order.group}.{order.attempt}", 1.0)])
+        assert len(core.complete()) > 1
+        client = Comparing(core)
+        served = Served("reverse", client, TaskBook("reverse", client), True, 9.0, 1, 9.0)  # type: ignore[arg-type]
+        sampling = Sampling(
+            core,
+            {name: replace(served, name=name) for name in TASKS},
+            seed=0,
+            limit=lambda: 0,
+            settled=lambda *_: None,
+            failed=lambda *_: None,
+        )
+        running = asyncio.create_task(sampling.run())
+        while core.complete() and not running.done():
+            await asyncio.sleep(0.01)
+        assert not running.done(), running.exception()
+        running.cancel()
+        assert client.asked == 1
+        assert {group.reason for group in ledger.groups()} == {DropReason.UNSCORED, DropReason.RUN_ENDED}
 
     asyncio.run(story())

@@ -1,8 +1,11 @@
 """The numbers of a step: every step has them."""
 
+import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
+from ramify.orchestrate import telling
 from ramify.orchestrate.progress import Progress
 from ramify.store import open_run
 from ramify.store.journal import Journal
@@ -26,3 +29,12 @@ def test_steps_that_one_late_group_decides_together_all_have_their_reward(tmp_pa
     assert rewards == {0: 0.75, 1: 0.75, 2: 0.25}
     assert ages == {0: 0.0, 1: 1.0, 2: 2.0}
     assert progress.rewards == [0.75, 0.75, 0.25]
+
+
+def test_numbers_that_json_has_no_word_for_are_told_all_the_same(tmp_path):
+    with open_run(tmp_path / "run", {"kind": "test"}) as store:
+        Ledger.open(store)
+        run: Any = SimpleNamespace(journal=Journal(store))
+        run.journal.record(0, {"grad_norm": math.nan, "loss": math.inf, "lr": 0.5}).result(10)
+        told = json.loads(json.dumps(telling.metrics(run, "*"), allow_nan=False))
+    assert {row["name"]: str(float(row["value"])) for row in told} == {"grad_norm": "nan", "loss": "inf", "lr": "0.5"}

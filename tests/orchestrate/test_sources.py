@@ -112,3 +112,14 @@ def test_a_pool_without_tasks_gives_its_share_to_the_others():
 def test_pools_need_tasks_that_can_be_counted():
     with pytest.raises(ValueError, match="counted"):
         build(PoolsConfig(), None, "0")
+
+
+def test_pools_go_on_without_tasks_that_are_gone():
+    before = Pools(PoolsConfig(), 6, "7")
+    for task in range(6):
+        before.learn(task, 1.0)
+    after = Pools(PoolsConfig(), 4, "7")
+    after.restore(before.changed())
+    after.learn(5, 0.0)
+    assert [after.pool(task) for task in range(4)] == ["easy"] * 4
+    assert {after.next().task for _ in range(100)} == {0, 1, 2, 3}

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -164,6 +165,30 @@ def test_what_a_replaced_trainer_offered_is_forgotten(monkeypatch):
         stage.offer(version(4, incarnation=1))
         await stage.until_serving(version(4, incarnation=1))
         assert stage.engines.asked == [4]
+
+    played(monkeypatch, story)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_engines_that_failed_a_replaced_trainer_have_all_their_time_for_the_next(monkeypatch, late):
+    clock = SimpleNamespace(now=1.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(module, "time", clock)
+
+    async def story(stage: Stage) -> None:
+        stage.engines.failures = [ProviderError("no inference server is up")]
+        stage.engines.let.clear()
+        stage.offer(version(7))
+        await stage.until_called()
+        if late:
+            stage.weights.forget()
+        stage.engines.let.set()
+        while stage.engines.failures:
+            await asyncio.sleep(0)
+        stage.weights.forget()
+        clock.now = module.PATIENCE + 2
+        stage.engines.failures = [ProviderError("still none")]
+        stage.offer(version(4, incarnation=1))
+        await stage.until_serving(version(4, incarnation=1))
 
     played(monkeypatch, story)
 

@@ -1,6 +1,7 @@
 """The ledger keeps its promise: whatever dies, every group is trained in exactly one step or dropped by name."""
 
 import asyncio
+import math
 import shutil
 import sqlite3
 import tempfile
@@ -188,6 +189,14 @@ def test_a_run_without_a_ledger_cannot_be_read_as_one(tmp_path):
     RunStore.open(tmp_path).close()
     with RunStore.open(tmp_path, write=False) as store, pytest.raises(ConfigInvalid, match="no training run"):
         Ledger.read(store)
+
+
+def test_a_metric_that_is_no_number_is_kept_with_the_others_of_its_step(ledger, store):
+    journal = Journal(store)
+    journal.record(3, {"grad_norm": math.nan, "loss": math.inf, "lr": 0.5}).result(10)
+    found = {point.name: point.value for point in journal.metrics()}
+    assert math.isnan(found.pop("grad_norm"))
+    assert found == {"loss": math.inf, "lr": 0.5}
 
 
 def test_metrics_and_events_are_appended_and_the_last_value_counts(ledger, store):

@@ -1,15 +1,19 @@
 """A run keeps what it acknowledged: through replacement, reopening, and writers that come one at a time."""
 
 import asyncio
+import errno
 import os
+import sqlite3
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt, ValueRefused
+from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, StorageFull, TraceCorrupt, ValueRefused
 from ramify.store import Row, RunStore, default_name, open_run
 from ramify.store import segment as segments
+from ramify.store import store as stores
 from tests.store.rollouts import replies, rollout
 
 
@@ -95,6 +99,38 @@ def test_a_row_that_the_table_refuses_fails_alone(tmp_path):
         assert replies(store) == {"r1": "reply 1"}
 
 
+def test_a_writer_that_cannot_begin_tells_whoever_waits(tmp_path, monkeypatch):
+    connect, times = stores._connect, iter(range(9))
+
+    def second_time_not(path):
+        if next(times):
+            raise sqlite3.OperationalError("unable to open database file")
+        return connect(path)
+
+    monkeypatch.setattr(stores, "_connect", second_time_not)
+    with RunStore.open(tmp_path) as store:
+        for number in range(2):  # who waits already, and who comes later
+            with pytest.raises(StorageFailed, match="unable to open"):
+                asyncio.run(asyncio.wait_for(store.add(*rollout(number)), 10))
+
+
+def test_a_full_disk_that_does_not_tell_its_room_is_named_all_the_same(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunStore.open(tmp_path) as store:
+        with monkeypatch.context() as trouble:
+            trouble.setattr(os, "statvfs", broken)
+            trouble.setattr(segments.Segments, "append", full)
+            with pytest.raises(StorageFull, match="cannot be told"):
+                asyncio.run(asyncio.wait_for(store.add(*rollout(0)), 10))
+        add(store, 1)
+        assert replies(store) == {"r1": "reply 1"}
+
+
 def test_facts_are_remembered(tmp_path):
     with RunStore.open(tmp_path) as store:
         store.remember("colour", {"sky": ["blue", 1]})
@@ -176,6 +212,29 @@ def test_another_identity_is_refused_with_the_difference_and_the_run_is_left_alo
     assert "taskset.max_chars: was not set, now 3" in refused.value.message
     assert "--fresh" in refused.value.message
     open_run(tmp_path / "run", IDENTITY).close()
+
+
+def test_who_goes_on_with_a_run_waits_for_those_who_read_it(tmp_path):
+    open_run(tmp_path, {}).close()
+    reader = RunStore.open(tmp_path, write=False)
+    with pytest.raises(RunBusy):
+        open_run(tmp_path, {})
+    done = threading.Timer(0.3, reader.close)
+    done.start()
+    with open_run(tmp_path, {}, patience=20.0) as store:
+        add(store, 1)
+    done.join()
+
+
+def test_a_run_that_cannot_be_begun_is_let_go_of(tmp_path, monkeypatch):
+    def full(*_):
+        raise StorageFull("no room")
+
+    with monkeypatch.context() as trouble:
+        trouble.setattr(RunStore, "remember", full)
+        with pytest.raises(StorageFull):
+            open_run(tmp_path, {"model": "tiny"})
+    open_run(tmp_path, {"model": "tiny"}).close()
 
 
 def test_fresh_moves_the_old_run_aside(tmp_path):

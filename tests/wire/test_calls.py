@@ -16,6 +16,7 @@ from ramify.errors import (
     RequestInvalid,
 )
 from ramify.wire import Client, Message, Request, Server, Settings
+from ramify.wire.frames import MAX_BODY
 
 FAST = Settings(interval=0.1, patience=5.0, grace=5.0)
 
@@ -201,6 +202,40 @@ def test_one_request_too_many_is_refused_by_name():
                 await client.call("wait", deadline=10)
             waiting.open.set()
             await asyncio.gather(*calls)
+
+    asyncio.run(main())
+
+
+def test_a_failure_too_long_for_a_header_does_not_stop_what_comes_after_it():
+    async def talk(request: Request) -> Message:
+        try:
+            raise ValueError("\U0001f333" * (1 << 20))
+        except ValueError as error:
+            raise JudgeError("begin" + "x" * (3 << 20) + "end") from error
+
+    async def main():
+        async with Server({"talk": talk, "echo": echo}) as server, Client(server.address, settings=FAST) as client:
+            with pytest.raises(JudgeError, match=r"(?s)^begin.*end$") as raised:
+                await client.call("talk", deadline=10)
+            assert "ValueError" in str(raised.value.remote_traceback) or raised.value.__cause__ is not None
+            assert (await client.call("echo", Message.of(Ask("ab")), deadline=10)).read(str) == "ba"
+
+    asyncio.run(main())
+
+
+def test_a_message_of_too_many_frames_is_refused_and_the_connection_lives_on():
+    async def many(request: Request) -> Message:
+        return Message.of(None, *([b""] * request.read(int)))
+
+    async def main():
+        async with Server({"echo": echo, "many": many}) as server, Client(server.address, settings=FAST) as client:
+            with pytest.raises(RequestInvalid, match="echo: 2001 frames"):
+                await client.call("echo", Message.of(Ask("ab"), *([b""] * 2000)), deadline=10)
+            with pytest.raises(RequestInvalid, match="the answer has 2001 frames"):
+                await client.call("many", Message.of(2000), deadline=10)
+            most = [b""] * (MAX_BODY - 1)
+            answer = await client.call("echo", Message.of(Ask("ab"), *most), deadline=10)
+            assert answer.read(str) == "ba" and len(answer.blobs) == len(most)
 
     asyncio.run(main())
 

@@ -3,6 +3,8 @@
 Most hooks are done in a moment. If each had a thread of its own, waking all of those threads, which then wait for each
 other's interpreter lock, would cost several times what the hooks do. So one thread takes one job after the other, and
 a job that nobody has begun after a few milliseconds, because the one before it blocks, brings another thread along.
+A thread cannot be ended from outside. One whose job was given up counts no more, and leaves if it ever comes back: code
+that never returns must not use up the threads of the code that does.
 """
 
 import asyncio
@@ -18,7 +20,8 @@ from weakref import WeakKeyDictionary
 
 PATIENCE = 0.005  # seconds a job waits for a thread that is busy
 IDLE = 5.0  # seconds the last thread waits for a job
-MOST = 64  # threads
+MOST = 64  # threads that work
+LOST = 1024  # threads that may stand still in code nobody waits for any more; further ones count as working
 
 _crews: "WeakKeyDictionary[asyncio.AbstractEventLoop, Crew]" = WeakKeyDictionary()
 
@@ -36,12 +39,12 @@ async def in_thread(function: Callable[..., Any], given: dict[str, Any]) -> Any:
 class _Job:
     """A call, and what came of it once `over` is set."""
 
-    __slots__ = ("begun", "context", "error", "function", "given", "over", "result")
+    __slots__ = ("begun", "context", "ended", "error", "function", "given", "given_up", "over", "result")
 
     def __init__(self, function: Callable[..., Any], given: dict[str, Any], over: asyncio.Future[None]) -> None:
         self.function, self.given, self.over = function, given, over
         self.context = contextvars.copy_context()
-        self.begun = False
+        self.begun = self.ended = self.given_up = False
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -62,7 +65,7 @@ class Crew:
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._done: deque[_Job] = deque()
         self._telling = False  # whether the loop knows that there are answers
-        self._threads = 0
+        self._threads = self._lost = 0
         self._counting = threading.Lock()
 
     async def run(self, job: _Job) -> Any:
@@ -73,6 +76,9 @@ class Crew:
         late = job.over.get_loop().call_later(PATIENCE, self._look_after, job)
         try:
             await job.over
+        except asyncio.CancelledError:
+            self._give_up(job)
+            raise
         finally:
             late.cancel()
         if job.error is not None:
@@ -83,6 +89,16 @@ class Crew:
         if not job.begun and self._threads < MOST:
             self._hire()
 
+    def _give_up(self, job: _Job) -> None:
+        with self._counting:
+            if not job.begun or job.ended or self._lost >= LOST:
+                return
+            job.given_up = True
+            self._threads -= 1
+            self._lost += 1
+        if not self._jobs.empty() and self._threads < MOST:
+            self._hire()
+
     def _hire(self) -> None:
         with self._counting:
             self._threads += 1
@@ -91,6 +107,11 @@ class Crew:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             job.do()
+            with self._counting:
+                job.ended = True
+                self._lost -= job.given_up
+            if job.given_up:
+                return  # nobody waits for it, and its place is taken
             self._tell(job)
             del job  # nothing is held while waiting
 

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections import deque
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self
 
@@ -97,19 +98,29 @@ class EnvServerChild:
         return "\n".join(self._said)
 
     async def _listen(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        while line := (await self._process.stdout.readline()).decode(errors="replace").rstrip():
+        assert self._process is not None
+        async for line in self._lines():
             if found := ADDRESS.match(line):
                 self.address = found[2]
                 return
             self._said.append(line)
-        await self._read()
         code = await self._process.wait()
         if code == UNUSABLE:
             raise ConfigInvalid(self.tail)
         raise WorkerDied(f"the env server ended with exit code {code}:\n{self.tail}")
 
     async def _read(self) -> None:
+        async for line in self._lines():
+            self._said.append(line)
+
+    async def _lines(self) -> AsyncIterator[str]:
+        """What it says until it ends. All of it is read: one whose words nobody takes stands still."""
         assert self._process is not None and self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            self._said.append(line.decode(errors="replace").rstrip())
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than a line may be; what was read of it is dropped
+                continue
+            if not line:
+                return
+            yield line.decode(errors="replace").rstrip()

@@ -131,7 +131,9 @@ def line_of(status: Status) -> str:
         "left": "unknown" if status.get("eta_s") is None else clock(status["eta_s"]),
     }
     evals = {name: _number(value, ".3f") for name, value in _evals(status)}
-    return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals}.items())
+    counts: dict[str, int] = status.get("failures") or {}
+    failed = {"failed": ",".join(f"{name}:{count}" for name, count in counts.items())} if counts else {}
+    return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals, **failed}.items())
 
 
 def page_of(status: Status | None, processes: Sequence[Seen]) -> RenderableType:

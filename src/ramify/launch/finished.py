@@ -1,36 +1,22 @@
 """Whether a run has all its steps, which its directory remembers."""
 
-import time
-from collections.abc import Callable
-
-from ramify.errors import RunBusy
-from ramify.launch.process import KILLING, PATIENCE, POLL
+from ramify.launch.process import KILLING, PATIENCE
 from ramify.orchestrate.config import RunConfig
-from ramify.store import RunStore, open_run
+from ramify.store import open_run
 
 FINISHED = "finished"  # the fact that says up to which step
+READERS = 60.0  # seconds for whoever reads a run that has just ended
 
 
 def has_all_steps(config: RunConfig, *, fresh: bool = False) -> bool:
     """Whether the run has all its steps. Its directory is made or checked; `fresh` moves an old one aside."""
-    with _let_go_of(lambda: open_run(config.path, config.identity, fresh=fresh)) as store:
+    killed = PATIENCE + KILLING  # for the processes of a supervisor that was killed
+    with open_run(config.path, config.identity, fresh=fresh, patience=killed) as store:
         done = store.fact(FINISHED)
     return done is not None and done >= config.max_steps
 
 
 def finish(config: RunConfig) -> None:
     """Remember that the run has all its steps."""
-    with open_run(config.path, config.identity) as store:
+    with open_run(config.path, config.identity, patience=READERS) as store:
         store.remember(FINISHED, config.max_steps)
-
-
-def _let_go_of(opening: Callable[[], RunStore]) -> RunStore:
-    """The run, once the processes of a supervisor that was killed have let go of it."""
-    end = time.monotonic() + PATIENCE + KILLING
-    while True:
-        try:
-            return opening()
-        except RunBusy:
-            if time.monotonic() > end:
-                raise
-        time.sleep(POLL)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ramify.errors import Failure, TransitionRefused
+from ramify.errors import ConfigInvalid, Failure, TransitionRefused
 from ramify.orchestrate.admission import Admission, Shape
 from ramify.orchestrate.batch import Member, decide, regrow
 from ramify.orchestrate.dispatch import Dispatch, Order
@@ -54,7 +54,9 @@ class Core:
         again and calls `restart_trainer`. Until then the history is all that counts as applied.
         """
         core = cls(ledger, mix, sources, rules, Admission(shape, last_step=last_step))
+        known = ledger.sources()
         for source in sources.values():
+            _check_tasks(source, known.get(source.name))
             await ledger.declare(source.name, source.epoch)
         mix.restore(ledger.states)
         core._issued = ledger.issued()
@@ -311,6 +313,15 @@ class Core:
         group = self._groups[number]
         task, reward = str(group.task), traces[0].reward if traces else None
         return Row(rollout_id(number, attempt), task, attempt, group.source, reward, summary=summary or {})
+
+
+def _check_tasks(source: Source, before: int | None) -> None:
+    """Raise ConfigInvalid where an epoch that has begun cannot be ended, because its tasks are others by now."""
+    if before is not None and source.epoch is not None and source.epoch != before:
+        raise ConfigInvalid(
+            f"train source {source.name}: its taskset has {source.epoch} tasks, and had {before} when the run was "
+            f"started last; bring them back, or begin anew with another --name or --fresh"
+        )
 
 
 def _told(failure: Failure | None) -> str:

@@ -129,7 +129,7 @@ class Pools:
     has_epochs = False
 
     def __init__(self, config: PoolsConfig, tasks: int, seed: str) -> None:
-        self._config, self._seed = config, seed
+        self._config, self._tasks, self._seed = config, tasks, seed
         self._drawn = 0
         self._rewards: dict[int, list[float]] = {}
         self._news: dict[str, Any] = {}
@@ -149,6 +149,8 @@ class Pools:
         return Pick(rng.choice(self._pools[name]), 0)
 
     def learn(self, task: int, reward: float) -> None:
+        if task >= self._tasks:
+            return  # it was there when its group was issued
         self._set(task, [*self._rewards.get(task, []), reward][-self._config.recent :])
         self._news[f"task/{task}"] = self._rewards[task]
 
@@ -167,8 +169,8 @@ class Pools:
     def restore(self, kept: Mapping[str, Any]) -> None:
         self._drawn = kept.get("drawn", 0)
         for key, rewards in kept.items():
-            if key.startswith("task/"):
-                self._set(int(key.removeprefix("task/")), list(rewards))
+            if key.startswith("task/") and (task := int(key.removeprefix("task/"))) < self._tasks:
+                self._set(task, list(rewards))
 
     def _set(self, task: int, rewards: list[float]) -> None:
         before = self.pool(task)

@@ -46,7 +46,7 @@ class Evaluating:
     def restore(self, known: Iterable[Metric]) -> None:
         """Go on where an earlier process stopped: what it measured is not measured again."""
         for metric in known:
-            self._last[metric.name.split("/")[1]] = metric.step
+            self._last[metric.name.removeprefix("eval/").removesuffix("/avg")] = metric.step  # it may hold a slash
 
     def due(self, step: int, *, last: bool = False) -> list[str]:
         """The sources to be evaluated at a version: at the first, at the last, and when an interval has passed."""

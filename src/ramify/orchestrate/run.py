@@ -34,6 +34,8 @@ from ramify.store import open_run
 from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger
 
+READERS = 30.0  # seconds for whoever began to read the run while nobody ran it: `why`, `show`, `export`
+
 Log = Callable[[int, Mapping[str, float]], None]
 
 
@@ -61,7 +63,7 @@ class Run:
         """Open the store, meet engines and env servers, and stand where the ledger says the run stands."""
         config = self.config
         parts = load_parts(config)
-        self.store = open_run(config.path, config.identity)
+        self.store = open_run(config.path, config.identity, patience=READERS)
         stack.callback(self.store.close)
         self.ledger, self.journal = Ledger.open(self.store), Journal(self.store)
         self.progress = Progress(self.journal, self._log)

@@ -91,8 +91,8 @@ class Sampling:
     async def run(self) -> None:
         """Issue and dispatch, for ever."""
         async with asyncio.TaskGroup() as attempts:
-            for number in self._core.complete():
-                await self._settle(number)
+            while waiting := self._core.complete():  # asked anew each time: the run may end meanwhile, and drop them
+                await self._settle(waiting[0])
             while True:
                 await self.open.wait()
                 self._wake.clear()
@@ -132,8 +132,7 @@ class Sampling:
             traces = list(ran.episode.traces)
         except RamifyError as error:
             self._failed(group.source, failure := Failure.of(error))
-            if failure.retryable:
-                await source.pause(failure)
+            await source.pause(failure)  # also where it is not tried again: the next group would fail as soon
             standing = await asyncio.shield(core.failed(group.number, attempt, failure))
         else:
             for error in (error for trace in traces for error in trace.errors if error.blame == "system"):
@@ -175,6 +174,8 @@ class Sampling:
         for left in reversed(range(source.tries)):
             try:
                 found = await source.client.score_group(traces[0].task, traces, deadline=source.deadline)
+                if (failed := next((failure for each in found.errors for failure in each), None)) is not None:
+                    raise failed.error()  # a reward that did not run: without it the group is worth nothing
             except RamifyError as error:
                 self._failed(source.name, failure := Failure.of(error))
                 if not left or not failure.retryable:

@@ -8,6 +8,7 @@ from ramify.errors import ConfigInvalid, EnvironmentFault
 
 PAGE = 256
 MANY = 100_000  # a source with more tasks is taken for one without end
+PAGES = -(-MANY // PAGE)  # that are remembered: all of a source that has an end, the last ones of any other
 
 
 class TaskBook:
@@ -39,6 +40,8 @@ class TaskBook:
                 if page not in self._pages:
                     found = await self._client.tasks(page * PAGE, PAGE)
                     self._pages[page] = [entry.task for entry in found.tasks]
+                    while len(self._pages) > PAGES:
+                        del self._pages[next(iter(self._pages))]  # the one that came first
         tasks = self._pages[page]
         if place >= len(tasks):
             raise EnvironmentFault(f"{self.name} has no task {number} any more")

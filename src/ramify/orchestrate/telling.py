@@ -1,5 +1,6 @@
 """What a run says of itself: who waits for what, and how far it is. Everything here only reads."""
 
+import math
 import time
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -83,7 +84,7 @@ def status(run: Run) -> dict[str, Any]:
         "tokens_per_s": tokens,
         "staleness": {"mean": last.get("staleness/mean"), "max": last.get("staleness/max")},
         "trainable": list(progress.trainable),
-        "groups": dict(Counter(group.state.value for group in run.ledger.groups())),
+        "groups": run.ledger.tally(),
         "processes": {each["who"]: f"waits for {each['waits_for']}" for each in why(run)},
         "errors": list(progress.failures)[-5:],
         "failures": dict(progress.failed),
@@ -93,8 +94,12 @@ def status(run: Run) -> dict[str, Any]:
 
 
 def metrics(run: Run, glob: str) -> list[dict[str, Any]]:
-    """The numbers whose names match."""
-    return [metric._asdict() for metric in run.journal.metrics() if fnmatchcase(metric.name, glob)]
+    """The numbers whose names match; JSON has no word for some, which are told as text."""
+    return [
+        {**metric._asdict(), "value": metric.value if math.isfinite(metric.value) else str(metric.value)}
+        for metric in run.journal.metrics()
+        if fnmatchcase(metric.name, glob)
+    ]
 
 
 def dropped(run: Run) -> str:

@@ -26,7 +26,13 @@ async def evaluate(run: Run) -> None:
         run.due.put_nowait((0, names))
     while True:
         step, names = await run.due.get()
-        await run.evaluating.run(step, names)
+        while not run.due.empty():  # one took longer than its interval: what fell due meanwhile is one eval
+            run.due.task_done()
+            step, more = run.due.get_nowait()
+            names = [*names, *more]
+        due = run.evaluating.due(step)
+        if names := [name for name in dict.fromkeys(names) if name in due]:
+            await run.evaluating.run(step, names)
         run.due.task_done()
 
 

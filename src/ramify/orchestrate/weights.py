@@ -47,7 +47,7 @@ class Weights:
 
     def forget(self) -> None:
         """The trainer that offered the last version is gone, and what it made is no part of the history."""
-        self._wanted = self.waiting_since = None
+        self._wanted = self.waiting_since = self._failing_since = None
         self._news.clear()
 
     @property
@@ -94,7 +94,9 @@ class Weights:
         try:
             done = await self._client.update_weights(path, version)
         except RamifyError as error:
-            overtaken = self._wanted is None or self._wanted[0] != version
+            if self._wanted is None:
+                return False  # nobody wants it any more
+            overtaken = self._wanted[0] != version
             self._failing_since = self._failing_since or time.monotonic()
             if not overtaken and (not error.retryable or time.monotonic() - self._failing_since > PATIENCE):
                 raise

@@ -6,34 +6,57 @@ mix results that cannot be compared, so it is refused, with the difference shown
 """
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, RunBusy
 from ramify.store.store import RunStore, locked
 
 IDENTITY = "identity"
+POLL = 0.1  # seconds between two looks at a run that somebody holds
 
 
-def open_run(path: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> RunStore:
-    """The run at `path`, new or continued. Raises ConfigInvalid if it is another run."""
+def open_run(path: Path, identity: Mapping[str, Any], *, fresh: bool = False, patience: float = 0.0) -> RunStore:
+    """The run at `path`, new or continued. Raises ConfigInvalid if it is another run.
+
+    Somebody may hold it for a moment, to read it or because he is about to end: `patience` is the seconds he gets
+    before this raises RunBusy.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return _opened(path, identity, fresh)
+        except RunBusy:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(POLL)
+
+
+def _opened(path: Path, identity: Mapping[str, Any], fresh: bool) -> RunStore:
     if fresh and path.exists():
         set_aside(path)
     store = RunStore.open(path)
+    try:
+        _identify(store, dict(identity))
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _identify(store: RunStore, identity: dict[str, Any]) -> None:
+    """Remember what the run is, or check that it is the same; raises ConfigInvalid if it is not."""
     known = store.fact(IDENTITY)
     if known is None:
-        store.remember(IDENTITY, dict(identity))
-        return store
-    changed = list(difference(known, dict(identity)))
-    if changed:
-        store.close()
+        store.remember(IDENTITY, identity)
+    elif changed := list(difference(known, identity)):
         lines = "".join(f"\n  {line}" for line in changed)
         raise ConfigInvalid(
-            f"{path} is another run; what differs:{lines}\n"
+            f"{store.path} is another run; what differs:{lines}\n"
             f"give it another --name, or --fresh to move the old one aside and begin anew"
         )
-    return store
 
 
 def set_aside(path: Path) -> Path:

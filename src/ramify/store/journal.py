@@ -4,6 +4,7 @@ Nobody waits for them: a metric that is lost with its process costs a point of a
 a step that was done again says later counts; what it said first stays in the table.
 """
 
+import math
 import sqlite3
 import time
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.store.store import RunStore
+
+_NAN = "nan"  # SQLite has no such number, and would refuse the row and all that came with it
 
 
 class Metric(NamedTuple):
@@ -38,8 +41,8 @@ class Journal:
         self._store = store
 
     def record(self, step: int, values: Mapping[str, float]) -> "Future[None]":
-        """Values by name, of one step."""
-        rows = [(step, name, float(value)) for name, value in values.items()]
+        """Values by name, of one step. Those that are no number count too: they are what one looks for."""
+        rows = [(step, name, _NAN if math.isnan(value) else float(value)) for name, value in values.items()]
 
         def apply(connection: sqlite3.Connection, _: object) -> None:
             connection.executemany("INSERT INTO metrics VALUES (?, ?, ?)", rows)
@@ -57,7 +60,8 @@ class Journal:
         """The last value of every (step, name) whose name matches."""
         query = """SELECT step, name, value FROM metrics WHERE rowid IN (
             SELECT max(rowid) FROM metrics WHERE name GLOB ? GROUP BY step, name) ORDER BY step, name"""
-        return [Metric(*row) for row in self._store.select(query, (glob,))]
+        found = self._store.select(query, (glob,))
+        return [Metric(step, name, float(value)) for step, name, value in found]
 
     def events(self, kind: str | None = None) -> list[Event]:
         """All events, or those of one kind, in order."""

@@ -233,6 +233,10 @@ class Ledger:
         """How many groups were issued."""
         return self.store.select("SELECT count(*) FROM groups")[0][0]
 
+    def tally(self) -> dict[str, int]:
+        """How many groups are in each state."""
+        return dict(self.store.select("SELECT state, count(*) FROM groups GROUP BY state"))
+
     def open_groups(self) -> list[Group]:
         """Groups that are in no batch yet and were not dropped, in the order of issue."""
         query = f"SELECT {_GROUP} FROM groups WHERE state IN (?, ?, ?) ORDER BY number"

@@ -45,6 +45,7 @@ class Writer:
         self.path = path
         self._segments, self._connect = segments, connect
         self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
+        self._ended: BaseException | None = None  # what ended the thread, if not we
         self._thread = threading.Thread(target=self._run, name=f"writer of {path.name}", daemon=True)
         self._thread.start()
 
@@ -52,6 +53,8 @@ class Writer:
         """Queue a change; the future is done when it is durable. One that is cancelled in time is never made."""
         change = Change(frames, apply)
         self._queue.put(change)
+        if self._ended is not None:
+            self._refuse(self._ended)
         return change.done
 
     def close(self) -> None:
@@ -62,6 +65,21 @@ class Writer:
             raise DeadlineExceeded(f"the writer of {self.path} did not finish within {CLOSING:g} s: the disk is stuck")
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - nobody will write any more: whoever waits has to be told
+            self._ended = named(error, self.path)
+            self._refuse(self._ended)
+
+    def _refuse(self, error: BaseException) -> None:
+        """Fail all that is queued."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                change = self._queue.get_nowait()
+                if change is not None and change.done.set_running_or_notify_cancel():
+                    change.done.set_exception(error)
+
+    def _work(self) -> None:
         with contextlib.closing(self._connect()) as connection:
             open_ = True
             while open_:
@@ -115,12 +133,18 @@ class Writer:
 def named(error: BaseException, path: Path) -> BaseException:
     """What an error of the disk or the database is called; errors of our own code stay what they are."""
     if is_full(error):
-        free = os.statvfs(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
-        room = f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free"
-        return StorageFull(f"{path} has no room: {error} ({room}); what was finished is kept")
+        return StorageFull(f"{path} has no room: {error} ({_room(path)}); what was finished is kept")
     if isinstance(error, OSError | sqlite3.Error):
         return StorageFailed(f"{path} cannot be used: {error}; what was finished is kept")
     return error
+
+
+def _room(path: Path) -> str:
+    try:
+        free = os.statvfs(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
+    except OSError as error:  # a disk in trouble must not hide what the trouble is
+        return f"how much is free cannot be told: {error.strerror}"
+    return f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import zmq
 from ramify.errors import DeadlineExceeded, Failure, PeerLost, PeerRefused, QueueFull, RamifyError, RequestInvalid
 from ramify.wire.address import encrypt
 from ramify.wire.client_end import ClientEnd, State
-from ramify.wire.frames import Beat, Cancel, Request
+from ramify.wire.frames import MAX_BODY, Beat, Cancel, Request
 from ramify.wire.message import Message
 from ramify.wire.pulse import Pulse
 from ramify.wire.pump import Event, Pump
@@ -137,6 +137,8 @@ class Client:
             raise QueueFull(f"{len(self._open)} requests to {self.address} are open already")
         if not self._met.is_set() or self._refused is not None or self._closed:
             await self._meet(min(deadline, self.settings.patience))
+        if len(message.frames) > MAX_BODY:
+            raise RequestInvalid(f"{method}: {len(message.frames)} frames, {MAX_BODY} are the most that one takes")
         if max(map(len, message.frames), default=0) > self._end.max_frame:
             raise RequestInvalid(f"{method}: a frame is larger than the {self._end.max_frame} bytes the server takes")
         id, future = next(self._ids), asyncio.get_running_loop().create_future()

@@ -19,6 +19,8 @@ from ramify.errors import Failure
 VERSION = 1
 MAX_HEADER = 1 << 20
 MAX_FRAMES = 1024
+MAX_BODY = MAX_FRAMES - 2  # frames of a message's own: the header comes before them, and a route may
+MAX_TEXT = 4096  # characters of each text of a failure that is too long for a header
 
 
 class Malformed(Exception):
@@ -120,6 +122,27 @@ Said = Hello | Welcome | Refused | Who | Beat | Again | Bye | Request | Cancel |
 
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Said).decode
+
+
+def bounded(failure: Failure) -> Failure:
+    """The failure, short enough for a header: one that is not would stop all that comes after it."""
+    return failure if len(encode(failure)) <= MAX_HEADER // 2 else _cut(failure)
+
+
+def _cut(failure: Failure) -> Failure:
+    return msgspec.structs.replace(
+        failure,
+        name=failure.name[:MAX_TEXT],
+        message=_shorter(failure.message),
+        traceback=None if failure.traceback is None else _shorter(failure.traceback),
+        cause=None if failure.cause is None else _cut(failure.cause),
+    )
+
+
+def _shorter(text: str) -> str:
+    """Beginning and end: an error tells most where it starts, a traceback where it ends."""
+    half = MAX_TEXT // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 def decode(header: bytes | memoryview, count: int) -> Said:

@@ -18,7 +18,7 @@ from ramify.errors import (
     RequestInvalid,
 )
 from ramify.wire.address import check_bind, encrypt
-from ramify.wire.frames import Fail, Part, Reply
+from ramify.wire.frames import MAX_BODY, Fail, Part, Reply, bounded
 from ramify.wire.frames import Request as Header
 from ramify.wire.message import Message
 from ramify.wire.pulse import Pulse
@@ -209,10 +209,12 @@ class Server:
 
     def _answer(self, request: Request, answer: Message | BaseException) -> None:
         id = request.header.id
+        if isinstance(answer, Message) and len(answer.frames) > MAX_BODY:
+            answer = RequestInvalid(f"the answer has {len(answer.frames)} frames, {MAX_BODY} are the most")
         if isinstance(answer, Message):
             self.pump.post(request.session, Reply(0, 0, id), answer.frames)
         else:
-            self.pump.post(request.session, Fail(0, 0, id, Failure.of(answer)), ())
+            self.pump.post(request.session, Fail(0, 0, id, bounded(Failure.of(answer))), ())
 
     def _end(self, key: Key, why: RamifyError) -> None:
         task = self._tasks.get(key)
