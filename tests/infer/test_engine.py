@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from ramify.errors import ContextOverflow, QueueFull, RequestInvalid
+from ramify.errors import ContextOverflow, ProviderError, QueueFull, RequestInvalid
 from ramify.infer.core import Core
 from ramify.infer.request import Request, Sampling
 from ramify.infer.sampler import uniforms
@@ -207,11 +207,12 @@ def test_few_requests_in_bfloat16_are_as_exact_as_by_the_models_own_code(world):
     published, models, _ = world
     off: dict[bool, list[float]] = {True: [], False: []}
     for fused in off:
-        core = build_core(published[A], A, kv_tokens=2048, dtype="bfloat16", fused=fused)
+        core = build_core(published[A], A, kv_tokens=2048, dtype="bfloat16", fused=fused, max_batch_tokens=16)
         for request in run(core, ask(core, range(3, 20)), ask(core, range(5, 9), max_tokens=40)):
             exact = scores(models[A], request.tokens, 1.0)
             for place, logprob in enumerate(request.logprobs, len(request.prompt)):
                 off[fused].append(abs(logprob - exact[place - 1, request.tokens[place]].item()))
+        assert core.counters.prefill_chunks > 0
     assert mean(off[True]) < 1.5 * mean(off[False])
 
 
@@ -266,6 +267,11 @@ def test_filters_narrow_what_is_drawn_but_not_the_logprobs(world, core, sampling
 def nucleus(probabilities: torch.Tensor, mass: float) -> set[int]:
     values, order = probabilities.sort(descending=True)
     return set(order[(values.cumsum(-1) - values) < mass].tolist())
+
+
+def test_the_most_likely_token_stays_whatever_is_left_out(core):
+    (greedy, narrow) = run(core, ask(core, [4, 8, 15], temperature=0.0), ask(core, [4, 8, 15], top_p=1e-300))
+    assert narrow.sampled == greedy.sampled
 
 
 def test_a_bias_moves_the_distribution(core):
@@ -334,9 +340,11 @@ def test_a_prompt_over_the_limit_is_refused_with_both_lengths(core):
         ([], {}, "empty"),
         ([VOCAB], {}, f"token id {VOCAB}"),
         ([3], {"temperature": -1.0}, "temperature"),
+        ([3], {"temperature": 1e-50}, "temperature: expected 0, which is greedy, or a number of at least 1e-06"),
         ([3], {"top_p": 0.0}, "top_p"),
         ([3], {"max_tokens": 0}, "max_tokens"),
         ([3], {"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),
+        ([3], {"logit_bias": ((5, 1e39),)}, "logit_bias"),
     ],
 )
 def test_bad_input_is_refused_by_name(core, prompt, sampling, message):
@@ -349,6 +357,39 @@ def test_a_group_with_one_prompt_computes_it_once(world):
     prompt = [(3 * index) % VOCAB for index in range(41)]
     run(core, *(ask(core, prompt, seed=seed, max_tokens=1) for seed in range(16)))
     assert core.counters.computed_tokens == 41 + 15  # 40 tokens in full blocks are shared, even within one step
+
+
+def test_blocks_of_one_token_do_as_well(world, core):
+    small = build_core(world[0][A], A, kv_tokens=512, block_size=1)
+    asked = [(range(3, 12), 1), (range(3, 9), 2)]
+    found, expected = (run(each, *(ask(each, prompt, seed=seed) for prompt, seed in asked)) for each in (small, core))
+    assert [request.sampled for request in found] == [request.sampled for request in expected]
+    assert small.counters.prefix_hit_tokens >= 5
+
+
+def test_a_salt_for_every_request_leaves_nothing_behind(world):
+    core = build_core(world[0][A], A, kv_tokens=64)
+    for salt in range(50):
+        run(core, core.request([3], Sampling(max_tokens=2), salt=str(salt)))
+    assert not core.pool.roots
+
+
+def test_what_others_leave_behind_does_not_keep_a_request_from_sharing(world):
+    core = build_core(world[0][A], A, kv_tokens=512)
+    short, long = ask(core, [3], max_tokens=1), ask(core, [3], max_tokens=12)
+    run(core, short, long)
+    run(core, core.request(long.tokens, Sampling(max_tokens=1)))
+    assert core.counters.prefix_hit_tokens == 12
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_logprobs": 2}, {"temperature": 0.0}])
+def test_weights_that_are_no_numbers_are_named(world, fused, sampling):
+    core = build_core(world[0][A], A, kv_tokens=64, fused=fused)
+    for parameter in core.model.module.parameters():
+        parameter.data.fill_(float("nan"))
+    with pytest.raises(ProviderError, match=f"the logits of {A} are not numbers"):
+        run(core, ask(core, [3, 4], **sampling))
 
 
 def test_a_salt_keeps_prefixes_apart(world):

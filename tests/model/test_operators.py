@@ -1,5 +1,7 @@
 """The operators in C are those of torch, and where they cannot be had nothing is lost and the reason is known."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -168,6 +170,46 @@ def test_what_is_drawn_does_not_depend_on_what_others_ask_for():
     together = list(zip(*sample(logits, requests, in_c.draw)))
     alone = [next(zip(*sample(logits[row : row + 1], [requests[row]], in_c.draw))) for row in range(6)]
     assert together == alone
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 64, 97])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_draw_some_token(vocab, bad):
+    _, in_c = both(SHAPES[0], made_up(SHAPES[0]))
+    requests = [Request([1], Sampling(seed=row), 9) for row in range(5)]
+    for draw in (None, in_c.draw):
+        tokens, _ = sample(torch.full((5, vocab), bad), requests, draw)
+        assert all(0 <= token < vocab for token in tokens)
+
+
+def test_a_kept_library_that_was_cut_short_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        compiled_or_skip(SHAPES[2], around(SHAPES[2], made_up(SHAPES[2])))
+        (kept,) = (tmp_path / "ramify").iterdir()
+        kept.unlink()
+        kept.write_bytes(b"")
+        native.library.cache_clear()
+        compiled(sizes(SHAPES[2]), around(SHAPES[2], made_up(SHAPES[2])))
+        assert kept.stat().st_size > 0
+    finally:
+        native.library.cache_clear()
+
+
+def test_without_a_home_it_says_so(monkeypatch):
+    compiled_or_skip(SHAPES[2], around(SHAPES[2], made_up(SHAPES[2])))
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    native.library.cache_clear()
+    try:
+        with pytest.raises(Unavailable, match="set XDG_CACHE_HOME"):
+            compiled(sizes(SHAPES[2]), around(SHAPES[2], made_up(SHAPES[2])))
+    finally:
+        native.library.cache_clear()
 
 
 def test_loading_them_leaves_arithmetic_as_it_was():

@@ -45,7 +45,7 @@ def numbers(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("outputs", [4, 5, 64, 203])
-@pytest.mark.parametrize("rows", [1, 2, 3, FEW, FEW + 1])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, FEW, FEW + 1])
 def test_a_product_is_that_of_torch(rows, outputs, threads):
     each = in_c()
     torch.set_num_threads(threads)

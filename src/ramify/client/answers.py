@@ -123,7 +123,7 @@ def prompt_logprobs(answer: Answer, ids: Sequence[int], server: str) -> NDArray[
     if table is None or len(table) != len(ids):
         raise TokensRequired(f"{server} answered without prompt logprobs")
     try:
-        found = [entry[str(int(token))]["logprob"] for entry, token in zip(table[1:], ids[1:]) if entry is not None]
-    except (KeyError, TypeError) as error:
+        found = [float((entry or {})[str(int(token))]["logprob"]) for entry, token in zip(table[1:], ids[1:])]
+    except (KeyError, TypeError, ValueError) as error:
         raise ProviderError(f"{server} answered prompt logprobs without the prompt's own tokens: {error!r}") from error
     return np.array([np.nan, *found], np.float32)

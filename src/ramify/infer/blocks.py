@@ -85,6 +85,8 @@ class BlockPool:
         was first with the same tokens, this one shares no further: what it does not hold it cannot build on.
         """
         size, node = self.size, request.node
+        if node is not None and node.number == -1:
+            node = self.roots.setdefault(node.key, node)  # it may have been dropped, or be another by now
         for index in range(request.published, length // size):
             if node is None:
                 break
@@ -106,6 +108,8 @@ class BlockPool:
                 self.idle[block.number] = block
                 if block.parent is None:
                     self.idle.move_to_end(block.number, last=False)  # known for nothing: take it first
+        if request.node is not None:
+            self._drop_if_bare(request.node)
         request.blocks = []
         request.computed = request.published = request.tabled = 0
         request.node = None
@@ -140,6 +144,11 @@ class BlockPool:
             self.roots[scope].key = scope
         return self.roots[scope]
 
+    def _drop_if_bare(self, root: Block) -> None:
+        """Forget a root that leads nowhere: there may be a scope for every request."""
+        if root.number == -1 and not root.children and self.roots.get(root.key) is root:
+            del self.roots[root.key]
+
     def _take(self) -> Block:
         _, block = self.idle.popitem(last=False)
         if block.parent is not None:
@@ -147,8 +156,7 @@ class BlockPool:
             parent = block.parent
             if parent.children.get(block.key) is block:
                 del parent.children[block.key]
-            if parent.number == -1 and not parent.children and self.roots.get(parent.key) is parent:
-                del self.roots[parent.key]
+            self._drop_if_bare(parent)
         self._leave(block)
         block.holders = 1
         return block

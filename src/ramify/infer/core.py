@@ -5,12 +5,13 @@ hand. `Engine` owns the thread.
 """
 
 import time
+from math import isnan
 from typing import Literal
 
 import psutil
 import torch
 
-from ramify.errors import ContextOverflow, DeadlineExceeded, QueueFull, RequestInvalid
+from ramify.errors import ContextOverflow, DeadlineExceeded, ProviderError, QueueFull, RequestInvalid
 from ramify.infer.blocks import BlockPool
 from ramify.infer.config import EngineConfig
 from ramify.infer.metrics import Counters
@@ -123,7 +124,10 @@ class Core:
         if not requests:
             return []
         compiled = self.runner.compiled
-        for request, token, logprob in zip(requests, *sample(logits, requests, compiled and compiled.draw)):
+        tokens, logprobs = sample(logits, requests, compiled and compiled.draw)
+        if any(map(isnan, logprobs)):  # the cache holds no numbers either: nothing here can be used any more
+            raise ProviderError(f"the logits of {self.version} are not numbers; have its weights diverged?")
+        for request, token, logprob in zip(requests, tokens, logprobs):
             request.append(token, logprob, self.version)
             if request.finish is not None:
                 self.counters.finished += 1

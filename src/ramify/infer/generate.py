@@ -30,7 +30,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
     jobs = [
         Job(
             body.token_ids,
-            knobs.sampling(eos=eos, max_tokens=limit, top_logprobs=top if top > 1 else 0, copy=copy),
+            knobs.sampling(eos=eos, max_tokens=limit, top_logprobs=0 if top == 1 else top, copy=copy),
             body.cache_salt or "",
             body.priority,
         )

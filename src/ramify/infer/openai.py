@@ -74,7 +74,7 @@ async def chat(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None,
         raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
     prompt = renderer.render(body.messages, tools)
-    asked = body.max_completion_tokens or body.max_tokens
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = asked if asked is not None else max(1, engine.core.max_model_len - len(prompt.ids))
     top = (body.top_logprobs or 0) if body.logprobs else None
     form, eos = ChatForm(renderer, prompt, bool(tools)), _ends(engine, renderer)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from ramify.infer.blocks import Block
 
+COLDEST = 1e-6  # temperature
+HEAVIEST = 1e6  # bias; over the coldest temperature it is still a number in float32
 FinishReason = Literal["stop", "length", "abort"]
 _arrivals = count()
 
@@ -60,13 +62,20 @@ class Sampling:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        cold = f"0, which is greedy, or a number of at least {COLDEST:g}"
         bounds = [
-            ("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0", self.temperature),
+            (
+                "temperature",
+                self.temperature == 0 or COLDEST <= self.temperature < float("inf"),
+                cold,
+                self.temperature,
+            ),
             ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]", self.top_p),
             ("top_k", self.top_k >= -1, "at least 0 (0 or -1 is off)", self.top_k),
             ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]", self.min_p),
             ("max_tokens", self.max_tokens >= 1, "at least 1", self.max_tokens),
             ("top_logprobs", 0 <= self.top_logprobs <= 20, "0 to 20", self.top_logprobs),
+            *(("logit_bias", abs(by) <= HEAVIEST, f"-{HEAVIEST:g} to {HEAVIEST:g}", by) for _, by in self.logit_bias),
         ]
         for name, good, expected, found in bounds:
             if not good:

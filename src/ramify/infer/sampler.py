@@ -127,7 +127,7 @@ def _invert(weights: Tensor, aim: Tensor, cumulative: Tensor | None) -> Tensor:
         aim = aim * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, aim, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(found, last)
+    return torch.minimum(found, last).clamp_(max=weights.shape[-1] - 1)  # NaN lies beyond everything
 
 
 def _filter(weights: Tensor, rows: list[int], requests: Sequence[Request]) -> Tensor:
@@ -144,6 +144,7 @@ def _filter(weights: Tensor, rows: list[int], requests: Sequence[Request]) -> Te
             keep &= kept.cumsum(-1) - kept < sampling.top_p * kept.sum()
         if sampling.min_p > 0:
             keep &= values >= sampling.min_p * values[0]
+        keep[0] = True  # whatever sums and products round to
         weights[row, order[~keep]] = 0.0
     return weights
 

@@ -64,7 +64,7 @@ class Scheduler:
         for chunk in self._chunks:
             chunk.start, chunk.stop = chunk.stop, chunk.stop + 1
         for chunk in self._chunks:
-            if chunk.stop % size == 1 and not self.pool.extend(chunk.request, chunk.stop):
+            if chunk.start % size == 0 and not self.pool.extend(chunk.request, chunk.stop):
                 return False
         for chunk in self._chunks:
             if chunk.stop % size == 0:

@@ -37,11 +37,11 @@ def library(source: Path, *definitions: str) -> ctypes.CDLL:
         raise Unavailable(f"no C compiler: {named} is not there")
     command = [compiler, *FLAGS, *(f"-D{definition}" for definition in definitions), str(source), "-lm"]
     kept = _kept(source, command)
+    with contextlib.suppress(OSError):  # not there yet, or of no use: cut short, or not ours to read
+        return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / kept.name
         try:
-            if kept.exists():
-                return ctypes.CDLL(str(kept))
             subprocess.run([*command, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_DEADLINE)
             with contextlib.suppress(OSError):  # no room to keep it: the next start compiles again
                 kept.parent.mkdir(parents=True, exist_ok=True)
@@ -81,5 +81,8 @@ def processor() -> list[str]:
 def _kept(source: Path, command: list[str]) -> Path:
     """Where the library lies for the next start."""
     made = "\n".join([source.read_text(), *command, *processor()])
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise Unavailable("no home folder to keep them in; set XDG_CACHE_HOME") from error
     return home / "ramify" / f"{source.stem}-{hashlib.sha256(made.encode()).hexdigest()[:16]}.so"

@@ -186,7 +186,7 @@ static int64_t invert(const float *parts, int64_t count, double aim, double *bel
     for (int64_t i = 0; i < count; i++) all += parts[i];
     for (int64_t i = 0;; i++) {
         *below = sum, sum += parts[i];
-        if (sum > aim || sum >= all) return i;
+        if (sum > aim || sum >= all || i == count - 1) return i; /* the last for logits that are no numbers */
     }
 }
 

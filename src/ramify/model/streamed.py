@@ -27,7 +27,7 @@ class Streamed(Operators):
 
     def product(self, rows: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         count, width = rows.shape
-        if count > FEW:
+        if not 0 < count <= FEW:  # none where a chunk of a prompt is computed and nothing sampled
             return super().product(rows, weight, onto)
         rows, out = rows.contiguous(), rows.new_empty(count, weight.shape[1])
         pointers = rows.data_ptr(), weight.data_ptr(), None if onto is None else onto.data_ptr(), out.data_ptr()
