@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,3 +45,22 @@ def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monk
 def test_the_architecture_page_shows_trace_and_forest_with_their_output() -> None:
     blocks = python_blocks(DOCS / "architecture.md")
     assert sum(expected is not None for _, expected in blocks) >= 4
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md"), *ROOT.glob("examples/*/README.md")], ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", page.read_text())):
+        if link.startswith("http"):
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if heading else []
+        anchors = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
+        assert not heading or heading in anchors, link
+
+
+def test_the_configuration_page_names_every_key_of_a_source() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    for source in (TrainSourceConfig, EvalSourceConfig):
+        assert [key for key in source.model_fields if f"`{key}`" not in page] == []

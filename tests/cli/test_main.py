@@ -1,5 +1,6 @@
 """The `ramify` command: what it shows, and what its exit codes mean."""
 
+import os
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 import ramify
 from ramify.cli import app
-from tests.cli.command import ramify_command
+from tests.cli.command import COMMAND, ramify_command
 
 
 @pytest.fixture
@@ -106,4 +107,20 @@ def test_an_interrupt_is_exit_130(command, capsys):
 def test_a_bug_keeps_its_traceback(command):
     command("return 1 // 0")
     with pytest.raises(ZeroDivisionError):
+        app.main(["scratch"])
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_reader_who_leaves_is_no_traceback(buffered):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as gone:
+        environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+        done = subprocess.run([COMMAND, "--help"], stdout=gone, stderr=subprocess.PIPE, env=environment, timeout=100)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_that_is_not_our_output_is_a_bug(command):
+    command("raise BrokenPipeError")
+    with pytest.raises(BrokenPipeError):
         app.main(["scratch"])

@@ -62,6 +62,25 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing_with_the_heavy_libraries_b
     assert found == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
 
 
+def test_a_dry_run_beside_a_run_changes_none_of_the_files_its_processes_read(tmp_path, capsys):
+    args = ["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--dry-run"]
+    assert main(args) == 0
+    (tmp_path / "reverse-text" / "run.json").touch()  # what a run that has begun has
+    files = list((tmp_path / "reverse-text").rglob("*.toml"))
+    before = {path: path.read_bytes() for path in files}
+    assert main([*args, "--trainer.optim.lr", "0.5"]) == 0
+    assert {path: path.read_bytes() for path in files} == before
+    assert "holds a run and stays as it is" in capsys.readouterr().out
+
+
+def test_help_names_the_keys_of_the_sources(capsys):
+    with pytest.raises(SystemExit):
+        main(["rl", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Keys of [[train]]: name, taskset," in shown
+    assert "curriculum. Keys of [[eval]]: name," in shown
+
+
 EVERY = """
 import json, sys
 from ramify.config import parse

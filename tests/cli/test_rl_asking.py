@@ -60,6 +60,14 @@ def test_why_asks_a_run_that_lives(run, capsys):
     assert "1800.0" in said
 
 
+def test_why_of_a_run_that_lives_says_what_failed_and_how_often(run, capsys):
+    with answering(run, failures={"WorkerDied": 3}), RunStore.open(run):
+        assert main(["why", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "failed=WorkerDied:3" in said
+    assert "WorkerDied: exit code -9" in said
+
+
 def test_why_reads_how_a_run_ended(run, capsys):
     log = run / "logs" / "trainer.log"
     log.parent.mkdir()
@@ -94,6 +102,29 @@ def test_curves_are_drawn(run, tmp_path, capsys):
     assert main(["plot", "run", "--name", "nothing/*", "-o", "reward.png"]) == 2
     assert "no run has nothing/*" in capsys.readouterr().err
     assert main(["plot", "run", "-o", "reward.nonsense"]) == 2
+
+
+def test_a_picture_without_an_ending_is_refused(run, tmp_path, capsys):
+    assert main(["plot", "run", "-o", "reward"]) == 2
+    assert ".png" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_an_export_that_cannot_be_written_is_a_named_failure(run, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["export", "run", "--to", "jsonl", "-o", str(tmp_path / "file" / "x.jsonl")]) == 1
+    assert "StorageFailed" in capsys.readouterr().err
+
+
+def test_a_run_of_another_command_is_refused_by_name(run, capsys):
+    (run / "config.toml").write_text("[data]\n")  # as `ramify sft` leaves it
+    for args in (["why", "run"], ["why", "run", "--audit"]):
+        assert main(args) == 2
+        assert "is no run of `ramify rl`" in capsys.readouterr().err
+    (run / "config.toml").write_text("[[train]]\n")
+    assert main(["why", "run"]) == 0
+    assert main(["replay", "run"]) == 2
+    assert "is no run of `ramify eval`" in capsys.readouterr().err
 
 
 def test_a_run_that_is_not_there_is_exit_2(run, capsys):

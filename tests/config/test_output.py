@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.config import Config, dry_run, dump, parse, switch, write
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, StorageFailed
 from tests.config.example import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
 
 text = st.text(max_size=20)
@@ -113,6 +113,26 @@ def test_a_dry_run_writes_the_config_and_prints_the_plan(tmp_path, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert shown[:2] == ["trainer: 1 process", "engine: 1 process"]
     assert str(tmp_path / "out" / "config.toml") in shown[-1]
+
+
+def test_a_dry_run_renews_what_a_dry_run_left_and_leaves_alone_what_a_run_did(tmp_path, capsys):
+    dry_run(Run(name="x"), tmp_path, [])
+    (tmp_path / "plan.txt").touch()
+    dry_run(Run(name="y"), tmp_path, [])
+    assert parse(Run, ["@", str(tmp_path / "config.toml")]).name == "y"
+    (tmp_path / "logs").mkdir()
+    dry_run(Run(name="z"), tmp_path, ["a plan"], leave=lambda: pytest.fail("its processes may read those files"))
+    assert parse(Run, ["@", str(tmp_path / "config.toml")]).name == "y"
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "a plan",
+        f"dry run: nothing was started; {tmp_path} holds a run and stays as it is",
+    ]
+
+
+def test_a_dry_run_where_nothing_can_be_written_is_a_named_failure(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageFailed, match="Not a directory"):
+        dry_run(Run(name="x"), tmp_path / "file" / "x", [])
 
 
 def test_a_switch_that_is_not_there_changes_nothing():

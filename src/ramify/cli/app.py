@@ -2,10 +2,13 @@
 
 A command is a line in a table. Its module is imported when it is asked for, so the cost of one command is never paid by
 another, and help costs nothing. A module offers `run(args) -> int`, takes `--help` itself, and raises failures by name:
-0 done, 1 a named failure, 2 a command line or configuration that cannot be used, 130 interrupted.
+0 done, 1 a named failure, 2 a command line or configuration that cannot be used, 130 interrupted, 141 nobody reads what
+is printed any more (`ramify metrics RUN | head`).
 """
 
 import difflib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +33,7 @@ COMMANDS: dict[str, Command] = {
     "metrics": Command("ramify.cli.metrics", "the numbers of a run, while it lives and afterwards"),
     "plot": Command("ramify.cli.plot", "curves of one run or several, as a picture"),
     "show": Command("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),
-    "replay": Command("ramify.cli.replay", "score a run's saved rollouts again with the rewards as they are now"),
+    "replay": Command("ramify.cli.replay", "score an eval's saved rollouts again with the rewards as they are now"),
     "export": Command("ramify.cli.export", "write a run's rollouts to one file for other tools"),
     "validate": Command("ramify.cli.validate", "check every task of a taskset without a model"),
     "init": Command("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),
@@ -47,7 +50,9 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a reader that has left is no error
+        return code
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
         return 2
@@ -57,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _unread():
+            raise
+        return 141
 
 
 def _run(args: list[str]) -> int:
@@ -73,6 +82,19 @@ def _run(args: list[str]) -> int:
         advice = f"did you mean 'ramify {near[0]}'?" if near else "'ramify --help' lists the commands"
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
     return import_module(COMMANDS[name].module).run(rest)
+
+
+def _unread() -> bool:
+    """Whether it is our own output whose reader has left; what is still in the buffer then goes nowhere."""
+    output = sys.stdout.fileno()
+    asked = select.poll()
+    asked.register(output, 0)  # errors and hang-ups are told unasked
+    if not asked.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return True
 
 
 def _help() -> str:

@@ -9,11 +9,12 @@ def run(args: Sequence[str]) -> int:
     """Write the run's traces to one file."""
     asked = _parser().parse_args(args)
     from ramify.cli.runs import open_named  # loaded here, not for help
-    from ramify.store import export
+    from ramify.store import export, naming
 
     with open_named(asked.run) as store:
         path = asked.file or store.path / f"export.{asked.to}"
-        count = export(store, asked.to, path)
+        with naming(path):
+            count = export(store, asked.to, path)
     print(f"{count} traces in {path}")
     return 0
 

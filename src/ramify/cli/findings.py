@@ -125,7 +125,7 @@ def _extra(name: str, packages: list[str]) -> Finding:
 
 def bubblewrap() -> list[Finding]:
     """Bubblewrap, and whether this machine lets it make a sandbox."""
-    enables = "the sandbox runtime: agent programs in a box of their own, without root"
+    enables = "nothing yet: a sandbox runtime, agent programs in a box of their own without root, is to come"
     get = "install the package bubblewrap of your distribution"
     if shutil.which("bwrap") is None:
         return [Finding("bubblewrap", "missing", "no bwrap on PATH", enables, get)]
@@ -139,7 +139,7 @@ def bubblewrap() -> list[Finding]:
 
 def docker() -> list[Finding]:
     """The docker client, and whether an engine answers it."""
-    enables = "the docker runtime: tasks that bring their own image"
+    enables = "nothing yet: a docker runtime, for tasks that bring their own image, is to come"
     if shutil.which("docker") is None:
         get = "install Docker, or another engine with a docker command"
         return [Finding("docker", "missing", "no docker on PATH", enables, get)]
@@ -153,7 +153,7 @@ def docker() -> list[Finding]:
 
 def node() -> list[Finding]:
     """Node, which many agent programs are written for."""
-    enables = "agent programs that are npm packages, run by the program harness"
+    enables = "agent programs that are npm packages, started by a harness of your own"
     get = "install Node.js 20 or newer"
     if shutil.which("node") is None:
         return [Finding("Node", "missing", "no node on PATH", enables, get)]

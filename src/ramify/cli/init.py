@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, StorageFailed
 
 PROJECT = """\
 [build-system]
@@ -142,8 +142,11 @@ def scaffold(name: str, directory: Path) -> list[Path]:
         "README.md": README,
         f"tests/test_{module}.py": TEST,
     }
-    for path, text in files.items():
-        target = directory / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text.format(name=name, module=module, cls=cls), encoding="utf-8")
+    try:
+        for path, text in files.items():
+            target = directory / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text.format(name=name, module=module, cls=cls), encoding="utf-8")
+    except OSError as error:
+        raise StorageFailed(f"{directory} cannot be written: {error.strerror}") from error
     return [directory / path for path in files]

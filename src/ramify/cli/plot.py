@@ -15,6 +15,8 @@ def run(args: Sequence[str]) -> int:
     from ramify.launch.asking import metrics_of
     from ramify.monitor.figure import draw
 
+    if not Path(asked.o).suffix:
+        raise ConfigInvalid(f"-o {asked.o}: its ending says what kind of picture it is: .png, .svg or .pdf")
     runs = {path.name: path for path in map(run_path, asked.run)}
     names = asked.name or list(DEFAULT)
     points = {label: [point for name in names for point in metrics_of(path, name)] for label, path in runs.items()}

@@ -1,4 +1,4 @@
-"""`ramify replay RUN`: what a run's rollouts would score now."""
+"""`ramify replay RUN`: what an eval's rollouts would score now."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(args: Sequence[str]) -> int:
-    """Score a run's rollouts again and show old and new."""
+    """Score an eval's rollouts again and show old and new."""
     asked = _parser().parse_args(args)
     from ramify.cli.runs import paper  # loaded here, not for help
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = argparse.ArgumentParser(prog="ramify replay", description=COMMANDS["replay"].help)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
+    parser.add_argument("run", metavar="RUN", help="the eval's directory, or its name below outputs")
     parser.add_argument("--all", action="store_true", help="show the rollouts whose reward is the same, too")
     return parser
 

@@ -3,12 +3,13 @@
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from ramify.cli import short
-from ramify.config import parse, switch
+from ramify.config import Config, dry_run, parse, switch
 from ramify.errors import RamifyError
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
        ramify rl ID [-m MODEL] [--taskset.KEY VALUE] [--key value]
@@ -19,14 +20,20 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
 
 The same command again continues the run, or says that it is finished. Ctrl-C ends it at once; SIGTERM and SIGUSR1 make
 a checkpoint first and exit with 75. Exit codes: 0 finished, 1 a named failure, 2 configuration, 75 left, 130
-interrupted. All keys:
+interrupted.
+
+{train}
+
+{eval}
+
+All other keys:
 """
 
 
 def run(args: Sequence[str]) -> int:
     """Read the configuration, and plan or run it."""
     if "--help" in args or "-h" in args:
-        print(USAGE)
+        print(_usage())
     fresh, rest = switch(args, "--fresh")
     dry, rest = switch(rest, "--dry-run")
     config = parse(RunConfig, spelled_out(rest), prog="ramify rl")
@@ -36,9 +43,7 @@ def run(args: Sequence[str]) -> int:
 
         plan = plan_of(config, dry=True)
         check_tables(config)
-        plan.write()
-        print("\n".join(plan.lines()))
-        print(f"dry run: nothing was started; the resolved configuration is in {config.path / 'config.toml'}")
+        dry_run(config, config.path, plan.lines(), leave=plan.write)
         return 0
     from ramify.launch.dashboard import choose  # the rest is loaded here, not for help
     from ramify.launch.run import rl
@@ -62,6 +67,15 @@ def run(args: Sequence[str]) -> int:
         case Outcome.INTERRUPTED:
             print(f"stopped; what was committed is kept. Continue with: {again}", file=sys.stderr)
     return ended.outcome.value
+
+
+def _usage() -> str:
+    """With the keys of the sources, which stand in lists: the page of all keys does not look into those."""
+
+    def told(kind: str, source: type[Config]) -> str:
+        return textwrap.fill(f"Keys of [[{kind}]]: {', '.join(source.model_fields)}.", width=120)
+
+    return USAGE.format(train=told("train", TrainSourceConfig), eval=told("eval", EvalSourceConfig))
 
 
 def spelled_out(args: Sequence[str]) -> list[str]:

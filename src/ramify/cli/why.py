@@ -2,10 +2,13 @@
 
 import argparse
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ramify.errors import ConfigInvalid
 
 EVENTS = 10  # the last so many are shown
 TAIL = 5  # lines of each log
@@ -18,6 +21,7 @@ def run(args: Sequence[str]) -> int:
     from ramify.launch.asking import live
 
     path = run_path(asked.run)
+    _check_kind(path)
     if asked.audit:
         return _audit(path)
     client = live(path)
@@ -26,6 +30,13 @@ def run(args: Sequence[str]) -> int:
     else:
         _over(path)
     return 0
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what has no ledger to speak of: `ramify sft` and `ramify eval` are one process, which waits for nobody."""
+    file = path / "config.toml"
+    if file.is_file() and "train" not in tomllib.loads(file.read_text("utf-8")):
+        raise ConfigInvalid(f"{path} is no run of `ramify rl`; 'ramify metrics' and 'ramify show' say what is in it")
 
 
 def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]]) -> None:
@@ -37,6 +48,9 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]]) -> None:
 
     console = paper()
     console.print(Text(f"{status.get('run', '')} {line_of(status)}"))
+    errors: list[dict[str, Any]] = status.get("errors") or []
+    for error in errors:
+        console.print(Text(f"{error['name']}: {error['message']}"), soft_wrap=True)
     if not waits:
         console.print("nobody waits")
         return

@@ -2,11 +2,14 @@
 
 TOML has no null. A key that is None is written as `"None"`, which `Config` reads back, rather than left out: left out
 it would mean "the default", which another version may change. Reading the file gives an equal configuration.
+
+A dry run leaves it too, but only where nothing has run yet: the files of a run say how it was started, and a process of
+it that is started again reads them.
 """
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from pydantic import BaseModel
 
 from ramify.config.base import NONE, Config
 from ramify.config.schema import Key, dotted, is_array, is_dict
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, StorageFailed
+
+DRY = {"config.toml", "plan.txt", "configs"}  # all that a dry run leaves in a run's directory
 
 
 def dump(config: Config) -> str:
@@ -39,13 +44,21 @@ def write(config: Config, path: Path) -> None:
         raise
 
 
-def dry_run(config: Config, directory: Path, plan: Sequence[str]) -> None:
-    """What `--dry-run` does in place of the work: write the resolved configuration and print the plan."""
+def dry_run(config: Config, directory: Path, plan: Sequence[str], *, leave: Callable[[], None] | None = None) -> None:
+    """What `--dry-run` does in place of the work: write the resolved configuration (or what `leave` writes) and print
+    the plan. A directory in which something has run stays as it is.
+    """
     path = directory / "config.toml"
-    write(config, path)
+    try:
+        begun = directory.is_dir() and any(entry.name not in DRY for entry in directory.iterdir())
+        if not begun:
+            write(config, path) if leave is None else leave()
+    except OSError as error:
+        raise StorageFailed(f"{directory} cannot be written: {error.strerror}") from error
     for line in plan:
         print(line)
-    print(f"dry run: nothing was started; the resolved configuration is in {path}")
+    left = f"{directory} holds a run and stays as it is" if begun else f"the resolved configuration is in {path}"
+    print(f"dry run: nothing was started; {left}")
 
 
 def _section(key: Key, model: BaseModel, dumped: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Saved rollouts under the rewards as they are now. Nothing is sampled, and the run stays as it is."""
 
+import tomllib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ class Rescored:
 def environment_of(store: RunStore) -> Environment:
     """The run's environment, with its code as it is now."""
     path = store.path / "config.toml"
-    if not path.is_file():
-        raise ConfigInvalid(f"{store.path} has no config.toml: it is no eval")
+    if not path.is_file() or "taskset" not in tomllib.loads(path.read_text("utf-8")):
+        raise ConfigInvalid(f"{store.path} is no run of `ramify eval`: only their rollouts can be scored again")
     return Environment.load(parse(EvalConfig, ["@", str(path)]).source)
 
 
