@@ -190,12 +190,12 @@ def test_killed_at_random_moments_and_continued_it_ends_as_if_nothing_had_happen
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM] if FULL else [signal.SIGINT])
 def test_ctrl_c_stops_cleanly_and_says_how_to_continue(number):
     with scripted(late=0.1) as slow:
-        process = started("eval", ECHO, "-b", slow.url, "-c", "1", "--name", "run")
+        process = started("eval", ECHO, "-b", slow.url, "-c", "1", "-r", "20", "--name", "run")
         when(lambda: len(slow.asked) >= 3)
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert f"Continue with: ramify eval {ECHO} -b {slow.url} -c 1 --name run" in err
+    assert f"Continue with: ramify eval {ECHO} -b {slow.url} -c 1 -r 20 --name run" in err
     assert "Traceback" not in out + err
     assert len(outcome(Path("outputs/run"))) >= 2
 
