@@ -76,7 +76,14 @@ def started(home, *args):
 
 
 def gone(family) -> bool:
-    return not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return not any(map(_alive, family))
+
+
+def _alive(one: psutil.Process) -> bool:
+    try:
+        return one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # gone between the two questions
+        return False
 
 
 SLOW = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="tests/launch has the supervisor's part")

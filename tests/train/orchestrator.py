@@ -3,7 +3,8 @@
 import asyncio
 import threading
 
-from ramify.errors import PeerLost, PeerRefused
+from ramify.errors import PeerLost, PeerRefused, PortTaken
+from ramify.launch.ports import settled
 from ramify.train.batches import Batch, Laying, encode, laid_again, shares
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
 from ramify.wire import Message, Request, Server
@@ -20,8 +21,9 @@ KINDS = {
 class Orchestrator:
     """Serves the same batches to whoever comes, and remembers what it was told."""
 
-    def __init__(self, batches: list[Batch], address: str = "tcp://127.0.0.1:0") -> None:
-        self.batches, self.address = batches, address
+    def __init__(self, batches: list[Batch], address: str | None = None) -> None:
+        self.batches = batches
+        self.address = address or settled({"it": "tcp://127.0.0.1:0"})["it"]  # a port that nobody takes in between
         self.committed, self.incarnation = 0, -1
         self.laying, self.ranks = Laying(), 0
         self.served: list[tuple[int, int]] = []  # (incarnation, step)
@@ -48,10 +50,20 @@ class Orchestrator:
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        async with Server({name: self._handler(name) for name in KINDS}, self.address) as server:
+        server = Server({name: self._handler(name) for name in KINDS}, self.address)
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await server.start()
+                    break
+                except PortTaken:  # the one before it has closed its socket, which lets go of the port in its own time
+                    await asyncio.sleep(0.05)
+        try:
             self.address = server.address
             started.set()
             await self._end.wait()
+        finally:
+            await server.close()
 
     def _handler(self, name: str):
         async def handle(request: Request) -> Message:
