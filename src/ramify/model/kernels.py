@@ -4,7 +4,11 @@ A list for each block of queries names the blocks of keys it sees, and one for e
 it (`ramify.model.tree.Blocks`); what is seen wholly comes first and needs no mask. Forward, a program owns a block of
 queries and runs over keys. Backward, queries and keys are owned in turn: no two programs add to the same place, so
 gradients are the same bits each time. Very long lists come first: a program that starts late should have little to do.
-Tensors are [tokens, heads, width] without gaps; scores are in base 2.
+Tensors are [tokens, heads, width] without gaps; scores are in base 2. Lists are read one step ahead: what is asked for
+next must be known when it is asked for.
+
+The running maximum of a row is a whole number, so that changing it shifts exponents and nothing else: weights are
+rounded to bfloat16 the same way whatever was seen before them, and a path is computed alike wherever it lies in a pack.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
@@ -17,7 +21,9 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
-HIDDEN = tl.constexpr(-1e30)  # the score of what is not seen: finite, so that a row of nothing else is not NaN yet
+# The score of what is not seen: finite, so that a row of nothing else is not NaN yet, and a power of two, so that it
+# stays exact when it is scaled and the largest score of such a row minus itself is 0
+HIDDEN = tl.constexpr(-(2.0**100))
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -48,7 +54,7 @@ def _hide(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
 def _forward(
     Q, K, V, END, POSITION, LISTS, OUT, LSE, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
     block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
@@ -61,26 +67,28 @@ def _forward(
     most = tl.full([BLOCK], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for partly in tl.static_range(2):
-        for number in range(wholly if partly else 0, in_all if partly else wholly):
-            other = tl.load(line + 3 + number)
+        first, last = (wholly, in_all) if partly else (0, wholly)
+        following = tl.load(line + 3 + first)
+        for number in tl.range(first, last, num_stages=2 if partly else STAGES):
+            other, following = following, tl.load(line + 3 + tl.minimum(number + 1, in_all - 1))
             at = _start(other, shared, KV_HEADS, D, BLOCK)
             scores = tl.dot(q, tl.trans(tl.load(K + at + rows)), input_precision=PRECISION)
             if partly:
                 keys = other * BLOCK + tl.arange(0, BLOCK)
                 scores = _hide(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
-            larger = tl.maximum(most, tl.max(scores, 1))
-            less = tl.exp2((most - larger) * (SCALE * LOG2E))
-            weight = tl.exp2(scores * (SCALE * LOG2E) - (larger * (SCALE * LOG2E))[:, None])
+            larger = tl.maximum(most, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
+            less = tl.exp2(most - larger)
+            weight = tl.exp2(scores * (SCALE * LOG2E) - larger[:, None])
             v = tl.load(V + at + rows)
             found = tl.dot(weight.to(v.dtype), v, found * less[:, None], input_precision=PRECISION)
             most, total = larger, total * less + tl.sum(weight, 1)
     tl.store(OUT + own, (found / total[:, None]).to(OUT.dtype.element_ty))
-    tl.store(LSE + head * tokens + queries, most * (SCALE * LOG2E) + tl.log2(total))
+    tl.store(LSE + head * tokens + queries, most + tl.log2(total))
 
 
 @triton.jit
 def _backward_queries(
-    Q, K, V, END, POSITION, LISTS, GRAD, LSE, DELTA, D_Q, tokens,
+    Q, K, V, END, POSITION, LISTS, OUT, GRAD, LSE, DELTA, D_Q, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -91,11 +99,14 @@ def _backward_queries(
     own = _start(block, head, HEADS, D, BLOCK) + _rows(HEADS, D, BLOCK)
     rows = _rows(KV_HEADS, D, BLOCK)
     q, grad = tl.load(Q + own), tl.load(GRAD + own)
-    lse, delta = tl.load(LSE + head * tokens + queries), tl.load(DELTA + head * tokens + queries)
+    lse, delta = tl.load(LSE + head * tokens + queries), tl.sum(tl.load(OUT + own).to(tl.float32) * grad, 1)
+    tl.store(DELTA + head * tokens + queries, delta)
     d_q = tl.zeros([BLOCK, D], tl.float32)
     for partly in tl.static_range(2):
-        for number in range(wholly if partly else 0, in_all if partly else wholly):
-            other = tl.load(line + 3 + number)
+        first, last = (wholly, in_all) if partly else (0, wholly)
+        following = tl.load(line + 3 + first)
+        for number in range(first, last):
+            other, following = following, tl.load(line + 3 + tl.minimum(number + 1, in_all - 1))
             at = _start(other, shared, KV_HEADS, D, BLOCK)
             k = tl.load(K + at + rows)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)
@@ -123,10 +134,15 @@ def _backward_keys(
     d_k = tl.zeros([BLOCK, D], tl.float32)
     d_v = tl.zeros([BLOCK, D], tl.float32)
     for partly in tl.static_range(2):
-        many = in_all - wholly if partly else wholly
-        for number in range(many * (HEADS // KV_HEADS)):
-            other = tl.load(line + 3 + (wholly if partly else 0) + number % many)
-            head = shared * (HEADS // KV_HEADS) + number // many
+        first, last = (wholly, in_all) if partly else (0, wholly)
+        place, following = first, tl.load(line + 3 + first)
+        coming = shared * (HEADS // KV_HEADS)
+        for _ in range((last - first) * (HEADS // KV_HEADS)):
+            other, head = following, coming
+            again = place + 1 == last
+            place = tl.where(again, first, place + 1)
+            coming += again.to(tl.int32)
+            following = tl.load(line + 3 + place)
             at = _start(other, head, HEADS, D, BLOCK)
             queries = other * BLOCK + tl.arange(0, BLOCK)
             q = tl.load(Q + at + rows)
@@ -162,7 +178,8 @@ def attend(
     tokens, heads = query.shape[:2]
     out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
     fixed = _fixed(query, key, keys, scale, window)
-    wrap_triton(_forward)[(heads, len(keys))](query, key, value, end, position, keys, out, lse, tokens, **fixed)
+    seen, stages = (query, key, value, end, position), 3 if query.element_size() == 2 else 1
+    wrap_triton(_forward)[(heads, len(keys))](*seen, keys, out, lse, tokens, STAGES=stages, **fixed)
     return out, lse
 
 
@@ -182,11 +199,10 @@ def _attend_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads = query.shape[:2]
-    delta = (grad.float() * out.float()).sum(-1).t().contiguous()
-    d_query, d_key, d_value = (torch.empty_like(each) for each in (query, key, value))
+    d_query, d_key, d_value, delta = (torch.empty_like(each) for each in (query, key, value, lse))
     fixed = _fixed(query, key, keys, scale, window)
     seen, found = (query, key, value, end, position), (grad, lse, delta)
-    wrap_triton(_backward_queries)[(heads, len(keys))](*seen, keys, *found, d_query, tokens, **fixed)
+    wrap_triton(_backward_queries)[(heads, len(keys))](*seen, keys, out, *found, d_query, tokens, **fixed)
     wrap_triton(_backward_keys)[(key.shape[1], len(queries))](*seen, queries, *found, d_key, d_value, tokens, **fixed)
     return d_query, d_key, d_value
 
