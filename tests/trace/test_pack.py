@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.trace import Annotation, concat, cut, filler, grow, pack
+from ramify.trace.forest import padded
 from tests.trace.forests import (
     Attempt,
     Paths,
@@ -123,6 +124,15 @@ def test_a_filler_has_no_targets_and_its_tokens_see_only_themselves():
     assert (row.tokens, row.flat_tokens, len(row.targets), len(row.sequences)) == (0, 0, 0, 0)
     assert row.counts() == {"rl": 0, "ce": 0, "ref_kl": 0}
     assert np.array_equal(row.visible(), np.eye(5, dtype=bool))
+
+
+@given(batches())
+def test_a_padded_tree_is_the_tree_and_a_filler(batch):
+    for tree in batch[1]:
+        ours, theirs = padded(tree, len(tree) + 5), concat([tree, filler(5)])
+        for name in ("ids", "position", "end"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name))
+        assert (ours.tokens, ours.pairs, calls_of(ours)) == (tree.tokens, theirs.pairs, calls_of(tree))
 
 
 def test_no_trees_are_no_rows():

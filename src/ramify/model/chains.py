@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ramify.model.tiles import runs
 from ramify.trace.columns import Ints
 
 LONG = 8192  # tokens of a chain from which on this is faster
@@ -30,12 +29,15 @@ class Chains:
     @classmethod
     def of(cls, end: Ints) -> "Chains | None":
         """If the row holds nothing else and all are long; padding behind them aside."""
-        bounds = np.array(runs(end))
-        lengths = np.diff(bounds)
-        (alone,) = np.nonzero(lengths > 1)
-        chains = lengths[: alone[-1] + 1 if len(alone) else 0]
-        forked = end[bounds[:-1]] != bounds[1:]
-        return None if forked.any() or chains.min(initial=LONG) < LONG or not len(chains) else cls(chains.tolist())
+        lengths: list[int] = []
+        start = 0
+        while start < len(end) and (stop := int(end[start])) > start + 1:
+            if stop < start + LONG or (end[start:stop] != stop).any():
+                return None
+            lengths.append(stop - start)
+            start = stop
+        alone = np.array_equal(end[start:], np.arange(start + 1, len(end) + 1))
+        return cls(lengths) if lengths and alone else None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, chains: Chains, scale: float | None) -> Tensor:

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 ALIGNED = 64  # bytes; compiled code wants 16
+_GAP = np.zeros(ALIGNED, np.uint8)
+_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64")}
 
 
 def put(arrays: Iterable[np.ndarray], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on `device`; on a CPU they may share the arrays' memory."""
-    here = [np.require(each, requirements=["C", "W"]) for each in arrays]  # some are read-only views of bytes
-    tensors = [torch.from_numpy(each) for each in here]
-    if device.type != "cuda":
-        return tensors
-    starts = np.cumsum([0, *(-(-each.nbytes // ALIGNED) * ALIGNED for each in here)]).tolist()
-    parcel = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-    bytes_ = parcel.numpy()
-    for each, start in zip(here, starts):
-        bytes_[start : start + each.nbytes] = each.reshape(-1).view(np.uint8)
-    there = parcel.to(device, non_blocking=True)
-    parts = (there[start : start + each.nbytes] for each, start in zip(here, starts))
-    return [part.view(each.dtype).view(each.shape) for part, each in zip(parts, tensors)]
+    if device.type != "cuda":  # some are read-only views of bytes
+        return [torch.from_numpy(np.require(each, requirements=["C", "W"])) for each in arrays]
+    here = list(arrays)
+    parts = [part for each in here for part in (each.reshape(-1).view(np.uint8), _GAP[: -each.nbytes % ALIGNED])]
+    sizes = [len(part) for part in parts]
+    parcel = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    np.concatenate(parts, out=parcel.numpy())
+    there = parcel.to(device, non_blocking=True).split(sizes)[::2]
+    return [part.view(_TYPES[each.dtype]).view(each.shape) for part, each in zip(there, here)]

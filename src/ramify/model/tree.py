@@ -25,7 +25,6 @@ ATTENTION = "ramify_tree"
 BLOCK = 64  # tokens; small, because branches begin and end anywhere and leave the blocks around partly empty
 
 LONG = 4  # times as many blocks as the mean of a row make a list very long
-PARTLY, WHOLLY = 1, 2  # how a block is seen by another
 
 
 class Tree:
@@ -66,27 +65,32 @@ class Blocks(NamedTuple):
         count = len(end) // BLOCK
         if count * BLOCK != len(end):
             raise ValueError(f"a row of {len(end)} tokens is not padded to a multiple of {BLOCK}")
-        row_end, row_position = put([end.astype(np.int32), position.astype(np.int32)], device)
-        ends, places = row_end.view(count, BLOCK), row_position.view(count, BLOCK)
-        number = torch.arange(count, dtype=torch.int32, device=device)
-        first, below = number[:, None] * BLOCK, number[None, :] < number[:, None]  # [query block, key block]
-        some, every = below & (ends.amax(1) > first), below & (ends.amin(1) >= first + BLOCK)
+        number, ends = np.arange(count), end.reshape(count, BLOCK)
+        since = [number + 1, number]  # the first block of queries that sees a block of keys: wholly, at all
+        until = [ends.min(1) // BLOCK, -(-ends.max(1) // BLOCK)]  # the first behind it that does not
+        columns = [np.asarray(each, np.int32) for each in (end, position, number, since, until)]
+        row_end, row_position, block, first, last = put(columns, device)
+        query = block[:, None]
+        seen = (first[:, None] <= query) & (query < last[:, None])  # [wholly or at all, query block, key block]
         if window:
-            some &= places.amin(1)[:, None] - places.amax(1) < window
-            every &= places.amax(1)[:, None] - places.amin(1) < window
-        seen = some.byte() + (some & every).byte()
-        seen.fill_diagonal_(PARTLY)
-        return cls(row_end, row_position, _listed(seen), _listed(seen.t()))
+            places = row_position.view(count, BLOCK)
+            near, far = places.amin(1), places.amax(1)
+            seen &= torch.stack([far[:, None] - near, near[:, None] - far]) < window
+        return cls(row_end, row_position, *_listed(seen, block))
 
 
-def _listed(seen: Tensor) -> Tensor:
-    """For each line its number, how many it sees wholly, how many in all, and which. Lines keep their order, in which
-    neighbours read the same memory, but for the very long ones, which must begin early: they come first."""
-    wholly, in_all = (seen == WHOLLY).sum(1), (seen > 0).sum(1)
-    number = torch.arange(len(seen), device=seen.device)
-    lists = torch.cat([torch.stack([number, wholly, in_all], 1), seen.argsort(dim=1, descending=True, stable=True)], 1)
-    usual = in_all <= LONG * in_all.float().mean()
-    return lists[usual.byte().argsort(stable=True)].int()
+def _listed(seen: Tensor, number: Tensor) -> Tensor:
+    """Both kinds of lists: of each block its number, how many it sees wholly, how many in all, and which; and of each
+    how it is seen. They keep their order, in which neighbours read the same memory, but for the very long ones, which
+    must begin early: they come first."""
+    both = torch.stack([seen, seen.transpose(1, 2)])
+    which = both.sum(1, dtype=torch.uint8).argsort(dim=2, descending=True, stable=True)
+    counts = both.sum(3, dtype=torch.int32)
+    in_all = counts[:, 1]
+    lists = torch.cat([torch.cat([number.expand(2, 1, -1), counts], 1).transpose(1, 2), which.int()], 2)
+    usual = in_all <= LONG * in_all.mean(dtype=torch.float32)
+    order = usual.byte().argsort(dim=1, stable=True)
+    return lists.gather(1, order[..., None].expand_as(lists))
 
 
 def tree_attention(
@@ -126,7 +130,7 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scaling
 
     width = query.shape[-1]
     more = max(16, 1 << (width - 1).bit_length()) - width
-    rows = [F.pad(each[0].transpose(0, 1), (0, more)).contiguous() for each in (query, key, value)]
+    rows = [F.pad(each.squeeze(0).transpose(0, 1), (0, more)).contiguous() for each in (query, key, value)]
     out, _ = attend(*rows, *blocks, width**-0.5 if scaling is None else scaling, window)  # pyright: ignore[reportCallIssue]
     return out[..., :width].unsqueeze(0)
 

@@ -152,9 +152,13 @@ class Forest:
 
     def heads(self) -> tuple[Ints, Ints, npt.NDArray[np.int64]]:
         """The distinct (source, token) pairs the LM head must score, and for each target which one is its own."""
-        joined = self.targets.source.astype(np.int64) << 32 | self.targets.token
-        pairs, inverse = np.unique(joined, return_inverse=True)
-        return (pairs >> 32).astype(np.int32), (pairs & 0xFFFFFFFF).astype(np.int32), inverse
+        source, token = self.targets.source, self.targets.token
+        joined = source.astype(np.int64) << 32 | token
+        if (joined[1:] > joined[:-1]).all():  # trees without forks
+            return source, token, np.arange(len(joined))
+        # Most stand in order, which a stable sort is quick with; asked for `first`, numpy takes one
+        _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
+        return source[first], token[first], inverse
 
     def visible(self) -> npt.NDArray[np.bool_]:
         """The mask [query, key], for small forests and for reading."""
@@ -223,6 +227,17 @@ def filler(length: int) -> Forest:
     ids = np.zeros(length, np.int32)
     end = np.arange(1, length + 1, dtype=np.int32)
     return Forest(ids, ids, end, Targets.none(), np.empty(0, SEQUENCE), np.empty(0, SEGMENT))
+
+
+def padded(forest: Forest, length: int) -> Forest:
+    """The forest with a filler behind it, `length` tokens in all."""
+    more = filler(length - len(forest))
+    return replace(
+        forest,
+        ids=np.concatenate([forest.ids, more.ids]),
+        position=_join_positions([forest.position, more.position]),
+        end=np.concatenate([forest.end, more.end + np.int32(len(forest))]),
+    )
 
 
 def concat(forests: Sequence[Forest]) -> Forest:

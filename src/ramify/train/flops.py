@@ -5,6 +5,7 @@ pairs it scores, attention for the pairs it sees (two products forward, four bac
 counts, nor padding.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,10 @@ class Cost:
         """The cost of training on a forest, forward and backward."""
         depth = forest.position if forest.position.ndim == 1 else forest.position[0]
         seen = depth[: forest.tokens].astype(np.int64) + 1  # a token sees its path
-        pairs = sum(int((np.minimum(seen, window) if window else seen).sum()) for window in self.windows)
+        pairs = sum(
+            layers * int((np.minimum(seen, window) if window else seen).sum())
+            for window, layers in Counter(self.windows).items()
+        )
         return self.token * forest.tokens + self.scored * len(forest.heads()[0]) + self.pair * pairs
 
 

@@ -16,8 +16,8 @@ from ramify.errors import ModelUnsupported
 from ramify.model.layout import Layout
 from ramify.model.put import put
 from ramify.model.tree import BLOCK, Tree
-from ramify.trace import Forest, concat, filler
-from ramify.trace.forest import COMPONENTS
+from ramify.trace import Forest
+from ramify.trace.forest import COMPONENTS, padded
 from ramify.train.head import ROW_STEP
 from ramify.train.losses import Entries
 
@@ -72,7 +72,7 @@ def row_of(
     if forest.media:
         raise ModelUnsupported("images are not trained yet: a pack holds media")
     if length and length > len(forest):
-        forest = concat([forest, filler(length - len(forest))])
+        forest = padded(forest, length)
     source, token, temperature, pair = _pairs(forest)
     if layout is Layout.CHAINS:
         ids, position, places = _grid(forest)
@@ -83,8 +83,7 @@ def row_of(
     step = ROW_STEP if device.type == "cuda" else 1
     source, token, temperature = (_padded(each, step) for each in (source, token, temperature))
     targets = forest.targets
-    chosen = {name: np.flatnonzero(getattr(targets, name)) for name in COMPONENTS}
-
+    chosen = {name: np.flatnonzero(getattr(targets, name) != 0) for name in COMPONENTS}
     chosen = {name: index for name, index in chosen.items() if len(index)}
     weights = [getattr(targets, name)[index] for name, index in chosen.items()]
     sequence = targets.sequence.astype(np.int64)
@@ -110,10 +109,11 @@ def row_of(
 def _pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Source, token and temperature of what the head must score, and for each entry which of them is its own."""
     source, token, pair = forest.heads()
-    degrees, which = np.unique(forest.of_sequence("temperature"), return_inverse=True)
-    if len(degrees) <= 1:
-        return source, token, np.broadcast_to(degrees[:1], len(source)).astype(np.float32), pair
-    split, pair = np.unique(pair * len(degrees) + which, return_inverse=True)
+    degree = forest.sequences["temperature"]
+    if (degree == degree[:1]).all():
+        return source, token, np.repeat(degree[:1], len(source)), pair
+    degrees, which = np.unique(degree, return_inverse=True)
+    split, pair = np.unique(pair * len(degrees) + which[forest.targets.sequence], return_inverse=True)
     return source[split // len(degrees)], token[split // len(degrees)], degrees[split % len(degrees)], pair
 
 
