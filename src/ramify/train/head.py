@@ -48,15 +48,17 @@ class _Score(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token, scale, total, *kept = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        chunks = _chunks(len(hidden), len(weight), hidden)
+        whole = hidden.is_cuda and len(chunks) == 1  # a product of its own needs no sum in float32
+        wanted = ctx.needs_input_grad[1]
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted and not whole else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         turn = _kernel(_turn, hidden.device.type)
-        chunks = _chunks(len(hidden), len(weight), hidden)
         for number, rows in enumerate(chunks, len(kept) - len(chunks)):
             logits = kept[number] if number >= 0 else torch.nn.functional.linear(hidden[rows], weight, bias)
             d_logits = turn(logits, token[rows], scale[rows], total[rows], grads[0][rows])
             torch.mm(d_logits, weight, out=d_hidden[rows])
-            if d_weight is not None:
+            if wanted:
                 d_weight = _add_product(d_weight, d_logits.t(), hidden[rows])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=torch.float32)
@@ -109,8 +111,10 @@ def _chunks(rows: int, vocabulary: int, like: Tensor) -> list[slice]:
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right, summed in the precision of `total`."""
+    if total is None:
+        return left @ right
     if left.dtype == total.dtype:
         return total.addmm_(left, right)
     if left.is_cuda:
