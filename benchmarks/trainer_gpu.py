@@ -29,13 +29,14 @@ from ramify.train import Batch, Trainer, TrainerConfig, find_loss, lay_out
 from ramify.train.flops import FORMULA, PEAK
 from ramify.train.metrics import StepMetrics
 from ramify.train.policy import Policy, compile_layers
+from ramify.train.step import Running
 
 PACK = 16384
 RATIOS = (1, 2, 4, 8, 12)
 GROUP, PATH = 16, 1024
 TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
 AGENTS = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
-STEPS = 5
+STEPS = 10
 SHAPES = {
     "qwen3-0.6b": Qwen3Config(
         vocab_size=151936,
@@ -153,12 +154,18 @@ def frames() -> int:
 
 
 def measured(trainer: Trainer, batches: Iterator[list[Forest]], warm: int = 3) -> tuple[StepMetrics, int]:
-    """The median of several steps on fresh data, and how often something was compiled after the warm ones."""
+    """The median of several steps on fresh data, each begun while the one before is computed, and how often something
+    was compiled after the warm ones."""
     for _ in range(warm):
         trainer.step(Batch.of(0, next(batches)))
     before = frames()
     torch.cuda.reset_peak_memory_stats()
-    found = sorted((trainer.step(Batch.of(0, next(batches))) for _ in range(STEPS)), key=lambda each: each.seconds)
+    begun: list[Running] = []
+    for _ in range(STEPS):
+        begun.append(trainer.begin(Batch.of(0, next(batches))))
+        if len(begun) > 1:
+            begun[-2].metrics()
+    found = sorted((each.metrics() for each in begun), key=lambda each: each.seconds)
     return found[STEPS // 2], frames() - before
 
 
@@ -263,6 +270,7 @@ def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
     for pack in packs:
         trainer.policy(trainer.row(pack), batch.counts).loss.backward()
         trainer.masters.collect()
+    trainer.masters.settle()
     return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
 
 

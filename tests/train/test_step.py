@@ -18,11 +18,14 @@ from ramify.trace import Annotation, Message, Sample, Trace, VersionRun, filler,
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, lay_out
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.flops import Cost
-from ramify.train.metrics import Sums
+from ramify.train.masters import Masters
+from ramify.train.metrics import StepMetrics, Sums
 from ramify.train.optim import Optimizer, is_hidden, share
 from ramify.train.parallel import Ranks
 from ramify.train.rows import bucket, row_of
 from tests.train.models import CONFIGS, HYBRID, VOCAB, policy
+
+MEASURED = ("train/seconds", "train/tokens_per_second", "train/mfu")
 
 
 def sample(
@@ -74,6 +77,26 @@ def test_a_step_does_not_depend_on_how_the_batch_was_packed():
     assert seen[0].token_ratio > 2
 
 
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_a_step_that_was_begun_tells_later_what_it_would_have_told_at_once(device):
+    batches = [Batch.of(number, lay_out(forests(number), size)) for number, size in enumerate((60, 10_000, 120))]
+    once, later = (
+        Trainer(policy(CONFIGS["llama"]).to(device), TrainerConfig(), dtype=torch.bfloat16) for _ in range(2)
+    )
+    told = [once.step(each) for each in batches]
+    begun = [later.begin(each) for each in batches]
+    for found, wanted in zip([each.metrics() for each in begun], told):
+        assert found.seconds > 0
+        assert {**found.named(), **unmeasured(wanted)} == wanted.named()
+    for name, value in weights(once).items():
+        assert torch.equal(value, weights(later)[name])
+
+
+def unmeasured(metrics: StepMetrics) -> dict[str, float]:
+    """What differs from one run to the next."""
+    return {name: value for name, value in metrics.named().items() if name in MEASURED}
+
+
 def test_training_lowers_the_loss_of_what_is_trained():
     trace = sample(Random(1), "a", [1, 2, 3]).trace
     batch = Batch.of(0, lay_out([grow([Sample(trace, (Annotation("a", 1, rl=0.0, ce=1.0),))])], 1000))
@@ -100,6 +123,34 @@ def test_bfloat16_computes_on_copies_and_keeps_what_rounds_away(type):
         held = dict(rounded.policy.named_parameters())[name]
         assert held.dtype == torch.bfloat16
         assert torch.equal(held, value.bfloat16())
+
+
+def test_gradients_of_one_pack_are_held_as_they_are_and_more_are_summed_in_float32():
+    module = torch.nn.ParameterDict({name: torch.zeros(1000) for name in ("both", "later", "never")})
+    masters = Masters(module, torch.bfloat16)
+    made = dict(masters.named())
+    torch.manual_seed(0)
+    given = [torch.randn(1000).bfloat16() for _ in range(3)]
+    module["both"].grad = given[0]
+    masters.collect()
+    assert module["both"].grad is None
+    assert made["both"].grad is None
+    assert masters.gradients() == {made["both"]: given[0]}
+    module["both"].grad, module["later"].grad = given[1:]
+    masters.collect()
+    total = given[0].float() + given[1]
+    assert made["both"].grad is not None
+    assert torch.equal(made["both"].grad, total)
+    assert masters.gradients()[made["later"]] is given[2]
+    assert float(masters.norm()) == pytest.approx(float(torch.cat([total, given[2].float()]).norm()), rel=1e-6)
+    masters.settle()
+    assert {name: value.grad.dtype for name, value in made.items() if value.grad is not None} == {
+        "both": torch.float32,
+        "later": torch.float32,
+    }
+    masters.zero_grad()
+    assert not masters.gradients()
+    assert float(masters.norm()) == 0.0
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():

@@ -1,8 +1,8 @@
 """float32 master weights under a computation in bfloat16.
 
-The model computes on rounded copies; after each pack their gradients are added to the masters' in float32, so that
-neither many packs nor small updates are lost to rounding. In float32, and under FSDP, which keeps masters and copies by
-itself, the masters are the parameters.
+The model computes on rounded copies; the gradients of several packs are added up at the masters in float32, so that
+neither many packs nor small updates are lost to rounding. Those of a single pack are held as they are until somebody
+wants them. In float32, and under FSDP, which keeps masters and copies by itself, the masters are the parameters.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 _COPY: Any = torch._foreach_copy_  # a few launches for all tensors  # pyright: ignore[reportPrivateImportUsage]
 _ADD: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+_NORM: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Masters:
@@ -20,6 +21,7 @@ class Masters:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         self._pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._held: dict[nn.Parameter, Tensor] = {}  # master: the copy's gradient, while there is only one
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
@@ -37,34 +39,62 @@ class Masters:
     def parameters(self) -> list[nn.Parameter]:
         return [master for _, master in self.named()]
 
+    @property
+    def fusable(self) -> bool:
+        """Whether they are what `ramify.train.adamw` updates: float32 on a GPU, each under a copy in bfloat16."""
+        kinds = {(master.dtype, copy.dtype) for master, copy in self._pairs.values()}
+        even = all(each.is_cuda and each.is_contiguous() and each.data_ptr() % 16 == 0 for each in self.parameters())
+        return kinds == {(torch.float32, torch.bfloat16)} and even
+
+    def copies(self) -> dict[nn.Parameter, nn.Parameter]:
+        """What the model computes on, by master, where that is not the master itself."""
+        return {master: copy for master, copy in self._pairs.values() if copy is not master}
+
     def zero_grad(self) -> None:
+        self._held.clear()
         for master in self.parameters():
             master.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add what a backward pass has left at the copies to the masters' gradients."""
-        first: list[tuple[Tensor, Tensor]] = []
-        more: list[tuple[Tensor, Tensor]] = []
-        for master, copy in self._copies():
+        """Take what a backward pass has left at the copies: the first is held, more are added in float32."""
+        self.settle()
+        sums: list[tuple[Tensor, Tensor]] = []
+        for master, copy in self.copies().items():
             if copy.grad is None:
                 continue
             if master.grad is None:
-                master.grad = torch.empty_like(master)
-                first.append((master.grad, copy.grad))
+                self._held[master] = copy.grad
             else:
-                more.append((master.grad, copy.grad))
+                sums.append((master.grad, copy.grad))
             copy.grad = None
-        for pairs, put in ((first, _COPY), (more, _ADD)):
-            if pairs:
-                put(*map(list, zip(*pairs)))
+        if sums:
+            _ADD(*map(list, zip(*sums)))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make all gradients the masters' own, in float32."""
+        for master in self._held:
+            master.grad = torch.empty_like(master)
+        if self._held:
+            _COPY([master.grad for master in self._held], list(self._held.values()))
+        self._held.clear()
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """By master, as they are: of one pack in the dtype of the copies, sums in float32."""
+        settled = {master: master.grad for master in self.parameters() if master.grad is not None}
+        return {**settled, **self._held}
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of all gradients as they are, in float32; the host need not wait for it."""
+        found = list(self.gradients().values())
+        if not found:
+            return torch.zeros((), device=self.parameters()[0].device)
+        return torch.stack(_NORM(found, 2, dtype=torch.float32)).norm()
 
     @torch.no_grad()
     def sync(self) -> None:
         """Round the masters into the model."""
-        if pairs := self._copies():
-            masters, copies = zip(*pairs)
-            _COPY(copies, masters)
-
-    def _copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [(master, copy) for master, copy in self._pairs.values() if copy is not master]
+        if copies := self.copies():
+            _COPY(list(copies.values()), list(copies))

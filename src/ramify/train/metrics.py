@@ -4,7 +4,7 @@ Every row leaves a small table of sums on the device, made by scattering whole c
 end of the step, and added up by name. Sums of several ranks add up the same way, so `Sums` is what ranks exchange.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,14 +84,17 @@ class Tally:
         self._sums.flat_tokens += forest.flat_tokens
         self._sums.flops += flops
 
-    def sums(self) -> Sums:
-        """Everything so far; waits for the device."""
-        parts = [self._sums]
+    def numbers(self, device: torch.device) -> Tensor:
+        """All that is still on the device, in a row, for `sums`."""
         every = [tensor.double().flatten() for _, table, terms in self._rows for tensor in (table, *terms.values())]
-        left = torch.cat(every).cpu().numpy() if every else np.empty(0)
+        return torch.cat(every) if every else torch.empty(0, dtype=torch.float64, device=device)
+
+    def sums(self, numbers: Sequence[float]) -> Sums:
+        """Everything so far, with the numbers that came from the device."""
+        parts, left = [self._sums], np.array(numbers)
         for groups, table, terms in self._rows:
-            values, numbers, left = np.split(left, [table.numel(), table.numel() + len(terms)])
-            parts.append(Sums(dict(zip(terms, numbers.tolist())), dict(zip(groups, values.reshape(table.shape)))))
+            values, found, left = np.split(left, [table.numel(), table.numel() + len(terms)])
+            parts.append(Sums(dict(zip(terms, found.tolist())), dict(zip(groups, values.reshape(table.shape)))))
         return Sums.merged(parts)
 
 

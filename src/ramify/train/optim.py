@@ -2,7 +2,8 @@
 
 An optimizer here is one or two of torch's, stepped together: AdamW for everything, or Muon for the matrices inside the
 layers (an update is the direction of a matrix, orthogonalised by Newton–Schulz, scaled to what AdamW's would be) and
-AdamW for embeddings, head, norms and biases. The schedule is a pure function of the step.
+AdamW for embeddings, head, norms and biases. AdamW of bfloat16 on a GPU is ours (`ramify.train.adamw`): it clips and
+rounds on the way. The schedule is a pure function of the step.
 """
 
 import math
@@ -13,15 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from ramify.train.config import OptimConfig, ScheduleConfig
+from ramify.train.masters import Masters
 
 ENDS = ("embed", "lm_head", "wte", "wpe")  # parts of the names of matrices that are not hidden ones
 
 
 class Optimizer:
-    """The optimizers of a run as one, with the schedule."""
+    """The optimizers of a run as one, with the schedule. `fused`: it reads the gradients that `masters` holds as they
+    are, clips them and rounds the new weights into the model, which is otherwise the caller's to do."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, steps: int | None) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        config: OptimConfig,
+        steps: int | None,
+        masters: Masters | None = None,
+    ) -> None:
         self.config, self.steps = config, steps
+        self.fused = masters is not None and masters.fusable and config.type == "adamw"
         named = list(named)
         hidden = [value for name, value in named if config.type == "muon" and is_hidden(name, value)]
         chosen = {id(value) for value in hidden}
@@ -42,8 +52,13 @@ class Optimizer:
             {"params": [value for value in others if value.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        if groups:
-            self.parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
+        settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+        if groups and masters is not None and self.fused:
+            from ramify.train.adamw import AdamW  # needs Triton, which only a torch for CUDA brings
+
+            self.parts.append(AdamW(groups, masters, **settings))
+        elif groups:
+            self.parts.append(torch.optim.AdamW(groups, **settings))
 
     def step(self, step: int, norm: Tensor) -> float:
         """Update the weights as step number `step`, from 0; returns the learning rate. A gradient whose norm is not
@@ -55,6 +70,9 @@ class Optimizer:
                 group["lr"] = rate
             if isinstance(part, torch.optim.AdamW):
                 setattr(part, "found_inf", broken)  # noqa: B010 - of no declared type
+                if self.fused:
+                    over = (norm + 1e-6) / (self.config.max_norm or math.inf)
+                    setattr(part, "grad_scale", over.clamp(min=1.0))  # noqa: B010
             elif broken:
                 continue
             part.step()

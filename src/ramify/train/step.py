@@ -1,14 +1,18 @@
 """One optimizer step: packs in, new weights and metrics out.
 
 A batch brings its packs and N_c, the entries each component has in the whole batch. Gradients of packs are summed, so
-the result does not depend on how the batch was cut, nor on how many ranks share the packs.
+the result does not depend on how the batch was cut, nor on how many ranks share the packs. A GPU works on while the
+host goes ahead, so a step is begun, and its metrics are asked for when it is done: whoever begins the next one first
+leaves no gap between the two.
 """
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ramify.trace import Forest
@@ -36,14 +40,18 @@ class Trainer:
     ) -> None:
         self.policy, self.config, self.gather = policy, config, gather
         self.masters = Masters(policy, dtype)
-        self.optimizer = Optimizer(self.masters.named(), config.optim, steps)
+        self.optimizer = Optimizer(self.masters.named(), config.optim, steps, self.masters)
         self.device = next(policy.parameters()).device
         self.cost = Cost.of(policy.model)
         self.peak = peak(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def step(self, batch: Batch) -> StepMetrics:
         """Forward and backward over the packs, then one update."""
-        started = time.perf_counter()
+        return self.begin(batch).metrics()
+
+    def begin(self, batch: Batch) -> "Running":
+        """A step of which a GPU has been told all; nobody has waited for it."""
+        started = Moment(self.device)
         tally = Tally(batch.step)
         for pack in batch.packs:
             row = self.row(pack)
@@ -51,18 +59,9 @@ class Trainer:
             seen.loss.backward()
             self.masters.collect()
             tally.add(row, seen, self.cost.flops(pack))
-        norm, rate, skipped = self.update(batch.step)
-        sums = self.gather(tally.sums())
-        return StepMetrics(
-            step=batch.step,
-            loss=sum(sums.terms.values()),
-            grad_norm=norm,
-            lr=rate,
-            skipped=skipped,
-            seconds=time.perf_counter() - started,
-            peak_flops=self.peak,
-            sums=sums,
-        )
+        norm, rate = self.update(batch.step)
+        numbers = torch.cat([norm.double().reshape(1), tally.numbers(self.device)]).to("cpu", non_blocking=True)
+        return Running(self, tally, rate, numbers, started, Moment(self.device))
 
     def row(self, pack: Forest) -> Row:
         """A pack as this trainer's model reads it; rows of a GPU have one of few lengths."""
@@ -70,15 +69,64 @@ class Trainer:
         policy = self.policy
         return row_of(pack, layout=policy.layout, device=self.device, windows=policy.windows, length=length)
 
-    def update(self, step: int) -> tuple[float, float, bool]:
-        """Clip, step, sync and drop the gradients, all before the first wait for the device: the gradient's norm, the
-        learning rate, and whether the step was skipped."""
-        limit = self.config.optim.max_norm
-        found = torch.nn.utils.clip_grad_norm_(self.masters.parameters(), limit or float("inf"))
-        found = found.full_tensor() if isinstance(found, DTensor) else found
-        rate = self.optimizer.step(step, found)
-        self.masters.sync()
+    def update(self, step: int) -> tuple[Tensor, float]:
+        """Clip, step, sync and drop the gradients without waiting for the device: the gradient's norm, and the learning
+        rate; where the norm is not finite nothing has changed."""
+        if self.optimizer.fused:
+            found = self.masters.norm()
+            rate = self.optimizer.step(step, found)
+        else:
+            self.masters.settle()
+            limit = self.config.optim.max_norm
+            found = torch.nn.utils.clip_grad_norm_(self.masters.parameters(), limit or float("inf"))
+            found = found.full_tensor() if isinstance(found, DTensor) else found
+            rate = self.optimizer.step(step, found)
+            self.masters.sync()
         self.masters.zero_grad()
-        norm = float(found)
+        return found, rate
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A step that was begun."""
+
+    trainer: Trainer
+    tally: Tally
+    rate: float
+    numbers: Tensor  # the gradient's norm and the tally's, on their way to the host
+    started: "Moment"
+    ended: "Moment"
+
+    def metrics(self) -> StepMetrics:
+        """What came of it, when it is done; all ranks must ask in the same order."""
+        seconds = self.ended.since(self.started)
+        norm, *numbers = self.numbers.tolist()
+        sums = self.trainer.gather(self.tally.sums(numbers))
         skipped = not math.isfinite(norm)
-        return norm, 0.0 if skipped else rate, skipped
+        return StepMetrics(
+            step=self.tally.step,
+            loss=sum(sums.terms.values()),
+            grad_norm=norm,
+            lr=0.0 if skipped else self.rate,
+            skipped=skipped,
+            seconds=seconds,
+            peak_flops=self.trainer.peak,
+            sums=sums,
+        )
+
+
+class Moment:
+    """When the host was here; on a GPU, when it gets here."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.at, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds; waits until the GPU is here."""
+        if self.event is None or earlier.event is None:
+            return self.at - earlier.at
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3

@@ -8,10 +8,12 @@ have had.
 import contextlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +33,7 @@ from ramify.train.sft.display import Display, Pace, Quiet
 from ramify.train.sft.examples import forest_of
 from ramify.train.sft.plan import Plan, plan_of
 from ramify.train.sft.stream import chunks
-from ramify.train.step import Trainer
+from ramify.train.step import Running, Trainer
 
 WRITING = 60.0  # seconds until what was queued for the run's tables has to be there
 
@@ -111,25 +113,38 @@ class _Run:
         laying = laying_of(trainer)
         if not self.done:
             self._measure(trainer, laying)
+        begun: deque[tuple[_Lesson, Running]] = deque()
+        ahead = 1 if trainer.device.type == "cuda" else 0  # a GPU is told of the next step before it is done with this
         while self.done < self.total:
-            chosen = self.plan.stream.take(self.seen, config.batch_size)
-            named = [(f"{self.seen + at}", self.plan.chats[number]) for at, number in enumerate(chosen)]
-            batch = self._batch(named, laying)
-            metrics = trainer.step(shares(batch, laying, self.ranks.size)[self.ranks.rank])
-            self.done, self.seen = self.done + 1, self.seen + len(chosen)
-            pace.add(metrics.seconds)
-            cut = sum(pack.dropped.cut_tokens for pack in batch.packs)
-            self.cut += cut
-            self._record(metrics.step, {**metrics.named(), "data/examples": self.seen, "data/cut_tokens": cut})
-            self.display.step(metrics, pace)
+            lesson = self._lesson(laying)
+            begun.append((lesson, trainer.begin(lesson.share)))
+            self.done, self.seen, self.cut = self.done + 1, lesson.seen, self.cut + lesson.cut
             stopped = any(self.ranks.all(self.stop.asked))
             last = self.done == self.total
-            if last or self.done % config.validation.interval == 0:
+            measured = last or self.done % config.validation.interval == 0
+            saved = last or stopped or self.done % config.checkpoint.interval == 0
+            while len(begun) > (0 if measured or saved else ahead):
+                self._tell(*begun.popleft(), pace)
+            if measured:
                 self._measure(trainer, laying)
-            if last or stopped or self.done % config.checkpoint.interval == 0:
+            if saved:
                 self._save(trainer, must=last or stopped)
             if stopped:
                 return
+
+    def _lesson(self, laying: Laying) -> "_Lesson":
+        """What the next step learns."""
+        chosen = self.plan.stream.take(self.seen, self.config.batch_size)
+        batch = self._batch([(f"{self.seen + at}", self.plan.chats[each]) for at, each in enumerate(chosen)], laying)
+        share = shares(batch, laying, self.ranks.size)[self.ranks.rank]
+        return _Lesson(share, self.seen + len(chosen), sum(pack.dropped.cut_tokens for pack in batch.packs))
+
+    def _tell(self, lesson: "_Lesson", running: Running, pace: Pace) -> None:
+        """Record and show a step that was begun, when it is done."""
+        metrics = running.metrics()
+        pace.add(metrics.seconds)
+        self._record(metrics.step, {**metrics.named(), "data/examples": lesson.seen, "data/cut_tokens": lesson.cut})
+        self.display.step(metrics, pace)
 
     def _batch(self, named: Sequence[tuple[str, Chat]], laying: Laying) -> Batch:
         forest = forest_of(named, self.plan.renderer, self.config.data.roles, self.config.seq_len)
@@ -167,6 +182,14 @@ class _Run:
             self.display.say(f"{error.name}: {error.message}; training goes on without this checkpoint")
             return
         self.checkpoints.keep_last(self.config.checkpoint.keep_last)
+
+
+class _Lesson(NamedTuple):
+    """What a step learns."""
+
+    share: Batch  # this rank's part
+    seen: int  # conversations that have been taken when it is done
+    cut: int  # tokens to learn that were beyond the length of a sequence
 
 
 @dataclass(slots=True)

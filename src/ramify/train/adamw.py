@@ -1,0 +1,141 @@
+"""AdamW on a GPU in one pass over memory.
+
+Clipping, AdamW and the rounding into copies are elementwise: done together, every number comes from memory once and
+goes back once. A kernel reads gradients in bfloat16 or float32 wherever a backward pass has left them, scales them, and
+writes masters, moments and copies. A table of addresses names the tensors, and a block of numbers is a program's.
+"""
+# ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor, nn
+
+from ramify.model.put import put
+from ramify.train.masters import Masters
+
+BLOCK, WARPS = 2048, 8  # numbers of a program; few for a thread, so that many are under way at once
+_ADD: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+
+
+@triton.jit
+def _places(row, column, start, BLOCK: tl.constexpr, kind: tl.constexpr):
+    """Where the block lies of the tensor whose address is in the table; four numbers, of any kind, are an access."""
+    address = tl.load(row + column).to(tl.pointer_type(kind)) + start
+    return tl.multiple_of(address + tl.arange(0, BLOCK), 4 * kind.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _update(
+    masters, copies, first, second, gradients, mask, scale, rate, root, decay,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    p, m, v = tl.load(masters, mask), tl.load(first, mask), tl.load(second, mask)
+    g = tl.load(gradients, mask).to(tl.float32) * scale
+    m = BETA1 * m + (1 - BETA1) * g
+    v = BETA2 * v + (1 - BETA2) * g * g
+    p -= decay * p
+    p -= rate * m / (tl.sqrt(v) * root + EPS)
+    tl.store(masters, p, mask)
+    tl.store(copies, p.to(tl.bfloat16), mask)
+    tl.store(first, m, mask)
+    tl.store(second, v, mask)
+
+
+@triton.jit
+def _adamw(
+    BLOCKS, TABLE, RATE, ROOT, DECAY, SCALE, BROKEN,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = BLOCKS + 2 * tl.program_id(0)
+    tensor, start = tl.load(entry), tl.load(entry + 1).to(tl.int64) * BLOCK
+    row = TABLE + 6 * tensor
+    masters, copies = _places(row, 0, start, BLOCK, tl.float32), _places(row, 1, start, BLOCK, tl.bfloat16)
+    first, second = _places(row, 2, start, BLOCK, tl.float32), _places(row, 3, start, BLOCK, tl.float32)
+    gradients = _places(row, 4, start, BLOCK, GRADIENT)
+    scale, rate = tl.load(SCALE), tl.load(RATE + tensor)
+    root, decay = tl.load(ROOT + tensor), tl.load(DECAY + tensor)
+    left = tl.where(tl.load(BROKEN) == 0, tl.load(row + 5) - start, 0)
+    if left >= BLOCK:
+        _update(masters, copies, first, second, gradients, None, scale, rate, root, decay, BETA1, BETA2, EPS)
+    elif left > 0:  # with a mask, which makes accesses narrow
+        mask = tl.arange(0, BLOCK) < left.to(tl.int32)
+        _update(masters, copies, first, second, gradients, mask, scale, rate, root, decay, BETA1, BETA2, EPS)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW, with its state, of masters and the gradients they hold. As there, gradients are divided by
+    `grad_scale`, and a `found_inf` that is not 0 changes nothing; both are read on the device."""
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(self, groups: list[dict[str, Any]], masters: Masters, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._masters, self._copies = masters, masters.copies()
+        self._blocks: dict[torch.dtype, tuple[list[int], Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        found = self._masters.gradients()
+        for dtype in {each.dtype for each in found.values()}:
+            self._step({master: each for master, each in found.items() if each.dtype == dtype}, dtype)
+
+    def _step(self, gradients: dict[nn.Parameter, Tensor], dtype: torch.dtype) -> None:
+        """Of gradients that have one dtype."""
+        rows: list[tuple[int, ...]] = []
+        decays: list[float] = []
+        steps: list[Tensor] = []
+        for group in self.param_groups:
+            for master in group["params"]:
+                if (gradient := gradients.get(master)) is None:
+                    continue
+                if gradient.data_ptr() % 16:  # a view into something larger
+                    gradient = gradients[master] = gradient.clone()
+                state = self._state(master)
+                tensors = (master, self._copies[master], state["exp_avg"], state["exp_avg_sq"], gradient)
+                rows.append((*(each.data_ptr() for each in tensors), master.numel()))
+                decays.append(group["lr"] * group["weight_decay"])
+                steps.append(state["step"])
+        group, device = self.param_groups[0], steps[0].device
+        table, decay = put([np.array(rows, np.int64), np.array(decays, np.float32)], device)
+        blocks = self._of_blocks([row[-1] for row in rows], dtype, device)
+        _ADD(steps, [1 - self.found_inf] * len(steps))  # a list: for a number it would wait
+        count, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
+        rate, root = group["lr"] / (1 - beta1**count), (1 - beta2**count).rsqrt()
+        _adamw[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+            blocks,
+            table,
+            rate.float(),
+            root.float(),
+            decay,
+            self.grad_scale.reciprocal(),
+            self.found_inf,
+            BETA1=beta1,
+            BETA2=beta2,
+            EPS=group["eps"],
+            GRADIENT=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+    def _state(self, master: nn.Parameter) -> dict[str, Tensor]:
+        state = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), device=master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        return state
+
+    def _of_blocks(self, sizes: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Which tensor each block is of, and its number there; the same from step to step."""
+        known, blocks = self._blocks.get(dtype, (None, None))
+        if blocks is None or known != sizes:
+            counts = [triton.cdiv(size, BLOCK) for size in sizes]
+            tensor = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+            number = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+            (blocks,) = put([np.stack([tensor, number], 1)], device)
+            self._blocks[dtype] = sizes, blocks
+        return blocks
