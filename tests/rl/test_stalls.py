@@ -61,6 +61,7 @@ class Stage:
             "name": "plain",
             "taskset": {"id": f"{environments.__file__}:Plain", "gate": str(self.gate)},
             "address": more.pop("address", self.server.address),
+            "curriculum": more.pop("curriculum", {}),
         }
         config = {
             "name": name,
@@ -132,6 +133,11 @@ def test_groups_that_teach_nothing(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
         stage.run("nothing")
     assert "orchestrator waits for a trainer (none has come yet)" in stalled.value.message
+
+
+def test_tasks_that_end_before_anything_was_learnt(stage):
+    with pytest.raises(RunStalled, match=r"the tasks ended .* dropped groups: \d+ × filtered: .*zero_advantage"):
+        stage.run("epoch", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"stall_timeout": 60.0})
 
 
 def test_an_inference_server_that_is_down(stage):

@@ -289,7 +289,7 @@ class TransitionRefused(RamifyError, blame="system", retryable=False):
 
 
 class RunStalled(RamifyError, blame="system", retryable=False):
-    """A run made no progress for longer than it may.
+    """A run made no progress for longer than it may, or its tasks ended before its first step.
 
     The message says who waits for whom, and so does `stalled.txt` in the run; look at the last of them first.
     """

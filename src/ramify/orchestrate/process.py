@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
-from ramify.errors import RamifyError
+from ramify.errors import RamifyError, RunStalled
 from ramify.orchestrate import telling, watching
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run import Log, Run
@@ -103,6 +103,9 @@ class Orchestrator:
                     return await self._checkpoint_and_leave()
         finally:
             leaving.cancel()
+        if not run.core.marks.committed:
+            dropped = telling.dropped(run) or "none"
+            raise RunStalled(f"the tasks ended before there was a batch to learn from; dropped groups: {dropped}")
         await self._last_evals()
         await run.core.finish()
         run.journal.note("finished", step=run.core.marks.committed)
