@@ -110,13 +110,13 @@ def test_a_bug_keeps_its_traceback(command):
         app.main(["scratch"])
 
 
-@pytest.mark.parametrize("buffered", ["", "1"])
-def test_a_reader_who_leaves_is_no_traceback(buffered):
+@pytest.mark.parametrize(("buffered", "args"), [("", ["--help"]), ("1", ["--help"]), ("", ["model", "list"])])
+def test_a_reader_who_leaves_is_no_traceback(buffered, args):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as gone:
         environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
-        done = subprocess.run([COMMAND, "--help"], stdout=gone, stderr=subprocess.PIPE, env=environment, timeout=100)
+        done = subprocess.run([COMMAND, *args], stdout=gone, stderr=subprocess.PIPE, env=environment, timeout=100)
     assert (done.returncode, done.stderr) == (141, b"")
 
 

@@ -35,6 +35,7 @@ def test_parquet_has_a_record_per_trace(store, tmp_path):
     assert export(store, "parquet", tmp_path / "run.parquet") == 3
     table = pq.read_table(tmp_path / "run.parquet").to_pylist()
     assert [(record["rollout"], record["reward"]) for record in table] == [("r0", 0.5), ("r1", None), ("r2", 0.5)]
+    assert {record["source"] for record in table} == {row.source for row in store.rows()}
     assert json.loads(table[1]["rewards"]) == {"score": None}
     assert json.loads(table[1]["nodes"])[1]["message"]["content"] == "reply 1"
 

@@ -18,6 +18,7 @@ from ramify import __version__
 from ramify.cli import findings
 from ramify.cli.app import COMMANDS
 from ramify.cli.findings import Finding
+from ramify.cli.paper import Paper
 
 PROBES = [findings.system, findings.torch, findings.extras, findings.bubblewrap, findings.docker, findings.node]
 STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
@@ -32,7 +33,7 @@ def run(args: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in found]}, indent=2))
     else:
-        show(found, Console(highlight=False))
+        show(found, Paper(highlight=False))
     return 0
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from ramify.cli.paper import Paper
 from ramify.errors import ConfigInvalid, ModelNotFound
 from ramify.model.resolve import PACKAGED, resolve
 
@@ -118,7 +118,7 @@ def _list(asked: argparse.Namespace) -> int:
     table = Table.grid(padding=(0, 2, 0, 0))
     for about in found:
         table.add_row(about.name, f"{_millions(about.parameters)} parameters", _megabytes(about.bytes), str(about.path))
-    Console(highlight=False, soft_wrap=True).print(table)
+    Paper(highlight=False, soft_wrap=True).print(table)
     return 0
 
 
@@ -143,7 +143,7 @@ def _show(asked: argparse.Namespace) -> int:
         table.add_row("build", ", ".join(f"{key} {value}" for key, value in recipe.items()))
     for key, value in about.record.get("figures", {}).items():
         table.add_row(FIGURES.get(key, key), f"{value:.3f}")
-    console = Console(highlight=False, soft_wrap=True)
+    console = Paper(highlight=False, soft_wrap=True)
     console.print(table)
     if "figures" not in about.record:
         console.print("figures: not measured; --measure does it now")

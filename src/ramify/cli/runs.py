@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from ramify.cli.paper import Paper
 from ramify.errors import ConfigInvalid
 from ramify.store import Row, RunStore
 from ramify.store.store import DATABASE
@@ -37,6 +36,6 @@ def pick(store: RunStore, name: str) -> Row:
     raise ConfigInvalid(f"{store.path} has no rollout {name!r}; 'ramify show {store.path}' lists them")
 
 
-def paper() -> Console:
+def paper() -> Paper:
     """Where tables and trees are printed."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    return Paper(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

@@ -75,9 +75,10 @@ async def _verdicts(env: "Environment", tasks: Sequence["Task"], config: Validat
 
 
 def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from ramify.cli.paper import Paper
 
     table = Table.grid(padding=(0, 2, 0, 0))
     for verdict in verdicts:
@@ -86,7 +87,7 @@ def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) 
         table.add_row(state, Text(verdict.task), Text(earned), f"{verdict.seconds:.2f} s", Text(verdict.problem or ""))
     failed = sum(verdict.problem is not None for verdict in verdicts)
     gold = sum(verdict.reward is not None for verdict in verdicts)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Paper(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(
         f"{env.name}: {len(verdicts)} tasks, {len(verdicts) - failed} sound, {failed} failed; {gold} with gold replies"

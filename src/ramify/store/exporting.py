@@ -30,7 +30,7 @@ NESTED = (
     "nodes",
     "media",
 )
-TEXT = ("rollout", "task", "id", "episode", "group", "agent", "env", "stop", *NESTED)
+TEXT = ("rollout", "source", "task", "id", "episode", "group", "agent", "env", "stop", *NESTED)
 WHOLE = ("repetition", "attempt", "schema")
 
 
