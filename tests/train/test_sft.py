@@ -18,10 +18,14 @@ from ramify.render import load_renderer
 from ramify.store import RunStore
 from ramify.store.journal import Journal
 from ramify.tasksets.rows import rows
+from ramify.train.batches import Batch
+from ramify.train.sft import run, train
 from ramify.train.sft.chats import read_chats
 from ramify.train.sft.config import DataConfig, SftConfig
+from ramify.train.sft.display import Quiet
 from ramify.train.sft.examples import forest_of
 from ramify.train.sft.stream import Stream, held_out
+from ramify.train.step import Running, Trainer
 from tests.train.workers import DEADLINE, start_sft, write_model
 
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
@@ -244,6 +248,35 @@ def test_a_run_killed_anywhere_goes_on_as_if_nothing_had_happened(world, lora):
     assert curve(world / "runs" / f"{name}-killed") == whole
     assert weights(world / "runs" / f"{name}-killed") == weights(world / "runs" / f"{name}-whole")
     assert finish(config) == (22, 0)  # the same command again says it is finished
+
+
+class Heard(Quiet):
+    """Which steps were begun and told, in their order."""
+
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def step(self, metrics, pace) -> None:
+        self.order.append(f"told {metrics.step}")
+
+
+def test_a_step_begun_before_the_last_one_is_told_changes_nothing(world, monkeypatch):
+    order, begin = [], Trainer.begin
+
+    def begun(trainer: Trainer, batch: Batch) -> Running:
+        order.append(f"begun {batch.step}")
+        return begin(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "begin", begun)
+    train(SftConfig.model_validate(settings(world, "at-once") | {"max_steps": 4}), display=Heard(order))
+    assert order == [f"{what} {step}" for step in range(4) for what in ("begun", "told")]
+    order.clear()
+    monkeypatch.setitem(run.AHEAD, "cpu", 1)
+    train(SftConfig.model_validate(settings(world, "ahead") | {"max_steps": 4}), display=Heard(order))
+    saved = ["begun 0", "begun 1", "told 0", "begun 2", "told 1", "told 2"]  # a checkpoint knows all before it
+    assert order == [*saved, "begun 3", "told 3"]
+    assert curve(world / "runs" / "at-once") == curve(world / "runs" / "ahead")
+    assert weights(world / "runs" / "at-once") == weights(world / "runs" / "ahead")
 
 
 def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, capsys, tmp_path):

@@ -26,6 +26,7 @@ from ramify.train.rows import bucket, row_of
 from tests.train.models import CONFIGS, HYBRID, VOCAB, policy
 
 MEASURED = ("train/seconds", "train/tokens_per_second", "train/mfu")
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def sample(
@@ -77,7 +78,7 @@ def test_a_step_does_not_depend_on_how_the_batch_was_packed():
     assert seen[0].token_ratio > 2
 
 
-@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_was_begun_tells_later_what_it_would_have_told_at_once(device):
     batches = [Batch.of(number, lay_out(forests(number), size)) for number, size in enumerate((60, 10_000, 120))]
     once, later = (
@@ -91,6 +92,18 @@ def test_a_step_that_was_begun_tells_later_what_it_would_have_told_at_once(devic
         assert {**found.named(), **unmeasured(wanted)} == pytest.approx(wanted.named(), rel=rel)
     for name, value in weights(once).items():
         torch.testing.assert_close(value, weights(later)[name], rtol=rel, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_failed_leaves_nothing_to_the_next(dtype, monkeypatch):
+    batch = Batch.of(0, lay_out(forests(), 60))
+    wanted = trainer(dtype=dtype).step(batch).grad_norm
+    made = trainer(dtype=dtype)
+    with monkeypatch.context() as patch, pytest.raises(IndexError):
+        rows = [made.row(batch.packs[0])]  # and none for the second pack
+        patch.setattr(made, "row", lambda pack: rows.pop())
+        made.step(batch)
+    assert made.step(batch).grad_norm == wanted
 
 
 def unmeasured(metrics: StepMetrics) -> dict[str, float]:
@@ -216,13 +229,24 @@ def test_sums_of_ranks_add_up_to_those_of_one():
         np.testing.assert_allclose(both.groups[group], row, rtol=1e-6)
 
 
-def test_a_row_without_targets_takes_part_and_changes_nothing():
-    made = trainer("mixed")
+@pytest.mark.parametrize("config", [CONFIGS["mixed"], HYBRID], ids=["forest", "chains"])
+def test_a_row_without_targets_takes_part_and_changes_nothing(config):
+    made = Trainer(policy(config), TrainerConfig())
     metrics = made.step(Batch(0, [filler(16)], {"rl": 1, "ce": 1, "ref_kl": 1}))
     assert metrics.loss == 0.0
     assert metrics.grad_norm == 0.0
     (adamw,) = made.optimizer.parts
     assert all(value in adamw.state for value in made.masters.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_without_packs_changes_nothing(device, dtype):
+    made = Trainer(policy(CONFIGS["llama"]).to(device), TrainerConfig(), dtype=dtype)
+    before = weights(made)
+    metrics = made.step(Batch.of(0, []))
+    assert (metrics.loss, metrics.grad_norm, metrics.skipped) == (0.0, 0.0, False)
+    assert all(torch.equal(value, before[name]) for name, value in weights(made).items())
 
 
 def test_schedules():

@@ -21,7 +21,7 @@ def put(arrays: Iterable[np.ndarray], device: torch.device) -> list[Tensor]:
     if device.type != "cuda":  # some are read-only views of bytes
         return [torch.from_numpy(np.require(each, requirements=["C", "W"])) for each in arrays]
     here = list(arrays)
-    parts = [part for each in here for part in (each.reshape(-1).view(np.uint8), _GAP[: -each.nbytes % ALIGNED])]
+    parts = [part for each in here for part in (each.ravel().view(np.uint8), _GAP[: -each.nbytes % ALIGNED])]
     sizes = [len(part) for part in parts]
     parcel = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     np.concatenate(parts, out=parcel.numpy())

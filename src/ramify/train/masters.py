@@ -52,8 +52,8 @@ class Masters:
 
     def zero_grad(self) -> None:
         self._held.clear()
-        for master in self.parameters():
-            master.grad = None
+        for master, copy in self._pairs.values():
+            master.grad = copy.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:

@@ -127,9 +127,10 @@ def _grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids and positions of chains, one a line, and the flat place of each token."""
     starts = forest.segments["start"][forest.segments["parent"] < 0]
     lengths = np.diff(np.append(starts, forest.tokens))
-    lines, width = max(1, len(starts)), int(lengths.max(initial=1))
+    lines, width = max(1, len(starts)), int(lengths.max(initial=2))  # a filler is a line that `_padded` can point into
     offset = np.arange(forest.tokens) - np.repeat(starts, lengths)
-    if not np.array_equal(offset, forest.position[..., : forest.tokens].reshape(-1, forest.tokens)[0]):
+    depth = forest.position if forest.position.ndim == 1 else forest.position[0]
+    if not np.array_equal(offset, depth[: forest.tokens]):
         raise ValueError("a forest with forks was given to a model that reads chains")
     places = np.repeat(np.arange(len(starts)), lengths) * width + offset
     ids = np.zeros(lines * width, np.int64)

@@ -52,6 +52,7 @@ class Trainer:
     def begin(self, batch: Batch) -> "Running":
         """A step of which a GPU has been told all; nobody has waited for it."""
         started = Moment(self.device)
+        self.masters.zero_grad()  # a step that failed has left some
         tally = Tally(batch.step)
         for pack in batch.packs:
             row = self.row(pack)
@@ -60,7 +61,8 @@ class Trainer:
             self.masters.collect()
             tally.add(row, seen, self.cost.flops(pack))
         norm, rate = self.update(batch.step)
-        numbers = torch.cat([norm.double().reshape(1), tally.numbers(self.device)]).to("cpu", non_blocking=True)
+        found = norm.to(self.device, torch.float64).reshape(1)  # torch's of no gradients is on the CPU
+        numbers = torch.cat([found, tally.numbers(self.device)]).to("cpu", non_blocking=True)
         return Running(self, tally, rate, numbers, started, Moment(self.device))
 
     def row(self, pack: Forest) -> Row:
@@ -70,8 +72,8 @@ class Trainer:
         return row_of(pack, layout=policy.layout, device=self.device, windows=policy.windows, length=length)
 
     def update(self, step: int) -> tuple[Tensor, float]:
-        """Clip, step, sync and drop the gradients without waiting for the device: the gradient's norm, and the learning
-        rate; where the norm is not finite nothing has changed."""
+        """Clip, step, sync and drop the gradients without waiting for the device (but for Muon): the gradient's norm,
+        and the learning rate; where the norm is not finite nothing has changed."""
         if self.optimizer.fused:
             found = self.masters.norm()
             rate = self.optimizer.step(step, found)

@@ -36,6 +36,7 @@ from ramify.train.sft.stream import chunks
 from ramify.train.step import Running, Trainer
 
 WRITING = 60.0  # seconds until what was queued for the run's tables has to be there
+AHEAD = {"cpu": 0, "cuda": 1}  # steps begun before the metrics of one are asked for: a GPU should find the next waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,6 @@ class _Run:
         if not self.done:
             self._measure(trainer, laying)
         begun: deque[tuple[_Lesson, Running]] = deque()
-        ahead = 1 if trainer.device.type == "cuda" else 0  # a GPU is told of the next step before it is done with this
         while self.done < self.total:
             lesson = self._lesson(laying)
             begun.append((lesson, trainer.begin(lesson.share)))
@@ -123,7 +123,7 @@ class _Run:
             last = self.done == self.total
             measured = last or self.done % config.validation.interval == 0
             saved = last or stopped or self.done % config.checkpoint.interval == 0
-            while len(begun) > (0 if measured or saved else ahead):
+            while len(begun) > (0 if measured or saved else AHEAD[trainer.device.type]):
                 self._tell(*begun.popleft(), pace)
             if measured:
                 self._measure(trainer, laying)
