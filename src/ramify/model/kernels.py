@@ -137,7 +137,7 @@ def _backward_keys(
         first, last = (wholly, in_all) if partly else (0, wholly)
         place, following = first, tl.load(line + 3 + first)
         coming = shared * (HEADS // KV_HEADS)
-        for _ in range((last - first) * (HEADS // KV_HEADS)):
+        for _ in range((last - first) * (HEADS // KV_HEADS)):  # the list, once for each head that shares the keys
             other, head = following, coming
             again = place + 1 == last
             place = tl.where(again, first, place + 1)
