@@ -9,7 +9,7 @@ import ramify as rf
 
 class Config(rf.TasksetConfig):
     gate: str = ""
-    """A file; while it is there, no rollout gets any further."""
+    """A file; while it is there, no rollout gets any further, or none gets through if it says `broken`."""
 
 
 class Plain(rf.Taskset):
@@ -22,6 +22,8 @@ class Plain(rf.Taskset):
             yield rf.Task(prompt=f"say {number}", key=f"task-{number}")
 
     async def setup(self) -> None:
+        if self.config.gate and Path(self.config.gate).exists() and Path(self.config.gate).read_text() == "broken":
+            raise ValueError("there is no such thing")
         while self.config.gate and Path(self.config.gate).exists():
             await asyncio.sleep(0.02)
 

@@ -12,8 +12,9 @@ import time
 import pytest
 
 from ramify.envserver import EnvServer, EnvServerConfig
-from ramify.errors import PeerLost, ProviderError, RunStalled, StorageFailed, StorageFull
+from ramify.errors import EnvironmentFault, PeerLost, ProviderError, RunStalled, StorageFailed, StorageFull
 from ramify.model.version import Version
+from ramify.orchestrate import watching
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.process import Orchestrator
 from tests.client.fake import Exchange, Fake, hang
@@ -133,6 +134,13 @@ def test_groups_that_teach_nothing(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
         stage.run("nothing")
     assert "orchestrator waits for a trainer (none has come yet)" in stalled.value.message
+
+
+def test_an_environment_whose_code_is_broken(stage, monkeypatch):
+    monkeypatch.setattr(watching, "FAULTS", 6)
+    stage.gate.write_text("broken")
+    with pytest.raises(EnvironmentFault, match=r"plain: \d+ attempts failed and none came through; .*no such thing"):
+        stage.run("broken", orchestrator={"stall_timeout": 60.0})
 
 
 def test_tasks_that_end_before_anything_was_learnt(stage):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from ramify.errors import Failure
+from ramify.errors import EnvironmentFault, Failure
 from ramify.store.journal import Journal
 from ramify.store.ledger import Group
 from ramify.trace import Trace
@@ -42,6 +42,7 @@ class Progress:
         self.moved = time.monotonic()
         self.failures: deque[dict[str, Any]] = deque(maxlen=FAILURES)
         self.failed: Counter[str] = Counter()
+        self.faults: dict[str, tuple[int, str]] = {}  # by source, how often its own code failed, and the last time how
         self.rewards: list[float] = [
             metric.value for metric in journal.metrics("reward/all/mean")
         ]  # of every step, for the curve
@@ -122,6 +123,8 @@ class Progress:
     def trouble(self, where: str, failure: Failure) -> None:
         """Something failed that is run again or dropped."""
         self.failed[failure.name] += 1
+        if failure.name == EnvironmentFault.name:
+            self.faults[where] = (self.faults.get(where, (0, ""))[0] + 1, failure.message)
         told = {"time": time.time(), "where": where, "name": failure.name, "message": failure.message}
         self.failures.append(told)
         self._journal.note("failure", **told)

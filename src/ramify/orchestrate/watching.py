@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 
-from ramify.errors import RunStalled
+from ramify.errors import EnvironmentFault, RunStalled
 from ramify.orchestrate.concurrency import Load
 from ramify.orchestrate.run import Run
 from ramify.orchestrate.telling import dropped, why
@@ -16,6 +16,7 @@ from ramify.store.ledger import StoredBatch
 from ramify.trace import Trace
 
 LOOK = 1.0  # seconds between two looks at the engines' load and at the run's progress
+FAULTS = 64  # attempts that the code of an environment may fail before one has come through
 
 Show = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
 
@@ -48,10 +49,12 @@ async def follow_load(run: Run) -> None:
 
 
 async def watch(run: Run) -> None:
-    """Raises RunStalled, with who waits for what, when nothing has moved for too long."""
+    """Raises RunStalled, with who waits for what, when nothing has moved for too long; EnvironmentFault, much earlier,
+    for an environment whose code lets no attempt through."""
     limit = run.config.orchestrator.stall_timeout
     while True:
         await asyncio.sleep(min(LOOK, limit / 4))
+        _check_faults(run)
         if run.evaluating.running:
             run.progress.moved = max(run.progress.moved, *run.evaluating.running.values())
         if (idle := time.monotonic() - run.progress.moved) > limit:
@@ -61,6 +64,15 @@ async def watch(run: Run) -> None:
             with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
                 (run.config.path / "stalled.txt").write_text(report + "\n")
             raise RunStalled(report)
+
+
+def _check_faults(run: Run) -> None:
+    for source, (count, said) in list(run.progress.faults.items()):
+        if count < FAULTS or source not in run.sampling.sources:
+            continue
+        if not run.store.rows(source=source):
+            raise EnvironmentFault(f"{source}: {count} attempts failed and none came through; the last: {said}")
+        del run.progress.faults[source]
 
 
 async def follow_cuts(run: Run, show: Show | None) -> None:
