@@ -5,7 +5,9 @@ it (`ramify.model.tree.Blocks`); what is seen wholly comes first and needs no ma
 queries and runs over keys. Backward, queries and keys are owned in turn: no two programs add to the same place, so
 gradients are the same bits each time. Very long lists come first: a program that starts late should have little to do.
 Tensors are [tokens, heads, width] without gaps; scores are in base 2. Lists are read one step ahead: what is asked for
-next must be known when it is asked for.
+next must be known when it is asked for. Where it pays, what a loop reads comes through the copy engine of the chip,
+which takes the corner of a block instead of an address for each thread (`_corners`); where there is none, Triton does
+without.
 
 The running maximum of a row is a whole number, so that changing it shifts exponents and nothing else: weights are
 rounded to bfloat16 the same way whatever was seen before them, and a path is computed alike wherever it lies in a pack.
@@ -42,6 +44,12 @@ def _rows(HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _corners(X, tokens, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """A tensor of which blocks of a head are read by the place of their first number."""
+    return tl.make_tensor_descriptor(X, [tokens, HEADS * D], [HEADS * D, 1], [BLOCK, D])
+
+
+@triton.jit
 def _hide(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
     """Scores of the pairs that are seen; queries and keys are a column and a row, or a row and a column."""
     seen = (keys <= queries) & (queries < tl.load(END + keys))
@@ -54,34 +62,33 @@ def _hide(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
 def _forward(
     Q, K, V, END, POSITION, LISTS, OUT, LSE, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
     block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     shared = head // (HEADS // KV_HEADS)
     queries = block * BLOCK + tl.arange(0, BLOCK)
     own = _start(block, head, HEADS, D, BLOCK) + _rows(HEADS, D, BLOCK)
-    rows = _rows(KV_HEADS, D, BLOCK)
     q = tl.load(Q + own)
+    k_blocks, v_blocks = _corners(K, tokens, KV_HEADS, D, BLOCK), _corners(V, tokens, KV_HEADS, D, BLOCK)
     found = tl.zeros([BLOCK, D], tl.float32)
     most = tl.full([BLOCK], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for partly in tl.static_range(2):
         first, last = (wholly, in_all) if partly else (0, wholly)
         following = tl.load(line + 3 + first)
-        for number in tl.range(first, last, num_stages=2 if partly else STAGES):
+        for number in range(first, last):
             other, following = following, tl.load(line + 3 + tl.minimum(number + 1, in_all - 1))
-            at = _start(other, shared, KV_HEADS, D, BLOCK)
-            scores = tl.dot(q, tl.trans(tl.load(K + at + rows)), input_precision=PRECISION)
+            scores = tl.dot(q, tl.trans(k_blocks.load([other * BLOCK, shared * D])), input_precision=PRECISION)
             if partly:
                 keys = other * BLOCK + tl.arange(0, BLOCK)
                 scores = _hide(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
             larger = tl.maximum(most, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
             less = tl.exp2(most - larger)
             weight = tl.exp2(scores * (SCALE * LOG2E) - larger[:, None])
-            v = tl.load(V + at + rows)
-            found = tl.dot(weight.to(v.dtype), v, found * less[:, None], input_precision=PRECISION)
             most, total = larger, total * less + tl.sum(weight, 1)
+            v = v_blocks.load([other * BLOCK, shared * D])
+            found = tl.dot(weight.to(v.dtype), v, found * less[:, None], input_precision=PRECISION)
     tl.store(OUT + own, (found / total[:, None]).to(OUT.dtype.element_ty))
     tl.store(LSE + head * tokens + queries, most + tl.log2(total))
 
@@ -129,8 +136,8 @@ def _backward_keys(
     block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     keys = block * BLOCK + tl.arange(0, BLOCK)
     own = _start(block, shared, KV_HEADS, D, BLOCK) + _rows(KV_HEADS, D, BLOCK)
-    rows = _rows(HEADS, D, BLOCK)
     k, v = tl.load(K + own), tl.load(V + own)
+    q_blocks, grad_blocks = _corners(Q, tokens, HEADS, D, BLOCK), _corners(GRAD, tokens, HEADS, D, BLOCK)
     d_k = tl.zeros([BLOCK, D], tl.float32)
     d_v = tl.zeros([BLOCK, D], tl.float32)
     for partly in tl.static_range(2):
@@ -143,14 +150,13 @@ def _backward_keys(
             place = tl.where(again, first, place + 1)
             coming += again.to(tl.int32)
             following = tl.load(line + 3 + place)
-            at = _start(other, head, HEADS, D, BLOCK)
             queries = other * BLOCK + tl.arange(0, BLOCK)
-            q = tl.load(Q + at + rows)
+            q = q_blocks.load([other * BLOCK, head * D])
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)
             if partly:
                 scores = _hide(scores, END, POSITION, queries[None, :], keys[:, None], WINDOW)
             weight = tl.exp2(scores - tl.load(LSE + head * tokens + queries)[None, :])
-            grad = tl.load(GRAD + at + rows)
+            grad = grad_blocks.load([other * BLOCK, head * D])
             d_v = tl.dot(weight.to(grad.dtype), grad, d_v, input_precision=PRECISION)
             asked = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             d_scores = weight * (asked - tl.load(DELTA + head * tokens + queries)[None, :])
@@ -177,9 +183,8 @@ def attend(
     """What the queries find, and their log-sum-exp, [heads, tokens]."""
     tokens, heads = query.shape[:2]
     out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
-    fixed = _fixed(query, key, keys, scale, window)
-    seen, stages = (query, key, value, end, position), 3 if query.element_size() == 2 else 1
-    wrap_triton(_forward)[(heads, len(keys))](*seen, keys, out, lse, tokens, STAGES=stages, **fixed)
+    fixed = _fixed(query, key, keys, scale, window, stages=1)
+    wrap_triton(_forward)[(heads, len(keys))](query, key, value, end, position, keys, out, lse, tokens, **fixed)
     return out, lse
 
 
@@ -200,15 +205,16 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads = query.shape[:2]
     d_query, d_key, d_value, delta = (torch.empty_like(each) for each in (query, key, value, lse))
-    fixed = _fixed(query, key, keys, scale, window)
+    fixed = _fixed(query, key, keys, scale, window, stages=2 if query.element_size() == 2 else 1)
     seen, found = (query, key, value, end, position), (grad, lse, delta)
     wrap_triton(_backward_queries)[(heads, len(keys))](*seen, keys, out, *found, d_query, tokens, **fixed)
     wrap_triton(_backward_keys)[(key.shape[1], len(queries))](*seen, queries, *found, d_key, d_value, tokens, **fixed)
     return d_query, d_key, d_value
 
 
-def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int, stages: int) -> dict[str, Any]:
+    """What the kernels are compiled for. They also get room for their descriptors, which compiled code gives itself."""
+    triton.set_allocator(_room)
     return {
         "HEADS": query.shape[1],
         "KV_HEADS": key.shape[1],
@@ -218,8 +224,12 @@ def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int) 
         "SCALE": scale,
         "PRECISION": "ieee",  # of float32; the products of bfloat16 are exact
         "num_warps": 4 if query.element_size() == 2 else 8,
-        "num_stages": 2 if query.element_size() == 2 else 1,
+        "num_stages": stages,  # with one, more programs run at once
     }
+
+
+def _room(size: int, _alignment: int, _stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

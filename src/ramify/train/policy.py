@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from ramify.model.layout import Layout, layout_for
+from ramify.model.rewrite import compiler_for
 from ramify.model.tree import ATTENTION, windows_of
 from ramify.train.head import score
 from ramify.train.losses import Loss, ce, ref_kl
@@ -90,11 +91,15 @@ def attention_for(layout: Layout) -> str:
 
 
 def compile_layers(policy: Policy) -> None:
-    """Compile each layer by itself; all layers of a kind share the code, one for each length of row. Grids of chains
-    have any size, so theirs is one code for all."""
+    """Compile each layer by itself, and the norm behind them; all layers of a kind share the code, one for each length
+    of row. Grids of chains have any size, so theirs is one code for all."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for layer in policy.layers:
-        layer.compile(dynamic=False if policy.layout is Layout.FOREST else None)
+    decoder = policy.model.get_decoder()
+    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
+    forest = policy.layout is Layout.FOREST
+    settings: dict[str, Any] = {"backend": compiler_for(decoder.config), "dynamic": False} if forest else {}
+    for module in (*policy.layers, *norms):
+        module.compile(**settings)
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -1,0 +1,121 @@
+"""Norm and rotation of queries and keys on CUDA, as one kernel each way.
+
+Models that normalise each head before they rotate it leave a compiler with sums over rows, sums over columns and
+shifted reads in turn, of which it makes several kernels that read and write the same numbers again. A row here is one
+head of one token; its two halves are held apart, so that rotating is arithmetic between registers. Everything is
+computed in float32 and rounded once. Backward, a program owns many rows and sums the weight's gradient over them, and
+the sums of the programs are added up: no two add to the same place, so gradients are the same bits each time.
+"""
+# ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+ROWS = 8  # of a tile
+PROGRAMS = 1056  # of a backward pass: eight for each multiprocessor of a large GPU
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _halves(X, at, seen, HALF: tl.constexpr):
+    """Both halves of rows, in float32."""
+    first = tl.load(X + at, mask=seen, other=0.0)
+    return first.to(tl.float32), tl.load(X + at + HALF, mask=seen, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale(first, second, HALF: tl.constexpr, EPS: tl.constexpr):
+    """One over the root of the mean square of each row."""
+    return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[:, None]
+
+
+@triton.jit
+def _forward(
+    X, WEIGHT, COS, SIN, OUT, rows,
+    HEADS: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    seen, at, turn = row < rows, row * (2 * HALF) + column, row // HEADS * (2 * HALF) + column
+    first, second = _halves(X, at, seen, HALF)
+    weights = _halves(WEIGHT, column, column < HALF, HALF)
+    cos, sin = _halves(COS, turn, seen, HALF), _halves(SIN, turn, seen, HALF)
+    scale = _scale(first, second, HALF, EPS)
+    first, second = first * scale * weights[0], second * scale * weights[1]
+    tl.store(OUT + at, (first * cos[0] - second * sin[0]).to(OUT.dtype.element_ty), mask=seen)
+    tl.store(OUT + at + HALF, (second * cos[1] + first * sin[1]).to(OUT.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def _backward(
+    X, WEIGHT, COS, SIN, GRAD, D_X, D_WEIGHT, rows,
+    HEADS: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, HALF)[None, :]
+    weights = _halves(WEIGHT, column, column < HALF, HALF)
+    d_first, d_second = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        seen, at, turn = row < rows, row * (2 * HALF) + column, row // HEADS * (2 * HALF) + column
+        first, second = _halves(X, at, seen, HALF)
+        grads = _halves(GRAD, at, seen, HALF)
+        cos, sin = _halves(COS, turn, seen, HALF), _halves(SIN, turn, seen, HALF)
+        scale = _scale(first, second, HALF, EPS)
+        first, second = first * scale, second * scale
+        back_first, back_second = grads[0] * cos[0] + grads[1] * sin[1], grads[1] * cos[1] - grads[0] * sin[0]
+        d_first, d_second = d_first + back_first * first, d_second + back_second * second
+        back_first, back_second = back_first * weights[0], back_second * weights[1]
+        along = ((tl.sum(back_first * first, 1) + tl.sum(back_second * second, 1)) / (2 * HALF))[:, None]
+        tl.store(D_X + at, (scale * (back_first - first * along)).to(D_X.dtype.element_ty), mask=seen)
+        tl.store(D_X + at + HALF, (scale * (back_second - second * along)).to(D_X.dtype.element_ty), mask=seen)
+    own = D_WEIGHT + tl.program_id(0) * (2 * HALF) + tl.arange(0, HALF)
+    tl.store(own, tl.sum(d_first, 0))
+    tl.store(own + HALF, tl.sum(d_second, 0))
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+@triton_op("ramify::norm_rotate", mutates_args={})
+def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Heads of `x` [tokens, heads, width], which has no gaps, over their root mean square and times `weight` [width];
+    then rotated by `cos` and `sin` [tokens, width]."""
+    out, rows = torch.empty_like(x), x.shape[0] * x.shape[1]
+    wrap_triton(_forward)[(-(-rows // ROWS),)](x, weight, cos, sin, out, rows, **_fixed(x, eps))
+    return out
+
+
+@triton_op("ramify::norm_rotate_backward", mutates_args={})
+def _norm_rotate_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0] * x.shape[1]
+    programs = min(PROGRAMS, -(-rows // ROWS))
+    d_x, d_weight = torch.empty_like(x), x.new_empty(programs, x.shape[2], dtype=torch.float32)
+    wrap_triton(_backward)[(programs,)](x, weight, cos, sin, grad, d_x, d_weight, rows, **_fixed(x, eps))
+    return d_x, d_weight.sum(0).to(weight.dtype)
+
+
+def _fixed(x: Tensor, eps: float) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    return {"HEADS": x.shape[1], "HALF": x.shape[2] // 2, "EPS": eps, "ROWS": ROWS, "num_warps": 2}
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_weight = _norm_rotate_backward(grad.contiguous(), *ctx.saved_tensors, ctx.eps)  # pyright: ignore[reportCallIssue]
+    return d_x, d_weight, None, None, None
+
+
+norm_rotate.register_autograd(_turn_back, setup_context=_save)
