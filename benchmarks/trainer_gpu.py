@@ -3,6 +3,8 @@
 The model is random and has the shape of Qwen3-0.6B; it computes in bfloat16 on float32 master weights, and a step
 includes clipping and AdamW. MFU counts each matrix product once, attention over visible pairs only, no recomputation
 and no padding, against 989 TFLOP/s; the formula is printed. 16k tokens are 16 sequences of 1,024, 64k are 4 of 16,384.
+A step is timed by itself, from a batch at hand to new weights on a chip that has rested, which is how steps of RL come;
+and one after the other without a rest, as in SFT, where the chip reaches its power limit and lowers its clock.
 Forest over flat runs the same rollouts both ways in packs of 16k tokens: groups of 16 attempts of 1,024 tokens, and
 agents with a long main line and forks.
 """
@@ -13,6 +15,7 @@ import argparse
 import itertools
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +40,7 @@ GROUP, PATH = 16, 1024
 TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
 AGENTS = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
 STEPS = 10
+REST = 0.15  # seconds before a step that is timed by itself
 SHAPES = {
     "qwen3-0.6b": Qwen3Config(
         vocab_size=151936,
@@ -168,20 +172,28 @@ def frames() -> int:
     return counters["frames"]["ok"]
 
 
-def measured(trainer: Trainer, batches: Iterator[list[Forest]], warm: int = 3) -> tuple[StepMetrics, int]:
-    """The median of several steps on fresh data, each begun while the one before is computed, and how often something
-    was compiled after the warm ones."""
-    for _ in range(warm):
+def measured(trainer: Trainer, batches: Iterator[list[Forest]]) -> tuple[StepMetrics, StepMetrics, int]:
+    """The median of several steps on fresh data, by themselves and in a row, where each is begun while the one before
+    is computed; and how often something was compiled after the first three."""
+    for _ in range(3):
         trainer.step(Batch.of(0, next(batches)))
     before = frames()
     torch.cuda.reset_peak_memory_stats()
+    alone: list[StepMetrics] = []
+    for _ in range(STEPS):
+        batch = Batch.of(0, next(batches))
+        time.sleep(REST)
+        alone.append(trainer.step(batch))
     begun: list[Running] = []
     for _ in range(STEPS):
         begun.append(trainer.begin(Batch.of(0, next(batches))))
         if len(begun) > 1:
             begun[-2].metrics()
-    found = sorted((each.metrics() for each in begun), key=lambda each: each.seconds)
-    return found[STEPS // 2], frames() - before
+    return _middle(alone), _middle([each.metrics() for each in begun]), frames() - before
+
+
+def _middle(found: list[StepMetrics]) -> StepMetrics:
+    return sorted(found, key=lambda each: each.seconds)[len(found) // 2]
 
 
 def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
@@ -223,11 +235,11 @@ def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
     return found
 
 
-def shown(title: str, trainer: Trainer, packs: list[Forest], found: StepMetrics) -> None:
+def shown(title: str, trainer: Trainer, packs: list[Forest], alone: StepMetrics, row: StepMetrics) -> None:
     memory = torch.cuda.max_memory_allocated() / 2**30
     timed = ", ".join(f"{name} {ms:.1f}" for name, ms in parts(trainer, packs).items())
-    rate = found.tokens_per_second / 1e3
-    print(f"{title}: {1e3 * found.seconds:.0f} ms, {rate:.1f}k tok/s, {memory:.1f} GiB; ms: {timed}", flush=True)
+    told = [f"{1e3 * each.seconds:.1f} ms, {each.tokens_per_second / 1e3:.1f}k tok/s" for each in (alone, row)]
+    print(f"{title}: by itself {told[0]}, in a row {told[1]}; {memory:.1f} GiB; ms: {timed}", flush=True)
 
 
 # -- the questions -------------------------------------------------------------------------------------------------
@@ -247,10 +259,11 @@ def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
             while True:
                 yield lay_out([grow(each) for each in maker.chains(count, length, trained)], count * length)
 
-        found, again = measured(trainer, batches())
+        alone, in_a_row, again = measured(trainer, batches())
         compiled += again
-        shown(name, trainer, next(batches()), found)
-        rows.append(Row(f"MFU, {name}", 100 * (found.mfu or 0.0), None, "%", target, at_least=True))
+        shown(name, trainer, next(batches()), alone, in_a_row)
+        rows.append(Row(f"MFU, {name}", 100 * (alone.mfu or 0.0), None, "%", target, at_least=True))
+        rows.append(Row(f"MFU, {name}, steps in a row", 100 * (in_a_row.mfu or 0.0), None, "%", None))
     return rows, compiled
 
 
@@ -290,39 +303,42 @@ def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
 
 
 def agreement(trainer: Trainer, exact: Trainer, maker: Maker) -> list[Row]:
-    """Forest and flat in bfloat16 differ no more than flat runs that are packed differently; and how far each is from
-    the gradient in float32. Lengths are those of real rollouts, uneven: paths of whole blocks would be rounded alike in
-    all packings. Groups and trees with forks and several roots; in the small packs trees are cut."""
-    groups = [*(maker.uneven() for _ in range(2)), *(maker.wanderer() for _ in range(16))]
-    flat = [grow([each]) for group in groups for each in group]
-    trees = [grow(group) for group in groups]
-    mixed = [[flat[number] for number in maker.rng.permutation(len(flat))] for _ in range(2)]
-    runs = {
-        "flat": gradients(trainer, lay_out(flat, PACK, flat=True)),
-        "flat, mixed": gradients(trainer, lay_out(mixed[0], PACK, flat=True)),
-        "flat, backwards, half packs": gradients(trainer, lay_out(flat[::-1], PACK // 2, flat=True)),
-        "flat, mixed, quarter packs": gradients(trainer, lay_out(mixed[1], PACK // 4, flat=True)),
+    """Forest and flat in bfloat16 beside flat runs that are packed differently, and how far each is from the gradient
+    in float32. Lengths are those of real rollouts, uneven: paths of whole blocks would be rounded alike in all
+    packings. Groups, and trees with forks and several roots; in the small packs trees are cut."""
+    kinds = {
+        "groups": [maker.uneven() for _ in range(4)],
+        "trees": [maker.wanderer() for _ in range(24)],
     }
-    forests = {
-        "forest": gradients(trainer, lay_out(trees, PACK)),
-        "forest, backwards, quarter packs": gradients(trainer, lay_out(trees[::-1], PACK // 4)),
-    }
-    truth = gradients(exact, lay_out(flat, PACK, flat=True))
+    return [row for kind, groups in kinds.items() for row in _agreement(kind, trainer, exact, maker, groups)]
+
+
+def _agreement(kind: str, trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[Sample]]) -> list[Row]:
+    def mixed(forests: list[Forest]) -> list[Forest]:
+        return [forests[number] for number in maker.rng.permutation(len(forests))]
 
     def apart(left: torch.Tensor, right: torch.Tensor) -> float:
         return float((left - right).norm() / right.norm())
 
-    between = [apart(left, right) for left, right in itertools.combinations(runs.values(), 2)]
-    across = [apart(left, right) for left in forests.values() for right in runs.values()]
-    for name, pairs in {"flat to flat": between, "forest to flat": across}.items():
-        print(f"gradients in bfloat16, {name}: {', '.join(f'{each:.5f}' for each in pairs)}", end=" ")
-        print(f"of the norm, {statistics.mean(pairs):.5f} on average", flush=True)
-    far = {name: apart(each, truth) for name, each in {**runs, **forests}.items()}
-    print("from float32:", ", ".join(f"{name} {each:.5f}" for name, each in far.items()), flush=True)
-    limit, reference = max(between), max(far[name] for name in runs)
+    flat, trees = [grow([each]) for group in groups for each in group], [grow(group) for group in groups]
+    ways = [(flat, PACK), (mixed(flat), PACK), (flat[::-1], PACK // 2), (mixed(flat), PACK // 4)]
+    runs = [gradients(trainer, lay_out(each, size, flat=True)) for each, size in ways]
+    ways = [(trees, PACK), (mixed(trees), PACK), (trees[::-1], PACK // 4)]
+    forests = [gradients(trainer, lay_out(each, size)) for each, size in ways]
+    truth = gradients(exact, lay_out(flat, PACK, flat=True))
+    pairs = {
+        "flat to flat": [apart(left, right) for left, right in itertools.combinations(runs, 2)],
+        "forest to flat": [apart(left, right) for left in forests for right in runs],
+        "flat to float32": [apart(each, truth) for each in runs],
+        "forest to float32": [apart(each, truth) for each in forests],
+    }
+    for name, found in pairs.items():
+        print(f"{kind}, gradients in bfloat16, {name}: {', '.join(f'{each:.5f}' for each in found)} of the norm")
+    mean = {name: statistics.mean(found) for name, found in pairs.items()}
+    beside = {"forest to flat": "flat to flat", "forest to float32": "flat to float32"}
     return [
-        Row("gradients in bfloat16, forest to flat beside flat to flat", max(across), limit, "of norm", limit),
-        Row("the same, from float32", max(far[name] for name in forests), reference, "of norm", reference),
+        Row(f"{kind}, bfloat16, {ours} beside {theirs}", mean[ours], mean[theirs], "of norm", mean[theirs])
+        for ours, theirs in beside.items()
     ]
 
 

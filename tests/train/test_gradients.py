@@ -9,12 +9,13 @@ import torch
 
 from ramify.model.layout import Layout
 from ramify.trace import Annotation, grow
-from ramify.train import lay_out
+from ramify.train import Batch, Trainer, TrainerConfig, lay_out
 from tests.trace.forests import Attempt, Planned, Size, group
 from tests.train.models import CONFIGS, HYBRID, VOCAB, assert_equal, made, policy, total, train_flat, train_forest
 
 SEEDS = range(10 if os.environ.get("RAMIFY_FULL") else 1)
 SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=VOCAB, logprobs=(-5.0, -0.1))
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def attempt(rng: Random, name: str, parents: list[int], temperature: float = 1.0, tokens: int = 10) -> Attempt:
@@ -99,6 +100,38 @@ def test_random_groups_merged_cut_and_packed_give_the_flat_gradients(shape, seed
     spread = lay_out(forests, 150, flat=True)
     assert sum(map(len, spread)) > sum(map(len, packs))
     assert_equal(train_forest(ours, spread, counts), flat)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_in_bfloat16_a_forest_is_as_near_to_float32_as_flat_paths_are(shape, device):
+    """What is shared is rounded once instead of in every copy, which is neither better nor worse."""
+    rng = Random(0)
+    groups = [merged(rng, 6, [-1, 0, 1, 1], tokens=40), [attempt(rng, "r", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=30)]]
+    groups += [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
+    forests = [grow([each.sample() for each in attempts]) for attempts in groups]
+    exact, rounded = (
+        Trainer(policy(CONFIGS[shape]).to(device), TrainerConfig(pack_tokens=2048), dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    truth = gradient(exact, lay_out(forests, 2048, flat=True))
+    off = {
+        flat: [gradient(rounded, lay_out(forests, size, flat=flat)) - truth for size in (2048, 1024, 300)]
+        for flat in (True, False)
+    }
+    near = {flat: sum(float(each.norm()) for each in found) for flat, found in off.items()}
+    assert near[False] <= 1.2 * near[True]
+
+
+def gradient(trainer: Trainer, packs) -> torch.Tensor:
+    """Of all weights, of a batch of these packs."""
+    trainer.masters.zero_grad()
+    batch = Batch.of(0, packs)
+    for pack in packs:
+        trainer.policy(trainer.row(pack), batch.counts).loss.backward()
+        trainer.masters.collect()
+    trainer.masters.settle()
+    return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
 
 
 @pytest.mark.parametrize("shape", CONFIGS)

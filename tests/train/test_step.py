@@ -84,14 +84,17 @@ def test_a_step_that_was_begun_tells_later_what_it_would_have_told_at_once(devic
     once, later = (
         Trainer(policy(CONFIGS["llama"]).to(device), TrainerConfig(), dtype=torch.bfloat16) for _ in range(2)
     )
-    rel = 0.0 if device == "cpu" else 1e-4  # a GPU adds in any order
-    told = [once.step(each) for each in batches]
-    begun = [later.begin(each) for each in batches]
-    for found, wanted in zip([each.metrics() for each in begun], told):
-        assert found.seconds > 0
-        assert {**found.named(), **unmeasured(wanted)} == pytest.approx(wanted.named(), rel=rel)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a GPU would add in any order
+    try:
+        told = [once.step(each) for each in batches]
+        begun = [later.begin(each) for each in batches]
+        for found, wanted in zip([each.metrics() for each in begun], told):
+            assert found.seconds > 0
+            assert {**found.named(), **unmeasured(wanted)} == wanted.named()
+    finally:
+        torch.use_deterministic_algorithms(False)
     for name, value in weights(once).items():
-        torch.testing.assert_close(value, weights(later)[name], rtol=rel, atol=0.0)
+        assert torch.equal(value, weights(later)[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
