@@ -39,7 +39,6 @@ RATIOS = (1, 2, 4, 8, 12)
 GROUP, PATH = 16, 1024
 TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
 AGENTS = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
-STEPS = 10
 REST = 0.15  # seconds before a step that is timed by itself
 SHAPES = {
     "qwen3-0.6b": Qwen3Config(
@@ -172,20 +171,20 @@ def frames() -> int:
     return counters["frames"]["ok"]
 
 
-def measured(trainer: Trainer, batches: Iterator[list[Forest]]) -> tuple[StepMetrics, StepMetrics, int]:
-    """The median of several steps on fresh data, by themselves and in a row, where each is begun while the one before
+def measured(trainer: Trainer, batches: Iterator[list[Forest]], steps: int) -> tuple[StepMetrics, StepMetrics, int]:
+    """The median of so many steps on fresh data, by themselves and in a row, where each is begun while the one before
     is computed; and how often something was compiled after the first three."""
     for _ in range(3):
         trainer.step(Batch.of(0, next(batches)))
     before = frames()
     torch.cuda.reset_peak_memory_stats()
     alone: list[StepMetrics] = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         batch = Batch.of(0, next(batches))
         time.sleep(REST)
         alone.append(trainer.step(batch))
     begun: list[Running] = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         begun.append(trainer.begin(Batch.of(0, next(batches))))
         if len(begun) > 1:
             begun[-2].metrics()
@@ -247,19 +246,19 @@ def shown(title: str, trainer: Trainer, packs: list[Forest], alone: StepMetrics,
 
 def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
     cases = [
-        ("16k tokens, all trained", 16, PATH, PATH - 1, 40.0),
-        ("16k tokens, an eighth trained", 16, PATH, PATH // 8, 46.0),
-        ("64k tokens, all trained", 4, 16 * PATH, 16 * PATH - 1, 40.0),
+        ("16k tokens, all trained", 16, PATH, PATH - 1, 10, 40.0),
+        ("16k tokens, an eighth trained", 16, PATH, PATH // 8, 10, 46.0),
+        ("64k tokens, all trained", 4, 16 * PATH, 16 * PATH - 1, 4, 40.0),
     ]
     rows: list[Row] = []
     compiled = 0
-    for name, count, length, trained, target in cases:
+    for name, count, length, trained, steps, target in cases:
 
         def batches(count: int = count, length: int = length, trained: int = trained) -> Iterator[list[Forest]]:
             while True:
                 yield lay_out([grow(each) for each in maker.chains(count, length, trained)], count * length)
 
-        alone, in_a_row, again = measured(trainer, batches())
+        alone, in_a_row, again = measured(trainer, batches(), steps)
         compiled += again
         shown(name, trainer, next(batches()), alone, in_a_row)
         rows.append(Row(f"MFU, {name}", 100 * (alone.mfu or 0.0), None, "%", target, at_least=True))
@@ -277,7 +276,7 @@ def speed_up(trainer: Trainer, maker: Maker, packs: int) -> tuple[list[Row], int
             for each in (forests, flat):
                 trainer.step(Batch.of(0, each))  # every length of row once
                 before = frames()
-                seconds.append(statistics.median(trainer.step(Batch.of(0, each)).seconds for _ in range(3)))
+                seconds.append(statistics.mean(trainer.step(Batch.of(0, each)).seconds for _ in range(2)))
                 compiled += frames() - before
             flops = sum(map(trainer.cost.flops, flat)) / sum(map(trainer.cost.flops, forests))
             tokens = sum(each.tokens for each in flat) / sum(each.tokens for each in forests)
@@ -307,8 +306,8 @@ def agreement(trainer: Trainer, exact: Trainer, maker: Maker) -> list[Row]:
     in float32. Lengths are those of real rollouts, uneven: paths of whole blocks would be rounded alike in all
     packings. Groups, and trees with forks and several roots; in the small packs trees are cut."""
     kinds = {
-        "groups": [maker.uneven() for _ in range(4)],
-        "trees": [maker.wanderer() for _ in range(24)],
+        "groups": [maker.uneven() for _ in range(3)],
+        "trees": [maker.wanderer() for _ in range(12)],
     }
     return [row for kind, groups in kinds.items() for row in _agreement(kind, trainer, exact, maker, groups)]
 
