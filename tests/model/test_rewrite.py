@@ -1,21 +1,30 @@
 """Layers are compiled with fewer operators than their code names, and compute the same."""
 
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from ramify.model.rewrite import rewrite
+from ramify.model import rewrite as rewriting
+from ramify.model.rewrite import KERNELS, compiler_for, rewrite
 from ramify.model.tree import ATTENTION, Tree
+from ramify.train.losses import find_loss
+from ramify.train.policy import load_policy
 
 TOKENS = 64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL: dict[str, Any] = {"vocab_size": TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN3 = Qwen3Config(**SMALL, **HEADS, head_dim=16)
+ones = partial(torch.ones, device=DEVICE)
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
 
 
@@ -82,6 +91,74 @@ def test_what_is_known_is_replaced_and_gives_the_same(
     for ours, theirs in zip(run(config, dtype, replaced), run(config, dtype, None), strict=True):
         assert (ours - theirs).norm() <= near * theirs.norm()
     assert replaced == [often]
+
+
+def written(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The formula as models write it."""
+    exact = x.to(torch.float32)
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
+    heads = (weight * exact.to(x.dtype)).transpose(1, 2)
+    return heads * cos + torch.cat((-heads[..., 8:], heads[..., :8]), dim=-1) * sin
+
+
+@pytest.mark.parametrize(
+    ("given", "often"),
+    [
+        ({}, 1),
+        ({"x": ones(2, TOKENS, 4, 16)}, 0),
+        ({"x": ones(1, TOKENS, 4, 32)[..., :16]}, 0),
+        ({"x": ones(1, TOKENS, 4, 16, dtype=torch.bfloat16)}, 0),
+        ({"cos": ones(1, 4, TOKENS, 16)}, 0),
+        ({"sin": ones(1, 1, 1, 16)}, 0),
+        ({"sin": ones(1, 1, TOKENS, 32)[..., :16]}, 0),
+    ],
+    ids=["one row", "two rows", "gaps", "two dtypes", "angles of heads", "one angle", "angles with gaps"],
+)
+def test_what_the_operator_does_not_know_is_left(given: dict[str, Tensor], often: int) -> None:
+    replaced: list[int] = []
+
+    def compiler(graph: fx.GraphModule, _: list[Any]) -> Any:
+        replaced.append(rewrite(graph, QWEN3))
+        return graph.forward
+
+    shapes = {"x": (1, TOKENS, 4, 16), "weight": (16,), "cos": (1, 1, TOKENS, 16), "sin": (1, 1, TOKENS, 16)}
+    tensors = {name: ones(shape) for name, shape in shapes.items()} | given
+    torch._dynamo.reset()
+    found = torch.compile(written, backend=compiler, dynamic=False)(**tensors)
+    assert replaced == [often]
+    torch.testing.assert_close(found, written(**tensors))
+
+
+@pytest.mark.parametrize(("device", "tag"), [("cpu", ""), ("cuda:0", KERNELS)])
+def test_graphs_on_a_gpu_are_rewritten_and_kept_under_the_name_of_the_kernels(
+    device: str, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "triton" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "ramify.model.rotary", ModuleType("rotary"))
+    rewritten: list[fx.GraphModule] = []
+    monkeypatch.setattr(rewriting, "rewrite", lambda graph, _: rewritten.append(graph))
+    monkeypatch.setattr(rewriting, "lookup_backend", lambda _: lambda *_: torch.compiler.config.cache_key_tag)
+    graph = fx.symbolic_trace(lambda x: x.sin())
+    with FakeTensorMode():
+        found: Any = compiler_for(QWEN3)(graph, [1, torch.empty(2, device=device)])
+    assert (found, bool(rewritten)) == (tag, device != "cpu")
+
+
+def test_a_layer_that_is_computed_again_has_room_for_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_config(QWEN3).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"), checkpoint_activations=True)
+    ids = torch.arange(TOKENS)[None]
+    tree = Tree(np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32), torch.device("cpu"))
+    found = policy.model.model(input_ids=ids, position_ids=ids, use_cache=False, tree=tree).last_hidden_state
+    made: list[str] = []
+    kernels: Any = ModuleType("kernels")
+    kernels.make_room = lambda: made.append("room")
+    monkeypatch.setitem(sys.modules, "ramify.model.kernels", kernels)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found.sum().backward()
+    assert made == ["room"]
 
 
 @on_a_gpu

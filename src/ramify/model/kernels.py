@@ -214,7 +214,7 @@ def _attend_backward(
 
 def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int, stages: int) -> dict[str, Any]:
     """What the kernels are compiled for. They also get room for their descriptors, which compiled code gives itself."""
-    triton.set_allocator(_room)
+    make_room()
     return {
         "HEADS": query.shape[1],
         "KV_HEADS": key.shape[1],
@@ -226,6 +226,11 @@ def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int, 
         "num_warps": 4 if query.element_size() == 2 else 8,
         "num_stages": stages,  # with one, more programs run at once
     }
+
+
+def make_room() -> None:
+    """Let the kernels have memory for their descriptors; each thread, and each context of one, must say so itself."""
+    triton.set_allocator(_room)
 
 
 def _room(size: int, _alignment: int, _stream: int | None) -> Tensor:

@@ -5,7 +5,8 @@ sharding needs, which gathers weights when a module is entered and frees them wh
 place that knows the model apart from the many that know steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ class Policy(nn.Module):
     def score(self, row: Row) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
         more = {} if row.tree is None else {"tree": row.tree}
+        if more and row.ids.is_cuda:
+            _make_room()
         found = self.model.get_decoder()(input_ids=row.ids, position_ids=row.position, use_cache=False, **more)
         hidden = found.last_hidden_state.flatten(0, 1).index_select(0, row.source)
         head = self.model.get_output_embeddings()
@@ -81,7 +84,7 @@ def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activa
     )
     policy = Policy(model.to(device), layout, rl)
     if checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), _again())})
     return policy
 
 
@@ -100,6 +103,21 @@ def compile_layers(policy: Policy) -> None:
     settings: dict[str, Any] = {"backend": compiler_for(decoder.config), "dynamic": False} if forest else {}
     for module in (*policy.layers, *norms):
         module.compile(**settings)
+
+
+@contextmanager
+def _again() -> Iterator[None]:
+    """Around a layer that is computed a second time, in a thread of autograd's."""
+    if torch.cuda.is_available():
+        _make_room()
+    yield
+
+
+def _make_room() -> None:
+    """For the kernels that are launched from here: code compiled by torch 2.13 makes it only where it ran first."""
+    from ramify.model.kernels import make_room  # needs Triton, which only a torch for CUDA brings
+
+    make_room()
 
 
 def _without_dropout(model: nn.Module) -> None:
