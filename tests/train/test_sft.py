@@ -19,6 +19,7 @@ from ramify.store import RunStore
 from ramify.store.journal import Journal
 from ramify.tasksets.rows import rows
 from ramify.train.batches import Batch
+from ramify.train.metrics import StepMetrics
 from ramify.train.sft import run, train
 from ramify.train.sft.chats import read_chats
 from ramify.train.sft.config import DataConfig, SftConfig
@@ -26,7 +27,7 @@ from ramify.train.sft.display import Quiet
 from ramify.train.sft.examples import forest_of
 from ramify.train.sft.stream import Stream, held_out
 from ramify.train.step import Running, Trainer
-from tests.train.workers import DEADLINE, start_sft, write_model
+from tests.train.workers import DEADLINE, run_ranks, start_sft, write_model
 
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
@@ -277,6 +278,55 @@ def test_a_step_begun_before_the_last_one_is_told_changes_nothing(world, monkeyp
     assert order == [*saved, "begun 3", "told 3"]
     assert curve(world / "runs" / "at-once") == curve(world / "runs" / "ahead")
     assert weights(world / "runs" / "at-once") == weights(world / "runs" / "ahead")
+
+
+def failing(call, step: int):
+    """`call`, but for the batch of one step."""
+
+    def called(*args):
+        if any(isinstance(each, Batch) and each.step == step for each in args):
+            raise OSError("the next one fails")
+        return call(*args)
+
+    return called
+
+
+@pytest.mark.parametrize(("owner", "name"), [(run, "shares"), (Trainer, "begin")], ids=["made", "begun"])
+def test_a_step_that_cannot_be_begun_leaves_the_ones_before_it_recorded(world, monkeypatch, owner, name):
+    monkeypatch.setitem(run.AHEAD, "cpu", 1)
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), 2))
+    with pytest.raises(OSError, match="the next one fails"):
+        train(SftConfig.model_validate(settings(world, f"before-{name}")))
+    found = curve(world / "runs" / f"before-{name}")
+    assert found["data/examples"] == [(0, 5), (1, 10)]
+    assert [step for step, _ in found["train/loss"]] == [0, 1]
+
+
+def test_a_step_that_cannot_be_told_either_hides_no_failure(world, monkeypatch):
+    def metrics(_: Running) -> StepMetrics:
+        raise ValueError("the GPU is gone")
+
+    monkeypatch.setitem(run.AHEAD, "cpu", 1)
+    monkeypatch.setattr(Trainer, "begin", failing(Trainer.begin, 1))
+    monkeypatch.setattr(Running, "metrics", metrics)
+    with pytest.raises(OSError, match="the next one fails") as caught:
+        train(SftConfig.model_validate(settings(world, "untold")))
+    assert caught.value.__notes__ == ["and step 0, begun before it, cannot be told: ValueError: the GPU is gone"]
+
+
+def as_one_that_fails(config: dict, folder: Path) -> None:
+    run.AHEAD["cpu"] = 1
+    if os.environ["RANK"] == "1":
+        Trainer.begin = failing(Trainer.begin, 2)
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        train(SftConfig.model_validate(config))
+    (folder / os.environ["RANK"]).write_text(str(caught.value))
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others_to_tell(world, tmp_path):
+    run_ranks(2, as_one_that_fails, settings(world, "alone"), tmp_path)
+    assert (tmp_path / "1").read_text() == "the next one fails"
+    assert [step for step, _ in curve(world / "runs" / "alone")["train/loss"]] == [0]
 
 
 def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, capsys, tmp_path):

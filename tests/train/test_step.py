@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ramify.errors import DeadlineExceeded
 from ramify.model.layout import Layout, explain
 from ramify.model.resolve import resolve
 from ramify.model.tree import BLOCK
@@ -95,6 +96,30 @@ def test_a_step_that_was_begun_tells_later_what_it_would_have_told_at_once(devic
         torch.use_deterministic_algorithms(False)
     for name, value in weights(once).items():
         assert torch.equal(value, weights(later)[name]), name
+
+
+class Event:
+    """An event that a GPU has come to at the last of so many looks."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks <= 0
+
+    def elapsed_time(self, later: "Event") -> float:
+        return 1500.0
+
+
+def test_a_gpu_that_never_finishes_a_step_is_named_after_a_deadline(monkeypatch):
+    monkeypatch.setattr("ramify.train.step.DEADLINE", 0.05)
+    begun = trainer().begin(Batch.of(3, lay_out(forests(), 60)))
+    begun.started.event, begun.ended.event = Event(1), Event(math.inf)
+    with pytest.raises(DeadlineExceeded, match=r"step 3 .* 0\.05 s"):
+        begun.metrics()
+    begun.ended.event = Event(3)  # it may be late
+    assert begun.metrics().seconds == 1.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ramify.errors import DeadlineExceeded
 from ramify.trace import Forest
 from ramify.train.batches import Batch
 from ramify.train.config import TrainerConfig
@@ -24,6 +25,9 @@ from ramify.train.metrics import StepMetrics, Sums, Tally
 from ramify.train.optim import Optimizer
 from ramify.train.policy import Policy
 from ramify.train.rows import Row, bucket, row_of
+
+DEADLINE = 3600.0  # seconds until a GPU has to be done with what it was told
+LOOK = 1e-4  # seconds between two looks at whether it is
 
 
 class Trainer:
@@ -101,6 +105,8 @@ class Running:
 
     def metrics(self) -> StepMetrics:
         """What came of it, when it is done; all ranks must ask in the same order."""
+        if not self.ended.reached(DEADLINE):
+            raise DeadlineExceeded(f"{self.trainer.device} did not finish step {self.tally.step} within {DEADLINE:g} s")
         seconds = self.ended.since(self.started)
         norm, *numbers = self.numbers.tolist()
         sums = self.trainer.gather(self.tally.sums(numbers))
@@ -126,9 +132,17 @@ class Moment:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record()
 
+    def reached(self, deadline: float) -> bool:
+        """Whether the GPU is here, or gets here within so many seconds."""
+        end = time.monotonic() + deadline
+        while self.event is not None and not self.event.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(LOOK)
+        return True
+
     def since(self, earlier: "Moment") -> float:
-        """Seconds; waits until the GPU is here."""
+        """Seconds, once it was reached."""
         if self.event is None or earlier.event is None:
             return self.at - earlier.at
-        self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1e3

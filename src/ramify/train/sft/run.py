@@ -116,8 +116,12 @@ class _Run:
             self._measure(trainer, laying)
         begun: deque[tuple[_Lesson, Running]] = deque()
         while self.done < self.total:
-            lesson = self._lesson(laying)
-            begun.append((lesson, trainer.begin(lesson.share)))
+            try:
+                lesson = self._lesson(laying)
+                begun.append((lesson, trainer.begin(lesson.share)))
+            except Exception as failure:
+                self._tell_last(begun, pace, failure)
+                raise
             self.done, self.seen, self.cut = self.done + 1, lesson.seen, self.cut + lesson.cut
             stopped = any(self.ranks.all(self.stop.asked))
             last = self.done == self.total
@@ -145,6 +149,15 @@ class _Run:
         pace.add(metrics.seconds)
         self._record(metrics.step, {**metrics.named(), "data/examples": lesson.seen, "data/cut_tokens": lesson.cut})
         self.display.step(metrics, pace)
+
+    def _tell_last(self, begun: "deque[tuple[_Lesson, Running]]", pace: Pace, failure: Exception) -> None:
+        """Record the steps that were begun before one that cannot be; several ranks would wait here for the others."""
+        for lesson, running in begun if self.ranks.size == 1 else ():
+            try:
+                self._tell(lesson, running, pace)
+            except Exception as error:  # noqa: BLE001 - the GPU may be what has failed; the first failure leaves
+                said = f"{type(error).__name__}: {error}"
+                failure.add_note(f"and step {lesson.share.step}, begun before it, cannot be told: {said}")
 
     def _batch(self, named: Sequence[tuple[str, Chat]], laying: Laying) -> Batch:
         forest = forest_of(named, self.plan.renderer, self.config.data.roles, self.config.seq_len)
