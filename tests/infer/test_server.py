@@ -1,6 +1,12 @@
 """The native server for people: OpenAI's shape, clear refusals, and nothing left behind by clients that go away."""
 
 import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -174,6 +180,62 @@ def test_pause_with_abort_ends_requests_in_flight(server):
             assert msgspec.json.decode(rest[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+def test_a_deadline_that_passes_in_a_stream_has_its_status_there(http, server, path):
+    fields = {"max_tokens": 900, "ignore_eos": True}
+    body = {"token_ids": [5], "sampling_params": fields, "prompt": [5], **fields, "stream": True}
+    with http.stream("POST", path, json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        http.post("/pause")  # so that it does not finish before
+        for request in server[1].core.everyone():
+            request.deadline = 0.0
+        *_, said, end = (line.removeprefix("data: ") for line in lines if line)
+        http.post("/resume")
+    assert end == "[DONE]"
+    error = msgspec.json.decode(said)["error"]
+    assert (error["type"], error["code"]) == ("DeadlineExceeded", 504)
+
+
+@pytest.fixture
+def breaking(home):
+    """The address of a server in a process of its own, and what makes its engine fail."""
+    command = [sys.executable, "-m", "tests.infer.breaking", str(home)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    try:
+        said = next(line for line in process.stdout if line.startswith("serving"))
+        yield re.search(r"http://\S+", said)[0], lambda: process.send_signal(signal.SIGUSR1)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+def test_a_stream_whose_engine_fails_says_so_by_name_as_an_answer_would(breaking):
+    url, fail = breaking
+    fields = {"max_tokens": 900, "ignore_eos": True}
+    bodies = {
+        "/inference/v1/generate": {"token_ids": [5], "sampling_params": fields},
+        "/v1/completions": {"prompt": [5], **fields},
+    }
+    with httpx.Client(base_url=url, timeout=30) as http, contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(http.stream("POST", path, json={**body, "stream": True}))
+            for path, body in bodies.items()
+        ]
+        lines = [response.iter_lines() for response in streams]
+        assert all("choices" in next(each) for each in lines)
+        fail()
+        rest = [[line.removeprefix("data: ") for line in each if line] for each in lines]
+        answers = [http.post(path, json=body) for path, body in bodies.items()]
+    for (*_, said, end), answer in zip(rest, answers, strict=True):
+        assert end == "[DONE]"
+        assert msgspec.json.decode(said) == answer.json()
+        assert answer.status_code == answer.json()["error"]["code"] == 500
+        assert answer.json()["error"]["type"] == "ProviderError"
+        assert "the device is gone" in answer.json()["error"]["message"]
 
 
 def test_text_streams_hold_back_what_is_not_certain():

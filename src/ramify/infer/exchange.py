@@ -1,7 +1,8 @@
 """One HTTP request, one or several streams of the engine: submit, wait, and let go if the client does.
 
 Whoever asks through HTTP may hang up at any moment; tokens nobody reads are the most expensive ones. So a request is
-always watched from both sides, and cancelled in the engine when its client is gone.
+always watched from both sides, and cancelled in the engine when its client is gone. A failure is written down in one
+way, be it the body of an answer or, when parts were sent already, the last event of a stream.
 """
 
 import asyncio
@@ -9,12 +10,22 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 
+from ramify.errors import ContextOverflow, DeadlineExceeded, QueueFull, RamifyError, RequestInvalid, WeightsRefused
 from ramify.infer.engine import Engine, Stream
 from ramify.infer.request import Completion, Sampling
 
 T = TypeVar("T")
+STATUS: dict[type[RamifyError], int] = {
+    RequestInvalid: 400,
+    ContextOverflow: 400,
+    WeightsRefused: 409,
+    QueueFull: 503,
+    DeadlineExceeded: 504,
+}
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +120,13 @@ def cancel(streams: Sequence[Stream]) -> None:
     """Stop what has not finished."""
     for stream in streams:
         stream.cancel()
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A part of a streamed answer."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def refusal(error: RamifyError) -> dict[str, Any]:
+    """A failure with its name, and the status that the name decides."""
+    return {"error": {"message": error.message, "type": error.name, "code": STATUS.get(type(error), 500)}}

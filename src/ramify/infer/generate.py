@@ -12,9 +12,9 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from ramify.errors import RequestInvalid
+from ramify.errors import RamifyError, RequestInvalid
 from ramify.infer.engine import Engine, Stream
-from ramify.infer.exchange import Job, gather, merge, submit
+from ramify.infer.exchange import DONE, Job, event, gather, merge, refusal, submit
 from ramify.infer.request import Completion
 from ramify.infer.schema import GenerateBody, read
 
@@ -87,7 +87,9 @@ def _prompt_logprobs(prompt: list[int], logprobs: list[float | None]) -> list[di
 
 async def _events(name: str, streams: list[Stream], body: GenerateBody) -> AsyncIterator[bytes]:
     wanted = body.sampling_params.logprobs is not None
-    async for index, part in merge(streams):
-        event = {"request_id": name, "choices": [choice(index, part, logprobs=wanted)]}
-        yield b"data: " + msgspec.json.encode(event) + b"\n\n"
-    yield b"data: [DONE]\n\n"
+    try:
+        async for index, part in merge(streams):
+            yield event({"request_id": name, "choices": [choice(index, part, logprobs=wanted)]})
+    except RamifyError as error:  # the status is sent already; the stream has to say it
+        yield event(refusal(error))
+    yield DONE

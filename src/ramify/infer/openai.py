@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.infer.engine import Engine, Stream
-from ramify.infer.exchange import Job, gather, merge, submit, watched
+from ramify.infer.exchange import DONE, Job, event, gather, merge, refusal, submit, watched
 from ramify.infer.forms import ChatForm, Decode, Form, Sample, TextForm
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.request import Completion
@@ -135,16 +135,12 @@ async def _events(streams: list[Stream], talk: Talk) -> AsyncIterator[bytes]:
             new = sample.take(piece)
             if sample.text.stopped:
                 streams[index].cancel()
-            yield _event({**envelope, "choices": [talk.part(index, new, piece)]})
+            yield event({**envelope, "choices": [talk.part(index, new, piece)]})
         if talk.body.wants_usage:
-            yield _event({**envelope, "choices": [], "usage": _count(talk, streams)})
+            yield event({**envelope, "choices": [], "usage": _count(talk, streams)})
     except RamifyError as error:  # the status is sent already; the stream has to say it
-        yield _event({"error": {"message": error.message, "type": error.name, "code": 500}})
-    yield b"data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+        yield event(refusal(error))
+    yield DONE
 
 
 def _envelope(talk: Talk, kind: str) -> dict[str, Any]:

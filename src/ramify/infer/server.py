@@ -18,32 +18,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ramify.errors import (
-    ConfigInvalid,
-    ContextOverflow,
-    DeadlineExceeded,
-    PortTaken,
-    QueueFull,
-    RamifyError,
-    RequestInvalid,
-    WeightsRefused,
-)
+from ramify.errors import ConfigInvalid, PortTaken, RamifyError, RequestInvalid
 from ramify.infer import openai
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
-from ramify.infer.exchange import ClientGone
+from ramify.infer.exchange import ClientGone, refusal
 from ramify.infer.generate import generate
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.schema import PauseBody, UpdateBody, read
 from ramify.wire.http import HttpServer
 
-STATUS: dict[type[RamifyError], int] = {
-    RequestInvalid: 400,
-    ContextOverflow: 400,
-    WeightsRefused: 409,
-    QueueFull: 503,
-    DeadlineExceeded: 504,
-}
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -109,8 +93,8 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
 
 
 async def _refused(_: HttpRequest, error: RamifyError) -> Response:
-    status = STATUS.get(type(error), 500)
-    body = {"error": {"message": error.message, "type": error.name, "code": status}}
+    body = refusal(error)
+    status = body["error"]["code"]
     return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 503 else None)
 
 
