@@ -68,6 +68,12 @@ def test_why_of_a_run_that_lives_says_what_failed_and_how_often(run, capsys):
     assert "WorkerDied: exit code -9" in said
 
 
+def test_why_of_a_run_that_lives_says_which_groups_were_dropped(run, capsys):
+    with answering(run), RunStore.open(run):
+        assert main(["why", "run"]) == 0
+    assert "dropped groups: 37 × filtered: zero_advantage\n" in capsys.readouterr().out
+
+
 def test_why_reads_how_a_run_ended(run, capsys):
     log = run / "logs" / "trainer.log"
     log.parent.mkdir()
@@ -76,7 +82,7 @@ def test_why_reads_how_a_run_ended(run, capsys):
     assert main(["why", "run"]) == 0
     said = capsys.readouterr().out
     assert "is not running, and not finished: step 0 is committed" in said
-    assert "groups: 1 dropped" in said
+    assert "groups: 1 dropped\ndropped groups: 1 × failed: WorkerDied\n" in said
     assert "failure name=WorkerDied message=exit code -9" in said
     assert "ProviderError: gone" in said
 
@@ -120,7 +126,10 @@ def test_a_run_of_another_command_is_refused_by_name(run, capsys):
     (run / "config.toml").write_text("[data]\n")  # as `ramify sft` leaves it
     for args in (["why", "run"], ["why", "run", "--audit"]):
         assert main(args) == 2
-        assert "is no run of `ramify rl`" in capsys.readouterr().err
+        assert "is no run of `ramify rl`; 'ramify metrics' says what is in it" in capsys.readouterr().err
+    (run / "config.toml").write_text("[taskset]\n")  # as `ramify eval` does
+    assert main(["why", "run"]) == 2
+    assert "is no run of `ramify rl`; 'ramify show' says what is in it" in capsys.readouterr().err
     (run / "config.toml").write_text("[[train]]\n")
     assert main(["why", "run"]) == 0
     assert main(["replay", "run"]) == 2

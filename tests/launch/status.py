@@ -32,6 +32,7 @@ WHY = [
     {"who": "batch 8", "waits_for": "2 scored groups", "since_s": 3.0, "deadline_s": 1800.0, "detail": "6 of 8"},
     {"who": "group 61", "waits_for": "inference", "since_s": 12.5, "deadline_s": None, "detail": "attempt 3"},
 ]
+DROPPED = "37 × filtered: zero_advantage"
 METRICS = [
     {"step": step, "name": name, "value": value + step / 100}
     for step in range(3)
@@ -42,7 +43,8 @@ METRICS = [
 @contextlib.contextmanager
 def answering(path: Path, **changed: object) -> Iterator[str]:
     """A run at `path` that lives, as its run.json says."""
-    answers = {"/status": {**STATUS, "run": str(path), **changed}, "/why": WHY, "/metrics": METRICS}
+    status = {**STATUS, "run": str(path), **changed}
+    answers = {"/status": status, "/why": WHY, "/dropped": DROPPED, "/metrics": METRICS}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

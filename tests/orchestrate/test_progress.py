@@ -31,6 +31,21 @@ def test_steps_that_one_late_group_decides_together_all_have_their_reward(tmp_pa
     assert progress.rewards == [0.75, 0.75, 0.25]
 
 
+def test_what_was_judged_before_the_first_step_is_seen_at_once(tmp_path):
+    group: Any = SimpleNamespace(source="words")
+    with open_run(tmp_path / "run", {"kind": "test"}) as store:
+        Ledger.open(store)
+        progress = Progress(Journal(store))
+        assert (progress.reward, progress.trainable) == (None, (0, 0))
+        progress.settled(group, [rollout("a", 0.5), rollout("b", 0.5)], trainable=False)
+        assert (progress.reward, progress.trainable) == (0.5, (0, 2))
+        assert progress.rewards == []  # the curve is of steps
+        progress.settled(group, [rollout("c", 1.0), rollout("d", 0.0)], trainable=True)
+        progress.cut({0: [0]})
+        progress.settled(group, [rollout("e", 1.0)], trainable=False)
+        assert (progress.reward, progress.trainable) == (0.5, (2, 4))  # those of the step
+
+
 def test_numbers_that_json_has_no_word_for_are_told_all_the_same(tmp_path):
     with open_run(tmp_path / "run", {"kind": "test"}) as store:
         Ledger.open(store)

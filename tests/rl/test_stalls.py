@@ -4,15 +4,18 @@ One engine, one env server with a worker of its own, and the orchestrator in thi
 """
 
 import asyncio
+import re
 import resource
 import socket
 import subprocess
 import time
+from typing import Any
 
 import pytest
 
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import EnvironmentFault, PeerLost, ProviderError, RunStalled, StorageFailed, StorageFull
+from ramify.launch.status import StatusClient
 from ramify.model.version import Version
 from ramify.orchestrate import watching
 from ramify.orchestrate.config import RunConfig
@@ -74,9 +77,9 @@ class Stage:
             "launch": {"start_deadline": 2.0},
             "train": [source],
         }
-        began = time.monotonic()
+        began, answers = time.monotonic(), more.pop("answers", None)
         try:
-            return self.runner.run(Orchestrator(RunConfig.model_validate(config)).run())
+            return self.runner.run(Orchestrator(RunConfig.model_validate(config), answers=answers).run())
         finally:
             self.engine.behaviour = self._answers
             self.gate.unlink(missing_ok=True)
@@ -134,6 +137,23 @@ def test_groups_that_teach_nothing(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
         stage.run("nothing")
     assert "orchestrator waits for a trainer (none has come yet)" in stalled.value.message
+
+
+def test_groups_that_teach_nothing_are_seen_long_before(stage):
+    asked: list[asyncio.Task[None]] = []
+    status: dict[str, Any] = {}
+
+    async def ask(client: StatusClient) -> None:
+        while not status.get("trainable", [0, 0])[1]:
+            status.update(await client.look())
+        status["dropped"] = await client.look("/dropped")
+
+    with pytest.raises(RunStalled):
+        stage.run("seen", answers=lambda address: asked.append(asyncio.create_task(ask(StatusClient(address)))))
+    assert asked[0].done() and asked[0].exception() is None
+    assert (status["step"], status["reward"], status["trainable"][0]) == (0, 1.0, 0)
+    assert status["reward_history"] == []
+    assert re.fullmatch(r"\d+ × filtered: zero_advantage", status["dropped"])
 
 
 def test_an_environment_whose_code_is_broken(stage, monkeypatch):

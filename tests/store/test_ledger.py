@@ -185,6 +185,22 @@ def test_a_run_that_goes_on_knows_which_attempts_are_missing(tmp_path):
         assert [a.attempt for a in ledger.attempts(1) if a.state is State.ISSUED] == [0, 2]
 
 
+def test_why_groups_were_dropped_is_told_by_number_of_groups(ledger):
+    assert ledger.dropped() == ""
+    details = ["zero_advantage", "gibberish", "zero_advantage"]
+    for number, detail in enumerate(details):
+        issue(ledger, number)
+        do(ledger.drop(number, DropReason.FILTERED, detail))
+    assert ledger.dropped() == "2 × filtered: zero_advantage, 1 × filtered: gibberish"
+    issue(ledger, 3)
+    do(ledger.drop(3, DropReason.RUN_ENDED))
+    assert ledger.dropped().endswith(", 1 × run_ended")
+    for number in range(4, 8):
+        issue(ledger, number)
+        do(ledger.drop(number, DropReason.TOO_FEW, f"{number} attempts failed"))
+    assert ledger.dropped().endswith(", 2 for other reasons")
+
+
 def test_a_run_without_a_ledger_cannot_be_read_as_one(tmp_path):
     RunStore.open(tmp_path).close()
     with RunStore.open(tmp_path, write=False) as store, pytest.raises(ConfigInvalid, match="no training run"):

@@ -26,7 +26,7 @@ def run(args: Sequence[str]) -> int:
         return _audit(path)
     client = live(path)
     if client is not None:
-        _alive(client.ask("/status"), client.ask("/why"))
+        _alive(client.ask("/status"), client.ask("/why"), client.ask("/dropped"))
     else:
         _over(path)
     return 0
@@ -35,11 +35,13 @@ def run(args: Sequence[str]) -> int:
 def _check_kind(path: Path) -> None:
     """Refuse what has no ledger to speak of: `ramify sft` and `ramify eval` are one process, which waits for nobody."""
     file = path / "config.toml"
-    if file.is_file() and "train" not in tomllib.loads(file.read_text("utf-8")):
-        raise ConfigInvalid(f"{path} is no run of `ramify rl`; 'ramify metrics' and 'ramify show' say what is in it")
+    keys = tomllib.loads(file.read_text("utf-8")) if file.is_file() else {"train": []}
+    if "train" not in keys:
+        command = "metrics" if "data" in keys else "show"  # an SFT has no rollouts, an eval no steps
+        raise ConfigInvalid(f"{path} is no run of `ramify rl`; 'ramify {command}' says what is in it")
 
 
-def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]]) -> None:
+def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -51,6 +53,8 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]]) -> None:
     errors: list[dict[str, Any]] = status.get("errors") or []
     for error in errors:
         console.print(Text(f"{error['name']}: {error['message']}"), soft_wrap=True)
+    if dropped:
+        console.print(Text(f"dropped groups: {dropped}"), soft_wrap=True)
     if not waits:
         console.print("nobody waits")
         return
@@ -77,10 +81,12 @@ def _over(path: Path) -> None:
     with RunStore.open(path, write=False) as store:
         ledger, journal = Ledger.read(store), Journal(store)
         marks, states = ledger.marks(), Counter(group.state.value for group in ledger.groups())
-        done, events = is_finished(store), journal.events()[-EVENTS:]
+        dropped, done, events = ledger.dropped(), is_finished(store), journal.events()[-EVENTS:]
     end = "is finished" if done else "is not running, and not finished"
     print(f"{path} {end}: step {marks.committed} is committed, {marks.acknowledged - marks.committed} done after it")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
+    if dropped:
+        console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)
     for event in events:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         told = " ".join(f"{key}={value}" for key, value in event.fields.items())

@@ -80,6 +80,7 @@ class Orchestrator:
         answers = {
             "/status": lambda _: telling.status(run),
             "/why": lambda _: telling.why(run),
+            "/dropped": lambda _: run.ledger.dropped(),
             "/metrics": lambda request: telling.metrics(run, request.query_params.get("name", "*")),
         }
         status = await stack.enter_async_context(status_server(config.orchestrator.status, answers, self.leave))
@@ -104,7 +105,7 @@ class Orchestrator:
         finally:
             leaving.cancel()
         if not run.core.marks.committed:
-            dropped = telling.dropped(run) or "none"
+            dropped = run.ledger.dropped() or "none"
             raise RunStalled(f"the tasks ended before there was a batch to learn from; dropped groups: {dropped}")
         await self._last_evals()
         await run.core.finish()

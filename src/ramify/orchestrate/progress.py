@@ -31,6 +31,11 @@ class _Judged:
     rollouts: int = 0
     trainable_rollouts: int = 0
 
+    @property
+    def reward(self) -> float | None:
+        everything = [reward for rewards in self.rewards.values() for reward in rewards]
+        return fmean(everything) if everything else None
+
 
 class Progress:
     """The run's numbers. `sink` is told what the journal is told."""
@@ -46,10 +51,20 @@ class Progress:
         self.rewards: list[float] = [
             metric.value for metric in journal.metrics("reward/all/mean")
         ]  # of every step, for the curve
-        self.trainable = (0, 0)
+        self._trainable: tuple[int, int] | None = None  # of the last step
         self.evals: dict[str, dict[str, float]] = {}
         self.last: dict[str, float] = {}
         self.finished: list[Trace] = []  # a few, to be shown
+
+    @property
+    def reward(self) -> float | None:
+        """The mean of the last step; before the first, of what was judged so far."""
+        return self.rewards[-1] if self.rewards else self._judged.reward
+
+    @property
+    def trainable(self) -> tuple[int, int]:
+        """Rollouts that could be trained on and all that were judged, of the last step; before the first, so far."""
+        return self._trainable or (self._judged.trainable_rollouts, self._judged.rollouts)
 
     def move(self) -> None:
         """The run is not stuck."""
@@ -97,21 +112,21 @@ class Progress:
         One late group can decide several; they then share the numbers.
         """
         judged, self._judged = self._judged, _Judged()
+        reward = judged.reward
         self.moved = time.monotonic()
-        everything = [reward for rewards in judged.rewards.values() for reward in rewards]
         values = {f"reward/{source}/mean": fmean(rewards) for source, rewards in judged.rewards.items()}
         values |= {name: fmean(numbers) for name, numbers in judged.metrics.items()}
-        if everything:
-            values["reward/all/mean"] = fmean(everything)
+        if reward is not None:
+            values["reward/all/mean"] = reward
         if judged.groups:
             values["trainable"] = judged.trainable / judged.groups
-            self.trainable = (judged.trainable_rollouts, judged.rollouts)
+            self._trainable = (judged.trainable_rollouts, judged.rollouts)
         rollouts, tokens = self.speed()
         values |= {"rollouts_per_s": rollouts, "tokens_per_s": tokens, "rollouts": judged.rollouts / max(1, len(ages))}
         for step, old in ages.items():
             stale = {"staleness/mean": fmean(old), "staleness/max": float(max(old))} if old else {}
             self.record(step, values | stale)
-            self.rewards += [values["reward/all/mean"]] if everything else []
+            self.rewards += [] if reward is None else [reward]
 
     def speed(self) -> tuple[float, float]:
         """Rollouts and sampled tokens a second."""

@@ -2,15 +2,12 @@
 
 import math
 import time
-from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ramify.orchestrate.run import Run
-from ramify.store.states import State
 
 CURVE = 40  # points of the reward curve that the status shows
-REASONS = 5  # for which groups were dropped that are told
 
 
 def why(run: Run) -> list[dict[str, Any]]:
@@ -78,7 +75,7 @@ def status(run: Run) -> dict[str, Any]:
         "incarnation": marks.incarnation,
         "state": "leaving" if run.leaving.is_set() else "finished" if run.service.over else "running",
         "eta_s": eta,
-        "reward": progress.rewards[-1] if progress.rewards else None,
+        "reward": progress.reward,
         "reward_history": progress.rewards[-CURVE:],
         "rollouts_per_s": rollouts,
         "tokens_per_s": tokens,
@@ -100,13 +97,3 @@ def metrics(run: Run, glob: str) -> list[dict[str, Any]]:
         for metric in run.journal.metrics()
         if fnmatchcase(metric.name, glob)
     ]
-
-
-def dropped(run: Run) -> str:
-    """Why groups were dropped, the most frequent reasons first."""
-    found = Counter(
-        f"{group.reason.value}: {group.detail}" if group.reason else "?"
-        for group in run.ledger.groups()
-        if group.state is State.DROPPED
-    )
-    return ", ".join(f"{count} × {reason}" for reason, count in found.most_common(REASONS))

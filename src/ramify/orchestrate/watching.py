@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from ramify.errors import EnvironmentFault, RunStalled
 from ramify.orchestrate.concurrency import Load
 from ramify.orchestrate.run import Run
-from ramify.orchestrate.telling import dropped, why
+from ramify.orchestrate.telling import why
 from ramify.store.ledger import StoredBatch
 from ramify.trace import Trace
 
@@ -60,7 +60,7 @@ async def watch(run: Run) -> None:
         if (idle := time.monotonic() - run.progress.moved) > limit:
             lines = [f"  {each['who']} waits for {each['waits_for']} ({each['detail']})" for each in why(run)]
             said = f"no step in {idle:.0f} s (orchestrator.stall_timeout is {limit:g})"
-            report = "\n".join([said, *lines, f"  dropped groups: {dropped(run) or 'none'}"])
+            report = "\n".join([said, *lines, f"  dropped groups: {run.ledger.dropped() or 'none'}"])
             with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
                 (run.config.path / "stalled.txt").write_text(report + "\n")
             raise RunStalled(report)

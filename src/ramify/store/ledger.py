@@ -23,6 +23,7 @@ from ramify.trace import Trace
 
 _GROUP = "number, source, task, epoch, size, incarnation, version, state, step, reason, detail"
 _ATTEMPT = "number, attempt, tries, state, rollout, reason, detail, notes"
+REASONS = 5  # for which groups were dropped that are told
 _OPEN = (State.ISSUED.value, State.SAMPLED.value, State.SCORED.value)
 
 
@@ -236,6 +237,14 @@ class Ledger:
     def tally(self) -> dict[str, int]:
         """How many groups are in each state."""
         return dict(self.store.select("SELECT state, count(*) FROM groups GROUP BY state"))
+
+    def dropped(self) -> str:
+        """Why groups were dropped, the most frequent reasons first; nothing if none was."""
+        query = "SELECT reason, detail, count(*) FROM groups WHERE state = ? GROUP BY reason, detail"
+        rows = self.store.select(f"{query} ORDER BY count(*) DESC, min(number)", (State.DROPPED.value,))
+        told = [f"{count} × {reason or '?'}{detail and f': {detail}'}" for reason, detail, count in rows[:REASONS]]
+        rest = sum(count for _, _, count in rows[REASONS:])
+        return ", ".join([*told, f"{rest} for other reasons"] if rest else told)
 
     def open_groups(self) -> list[Group]:
         """Groups that are in no batch yet and were not dropped, in the order of issue."""
