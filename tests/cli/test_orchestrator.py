@@ -108,6 +108,25 @@ def test_its_env_servers_run_rollouts_and_end_with_it(home, chat, number, code):
         until(lambda: gone(family), seconds=15)
 
 
+LINES = """
+import threading
+from ramify.cli.orchestrator import whole_lines
+whole_lines()
+work = lambda word: [print(word * 20, flush=True) for _ in range(2000)]
+threads = [threading.Thread(target=work, args=word) for word in "ab"]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_lines_of_two_threads_stay_whole_where_output_is_unbuffered(tmp_path):
+    """`eval at step 0: eval/held-out/avg 0.000step=0 eval/held-out/avg=0`: the log of a run in a container."""
+    with (tmp_path / "log").open("w+") as log:
+        subprocess.run([sys.executable, "-u", "-c", LINES], stdout=log, check=True, timeout=60)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert (len(lines), set(lines)) == (4000, {"a" * 20, "b" * 20})
+
+
 def test_an_endpoint_that_only_chats_is_never_trained_on(home, chat):
     file = (home / "run.toml").read_text()
     (home / "train.toml").write_text(f'{file}endpoint = {{ base_url = "{chat}", model = "big" }}\n')

@@ -9,7 +9,9 @@ from ramify.cli.app import main
 from ramify.config import parse, parse_part
 from ramify.envserver.config import EnvServerConfig, StaticConfig
 from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.launch.devices import Gpu
 from ramify.launch.parts import env_part, serve_part, trainer_part
+from ramify.launch.plan import plan_of
 from ramify.launch.ports import source_addresses
 from ramify.orchestrate.config import RunConfig
 from ramify.train.service_config import ServiceConfig
@@ -47,6 +49,7 @@ ratio = 3
 name = "one"
 taskset = { id = "reverse-text", split = "eval" }
 """
+ELSEWHERE = "192.0.2.1"  # an address that is nobody's
 
 
 @pytest.fixture
@@ -76,6 +79,20 @@ def test_an_engine_listens_where_the_run_expects_it(file, capsys):
     assert "server: the run has several engines, http://a:1, http://b:2" in capsys.readouterr().err
     assert main(["serve", "@", file, "--server.host", "b", "--server.port", "2", "--dry-run"]) == 0
     assert "at http://b:2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("said", ["", 'dtype = "float32"', 'dtype = "bfloat16"', 'device = "cpu"'])
+@pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
+def test_an_engine_computes_in_the_type_that_a_run_on_one_machine_would_give_it(file, gpus, said, monkeypatch):
+    """With the type of the files, what was trained was not what was sampled."""
+    monkeypatch.setattr("ramify.launch.parts.visible_gpus", lambda: gpus)
+    Path("run.toml").write_text(f"{RUN}[trainer]\n{said}\n")
+    run = parse(RunConfig, ["@", file])
+    planned = plan_of(run, gpus=gpus).files[run.path / "configs" / "inference.toml"].inference.dtype
+    outside = run.model_copy(update={"inference": ExternalConfig(base_url=["http://127.0.0.2:8123"])})
+    assert {serve_part(each)["inference"]["dtype"] for each in (run, outside)} == {planned}
+    mine, _ = parse_part(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, serve_part)
+    assert mine.inference.dtype == "bfloat16"
 
 
 def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys):
@@ -138,6 +155,17 @@ def test_a_taken_port_is_a_named_failure_of_every_part(file, capsys):
         words = ["-b", "http://127.0.0.1:9", "--orchestrator.address", f"tcp://127.0.0.1:{port}"]
         assert main(["orchestrator", "@", file, *words]) == 1
     assert f"PortTaken: orchestrator.address: tcp://127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+
+
+def test_an_address_of_another_machine_is_no_port_that_is_taken(file, monkeypatch, capsys):
+    monkeypatch.setenv("RAMIFY_SECRET", "x")
+    said = f"tcp://{ELSEWHERE}:5100 cannot be listened on: {ELSEWHERE} is no address of this machine"
+    words = ["-b", "http://127.0.0.1:9", "--orchestrator.address", f"tcp://{ELSEWHERE}:5100"]
+    assert main(["orchestrator", "@", file, *words]) == 2
+    assert f"orchestrator.address: {said}" in capsys.readouterr().err
+    words = ["--source", "train/two", "--train.1.address", f"tcp://{ELSEWHERE}:5100"]
+    assert main(["env-server", "@", file, *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "trainer", "env-server", "orchestrator"])

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ramify.errors import PortTaken
+from ramify.errors import ConfigInvalid, PortTaken
 from ramify.wire.http import HttpServer
 
 
@@ -41,6 +41,12 @@ def test_it_answers_at_a_free_port_until_it_is_closed():
             await get(server)
 
     asyncio.run(scene())
+
+
+def test_an_address_of_another_machine_is_no_port_that_is_taken():
+    said = "a page: 192.0.2.1:0 cannot be listened on: 192.0.2.1 is no address of this machine"
+    with pytest.raises(ConfigInvalid, match=said):
+        asyncio.run(HttpServer(APP, "192.0.2.1", what="a page").start())
 
 
 def test_an_answer_does_not_wait_for_an_acknowledgement():

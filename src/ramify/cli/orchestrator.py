@@ -1,6 +1,7 @@
 """`ramify orchestrator @ run.toml`: the run's own process, with the env servers that nobody else has started."""
 
 import asyncio
+import io
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -76,6 +77,7 @@ def _alone(config: RunConfig) -> int:
     if has_all_steps(config):
         print(f"{config.path} is finished: all {config.max_steps} steps are there")
         return 0
+    whole_lines()
     monitors = open_monitors(config, lambda line: print(line, flush=True))
     try:
         code = asyncio.run(Orchestrator(config, log=monitors.log, show=show, answers=answers).run())
@@ -87,3 +89,9 @@ def _alone(config: RunConfig) -> int:
     if code == 0:
         finish(config)
     return code
+
+
+def whole_lines() -> None:
+    """Let several threads print: where output is unbuffered, another's line would fit between a line and its end."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(write_through=False)

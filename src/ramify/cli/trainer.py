@@ -69,7 +69,8 @@ def run(args: Sequence[str]) -> int:
             source = RemoteSource(config.address, secret=secret, patience=config.patience, recording=kept)
         try:
             tell = _print if ranks.first else _nothing
-            service = Service(config, source, ranks, keep=replay is None, tell=tell, stopped=lambda: bool(asked))
+            keep = replay is None
+            service = Service(config, source, ranks, keep=keep, flat=flat, tell=tell, stopped=lambda: bool(asked))
             done = service.run()
         finally:
             source.close()

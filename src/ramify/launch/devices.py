@@ -70,6 +70,11 @@ def visible_gpus() -> list[Gpu]:
     return [gpu for index in allowed.split(",") for gpu in gpus if gpu.index == index.strip()]
 
 
+def on_gpu(device: Literal["cpu", "cuda", "auto", "none"], gpus: list[Gpu]) -> bool:
+    """Whether what is told to use `device` computes on a GPU where these are."""
+    return device == "cuda" or (device == "auto" and bool(gpus))
+
+
 def share(
     cores: int,
     gpus: list[Gpu],
@@ -81,8 +86,7 @@ def share(
     assume: bool = False,
 ) -> Shares:
     """Divide the machine. With `assume`, GPUs that a config asks for and that are not here are taken as given."""
-    engine_gpu = inference == "cuda" or (inference == "auto" and bool(gpus))
-    trainer_gpu = trainer == "cuda" or (trainer == "auto" and bool(gpus))
+    engine_gpu, trainer_gpu = on_gpu(inference, gpus), on_gpu(trainer, gpus)
     both = engine_gpu and trainer_gpu
     if trainer_gpus > 1 and not (trainer_gpu and (mode == "split" or not both)):
         refuse(

@@ -10,25 +10,27 @@ from urllib.parse import urlsplit
 from ramify.config import Config
 from ramify.envserver.config import EnvServerConfig, ServedSourceConfig
 from ramify.infer.config import ExternalConfig, VLLMConfig
+from ramify.launch.devices import Gpu, on_gpu, visible_gpus
 from ramify.launch.ports import source_addresses
 from ramify.orchestrate.config import RunConfig, RunSourceConfig
 
 Table = dict[str, Any]
 
 
-def serve_part(run: RunConfig) -> Table:
-    """For `ramify serve`: the run's model and engine, at the run's `base_url` where it names one server."""
-    inference = run.inference
+def serve_part(run: RunConfig, gpus: list[Gpu] | None = None) -> Table:
+    """For `ramify serve`: the run's model and engine, at the run's `base_url` where it names one server.
+
+    `gpus` are the trainer's; by default this machine's, as if it were here.
+    """
+    inference, dtype = run.inference, _dtype(run, gpus)
     table: Table = {"model": _said(run.model), "server": {"model_name": run.model.name}}
     if isinstance(inference, ExternalConfig):
-        table["inference"] = {"max_model_len": run.seq_len}
+        table["inference"] = {"dtype": dtype, "max_model_len": run.seq_len}
         if len(inference.base_url) == 1:
             place = urlsplit(inference.base_url[0])
             port = place.port or (443 if place.scheme == "https" else 80)
             table["server"] |= {"host": place.hostname, "port": port}
     else:
-        # what is trained is what was sampled: both compute in the same type
-        dtype = run.trainer.dtype if inference.dtype == "auto" else inference.dtype
         length = inference.max_model_len or run.seq_len
         table["inference"] = {**_said(inference), "dtype": dtype, "max_model_len": length}
     return table if isinstance(inference, VLLMConfig) else {**table, "renderer": _said(run.renderer)}
@@ -61,6 +63,15 @@ def trainer_part(run: RunConfig) -> Table:
     told = {name: _said(getattr(run, name)) for name in ("model", "trainer", "checkpoint", "weights")}
     where = {"name": run.path.name, "output": str(run.path.parent), "secret_env": run.secret_env}
     return {**where, **known, **told, "seed": run.seed}
+
+
+def _dtype(run: RunConfig, gpus: list[Gpu] | None) -> str:
+    """Of the engine: what is trained is what was sampled, so it computes in the trainer's type."""
+    asked = "auto" if isinstance(run.inference, ExternalConfig) else run.inference.dtype
+    found = run.trainer.dtype if asked == "auto" else asked
+    if found != "auto":
+        return found
+    return "bfloat16" if on_gpu(run.trainer.device, visible_gpus() if gpus is None else gpus) else "float32"
 
 
 def _source(run: RunConfig, source: RunSourceConfig, address: str | None) -> Table:

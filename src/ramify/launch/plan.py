@@ -131,10 +131,8 @@ class _Planner:
         if isinstance(self.config.inference, ExternalConfig):
             return []
         place = urlsplit(self.places["inference"])
-        table = serve_part(self.config)
+        table = serve_part(self.config, self.shares.trainer.gpus)
         table["server"] |= {"host": place.hostname, "port": place.port, "shutdown": ENDING}
-        if table["inference"]["dtype"] == "auto":
-            table["inference"]["dtype"] = "bfloat16" if self.shares.trainer.gpus else "float32"
         if isinstance(self.config.inference, VLLMConfig):
             table["inference"].setdefault("log", str(self.path / "logs" / "vllm.log"))
         served = ServeConfig(**table)

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from ramify.config import refuse
-from ramify.errors import PortTaken
 from ramify.orchestrate.config import RunConfig
+from ramify.wire.listening import not_listening
 
 HOST = "127.0.0.1"
 EVALS = 1000  # eval source i listens so far above the base
@@ -31,7 +31,10 @@ def source_addresses(config: RunConfig) -> dict[str, str]:
 
 
 def settled(addresses: Mapping[str, str]) -> dict[str, str]:
-    """The addresses, by what listens there, with a free port for each 0. Raises PortTaken for one that is in use."""
+    """The addresses, by what listens there, with a free port for each 0.
+
+    Raises PortTaken for one that is in use, ConfigInvalid for one that is not this machine's.
+    """
     with ExitStack() as held:
         listeners = {what: held.enter_context(_listener(what, address)) for what, address in addresses.items()}
         ports = {what: listener.getsockname()[1] for what, listener in listeners.items()}
@@ -47,10 +50,10 @@ def _listener(what: str, address: str) -> socket.socket:
     if host is None or port is None:
         refuse([(what, f"expected {place.scheme or 'tcp'}://HOST:PORT, got {address}")])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    why = ""
+    last = OSError()
     for number in [port] if port else random.sample(ANY, TRIES):
         try:
             return socket.create_server((host, number), family=family)
         except OSError as error:
-            why = error.strerror
-    raise PortTaken(f"{what}: {address} cannot be listened on: {why}")
+            last = error
+    raise not_listening(what, address, last.errno, str(last.strerror)) from last

@@ -16,6 +16,7 @@ from ramify.train.policy import compile_layers, load_policy
 from ramify.train.step import Trainer
 
 CPU = torch.device("cpu")
+FLAT = "flat: every branch is computed whole"
 
 
 def build_trainer(
@@ -25,9 +26,13 @@ def build_trainer(
     *,
     steps: int | None = None,
     seed: int = 0,
+    flat: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
-    """The trainer of the model directory `path`, this rank's part of it; `tell` hears how it will compute."""
+    """The trainer of the model directory `path`, this rank's part of it; `tell` hears how it will compute.
+
+    `flat` where no batch will share a prefix.
+    """
     cuda, dtype = ranks.device.type == "cuda", dtype_of(config, ranks)
     policy = load_policy(
         path,
@@ -35,7 +40,7 @@ def build_trainer(
         device=CPU if ranks.size > 1 else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
         checkpoint_activations=config.checkpoint_activations,
     )
-    tell(explain(policy.model.config))
+    tell(FLAT if flat else explain(policy.model.config))
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)
         policy.to(ranks.device if ranks.size == 1 else CPU)

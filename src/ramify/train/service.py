@@ -47,16 +47,20 @@ class Service:
         ranks: Ranks,
         *,
         keep: bool = True,
+        flat: bool = False,
         tell: Tell = print,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.source, self.ranks, self.tell, self.stopped = config, source, ranks, tell, stopped
         self.model = resolve(config.model.name)
-        self.keep = keep
+        self.keep, self.flat = keep, flat
 
     def run(self) -> int:
         """Train until the source has no more batches; returns the steps that are done."""
-        trainer = build_trainer(self.model, self.config.trainer, self.ranks, seed=self.config.seed, tell=self.tell)
+        config = self.config
+        trainer = build_trainer(
+            self.model, config.trainer, self.ranks, seed=config.seed, flat=self.flat, tell=self.tell
+        )
         welcome = self._greet(trainer)
         trainer.optimizer.steps = welcome.steps
         kept = self._kept(welcome) if self.keep else None
@@ -92,7 +96,8 @@ class Service:
         with ranks.together():
             if not ranks.first:
                 self.source.hello(ranks.rank, ranks.size, laying, welcome.incarnation)
-        said = f"incarnation={welcome.incarnation} committed={welcome.committed} layout={laying.layout.value}"
+        layout = "flat" if self.flat else laying.layout.value
+        said = f"incarnation={welcome.incarnation} committed={welcome.committed} layout={layout}"
         self.tell(f"trainer ranks={ranks.size} {said}")
         return welcome
 

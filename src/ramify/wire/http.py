@@ -9,7 +9,8 @@ from typing import Self
 import uvicorn
 from starlette.types import ASGIApp
 
-from ramify.errors import DeadlineExceeded, PortTaken
+from ramify.errors import DeadlineExceeded
+from ramify.wire.listening import not_listening
 
 KEEP_ALIVE = 120  # seconds an idle connection stays open; clients that pool connections give up on one earlier
 BACKLOG = 2048  # connections that may wait to be taken
@@ -45,12 +46,12 @@ class HttpServer:
         return f"http://{self.host}:{self.port}"
 
     async def start(self) -> Self:
-        """Listen. Raises PortTaken, or DeadlineExceeded."""
+        """Listen. Raises PortTaken, ConfigInvalid for an address that cannot be ours, or DeadlineExceeded."""
         try:
             listener = socket.create_server((self.host, self.port), backlog=BACKLOG)
         except OSError as error:
-            said = f"{self.what}: {self.host}:{self.port} cannot be listened on: {error.strerror}; 0 takes a free one"
-            raise PortTaken(said) from error
+            why = f"{error.strerror}; 0 takes a free one"
+            raise not_listening(self.what, f"{self.host}:{self.port}", error.errno, why) from error
         # connections inherit it; asyncio sets it only on sockets that were made with the protocol's number
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]

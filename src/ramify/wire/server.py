@@ -11,7 +11,6 @@ from ramify.errors import (
     DeadlineExceeded,
     Failure,
     PeerLost,
-    PortTaken,
     QueueFull,
     RamifyError,
     RequestCancelled,
@@ -20,6 +19,7 @@ from ramify.errors import (
 from ramify.wire.address import check_bind, encrypt
 from ramify.wire.frames import MAX_BODY, Fail, Part, Reply, bounded
 from ramify.wire.frames import Request as Header
+from ramify.wire.listening import not_listening
 from ramify.wire.message import Message
 from ramify.wire.pulse import Pulse
 from ramify.wire.pump import Event, Pump
@@ -94,7 +94,7 @@ class Server:
         """The connection has failed; nobody can be answered any more."""
 
     async def start(self) -> Self:
-        """Listen; `address` is then the real one. PortTaken if the address is in use."""
+        """Listen; `address` is then the real one. PortTaken if it is in use, ConfigInvalid if it cannot be ours."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.router_mandatory = True
         socket.maxmsgsize = self.settings.max_frame
@@ -108,7 +108,7 @@ class Server:
             socket.bind(self.address)
         except zmq.ZMQError as error:
             socket.close(0)
-            raise PortTaken(f"{self._name}: {self.address} cannot be listened on: {error.strerror}") from error
+            raise not_listening(self._name, self.address, error.errno, error.strerror) from error
         endpoint = socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
