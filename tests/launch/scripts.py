@@ -30,7 +30,14 @@ def pids(folder: Path, name: str) -> list[int]:
 def alive(folder: Path) -> list[int]:
     """Those of all names that are still there."""
     found = [pid for path in folder.glob("*.pids") for pid in pids(folder, path.stem)]
-    return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in found if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may end while it is looked at
+        return False
 
 
 def until(true: Callable[[], object], *, seconds: float = 20.0) -> None:
