@@ -8,13 +8,13 @@ import sys
 import textwrap
 import time
 
-import psutil
 import pytest
 
 from ramify.config import parse
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMConfig
 from ramify.infer.vllm import State, VLLMServer
+from tests.processes import runs
 
 SERVES = """
     import json, os, signal, subprocess, sys
@@ -61,16 +61,12 @@ def child_of(server: VLLMServer) -> int:
     return next(int(line.split()[1]) for line in server.tail().splitlines() if line.startswith("child"))
 
 
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def ends(pid: int) -> bool:
     """A signal was sent; the process goes in its own time."""
     end = time.monotonic() + 5
-    while alive(pid) and time.monotonic() < end:
+    while runs(pid) and time.monotonic() < end:
         time.sleep(0.01)
-    return not alive(pid)
+    return not runs(pid)
 
 
 def test_a_server_is_started_labelled_and_stopped_with_its_children(launch):
@@ -81,7 +77,7 @@ def test_a_server_is_started_labelled_and_stopped_with_its_children(launch):
             assert server.state is State.READY
             posted = next(line for line in server.tail().splitlines() if line.startswith("posted"))
             assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
-            assert alive(child_of(server))
+            assert runs(child_of(server))
 
     asyncio.run(asyncio.wait_for(main(), 30))
     assert server.state is State.STOPPED

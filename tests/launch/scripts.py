@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from ramify.launch.process import Entry, Role
+from tests.processes import runs
 
 FOR_EVER = "import signal; signal.pause()"
 STUBBORN = (
@@ -30,14 +29,7 @@ def pids(folder: Path, name: str) -> list[int]:
 def alive(folder: Path) -> list[int]:
     """Those of all names that are still there."""
     found = [pid for path in folder.glob("*.pids") for pid in pids(folder, path.stem)]
-    return [pid for pid in found if _runs(pid)]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it may end while it is looked at
-        return False
+    return [pid for pid in found if runs(pid)]
 
 
 def until(true: Callable[[], object], *, seconds: float = 20.0) -> None:

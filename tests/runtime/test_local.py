@@ -10,6 +10,7 @@ import pytest
 from ramify.env import Task
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.runtime import LocalConfig, LocalRuntime
+from tests.processes import runs
 
 # A program with a child, a grandchild in another session, and a daemon that has lost session and parent.
 TREE = """
@@ -37,7 +38,7 @@ def in_a_box(test, task: Task | None = None, **settings):
 def alive(pids: str) -> list[int]:
     found = [int(pid) for pid in pids.split()]
     assert found
-    return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in found if runs(pid)]
 
 
 async def appears(path: Path) -> None:
