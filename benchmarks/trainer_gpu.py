@@ -292,11 +292,7 @@ def _fill(packs: list[Forest]) -> float:
 
 
 def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
-    trainer.masters.zero_grad()
-    batch = Batch.of(0, packs)
-    for pack in packs:
-        trainer.policy(trainer.row(pack), batch.counts).loss.backward()
-        trainer.masters.collect()
+    trainer.differentiate(Batch.of(0, packs))
     trainer.masters.settle()
     return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
 

@@ -184,6 +184,7 @@ def attend(
     tokens, heads = query.shape[:2]
     out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
     fixed = _fixed(query, key, keys, scale, window, stages=1)
+    make_room()
     wrap_triton(_forward)[(heads, len(keys))](query, key, value, end, position, keys, out, lse, tokens, **fixed)
     return out, lse
 
@@ -206,6 +207,7 @@ def _attend_backward(
     tokens, heads = query.shape[:2]
     d_query, d_key, d_value, delta = (torch.empty_like(each) for each in (query, key, value, lse))
     fixed = _fixed(query, key, keys, scale, window, stages=2 if query.element_size() == 2 else 1)
+    make_room()
     seen, found = (query, key, value, end, position), (grad, lse, delta)
     wrap_triton(_backward_queries)[(heads, len(keys))](*seen, keys, out, *found, d_query, tokens, **fixed)
     wrap_triton(_backward_keys)[(key.shape[1], len(queries))](*seen, queries, *found, d_key, d_value, tokens, **fixed)
@@ -213,8 +215,7 @@ def _attend_backward(
 
 
 def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int, stages: int) -> dict[str, Any]:
-    """What the kernels are compiled for. They also get room for their descriptors, which compiled code gives itself."""
-    make_room()
+    """What the kernels are compiled for."""
     return {
         "HEADS": query.shape[1],
         "KV_HEADS": key.shape[1],

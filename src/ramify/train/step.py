@@ -56,6 +56,14 @@ class Trainer:
     def begin(self, batch: Batch) -> "Running":
         """A step of which a GPU has been told all; nobody has waited for it."""
         started = Moment(self.device)
+        tally = self.differentiate(batch)
+        norm, rate = self.update(batch.step)
+        found = norm.to(self.device, torch.float64).reshape(1)  # torch's of no gradients is on the CPU
+        numbers = torch.cat([found, tally.numbers(self.device)]).to("cpu", non_blocking=True)
+        return Running(self, tally, rate, numbers, started, Moment(self.device))
+
+    def differentiate(self, batch: Batch) -> Tally:
+        """Forward and backward over the packs: leaves their gradients to the masters, and tells what was seen."""
         self.masters.zero_grad()  # a step that failed has left some
         tally = Tally(batch.step)
         for pack in batch.packs:
@@ -64,10 +72,7 @@ class Trainer:
             seen.loss.backward()
             self.masters.collect()
             tally.add(row, seen, self.cost.flops(pack))
-        norm, rate = self.update(batch.step)
-        found = norm.to(self.device, torch.float64).reshape(1)  # torch's of no gradients is on the CPU
-        numbers = torch.cat([found, tally.numbers(self.device)]).to("cpu", non_blocking=True)
-        return Running(self, tally, rate, numbers, started, Moment(self.device))
+        return tally
 
     def row(self, pack: Forest) -> Row:
         """A pack as this trainer's model reads it; rows of a GPU have one of few lengths."""
