@@ -36,10 +36,20 @@ def plain(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Te
     return (heads * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]).to(x.dtype)
 
 
+def plain_products(
+    x: Tensor, more: Tensor, weight: Tensor, one: Tensor, other: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    both = x + more
+    exact = both if x.dtype == torch.float64 else both.float()
+    norm = (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    return both, norm @ one.t(), norm @ other.t(), norm
+
+
 @pytest.fixture(scope="module", autouse=True)
 def operator() -> Any:
     """The operator needs Triton; where there is none, the formula stands for it."""
     try:
+        import ramify.model.norms
         import ramify.model.rotary  # noqa: F401
 
         yield
@@ -47,6 +57,11 @@ def operator() -> Any:
         library = torch.library.Library("ramify", "FRAGMENT")
         library.define("norm_rotate(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> Tensor")
         library.impl("norm_rotate", plain, "CompositeImplicitAutograd")
+        library.define(
+            "add_norm_products(Tensor x, Tensor more, Tensor weight, Tensor one, Tensor other, float eps)"
+            " -> (Tensor, Tensor, Tensor, Tensor)"
+        )
+        library.impl("add_norm_products", plain_products, "CompositeImplicitAutograd")
         yield
         library._destroy()
 
@@ -78,11 +93,12 @@ def run(config: PretrainedConfig, dtype: torch.dtype, rewritten: list[int] | Non
 @pytest.mark.parametrize(
     ("config", "often"),
     [
-        (QWEN3, 2),  # norm and rotation of queries, and of keys
-        (Qwen3Config(**SMALL, **HEADS, head_dim=24), 0),  # the kernels do not know the width
-        (LlamaConfig(**SMALL, **HEADS), 0),  # does not normalise heads
+        (QWEN3, 3),  # norm and rotation of queries, and of keys, and the norm in the middle
+        (Qwen3Config(**SMALL, **HEADS, head_dim=24), 1),  # the kernels do not know the width
+        (LlamaConfig(**SMALL, **HEADS), 1),  # does not normalise heads
+        (LlamaConfig(**SMALL, **HEADS, mlp_bias=True), 0),
     ],
-    ids=["qwen3", "width of 24", "llama"],
+    ids=["qwen3", "width of 24", "llama", "biased"],
 )
 def test_what_is_known_is_replaced_and_gives_the_same(
     config: PretrainedConfig, often: int, dtype: torch.dtype, near: float
@@ -134,7 +150,8 @@ def test_graphs_on_a_gpu_are_rewritten_and_kept_under_the_name_of_the_kernels(
     device: str, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "triton" not in sys.modules:
-        monkeypatch.setitem(sys.modules, "ramify.model.rotary", ModuleType("rotary"))
+        for name in ("norms", "rotary"):
+            monkeypatch.setitem(sys.modules, f"ramify.model.{name}", ModuleType(name))
     rewritten: list[fx.GraphModule] = []
     monkeypatch.setattr(rewriting, "rewrite", lambda graph, _: rewritten.append(graph))
     monkeypatch.setattr(rewriting, "lookup_backend", lambda _: lambda *_: torch.compiler.config.cache_key_tag)
@@ -159,6 +176,26 @@ def test_a_layer_that_is_computed_again_has_room_for_its_kernels(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found.sum().backward()
     assert made == ["room"]
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("rows", "width"), [(64, 1024), (4099, 48), (1, 3)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_norm_in_the_middle_computes_the_formula(rows: int, width: int, dtype: torch.dtype, near: float) -> None:
+    from ramify.model.norms import add_norm_products
+
+    torch.manual_seed(0)
+    shapes = (rows, width), (rows, width), (width,), (8, width), (8, width)
+    given = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    grads = [torch.randn(shape, device="cuda").to(dtype) for shape in ((rows, width), (rows, 8), (rows, 8))]
+    found: list[list[Tensor]] = []
+    for function, kind in ((add_norm_products, dtype), (plain_products, torch.float64)):
+        leaves = [each.to(kind).clone().requires_grad_() for each in given]
+        out: Any = function(*leaves, 1e-6)  # pyright: ignore[reportCallIssue]
+        torch.autograd.backward(out[:3], [grad.to(kind) for grad in grads])
+        found.append([*(each.detach() for each in out[:3]), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    for ours, exact in zip(*found, strict=True):
+        assert (ours.double() - exact).norm() <= near * exact.norm()
 
 
 @on_a_gpu

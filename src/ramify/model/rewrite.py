@@ -4,7 +4,7 @@ A layer reaches the compiler as a graph of the operations its code names. Where 
 an operator here, the graph is rewritten to call it; a model that writes the formula another way is compiled as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,16 @@ from torch import Tensor, fx
 from torch._dynamo import lookup_backend
 from torch.fx.passes.utils.matcher_utils import InternalMatch
 from torch.fx.subgraph_rewriter import replace_pattern_with_filters
+from torch.nn import functional as F  # noqa: N812
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Formula = Callable[..., Any]
+Filter = Callable[..., bool]
 
 # Compiled graphs are kept on disk by what they hold, and what an operator does backward is not in them: code that was
 # kept from another version of the kernels would run in place of these
 KERNELS = sha256(
-    b"".join(Path(__file__).with_name(name).read_bytes() for name in ("kernels.py", "rotary.py"))
+    b"".join(Path(__file__).with_name(name).read_bytes() for name in ("kernels.py", "norms.py", "rotary.py"))
 ).hexdigest()
 
 
@@ -33,6 +36,7 @@ def compiler_for(config: Any) -> Compiler:
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not any(isinstance(each, Tensor) and each.device.type == "cuda" for each in inputs):
             return inductor(graph, inputs)
+        import ramify.model.norms
         import ramify.model.rotary  # noqa: F401 - the operators; needs Triton, which only a torch for CUDA brings
 
         rewrite(graph, config)
@@ -43,19 +47,57 @@ def compiler_for(config: Any) -> Compiler:
 
 
 def rewrite(graph: fx.GraphModule, config: Any) -> int:
-    """Heads that are normalised and then rotated become one operator each; returns how many did."""
+    """Replace what is found in a graph; returns how often."""
+    return sum(len(replace_pattern_with_filters(graph, *formula)) for formula in _formulas(config))
+
+
+def _formulas(config: Any) -> Iterator[tuple[Formula, Formula, list[Filter]]]:
+    """As models write them, as they are meant to be computed, and what that is right for."""
     settings = config.get_text_config()
     eps, width = getattr(settings, "rms_norm_eps", None), getattr(settings, "head_dim", None) or 0
-    if eps is None or width < 2 or width & (width - 1):
-        return 0
-    return sum(_join(graph, eps, width // 2, dtype) for dtype in (torch.bfloat16, torch.float32))
+    if eps is None:
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        yield _middle(eps, dtype)
+        if width >= 2 and width & (width - 1) == 0:  # the widths the kernels know
+            yield _heads(eps, width // 2, dtype)
 
 
-def _join(graph: fx.GraphModule, eps: float, half: int, dtype: torch.dtype) -> int:
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    exact = x.to(torch.float32)
+    return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
+
+
+def _middle(eps: float, dtype: torch.dtype) -> tuple[Formula, Formula, list[Filter]]:
+    """What attention found joins the row; its norm goes through a gate and what the gate lets through."""
+
+    def written(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        both = x + more
+        norm = _norm(both, weight, eps, dtype)
+        return both, F.linear(norm, gate, None), F.linear(norm, up, None)
+
+    def meant(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        found = torch.ops.ramify.add_norm_products(x.squeeze(0), more.squeeze(0), weight, gate, up, eps)
+        return found[0].unsqueeze(0), found[1].unsqueeze(0), found[2].unsqueeze(0)
+
+    def fits(match: InternalMatch, *_: fx.Graph) -> bool:
+        """Two rows of one shape, and a weight of their width."""
+        shapes = _shapes(match, dtype)
+        return (
+            shapes is not None
+            and len(shapes[0]) == 3
+            and shapes[0][0] == 1
+            and shapes[:3] == [shapes[0], shapes[0], shapes[0][2:]]
+        )
+
+    return written, meant, [fits]
+
+
+def _heads(eps: float, half: int, dtype: torch.dtype) -> tuple[Formula, Formula, list[Filter]]:
+    """Queries or keys that are normalised by head and then rotated."""
+
     def written(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        exact = x.to(torch.float32)
-        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-        heads = (weight * exact.to(dtype)).transpose(1, 2)
+        heads = _norm(x, weight, eps, dtype).transpose(1, 2)
         return heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), dim=-1) * sin
 
     def meant(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,12 +105,18 @@ def _join(graph: fx.GraphModule, eps: float, half: int, dtype: torch.dtype) -> i
         return rotated.transpose(0, 1).unsqueeze(0)
 
     def fits(match: InternalMatch, *_: fx.Graph) -> bool:
-        """One row without gaps, one angle for each of its tokens, and one dtype: what the operator computes."""
-        given: list[Any] = [node.meta.get("example_value") for node in match.placeholder_nodes]
-        if not all(isinstance(each, Tensor) and each.dtype == dtype and each.is_contiguous() for each in given):
+        """One row, and one angle for each of its tokens."""
+        shapes = _shapes(match, dtype)
+        if shapes is None or len(shapes[0]) != 4 or shapes[0][0] != 1:
             return False
-        x, *others = (tuple(each.shape) for each in given)
-        turns = (1, 1, x[1], 2 * half)
-        return len(x) == 4 and x[0] == 1 and others == [(2 * half,), turns, turns]
+        turns = (1, 1, shapes[0][1], 2 * half)
+        return shapes[1:] == [(2 * half,), turns, turns]
 
-    return len(replace_pattern_with_filters(graph, written, meant, [fits]))
+    return written, meant, [fits]
+
+
+def _shapes(match: InternalMatch, dtype: torch.dtype) -> list[tuple[int, ...]] | None:
+    """Of what a formula is given, if that has no gaps and is all of one dtype."""
+    given: list[Any] = [node.meta.get("example_value") for node in match.placeholder_nodes]
+    even = all(isinstance(each, Tensor) and each.dtype == dtype and each.is_contiguous() for each in given)
+    return [tuple(each.shape) for each in given] if even else None
