@@ -222,7 +222,7 @@ def test_metrics_equal_a_count_token_by_token():
     for pack in packs:
         with torch.no_grad():
             logprob, entropy = made.policy.score(row_of(pack))
-        masked = made.policy.losses["rl"](row_of(pack).entries("rl", logprob)).masked
+        masked = made.policy.losses["rl"](row_of(pack).told.entries("rl", logprob)).masked
         for t in range(len(pack.targets)):
             age = 4 - pack.versions[pack.targets.version[t]].step
             where = f"/{pack.envs[pack.of_sequence('env')[t]]}/age_{age}"

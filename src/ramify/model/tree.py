@@ -68,28 +68,32 @@ class Blocks(NamedTuple):
         number, ends = np.arange(count), end.reshape(count, BLOCK)
         since = [number + 1, number]  # the first block of queries that sees a block of keys: wholly, at all
         until = [ends.min(1) // BLOCK, -(-ends.max(1) // BLOCK)]  # the first behind it that does not
+        seeing = number + 1 - np.cumsum(np.bincount(until[1], minlength=count + 1))[:count]  # keys a block of queries
+        order = np.stack([_order(seeing), _order(until[1] - number)])
         columns = [np.asarray(each, np.int32) for each in (end, position, number, since, until)]
-        row_end, row_position, block, first, last = put(columns, device)
+        row_end, row_position, block, first, last, ordered = put([*columns, order], device)
         query = block[:, None]
         seen = (first[:, None] <= query) & (query < last[:, None])  # [wholly or at all, query block, key block]
         if window:
             places = row_position.view(count, BLOCK)
             near, far = places.amin(1), places.amax(1)
             seen &= torch.stack([far[:, None] - near, near[:, None] - far]) < window
-        return cls(row_end, row_position, *_listed(seen, block))
+        return cls(row_end, row_position, *_listed(seen, block, ordered))
 
 
-def _listed(seen: Tensor, number: Tensor) -> Tensor:
+def _order(lengths: Ints) -> Ints:
+    """Of lists: as they are, in which neighbours read the same memory, but the very long ones, which must begin early,
+    come first. A window makes lists shorter than this counts, and none of them very long."""
+    return np.argsort(lengths <= LONG * lengths.mean(), kind="stable")
+
+
+def _listed(seen: Tensor, number: Tensor, order: Tensor) -> Tensor:
     """Both kinds of lists: of each block its number, how many it sees wholly, how many in all, and which; and of each
-    how it is seen. They keep their order, in which neighbours read the same memory, but for the very long ones, which
-    must begin early: they come first."""
+    how it is seen."""
     both = torch.stack([seen, seen.transpose(1, 2)])
     which = both.sum(1, dtype=torch.uint8).argsort(dim=2, descending=True, stable=True)
     counts = both.sum(3, dtype=torch.int32)
-    in_all = counts[:, 1]
     lists = torch.cat([torch.cat([number.expand(2, 1, -1), counts], 1).transpose(1, 2), which.int()], 2)
-    usual = in_all <= LONG * in_all.mean(dtype=torch.float32)
-    order = usual.byte().argsort(dim=1, stable=True)
     return lists.gather(1, order[..., None].expand_as(lists))
 
 

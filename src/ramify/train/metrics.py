@@ -116,12 +116,12 @@ def _table(row: Row, seen: Seen, numbers: np.ndarray, groups: int) -> Tensor:
     if not groups:
         return table
     number, edges = put([numbers, EDGES], device)
-    ratio = (seen.logprob - row.columns.sampler).to(table.dtype)
+    ratio = (seen.logprob - row.told.columns.sampler).to(table.dtype)
     sampled = ~ratio.isnan()
     ratio = ratio.nan_to_num(0.0)
     masked = torch.zeros_like(ratio)
     if seen.masked is not None:
-        masked[row.chosen["rl"]] = seen.masked.to(masked.dtype)
+        masked[row.told.chosen["rl"]] = seen.masked.to(masked.dtype)
     sampled = sampled.to(ratio.dtype)
     columns = [torch.ones_like(ratio), sampled, ratio.exp() - ratio - 1, seen.entropy.to(ratio.dtype), masked]
     table[:, : len(SUMMED)].index_add_(0, number, torch.stack(columns, 1))

@@ -54,8 +54,8 @@ class Policy(nn.Module):
         logprob, entropy = self.score(row)
         terms: dict[str, Tensor] = {}
         masked: Tensor | None = None
-        for name, weight in row.weight.items():
-            term = self.losses[name](row.entries(name, logprob))
+        for name, weight in row.told.weight.items():
+            term = self.losses[name](row.told.entries(name, logprob))
             terms[name] = (weight * term.loss).sum() / counts[name]
             masked = term.masked if name == "rl" else masked
         loss = sum(terms.values(), start=torch.zeros((), device=logprob.device)) if terms else 0.0 * logprob.sum()
@@ -68,10 +68,11 @@ class Policy(nn.Module):
         if more and row.ids.is_cuda:
             _make_room()
         found = self.model.get_decoder()(input_ids=row.ids, position_ids=row.position, use_cache=False, **more)
-        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, row.source)
+        told = row.told  # not before the layers were begun
+        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, told.source)
         head = self.model.get_output_embeddings()
-        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), row.token, row.temperature)
-        return (logprob[row.pair], entropy[row.pair]) if len(row.pair) else (logprob, entropy)
+        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), told.token, told.temperature)
+        return (logprob[told.pair], entropy[told.pair]) if len(told.pair) else (logprob, entropy)
 
 
 def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False) -> Policy:

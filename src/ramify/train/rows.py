@@ -6,6 +6,7 @@ states at flat indices, and the entries of the loss point at what the head score
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -25,13 +26,9 @@ CPU = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """One forward and backward: what the model reads, what the head scores, what each component is told."""
+class Told:
+    """What the head scores and what each component is told."""
 
-    forest: Forest
-    ids: Tensor  # [lines, length]
-    position: Tensor  # [lines, length], or [3, lines, length]
-    tree: Tree | None  # None where lines are plain causal chains
     source: Tensor  # [pairs] flat index of the hidden state that predicts
     token: Tensor  # [pairs] what it should predict
     temperature: Tensor  # [pairs]
@@ -51,6 +48,22 @@ class Row:
             columns.sequence[chosen],
             columns.sequences,
         )
+
+
+@dataclass(eq=False)
+class Row:
+    """One forward and backward: what the model reads, and what is done with what it says."""
+
+    forest: Forest
+    ids: Tensor  # [lines, length]
+    position: Tensor  # [lines, length], or [3, lines, length]
+    tree: Tree | None  # None where lines are plain causal chains
+    places: np.ndarray | None  # of tokens in lines, where there are several
+
+    @cached_property
+    def told(self) -> Told:
+        """Made when it is asked for: a GPU is in its layers by then, and does not wait for it."""
+        return _told(self.forest, self.places, self.ids.device)
 
 
 def bucket(length: int, budget: int) -> int:
@@ -73,13 +86,19 @@ def row_of(
         raise ModelUnsupported("images are not trained yet: a pack holds media")
     if length and length > len(forest):
         forest = padded(forest, length)
-    source, token, temperature, pair = _pairs(forest)
     if layout is Layout.CHAINS:
         ids, position, places = _grid(forest)
-        source, tree = places[source], None
+        tree = None
     else:
-        ids, position = forest.ids[None], forest.position[..., None, :]
+        ids, position, places = forest.ids[None], forest.position[..., None, :], None
         tree = Tree(forest.end, forest.position, device, windows)
+    there = put([each.astype(np.int64) for each in (ids, position)], device)
+    return Row(forest, *there, tree, places)
+
+
+def _told(forest: Forest, places: np.ndarray | None, device: torch.device) -> Told:
+    source, token, temperature, pair = _pairs(forest)
+    source = source if places is None else places[source]
     step = ROW_STEP if device.type == "cuda" else 1
     source, token, temperature = (_padded(each, step) for each in (source, token, temperature))
     targets = forest.targets
@@ -88,14 +107,10 @@ def row_of(
     weights = [getattr(targets, name)[index] for name, index in chosen.items()]
     sequence = targets.sequence.astype(np.int64)
     entries = [targets.logprob, targets.advantage, targets.reference, sequence, pair, *chosen.values(), *weights]
-    columns = [*(each.astype(np.int64) for each in (ids, position, source, token)), temperature, *entries]
+    columns = [*(each.astype(np.int64) for each in (source, token)), temperature, *entries]
     there = iter(put(columns, device))
-    ids, position, source, token, temperature, logprob, advantage, reference, sequence, pair = islice(there, 10)
-    return Row(
-        forest,
-        ids=ids,
-        position=position,
-        tree=tree,
+    source, token, temperature, logprob, advantage, reference, sequence, pair = islice(there, 8)
+    return Told(
         source=source,
         token=token,
         temperature=temperature,
