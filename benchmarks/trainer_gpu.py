@@ -7,6 +7,9 @@ A step is timed by itself, from a batch at hand to new weights on a chip that ha
 and one after the other without a rest, as in SFT, where the chip reaches its power limit and lowers its clock.
 Forest over flat runs the same rollouts both ways in packs of 16k tokens: groups of 16 attempts of 1,024 tokens, and
 agents with a long main line and forks.
+
+Gradients in bfloat16 should differ no more between a forest and flat paths than between two flat runs that are packed
+differently. That is asked of a model that has learned (--smollm2), on text; of the random one it is only shown.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from _check import NO_COMPETITOR, Row, finish, parser
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from ramify.model.layout import Layout
 from ramify.model.tree import ATTENTION
@@ -31,7 +35,7 @@ from ramify.trace import Annotation, Forest, Message, Sample, Trace, grow
 from ramify.train import Batch, Trainer, TrainerConfig, find_loss, lay_out
 from ramify.train.flops import FORMULA, PEAK
 from ramify.train.metrics import StepMetrics
-from ramify.train.policy import Policy, compile_layers
+from ramify.train.policy import Policy, compile_layers, load_policy
 from ramify.train.step import Running
 
 PACK = 16384
@@ -40,6 +44,7 @@ GROUP, PATH = 16, 1024
 TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
 AGENTS = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
 REST = 0.15  # seconds before a step that is timed by itself
+BATCHES = 8  # of which gradients are compared
 SHAPES = {
     "qwen3-0.6b": Qwen3Config(
         vocab_size=151936,
@@ -144,6 +149,24 @@ class Maker:
             trace.add(place, Message("tool"), self.ids(FORK // 2))
             self.reply(trace, len(trace.nodes) - 1, FORK // 2)
         return [self.sample(trace)]
+
+
+class Reader(Maker):
+    """Traces of text, trained by cross entropy with weights of either sign: what RL is on the policy that sampled."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(0)
+        pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+        words: Any = AutoTokenizer.from_pretrained(path)("\n".join(page.read_text() for page in pages), verbose=False)
+        self.text = np.array(words["input_ids"], np.int32)
+
+    def ids(self, size: int) -> np.ndarray:
+        start = self.rng.integers(0, len(self.text) - size)
+        return self.text[start : start + size]
+
+    def sample(self, trace: Trace) -> Sample:
+        notes = super().sample(trace).annotations
+        return Sample(trace, tuple(Annotation(note.trace, note.node, ce=note.advantage) for note in notes))
 
 
 def both(groups: Sequence[list[Sample]]) -> tuple[list[Forest], list[Forest]]:
@@ -297,51 +320,58 @@ def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
     return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
 
 
-def agreement(trainer: Trainer, exact: Trainer, maker: Maker) -> list[Row]:
+def agreement(trainer: Trainer, exact: Trainer, maker: Maker, checked: bool) -> list[Row]:
     """Forest and flat in bfloat16 beside flat runs that are packed differently, and how far each is from the gradient
-    in float32. Lengths are those of real rollouts, uneven: paths of whole blocks would be rounded alike in all
-    packings. Groups, and trees with forks and several roots; in the small packs trees are cut."""
-    kinds = {
-        "groups": [maker.uneven() for _ in range(3)],
-        "trees": [maker.wanderer() for _ in range(12)],
-    }
-    return [row for kind, groups in kinds.items() for row in _agreement(kind, trainer, exact, maker, groups)]
+    in float32: means over batches, and what two standard errors of them allow. Lengths are those of real rollouts,
+    uneven: paths of whole blocks would be rounded alike in all packings. Groups, and trees with forks and several
+    roots; in the small packs trees are cut."""
+    rows: list[Row] = []
+    for kind, make, count in (("groups", maker.uneven, 2), ("trees", maker.wanderer, 6)):
+        found = [distances(trainer, exact, maker, [make() for _ in range(count)]) for _ in range(BATCHES)]
+        mean = {name: statistics.mean(each[name] for each in found) for name in found[0]}
+        told = ", ".join(f"{name} {each:.5f}" for name, each in mean.items())
+        print(f"{kind}, gradients in bfloat16, of the norm: {told}", flush=True)
+        for ours, theirs in (("forest to flat", "flat to flat"), ("forest to float32", "flat to float32")):
+            ratios = [each[ours] / each[theirs] for each in found]
+            error = statistics.stdev(ratios) / len(ratios) ** 0.5
+            name = f"{kind}, bfloat16: {ours} over {theirs}, ± {error:.3f}"
+            rows.append(Row(name, statistics.mean(ratios), None, "x", 1 + 2 * error if checked else None))
+    return rows
 
 
-def _agreement(kind: str, trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[Sample]]) -> list[Row]:
+def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[Sample]]) -> dict[str, float]:
+    """Between the gradients of a batch, on average over its packings."""
+
     def mixed(forests: list[Forest]) -> list[Forest]:
         return [forests[number] for number in maker.rng.permutation(len(forests))]
 
-    def apart(left: torch.Tensor, right: torch.Tensor) -> float:
-        return float((left - right).norm() / right.norm())
+    def apart(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        return statistics.mean(float((left - right).norm() / right.norm()) for left, right in pairs)
 
     flat, trees = [grow([each]) for group in groups for each in group], [grow(group) for group in groups]
     ways = [(flat, PACK), (mixed(flat), PACK), (flat[::-1], PACK // 2), (mixed(flat), PACK // 4)]
     runs = [gradients(trainer, lay_out(each, size, flat=True)) for each, size in ways]
     ways = [(trees, PACK), (mixed(trees), PACK), (trees[::-1], PACK // 4)]
     forests = [gradients(trainer, lay_out(each, size)) for each, size in ways]
-    truth = gradients(exact, lay_out(flat, PACK, flat=True))
-    pairs = {
-        "flat to flat": [apart(left, right) for left, right in itertools.combinations(runs, 2)],
-        "forest to flat": [apart(left, right) for left in forests for right in runs],
-        "flat to float32": [apart(each, truth) for each in runs],
-        "forest to float32": [apart(each, truth) for each in forests],
+    truth = [gradients(exact, lay_out(flat, PACK, flat=True))]
+    return {
+        "flat to flat": apart(itertools.combinations(runs, 2)),
+        "forest to flat": apart(itertools.product(forests, runs)),
+        "flat to float32": apart(itertools.product(runs, truth)),
+        "forest to float32": apart(itertools.product(forests, truth)),
     }
-    for name, found in pairs.items():
-        print(f"{kind}, gradients in bfloat16, {name}: {', '.join(f'{each:.5f}' for each in found)} of the norm")
-    mean = {name: statistics.mean(found) for name, found in pairs.items()}
-    beside = {"forest to flat": "flat to flat", "forest to float32": "flat to float32"}
-    return [
-        Row(f"{kind}, bfloat16, {ours} beside {theirs}", mean[ours], mean[theirs], "of norm", mean[theirs])
-        for ours, theirs in beside.items()
-    ]
 
 
-def trainer_of(shape: str, pack: int, dtype: torch.dtype = torch.bfloat16) -> Trainer:
+def trainer_of(model: str | Path, pack: int, dtype: torch.dtype = torch.bfloat16) -> Trainer:
+    """Of a random model of a shape, or of the one in a directory."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation=ATTENTION, dtype=torch.float32)
-    policy = Policy(model, Layout.FOREST, find_loss("dppo"))
+    loss = find_loss("dppo")
+    if isinstance(model, Path):
+        policy = load_policy(model, loss, device=torch.device("cuda"))
+    else:
+        with torch.device("cuda"):
+            made = AutoModelForCausalLM.from_config(SHAPES[model], attn_implementation=ATTENTION, dtype=torch.float32)
+        policy = Policy(made, Layout.FOREST, loss)
     compile_layers(policy)
     settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": {"lr": 1e-6}}
     return Trainer(policy, TrainerConfig(**settings), dtype=dtype)
@@ -369,9 +399,11 @@ def main() -> int:
         found, again = speed_up(trainer, maker, args.packs)
         rows, compiled = rows + found, compiled + again
     if args.only in (None, "gradients"):
-        exact = trainer_of(args.shape, 4 * PACK, torch.float32)
-        rows += agreement(trainer_of(args.shape, PACK), exact, maker)
-    rows.append(Row("compilations after the third step", float(compiled), None, "", 0.0))
+        maker = Reader(args.smollm2) if args.smollm2 else maker
+        computed = (trainer_of(args.smollm2 or args.shape, PACK, dtype) for dtype in (torch.bfloat16, torch.float32))
+        rows += agreement(*computed, maker, checked=args.smollm2 is not None)
+    if args.only != "gradients":
+        rows.append(Row("compilations after the third step", float(compiled), None, "", 0.0))
     return finish(f"benchmarks/trainer_gpu.py: a training step on {name}", rows, args)
 
 

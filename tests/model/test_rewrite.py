@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from ramify.model import rewrite as rewriting
@@ -109,11 +110,14 @@ def test_what_is_known_is_replaced_and_gives_the_same(
     assert replaced == [often]
 
 
-def written(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The formula as models write it."""
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As models write it."""
     exact = x.to(torch.float32)
-    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
-    heads = (weight * exact.to(x.dtype)).transpose(1, 2)
+    return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def written(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    heads = norm(x, weight).transpose(1, 2)
     return heads * cos + torch.cat((-heads[..., 8:], heads[..., :8]), dim=-1) * sin
 
 
@@ -130,19 +134,53 @@ def written(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ],
     ids=["one row", "two rows", "gaps", "two dtypes", "angles of heads", "one angle", "angles with gaps"],
 )
-def test_what_the_operator_does_not_know_is_left(given: dict[str, Tensor], often: int) -> None:
+def test_heads_that_the_operator_does_not_know_are_left(given: dict[str, Tensor], often: int) -> None:
+    shapes = {"x": (1, TOKENS, 4, 16), "weight": (16,), "cos": (1, 1, TOKENS, 16), "sin": (1, 1, TOKENS, 16)}
+    assert_replaced(written, shapes, given, often)
+
+
+def middle(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    found = norm(both := x + more, weight)
+    return both, linear(found, gate, None), linear(found, up, None)
+
+
+def adapted(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """With a third reader of the norm, as adapters have."""
+    found = norm(both := x + more, weight)
+    return both, linear(found, gate, None) + found.sum(), linear(found, up, None)
+
+
+@pytest.mark.parametrize(
+    ("formula", "given", "often"),
+    [
+        (middle, {}, 1),
+        (middle, {"x": ones(2, TOKENS, 32), "more": ones(2, TOKENS, 32)}, 0),
+        (middle, {"more": ones(1, 1, 32)}, 0),
+        (middle, {"x": ones(1, TOKENS, 64)[..., :32]}, 0),
+        (middle, {"more": ones(1, TOKENS, 32, dtype=torch.bfloat16)}, 0),
+        (middle, {"weight": ones(TOKENS, 32)}, 0),
+        (adapted, {}, 0),
+    ],
+    ids=["one row", "two rows", "one for all", "gaps", "two dtypes", "a weight for each", "read by a third"],
+)
+def test_a_norm_that_the_operator_does_not_know_is_left(formula: Any, given: dict[str, Tensor], often: int) -> None:
+    row = (1, TOKENS, 32)
+    assert_replaced(formula, {"x": row, "more": row, "weight": (32,), "gate": (48, 32), "up": (48, 32)}, given, often)
+
+
+def assert_replaced(formula: Any, shapes: dict[str, tuple[int, ...]], given: dict[str, Tensor], often: int) -> None:
+    """So often in the formula's graph, which computes the same."""
     replaced: list[int] = []
 
     def compiler(graph: fx.GraphModule, _: list[Any]) -> Any:
         replaced.append(rewrite(graph, QWEN3))
         return graph.forward
 
-    shapes = {"x": (1, TOKENS, 4, 16), "weight": (16,), "cos": (1, 1, TOKENS, 16), "sin": (1, 1, TOKENS, 16)}
     tensors = {name: ones(shape) for name, shape in shapes.items()} | given
     torch._dynamo.reset()
-    found = torch.compile(written, backend=compiler, dynamic=False)(**tensors)
+    found = torch.compile(formula, backend=compiler, dynamic=False)(**tensors)
     assert replaced == [often]
-    torch.testing.assert_close(found, written(**tensors))
+    torch.testing.assert_close(found, formula(**tensors))
 
 
 @pytest.mark.parametrize(("device", "tag"), [("cpu", ""), ("cuda:0", KERNELS)])
