@@ -153,3 +153,11 @@ def test_who_has_no_supervisor_says_where_the_run_can_be_asked(home, capsys):
             assert "a trainer" in capsys.readouterr().out
             process.terminate()
             assert process.wait(30) == 75
+
+
+def test_a_sink_whose_library_is_missing_is_refused_before_anything_starts(home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+    sinks = '[{"type": "wandb"}]'
+    assert main(["orchestrator", "@", "run.toml", "--name", "unsunk", "--monitor.sinks", sinks]) == 2
+    assert "monitor.sinks.0: wandb is not installed" in capsys.readouterr().err
+    assert not (home / "outputs" / "unsunk").exists()

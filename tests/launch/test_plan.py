@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
         plan_of(big, dry=True, gpus=[gpu(0), gpu(1)])
     with pytest.raises(ConfigInvalid, match="does not fit: this machine"):
         plan_of(big, dry=True, gpus=[])
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_sink_whose_library_is_missing_is_refused_in_a_dry_run_too(tmp_path, dry):
+    assert find_spec("wandb") is None, "this test needs an environment without wandb"
+    sinks = {"sinks": [{"type": "wandb"}]}
+    with pytest.raises(ConfigInvalid, match=r"monitor.sinks.0: wandb is not installed; pip install 'ramify\[wandb\]'"):
+        plan_of(config(tmp_path, monitor=sinks), dry=dry, gpus=[])
 
 
 def test_the_size_of_a_model_is_read_or_guessed():

@@ -22,11 +22,13 @@ from ramify.orchestrate.core import Core
 from ramify.orchestrate.curriculum import Shuffle, ShuffleConfig
 from ramify.orchestrate.groups import Standing
 from ramify.orchestrate.judging import Rules, Source
+from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.sampling import Sampling, Served
 from ramify.orchestrate.sources import Mix
 from ramify.orchestrate.tasks import TaskBook
 from ramify.store import RunStore
 from ramify.store.audit import audit
+from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger
 from ramify.store.states import DropReason, State
 from tests.orchestrate.rollouts import rollout
@@ -222,7 +224,7 @@ def test_a_group_with_a_missing_group_reward_is_dropped_by_that_name(ledger):
             trace.rewards["ranked"] = None
             standing = await core.back(0, attempt, [trace])
         assert standing is Standing.COMPLETE
-        assert not await core.settle(0)
+        assert (await core.settle(0)).member is None
         return ledger.group(0)
 
     group = asyncio.run(story())
@@ -240,7 +242,7 @@ def test_rewards_of_the_group_reach_the_stored_traces(ledger):
             await core.back(0, attempt, [trace])
         for place, trace in enumerate(core.traces(0)):
             trace.rewards["ranked"] = (float(place), 1.0)
-        assert await core.settle(0, {0: {}, 1: {"ranked": 1}})
+        assert (await core.settle(0, {0: {}, 1: {"ranked": 1}})).member is not None
 
     asyncio.run(story())
     assert ledger.store.read("0.1")[0].reward == 1.0
@@ -416,3 +418,38 @@ def test_a_run_may_end_while_groups_of_an_earlier_process_are_settled(ledger):
         assert {group.reason for group in ledger.groups()} == {DropReason.UNSCORED, DropReason.RUN_ENDED}
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("mode", ["monitor", "enforce"])
+def test_how_often_a_filter_fires_is_a_number_of_the_step(ledger, mode):
+    async def story():
+        core = await opened(ledger, World())
+        tables = [{"id": "gibberish"}, {"id": "zero_advantage", "mode": mode}]
+        core.rules = replace(core.rules, filters=tuple(plugin.build("filter", table) for table in tables))
+        await core.issue()
+        out = [order for _, order in iter(lambda: core.take(99), None)]
+        for order in out:
+            reward = 1.0 if order.group == 0 else float(order.attempt == 0)
+            await core.back(order.group, order.attempt, [rollout(f"{order.group}.{order.attempt}", reward)])
+        served = Served("", Judge([]), TaskBook("", Judge([])), False, 9.0, 1, 9.0)  # type: ignore[arg-type]
+        progress = Progress(Journal(ledger.store))
+        sampling = Sampling(
+            core,
+            dict.fromkeys(TASKS, served),
+            seed=0,
+            limit=lambda: 0,
+            settled=progress.settled,
+            failed=progress.trouble,
+        )
+        running = asyncio.create_task(sampling.run())
+        while core.complete() and not running.done():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        progress.cut({0: [0]})
+        same = [order for order in out if order.group == 0]
+        assert progress.last["rollouts"] == len(out) > len(same) == 2
+        assert progress.last["filter/zero_advantage"] == pytest.approx(len(same) / len(out))
+        assert progress.last["filter/gibberish"] == 0.0
+
+    asyncio.run(story())
+    assert ledger.group(0).state is (State.DROPPED if mode == "enforce" else State.BATCHED)

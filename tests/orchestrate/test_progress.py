@@ -18,9 +18,9 @@ def test_steps_that_one_late_group_decides_together_all_have_their_reward(tmp_pa
     with open_run(tmp_path / "run", {"kind": "test"}) as store:
         Ledger.open(store)  # makes the tables
         progress = Progress(Journal(store))
-        progress.settled(group, [rollout("a", 1.0), rollout("b", 0.5)], trainable=True)
+        progress.settled(group, [rollout("a", 1.0), rollout("b", 0.5)], trainable=True, fired={})
         progress.cut({0: [0, 0], 1: [1, 1]})
-        progress.settled(group, [rollout("c", 0.25)], trainable=False)
+        progress.settled(group, [rollout("c", 0.25)], trainable=False, fired={})
         progress.cut({2: [2]})
     with open_run(tmp_path / "run", {"kind": "test"}) as store:
         journal = Journal(store)
@@ -37,12 +37,12 @@ def test_what_was_judged_before_the_first_step_is_seen_at_once(tmp_path):
         Ledger.open(store)
         progress = Progress(Journal(store))
         assert (progress.reward, progress.trainable) == (None, (0, 0))
-        progress.settled(group, [rollout("a", 0.5), rollout("b", 0.5)], trainable=False)
+        progress.settled(group, [rollout("a", 0.5), rollout("b", 0.5)], trainable=False, fired={})
         assert (progress.reward, progress.trainable) == (0.5, (0, 2))
         assert progress.rewards == []  # the curve is of steps
-        progress.settled(group, [rollout("c", 1.0), rollout("d", 0.0)], trainable=True)
+        progress.settled(group, [rollout("c", 1.0), rollout("d", 0.0)], trainable=True, fired={})
         progress.cut({0: [0]})
-        progress.settled(group, [rollout("e", 1.0)], trainable=False)
+        progress.settled(group, [rollout("e", 1.0)], trainable=False, fired={})
         assert (progress.reward, progress.trainable) == (0.5, (2, 4))  # those of the step
 
 

@@ -9,6 +9,7 @@ from ramify.cli.short import spelled_out
 from ramify.config import parse, refuse, switch
 from ramify.errors import TokenizerMismatch, TokensRequired
 from ramify.infer.config import ExternalConfig
+from ramify.monitor import check_sinks
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
 
@@ -31,6 +32,7 @@ def run(args: Sequence[str]) -> int:
     config = parse(RunConfig, spelled_out(rest), prog="ramify orchestrator")
     if not isinstance(config.inference, ExternalConfig):
         refuse([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
+    check_sinks(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
         return _with_env_servers(config, dry=dry)
     if dry:

@@ -87,6 +87,10 @@ def plan_of(config: RunConfig, *, dry: bool = False, gpus: list[Gpu] | None = No
     A `dry` plan may be of a run for another machine: of GPUs and a model that are not here.
     """
     _check_model(config, dry=dry)
+    if config.monitor.sinks:
+        from ramify.monitor import check_sinks  # brings numpy, and a run without sinks starts sooner
+
+        check_sinks(config)
     shares = shares_of(config, dry=dry, gpus=gpus)
     model = Model.of(config.model.name)
     need = need_on(shares, config, model) if model else None

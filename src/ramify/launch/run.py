@@ -21,8 +21,6 @@ def rl(config: RunConfig | Mapping[str, Any], *, fresh: bool = False, display: "
     with nursery(plan.entries) as found:  # it loads while we load the rest and check
         from ramify.launch.carrying import carry_out
         from ramify.launch.dashboard import Quiet
-        from ramify.monitor import check_sinks
 
-        check_sinks(checked)
         check_tables(checked)
         return carry_out(plan, fresh=fresh, display=display or Quiet(), nursery=found)

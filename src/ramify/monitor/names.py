@@ -1,7 +1,7 @@
 """Every metric of a run, in one table: its name, and what it says. `docs/metrics.md` repeats it.
 
-`<source>` is the name of a source, `<name>` that of a reward or metric of a taskset, `<age>` how many steps older than
-the trained weights those were that sampled.
+`<source>` is the name of a source, `<name>` that of a reward or metric of a taskset, `<id>` that of a filter, `<age>`
+how many steps older than the trained weights those were that sampled.
 """
 
 NAMES: dict[str, dict[str, str]] = {
@@ -16,6 +16,7 @@ NAMES: dict[str, dict[str, str]] = {
         "render/breaks": "times that history had to be rendered anew, for each rollout",
         "rollouts": "rollouts judged since the last step",
         "trainable": "share of groups that could be trained on",
+        "filter/<id>": "share of rollouts that a filter fired on, in either mode",
     },
     "Evals": {
         "eval/<source>/avg": "mean reward, clustered by task",

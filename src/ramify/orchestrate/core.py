@@ -19,7 +19,7 @@ from ramify.orchestrate.admission import Admission, Shape
 from ramify.orchestrate.batch import Member, decide, regrow
 from ramify.orchestrate.dispatch import Dispatch, Order
 from ramify.orchestrate.groups import Fate, GroupRun, Standing
-from ramify.orchestrate.judging import Rules, Source, judge, rollout_id
+from ramify.orchestrate.judging import Judged, Rules, Source, judge, rollout_id
 from ramify.orchestrate.sources import Mix
 from ramify.store import Row
 from ramify.store.ledger import Group, Ledger, Marks, StoredBatch
@@ -141,14 +141,14 @@ class Core:
             if number not in self._ready and run.standing is Standing.COMPLETE
         ]
 
-    async def settle(self, number: int, summaries: Mapping[int, dict[str, Any]] | None = None) -> bool:
-        """Judge a complete group whose rewards are all there; whether it can be trained on.
+    async def settle(self, number: int, summaries: Mapping[int, dict[str, Any]] | None = None) -> Judged | None:
+        """Judge a complete group whose rewards are all there; None if it was judged already, or dropped meanwhile.
 
         `summaries` are those of the attempts whose traces the rewards of the group have changed.
         """
         async with self._alone(number) as run:
             if run is None or number in self._ready:
-                return run is not None  # dropped meanwhile, or judged already
+                return None
             group = self._groups[number]
             found = judge(run, self.sources[group.source], self.rules)
             states = {} if found.reward is None else self.mix.learn(group.source, group.task, found.reward)
@@ -156,7 +156,7 @@ class Core:
                 assert found.reason is not None
                 await self.ledger.drop(number, found.reason, found.detail, states=states)
                 self._forget(number)
-                return False
+                return found
             changed = [
                 (self._row(number, attempt, run.rollouts[attempt], summary), run.rollouts[attempt])
                 for attempt, summary in (summaries or {}).items()
@@ -164,7 +164,7 @@ class Core:
             await self.ledger.scored(number, found.notes, rollouts=changed, states=states)
             self.admission.score(number)
             self._ready[number] = (found.member, found.forest)
-            return True
+            return found
 
     async def drop(self, number: int, reason: DropReason, detail: str = "") -> None:
         """Give a group up. Attempts of it that are out count no more and should be cancelled."""

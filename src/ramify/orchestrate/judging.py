@@ -46,6 +46,7 @@ class Judged:
 
     reward: float | None
     notes: dict[int, dict[str, Any]]
+    fired: dict[str, list[bool]]  # by filter, of each trace whether it did; empty where none was asked
     member: Member | None = None
     forest: Forest | None = None
     reason: DropReason | None = None
@@ -61,22 +62,22 @@ def judge(group: GroupRun, source: Source, rules: Rules) -> Judged:
     """What is trained of a complete group."""
     rewards = [trace.reward for trace in group.traces]
     if None in rewards:
-        return Judged(None, {}, reason=DropReason.UNSCORED, detail=_missing(group))
+        return Judged(None, {}, {}, reason=DropReason.UNSCORED, detail=_missing(group))
     mean = float(np.mean([reward for reward in rewards if reward is not None]))
     said = source.algorithm.annotate(group.traces)
     sifted = sift(rules.filters, group.traces, said, rules.vocabulary)
-    notes = _notes(group, said, sifted.verdicts)
+    notes, fired = _notes(group, said, sifted.verdicts), sifted.fired
     if not said:
-        return Judged(mean, notes, reason=DropReason.NOTHING_TRAINABLE, detail="the policy sampled nothing")
+        return Judged(mean, notes, fired, reason=DropReason.NOTHING_TRAINABLE, detail="the policy sampled nothing")
     if not sifted.annotations:
-        return Judged(mean, notes, reason=DropReason.FILTERED, detail=sifted.detail)
+        return Judged(mean, notes, fired, reason=DropReason.FILTERED, detail=sifted.detail)
     rollouts = tuple(rollout_id(group.number, attempt) for attempt in sorted(group.rollouts))
     member = Member(group.number, source.name, source.temperature, rollouts, sifted.annotations)
     forest = member.grow(group.traces, rules.seq_len)
     if not len(forest.targets):
         detail = f"every path is over {rules.seq_len} tokens" if forest.dropped.too_long else "all weights are zero"
-        return Judged(mean, notes, reason=DropReason.NOTHING_TRAINABLE, detail=detail)
-    return Judged(mean, notes, member, forest)
+        return Judged(mean, notes, fired, reason=DropReason.NOTHING_TRAINABLE, detail=detail)
+    return Judged(mean, notes, fired, member, forest)
 
 
 def _missing(group: GroupRun) -> str:

@@ -77,8 +77,8 @@ class Progress:
         if self._sink is not None:
             self._sink(step, values)
 
-    def settled(self, group: Group, traces: list[Trace], trainable: bool) -> None:
-        """A group was judged."""
+    def settled(self, group: Group, traces: list[Trace], trainable: bool, fired: Mapping[str, list[bool]]) -> None:
+        """A group was judged; `fired` says by filter, of each trace, whether it did."""
         judged, now = self._judged, time.monotonic()
         judged.groups += 1
         judged.trainable += trainable
@@ -90,6 +90,8 @@ class Progress:
                 judged.rewards[group.source].append(trace.reward)
             for name, value in self._told(group.source, trace):
                 judged.metrics[name].append(value)
+        for name, each in fired.items():
+            judged.metrics[f"filter/{name}"] += map(float, each)
         self.finished = traces
         while self._rollouts and self._rollouts[0][0] < now - WINDOW:
             self._rollouts.popleft()

@@ -52,7 +52,10 @@ class Served:
 
 
 class Sampling:
-    """Attempts that are out. `settled` is told every group that was judged, and whether it can be trained on."""
+    """Attempts that are out.
+
+    `settled` is told every group that was judged, whether it can be trained on, and what each filter fired on.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Sampling:
         *,
         seed: int,
         limit: Callable[[], int],
-        settled: Callable[[Group, list[Trace], bool], None],
+        settled: Callable[[Group, list[Trace], bool, dict[str, list[bool]]], None],
         failed: Callable[[str, Failure], None],
     ) -> None:
         self._core, self.sources, self._seed = core, sources, seed
@@ -164,8 +167,8 @@ class Sampling:
                 return
         episodes = {trace.attempt: [other for other in traces if other.attempt == trace.attempt] for trace in traces}
         changed = {attempt: summary_of(each) for attempt, each in episodes.items()} if source.compares else None
-        trainable = await self._core.settle(number, changed)
-        self._settled(group, traces, trainable)
+        if (judged := await self._core.settle(number, changed)) is not None:
+            self._settled(group, traces, judged.member is not None, judged.fired)
         if await self._core.cut():
             self.cut.set()
 

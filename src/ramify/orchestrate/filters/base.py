@@ -46,6 +46,7 @@ class Sifted:
     annotations: tuple[Annotation, ...]
     verdicts: dict[str, tuple[str, ...]]
     enforced: tuple[str, ...]  # the filters that left something out
+    fired: dict[str, list[bool]]  # by filter, of each trace whether it did
 
     @property
     def detail(self) -> str:
@@ -73,4 +74,6 @@ def sift(
                 out.add(trace.id)
                 enforced.append(config.id)
     left = tuple(note for note in annotations if note.trace not in out)
-    return Sifted(left, verdicts, tuple(dict.fromkeys(enforced)))
+    names = [each.config.id for each in filters]
+    fired = {name: [name in verdicts.get(trace.id, ()) for trace in group] for name in names}
+    return Sifted(left, verdicts, tuple(dict.fromkeys(enforced)), fired)
