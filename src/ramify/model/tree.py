@@ -81,7 +81,7 @@ class Blocks(NamedTuple):
         return cls(row_end, row_position, *_listed(seen, block, ordered))
 
 
-def _order(lengths: Ints) -> Ints:
+def _order(lengths: np.ndarray) -> np.ndarray:
     """Of lists: as they are, in which neighbours read the same memory, but the very long ones, which must begin early,
     come first. A window makes lists shorter than this counts, and none of them very long."""
     return np.argsort(lengths <= LONG * lengths.mean(), kind="stable")

@@ -93,7 +93,7 @@ def row_of(
         ids, position, places = forest.ids[None], forest.position[..., None, :], None
         tree = Tree(forest.end, forest.position, device, windows)
     there = put([each.astype(np.int64) for each in (ids, position)], device)
-    return Row(forest, *there, tree, places)
+    return Row(forest, there[0], there[1], tree, places)
 
 
 def _told(forest: Forest, places: np.ndarray | None, device: torch.device) -> Told:
