@@ -297,7 +297,7 @@ def test_muon_takes_the_matrices_inside_the_layers_and_adamw_the_rest():
     made = policy(CONFIGS["qwen3"])
     hidden = {name for name, value in made.named_parameters() if is_hidden(name, value)}
     assert hidden == {name for name, value in made.named_parameters() if ".layers." in name and value.ndim == 2}
-    optimizer = Optimizer(made.named_parameters(), OptimConfig(type="muon", weight_decay=0.1), None)
+    optimizer = Optimizer(Masters(made), OptimConfig(type="muon", weight_decay=0.1), None)
     held = [sum(len(group["params"]) for group in part.param_groups) for part in optimizer.parts]
     assert held == [len(hidden), len(list(made.parameters())) - len(hidden)]
 

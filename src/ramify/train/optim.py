@@ -7,7 +7,6 @@ rounds on the way. The schedule is a pure function of the step.
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,19 +19,13 @@ ENDS = ("embed", "lm_head", "wte", "wpe")  # parts of the names of matrices that
 
 
 class Optimizer:
-    """The optimizers of a run as one, with the schedule. `fused`: it reads the gradients that `masters` holds as they
+    """The optimizers of `masters` as one, with the schedule. `fused`: it reads the gradients that they hold as they
     are, clips them and rounds the new weights into the model, which is otherwise the caller's to do."""
 
-    def __init__(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        config: OptimConfig,
-        steps: int | None,
-        masters: Masters | None = None,
-    ) -> None:
+    def __init__(self, masters: Masters, config: OptimConfig, steps: int | None) -> None:
         self.config, self.steps = config, steps
-        self.fused = masters is not None and masters.fusable and config.type == "adamw"
-        named = list(named)
+        self.fused = masters.fusable and config.type == "adamw"
+        named = list(masters.named())
         hidden = [value for name, value in named if config.type == "muon" and is_hidden(name, value)]
         chosen = {id(value) for value in hidden}
         others = [value for _, value in named if id(value) not in chosen]
@@ -53,7 +46,7 @@ class Optimizer:
         ]
         groups = [group for group in groups if group["params"]]
         settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-        if groups and masters is not None and self.fused:
+        if groups and self.fused:
             from ramify.train.adamw import AdamW  # needs Triton, which only a torch for CUDA brings
 
             self.parts.append(AdamW(groups, masters, **settings))

@@ -44,7 +44,7 @@ class Trainer:
     ) -> None:
         self.policy, self.config, self.gather = policy, config, gather
         self.masters = Masters(policy, dtype)
-        self.optimizer = Optimizer(self.masters.named(), config.optim, steps, self.masters)
+        self.optimizer = Optimizer(self.masters, config.optim, steps)
         self.device = next(policy.parameters()).device
         self.cost = Cost.of(policy.model)
         self.peak = peak(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
