@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from ramify.cli import main
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.model.resolve import resolve
 from ramify.render import load_renderer
 from ramify.store import RunStore
@@ -280,12 +280,12 @@ def test_a_step_begun_before_the_last_one_is_told_changes_nothing(world, monkeyp
     assert weights(world / "runs" / "at-once") == weights(world / "runs" / "ahead")
 
 
-def failing(call, step: int):
+def failing(call, step: int, failure: type[Exception] = OSError):
     """`call`, but for the batch of one step."""
 
     def called(*args):
         if any(isinstance(each, Batch) and each.step == step for each in args):
-            raise OSError("the next one fails")
+            raise failure("the next one fails")
         return call(*args)
 
     return called
@@ -327,6 +327,21 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others_to_tell(world, tmp
     run_ranks(2, as_one_that_fails, settings(world, "alone"), tmp_path)
     assert (tmp_path / "1").read_text() == "the next one fails"
     assert [step for step, _ in curve(world / "runs" / "alone")["train/loss"]] == [0]
+
+
+def as_one_that_cannot_make_a_step(config: dict, folder: Path) -> None:
+    run.AHEAD["cpu"] = 1
+    if os.environ["RANK"] == "1":
+        run.shares = failing(run.shares, 2, TemplateRefused)
+    with pytest.raises(TemplateRefused) as caught:
+        train(SftConfig.model_validate(config))
+    (folder / os.environ["RANK"]).write_text(str(caught.value))
+
+
+def test_a_step_that_one_rank_cannot_make_fails_on_all_and_leaves_the_ones_before_it_recorded(world, tmp_path):
+    run_ranks(2, as_one_that_cannot_make_a_step, settings(world, "unmade"), tmp_path)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["the next one fails"] * 2
+    assert [step for step, _ in curve(world / "runs" / "unmade")["train/loss"]] == [0, 1]
 
 
 def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, capsys, tmp_path):

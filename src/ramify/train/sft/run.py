@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ramify.config import write
-from ramify.errors import StorageFull
+from ramify.errors import RamifyError, StorageFull
 from ramify.store import RunStore, naming, open_run
 from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger
@@ -116,12 +116,10 @@ class _Run:
             self._measure(trainer, laying)
         begun: deque[tuple[_Lesson, Running]] = deque()
         while self.done < self.total:
-            try:
+            with self._telling(begun, pace, alike=RamifyError), self.ranks.together():
                 lesson = self._lesson(laying)
+            with self._telling(begun, pace):
                 begun.append((lesson, trainer.begin(lesson.share)))
-            except Exception as failure:
-                self._tell_last(begun, pace, failure)
-                raise
             self.done, self.seen, self.cut = self.done + 1, lesson.seen, self.cut + lesson.cut
             stopped = any(self.ranks.all(self.stop.asked))
             last = self.done == self.total
@@ -150,14 +148,23 @@ class _Run:
         self._record(metrics.step, {**metrics.named(), "data/examples": lesson.seen, "data/cut_tokens": lesson.cut})
         self.display.step(metrics, pace)
 
-    def _tell_last(self, begun: "deque[tuple[_Lesson, Running]]", pace: Pace, failure: Exception) -> None:
-        """Record the steps that were begun before one that cannot be; several ranks would wait here for the others."""
-        for lesson, running in begun if self.ranks.size == 1 else ():
-            try:
-                self._tell(lesson, running, pace)
-            except Exception as error:  # noqa: BLE001 - the GPU may be what has failed; the first failure leaves
-                said = f"{type(error).__name__}: {error}"
-                failure.add_note(f"and step {lesson.share.step}, begun before it, cannot be told: {said}")
+    @contextlib.contextmanager
+    def _telling(
+        self, begun: "deque[tuple[_Lesson, Running]]", pace: Pace, alike: type[Exception] | None = None
+    ) -> Iterator[None]:
+        """Record the steps that were begun before one that cannot be. Several ranks do so together, thus only if that
+        one fails on all of them as `alike`: a rank that fails in a step leaves the others waiting in the step."""
+        try:
+            yield
+        except Exception as failure:
+            together = self.ranks.size == 1 or (alike is not None and isinstance(failure, alike))
+            for lesson, running in begun if together else ():
+                try:
+                    self._tell(lesson, running, pace)
+                except Exception as error:  # noqa: BLE001 - the GPU may be what has failed; the first failure leaves
+                    said = f"{type(error).__name__}: {error}"
+                    failure.add_note(f"and step {lesson.share.step}, begun before it, cannot be told: {said}")
+            raise
 
     def _batch(self, named: Sequence[tuple[str, Chat]], laying: Laying) -> Batch:
         forest = forest_of(named, self.plan.renderer, self.config.data.roles, self.config.seq_len)
