@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from ramify.errors import ModelUnsupported
 from ramify.model.chains import LONG, STEP, Chains, causal
@@ -218,11 +218,19 @@ def test_layouts():
         ("deepseek_v3", "kv_lora_rank"),
         ("cohere", "logit_scale"),
         ("llama4_text", "chunked_attention"),
+        ("gemma4_text", "head_dim"),
+        ("gemma4", "head_dim"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(kind, named):
     with pytest.raises(ModelUnsupported, match=named):
         layout_for(AutoConfig.for_model(kind))
+
+
+def test_layers_may_differ_in_what_the_trainer_takes_from_the_weights():
+    assert layout_for(LlamaConfig(per_layer_config={1: {"intermediate_size": 64}})) is Layout.FOREST
+    with pytest.raises(ModelUnsupported, match="sliding_window"):
+        layout_for(MistralConfig(sliding_window=9, per_layer_config={1: {"sliding_window": 5}}))
 
 
 def test_a_scale_of_one_is_no_scale():

@@ -25,6 +25,7 @@ REFUSED = {
     "kv_lora_rank": "latent keys and values",
 }
 SINKS = {"gpt_oss"}
+SHARED = {"head_dim", "num_attention_heads", "sliding_window"}  # what the trainer takes to be the same in all layers
 
 
 class Layout(Enum):
@@ -43,6 +44,10 @@ def layout_for(config: Any) -> Layout:
     for name, what in REFUSED.items():
         if getattr(text, name, None) not in (None, 1, 1.0):
             raise ModelUnsupported(f"{text.model_type} has {what} ({name}), which the trainer does not compute")
+    if own := sorted(own_settings(text) & SHARED):
+        raise ModelUnsupported(
+            f"{text.model_type} has layers that differ in {', '.join(own)}, which the trainer does not compute"
+        )
     if text.model_type in SINKS:
         raise ModelUnsupported(f"{text.model_type} has attention sinks, which the trainer does not compute")
     if config.is_encoder_decoder:
@@ -57,6 +62,11 @@ def explain(config: Any) -> str:
     text = config.get_text_config()
     kinds = ", ".join(sorted(_kinds(text) & SEQUENTIAL)) or "recurrent"
     return f"chains: {text.model_type} has {kinds} layers, which read from left to right; every path is computed whole"
+
+
+def own_settings(text: Any) -> set[str]:
+    """What some layers have of their own; transformers raises where the config is asked for it."""
+    return {name for layer in text.to_dict().get("per_layer_config", {}).values() for name in layer}
 
 
 def _kinds(text: Any) -> set[str]:

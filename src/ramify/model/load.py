@@ -14,9 +14,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported
+from ramify.model.layout import own_settings
 from ramify.model.paged import paged_attention
 
 ATTENTION = "ramify_paged"
+SHARED = {"num_attention_heads", "num_key_value_heads", "head_dim"}  # a pool has rows of one width
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -72,6 +74,10 @@ def _shape(config: Any) -> Shape:
         raise ModelUnsupported(f"{config.model_type} has layers without paged attention: {', '.join(sorted(unknown))}")
     if getattr(text, "kv_lora_rank", None):
         raise ModelUnsupported(f"{config.model_type} caches latent keys, which the paged cache cannot hold yet")
+    if own := sorted(own_settings(text) & SHARED):
+        raise ModelUnsupported(
+            f"{config.model_type} has layers that differ in {', '.join(own)}, which the paged cache cannot hold yet"
+        )
     heads = text.num_attention_heads
     return Shape(
         layers=text.num_hidden_layers,
