@@ -156,8 +156,9 @@ class Reader(Maker):
 
     def __init__(self, path: Path) -> None:
         super().__init__(0)
-        pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-        words: Any = AutoTokenizer.from_pretrained(path)("\n".join(page.read_text() for page in pages), verbose=False)
+        docs = Path(__file__).parents[1] / "docs"
+        pages = [page.read_text() for page in sorted(docs.glob("*.md")) if page.stem != "benchmarks"]  # which tells of us
+        words: Any = AutoTokenizer.from_pretrained(path)("\n".join(pages), verbose=False)
         self.text = np.array(words["input_ids"], np.int32)
 
     def ids(self, size: int) -> np.ndarray:
@@ -329,13 +330,14 @@ def agreement(trainer: Trainer, exact: Trainer, maker: Maker, checked: bool) -> 
     for kind, make, count in (("groups", maker.uneven, 2), ("trees", maker.wanderer, 6)):
         found = [distances(trainer, exact, maker, [make() for _ in range(count)]) for _ in range(BATCHES)]
         mean = {name: statistics.mean(each[name] for each in found) for name in found[0]}
-        told = ", ".join(f"{name} {each:.5f}" for name, each in mean.items())
-        print(f"{kind}, gradients in bfloat16, of the norm: {told}", flush=True)
+        told = [f"{name} {each:.5f}" for name, each in mean.items()]
         for ours, theirs in (("forest to flat", "flat to flat"), ("forest to float32", "flat to float32")):
             ratios = [each[ours] / each[theirs] for each in found]
-            error = statistics.stdev(ratios) / len(ratios) ** 0.5
-            name = f"{kind}, bfloat16: {ours} over {theirs}, ± {error:.3f}"
-            rows.append(Row(name, statistics.mean(ratios), None, "x", 1 + 2 * error if checked else None))
+            ratio, error = statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+            told.append(f"{ours} over {theirs} {ratio:.3f} ± {error:.3f}")
+            name = f"{kind}, bfloat16: {ours} over {theirs}"
+            rows.append(Row(name, ratio, None, "x", 1 + 2 * error if checked else None))
+        print(f"{kind}, gradients in bfloat16, of the norm: {', '.join(told)}", flush=True)
     return rows
 
 
@@ -363,7 +365,7 @@ def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[
 
 
 def trainer_of(model: str | Path, pack: int, dtype: torch.dtype = torch.bfloat16) -> Trainer:
-    """Of a random model of a shape, or of the one in a directory."""
+    """Of a random model of a shape, or of the one in a directory, with weights that bfloat16 can hold."""
     torch.manual_seed(0)
     loss = find_loss("dppo")
     if isinstance(model, Path):
@@ -372,6 +374,8 @@ def trainer_of(model: str | Path, pack: int, dtype: torch.dtype = torch.bfloat16
         with torch.device("cuda"):
             made = AutoModelForCausalLM.from_config(SHAPES[model], attn_implementation=ATTENTION, dtype=torch.float32)
         policy = Policy(made, Layout.FOREST, loss)
+    for weight in policy.parameters():
+        weight.data = weight.data.bfloat16().float()  # one model, in whatever it computes
     compile_layers(policy)
     settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": {"lr": 1e-6}}
     return Trainer(policy, TrainerConfig(**settings), dtype=dtype)

@@ -24,14 +24,14 @@ def test_both_are_the_share_of_all_choices_of_k_samples(samples, data):
 
 def test_a_task_with_fewer_samples_than_k_is_left_out():
     rewards = {"a": [1.0, 0.0], "b": [1.0], "c": []}
-    at, every = passes(rewards, 2, threshold=1.0)
+    at, every = passes(rewards.values(), 2, threshold=1.0)
     assert (at.mean, every.mean, at.tasks) == (1.0, 0.0, 1)
-    assert passes(rewards, 3, threshold=1.0) is None
-    assert passes(rewards, 1, threshold=1.0)[0].mean == pytest.approx(0.75)
+    assert passes(rewards.values(), 3, threshold=1.0) is None
+    assert passes(rewards.values(), 1, threshold=1.0)[0].mean == pytest.approx(0.75)
 
 
 def test_the_threshold_is_what_passes():
-    assert passes({"a": [0.7, 0.4]}, 1, threshold=0.7)[0].mean == 0.5
+    assert passes([[0.7, 0.4]], 1, threshold=0.7)[0].mean == 0.5
 
 
 def test_repeating_a_sample_adds_nothing_to_what_is_known():

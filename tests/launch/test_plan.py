@@ -1,5 +1,6 @@
 """What a plan decides before anything starts."""
 
+import json
 import shutil
 import socket
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from ramify.launch.plan import plan_of
 from ramify.launch.process import Role
 from ramify.launch.tables import check_tables
 from ramify.model.manifest import Manifest
+from ramify.model.resolve import resolve
 from ramify.model.version import Version
 from ramify.orchestrate.config import RunConfig
 from ramify.train import places
@@ -220,6 +222,13 @@ def test_the_size_of_a_model_is_read_or_guessed():
     assert Model.of("org/Some-7B-Instruct").parameters == 7 * 10**9
     assert Model.of("org/SmolLM2-135M").parameters == 135 * 10**6
     assert Model.of("org/no-size") is None
+
+
+def test_a_config_may_say_null_for_what_is_the_same_as_something_else(tmp_path):
+    shutil.copytree(resolve("tiny"), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_key_value_heads": None, "text_config": None}))
+    assert Model.of(str(tmp_path / "model")) == Model.of("tiny")
 
 
 # -- plugin tables ---------------------------------------------------------------------------------------------------

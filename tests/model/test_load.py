@@ -9,7 +9,13 @@ from ramify.model.load import load
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [("gemma4", "head_dim"), ("gemma4_text", "head_dim"), ("deepseek_v3", "latent"), ("mamba2", "mamba")],
+    [
+        ("gemma4", "head_dim"),
+        ("gemma4_text", "head_dim"),
+        ("deepseek_v3", "latent"),
+        ("mamba2", "mamba"),
+        ("bloom", "max_position_embeddings"),
+    ],
 )
 def test_a_model_without_a_paged_cache_is_named(kind, named, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)

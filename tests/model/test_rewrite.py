@@ -150,6 +150,18 @@ def adapted(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -
     return both, linear(found, gate, None) + found.sum(), linear(found, up, None)
 
 
+def scaled(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """With a weight that is made where it is used."""
+    found = norm(both := x + more, weight)
+    return both, linear(found, 2 * gate, None), linear(found, up, None)
+
+
+def lifted(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """With a number for a row."""
+    found = norm(both := x + 1.0, weight)
+    return both, linear(found, gate, None), linear(found, up, None)
+
+
 @pytest.mark.parametrize(
     ("formula", "given", "often"),
     [
@@ -160,8 +172,20 @@ def adapted(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -
         (middle, {"more": ones(1, TOKENS, 32, dtype=torch.bfloat16)}, 0),
         (middle, {"weight": ones(TOKENS, 32)}, 0),
         (adapted, {}, 0),
+        (scaled, {}, 0),
+        (lifted, {}, 0),
     ],
-    ids=["one row", "two rows", "one for all", "gaps", "two dtypes", "a weight for each", "read by a third"],
+    ids=[
+        "one row",
+        "two rows",
+        "one for all",
+        "gaps",
+        "two dtypes",
+        "a weight for each",
+        "read by a third",
+        "a weight made late",
+        "a number",
+    ],
 )
 def test_a_norm_that_the_operator_does_not_know_is_left(formula: Any, given: dict[str, Tensor], often: int) -> None:
     row = (1, TOKENS, 32)

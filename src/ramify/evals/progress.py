@@ -112,12 +112,12 @@ class Progress:
         return sorted(found, key=lambda item: -item[1])[:SLOWEST]
 
 
-def by_task(rows: Iterable[Row]) -> dict[str, list[float]]:
-    """The rewards of the rollouts that count, by task."""
-    found: dict[str, list[float]] = {}
+def by_task(rows: Iterable[Row]) -> dict[tuple[str, str], list[float]]:
+    """The rewards of the rollouts that count, by source and task."""
+    found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row.failure is None and row.reward is not None:
-            found.setdefault(row.task, []).append(row.reward)
+            found.setdefault((row.source, row.task), []).append(row.reward)
     return found
 
 

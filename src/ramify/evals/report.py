@@ -37,7 +37,7 @@ def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Est
     most, half = max(counts), median_high(counts)
     yield f"avg@{most}" if half == most else "avg", mean, -math.inf, math.inf
     for k in ladder(most):
-        found = passes(rewards, k, threshold)
+        found = passes(rewards.values(), k, threshold)
         if found is not None and k <= half:
             yield f"pass@{k}", found[0], 0.0, 1.0
             if k > 1:

@@ -11,7 +11,7 @@ A task with fewer than k samples says nothing about k, and is left out of it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Z95 = 1.959964  # the normal quantile of a 95 % interval
@@ -56,9 +56,9 @@ def clustered_mean(groups: Iterable[Sequence[float]]) -> Estimate | None:
     return Estimate(mean, math.sqrt(spread * clusters / (clusters - 1)) / count, clusters)
 
 
-def passes(rewards: Mapping[str, Sequence[float]], k: int, threshold: float) -> tuple[Estimate, Estimate] | None:
-    """(pass@k, pass^k) over the tasks that have k samples; None if no task has."""
-    counts = [(len(group), sum(value >= threshold for value in group)) for group in rewards.values() if len(group) >= k]
+def passes(groups: Iterable[Sequence[float]], k: int, threshold: float) -> tuple[Estimate, Estimate] | None:
+    """(pass@k, pass^k) over the tasks whose groups have k samples; None if none has."""
+    counts = [(len(group), sum(value >= threshold for value in group)) for group in groups if len(group) >= k]
     if not counts:
         return None
     at = clustered_mean([pass_at(n, c, k)] for n, c in counts)

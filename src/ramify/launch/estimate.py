@@ -50,11 +50,11 @@ class Model:
     @classmethod
     def _read(cls, directory: Path) -> "Model":
         about = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        about = about.get("text_config", about)
+        about = about.get("text_config") or about
         parameters = sum(math.prod(shape) for shape in shapes(directory).values())
         hidden, heads = about.get("hidden_size", 0), about.get("num_attention_heads", 1)
         head = about.get("head_dim") or hidden // heads
-        kv = 2 * head * about.get("num_key_value_heads", heads)
+        kv = 2 * head * (about.get("num_key_value_heads") or heads)
         return cls(parameters, about.get("num_hidden_layers", 0), hidden, about.get("intermediate_size", 0), kv)
 
     @classmethod

@@ -78,6 +78,8 @@ def _shape(config: Any) -> Shape:
         raise ModelUnsupported(
             f"{config.model_type} has layers that differ in {', '.join(own)}, which the paged cache cannot hold yet"
         )
+    if silent := [name for name in ("num_attention_heads", "max_position_embeddings") if not hasattr(text, name)]:
+        raise ModelUnsupported(f"{config.model_type} has a config without {', '.join(silent)}, which the engine reads")
     heads = text.num_attention_heads
     return Shape(
         layers=text.num_hidden_layers,

@@ -81,10 +81,12 @@ def _middle(eps: float, dtype: torch.dtype) -> tuple[Formula, Formula, list[Filt
         return found[0].unsqueeze(0), found[1].unsqueeze(0), found[2].unsqueeze(0)
 
     def fits(match: InternalMatch, *_: fx.Graph) -> bool:
-        """Two rows of one shape, and a weight of their width."""
+        """Two rows of one shape, and a weight of their width; no weight that is made behind the sum, where the operator
+        stands."""
         shapes = _shapes(match, dtype)
         return (
             shapes is not None
+            and all(node.op in ("placeholder", "get_attr") for node in match.placeholder_nodes[2:])
             and len(shapes[0]) == 3
             and shapes[0][0] == 1
             and shapes[:3] == [shapes[0], shapes[0], shapes[0][2:]]
@@ -116,7 +118,7 @@ def _heads(eps: float, half: int, dtype: torch.dtype) -> tuple[Formula, Formula,
 
 
 def _shapes(match: InternalMatch, dtype: torch.dtype) -> list[tuple[int, ...]] | None:
-    """Of what a formula is given, if that has no gaps and is all of one dtype."""
-    given: list[Any] = [node.meta.get("example_value") for node in match.placeholder_nodes]
+    """Of what a formula is given, if those are tensors without gaps and all of one dtype."""
+    given: list[Any] = [getattr(node, "meta", {}).get("example_value") for node in match.placeholder_nodes]
     even = all(isinstance(each, Tensor) and each.dtype == dtype and each.is_contiguous() for each in given)
     return [tuple(each.shape) for each in given] if even else None

@@ -83,7 +83,7 @@ class Blocks(NamedTuple):
 
 def _order(lengths: np.ndarray) -> np.ndarray:
     """Of lists: as they are, in which neighbours read the same memory, but the very long ones, which must begin early,
-    come first. A window makes lists shorter than this counts, and none of them very long."""
+    come first. Windows are not counted: with one the order is a guess."""
     return np.argsort(lengths <= LONG * lengths.mean(), kind="stable")
 
 

@@ -139,7 +139,7 @@ def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]
     if mean.error is not None:
         values[f"{prefix}/error"] = mean.error
     for k in ladder(config.repetitions):
-        if (both := passes(rewards, k, config.threshold)) is not None:
+        if (both := passes(rewards.values(), k, config.threshold)) is not None:
             values[f"{prefix}/pass@{k}"], values[f"{prefix}/pass^{k}"] = both[0].mean, both[1].mean
     traces = [trace for each in found.values() for trace in each]
     names = {name for trace in traces for name in trace.metrics}
