@@ -157,7 +157,8 @@ class Reader(Maker):
     def __init__(self, path: Path) -> None:
         super().__init__(0)
         docs = Path(__file__).parents[1] / "docs"
-        pages = [page.read_text() for page in sorted(docs.glob("*.md")) if page.stem != "benchmarks"]  # which tells of us
+        names = sorted(set(docs.glob("*.md")) - {docs / "benchmarks.md"})  # which tells of what is found here
+        pages = [name.read_text() for name in names]
         words: Any = AutoTokenizer.from_pretrained(path)("\n".join(pages), verbose=False)
         self.text = np.array(words["input_ids"], np.int32)
 

@@ -1,6 +1,7 @@
 """Through the real model path, a forest gives the gradients of its flat paths."""
 
 import os
+from copy import deepcopy
 from dataclasses import replace
 from random import Random
 
@@ -105,22 +106,26 @@ def test_random_groups_merged_cut_and_packed_give_the_flat_gradients(shape, seed
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", CONFIGS)
 def test_in_bfloat16_a_forest_is_as_near_to_float32_as_flat_paths_are(shape, device):
-    """What is shared is rounded once instead of in every copy, which is neither better nor worse."""
-    rng = Random(0)
-    groups = [merged(rng, 6, [-1, 0, 1, 1], tokens=40), [attempt(rng, "r", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=30)]]
-    groups += [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
-    forests = [grow([each.sample() for each in attempts]) for attempts in groups]
+    """What is shared is rounded once instead of in every copy, which is neither better nor worse: on average, as one
+    batch may be a tenth nearer or further."""
+    module = policy(CONFIGS[shape]).to(device)
+    for weight in module.parameters():
+        weight.data = weight.data.bfloat16().float()  # one model, in whatever it computes
     exact, rounded = (
-        Trainer(policy(CONFIGS[shape]).to(device), TrainerConfig(pack_tokens=2048), dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
+        Trainer(each, TrainerConfig(pack_tokens=2048), dtype=dtype)
+        for each, dtype in ((module, torch.float32), (deepcopy(module), torch.bfloat16))
     )
-    truth = gradient(exact, lay_out(forests, 2048, flat=True))
-    off = {
-        flat: [gradient(rounded, lay_out(forests, size, flat=flat)) - truth for size in (2048, 1024, 300)]
-        for flat in (True, False)
-    }
-    near = {flat: sum(float(each.norm()) for each in found) for flat, found in off.items()}
-    assert near[False] <= 1.05 * near[True]
+    off = {True: 0.0, False: 0.0}
+    for seed in range(4):
+        rng = Random(seed)
+        groups = [merged(rng, 6, [-1, 0, 1, 1], tokens=40), [attempt(rng, "r", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=30)]]
+        groups += [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
+        forests = [grow([each.sample() for each in attempts]) for attempts in groups]
+        truth = gradient(exact, lay_out(forests, 2048, flat=True))
+        for flat in off:
+            found = [gradient(rounded, lay_out(forests, size, flat=flat)) for size in (2048, 300)]
+            off[flat] += sum(float((each - truth).norm() / truth.norm()) for each in found)
+    assert off[False] <= 1.05 * off[True]
 
 
 def gradient(trainer: Trainer, packs) -> torch.Tensor:
