@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from transformers import MambaConfig, Qwen3NextConfig
 
 from ramify.errors import DeadlineExceeded
 from ramify.model.layout import Layout, explain
@@ -24,7 +25,7 @@ from ramify.train.metrics import StepMetrics, Sums
 from ramify.train.optim import Optimizer, is_hidden, share
 from ramify.train.parallel import Ranks
 from ramify.train.rows import bucket, row_of
-from tests.train.models import CONFIGS, HYBRID, VOCAB, policy
+from tests.train.models import CONFIGS, HYBRID, VOCAB, made, policy
 
 MEASURED = ("train/seconds", "train/tokens_per_second", "train/mfu")
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -325,6 +326,17 @@ def test_the_cost_counts_each_product_once():
     near = int(np.minimum(forest.position + 1, 9).sum())
     wanted = 6 * layers * len(forest) + 6 * VOCAB * 48 * len(forest.heads()[0]) + 12 * 4 * 16 * (2 * full + near)
     assert Cost.of(made.model).flops(forest) == wanted
+
+
+def test_only_layers_that_attend_have_pairs():
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4}
+    hybrid = Qwen3NextConfig(**small, intermediate_size=32, num_experts=4, moe_intermediate_size=16)
+    assert hybrid.layer_types.count("linear_attention") == 3
+    assert len(Cost.of(made(hybrid, "eager")).windows) == 1
+    recurrent = MambaConfig(**small, state_size=8)
+    assert Cost.of(made(recurrent, "eager")).pair == 0.0
+    trainer = Trainer(policy(recurrent), TrainerConfig(pack_tokens=512))
+    assert trainer.step(Batch.of(0, lay_out(forests(), 512, trainer.policy.layout))).grad_norm > 0
 
 
 def test_rows_of_a_gpu_have_few_lengths():

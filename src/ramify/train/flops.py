@@ -16,6 +16,7 @@ from ramify.trace import Forest
 
 FORMULA = "6·(weights in layers)·tokens + 6·vocabulary·width·scored + 12·heads·head_dim·Σ over layers of visible pairs"
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16
+ATTENDING = ("full_attention", "sliding_attention")  # kinds of layers; a linear one has no pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,11 @@ class Cost:
     @classmethod
     def of(cls, model: Any) -> "Cost":
         config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = getattr(config, "num_attention_heads", None) or 0  # none where no layer attends
+        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         window = getattr(config, "sliding_window", None) or 0
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-        windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind.endswith("_attention")]
+        windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind in ATTENDING]
         return cls(
             token=6.0 * _weights(model, config),
             scored=6.0 * config.vocab_size * config.hidden_size,

@@ -89,9 +89,9 @@ def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activa
     return policy
 
 
-def attention_for(layout: Layout) -> str:
-    """The attention a model is loaded with: chains need none of ours."""
-    return ATTENTION if layout is Layout.FOREST else "sdpa"
+def attention_for(layout: Layout) -> str | None:
+    """The attention a model is loaded with: chains need none of ours, and transformers knows which they can have."""
+    return ATTENTION if layout is Layout.FOREST else None
 
 
 def compile_layers(policy: Policy) -> None:
