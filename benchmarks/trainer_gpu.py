@@ -382,6 +382,19 @@ def trainer_of(model: str | Path, pack: int, dtype: torch.dtype = torch.bfloat16
     return Trainer(policy, TrainerConfig(**settings), dtype=dtype)
 
 
+def speed(trainer: Trainer, maker: Maker, args: Any) -> list[Row]:
+    """What was asked for of MFU and of forest over flat, and whether anything was compiled late."""
+    rows: list[Row] = []
+    compiled = 0
+    if args.only != "forest":
+        found, again = utilisation(trainer, maker)
+        rows, compiled = rows + found, compiled + again
+    if args.only != "mfu":
+        found, again = speed_up(trainer, maker, args.packs)
+        rows, compiled = rows + found, compiled + again
+    return [*rows, Row("compilations after the third step", float(compiled), None, "", 0.0)]
+
+
 def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
     flags.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
@@ -391,24 +404,22 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return NO_COMPETITOR
+    if args.check and args.only == "gradients" and not args.smollm2:
+        print(
+            "of a random model gradients are only shown: SmolLM2 (--smollm2) is needed to check them", file=sys.stderr
+        )
+        return NO_COMPETITOR
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, {args.shape}\nFLOPs = {FORMULA}")
     print(f"MFU against {PEAK['H200'] / 1e12:.0f} TFLOP/s", flush=True)
-    trainer, maker = trainer_of(args.shape, 4 * PACK), Maker(SHAPES[args.shape].vocab_size)
+    maker = Maker(SHAPES[args.shape].vocab_size)
     rows: list[Row] = []
-    compiled = 0
-    if args.only in (None, "mfu"):
-        found, again = utilisation(trainer, maker)
-        rows, compiled = rows + found, compiled + again
-    if args.only in (None, "forest"):
-        found, again = speed_up(trainer, maker, args.packs)
-        rows, compiled = rows + found, compiled + again
+    if args.only != "gradients":
+        rows += speed(trainer_of(args.shape, 4 * PACK), maker, args)
     if args.only in (None, "gradients"):
         maker = Reader(args.smollm2) if args.smollm2 else maker
         computed = (trainer_of(args.smollm2 or args.shape, PACK, dtype) for dtype in (torch.bfloat16, torch.float32))
         rows += agreement(*computed, maker, checked=args.smollm2 is not None)
-    if args.only != "gradients":
-        rows.append(Row("compilations after the third step", float(compiled), None, "", 0.0))
     return finish(f"benchmarks/trainer_gpu.py: a training step on {name}", rows, args)
 
 

@@ -1,6 +1,7 @@
 """A whole run without processes, killed at any write: the same command again goes on, nothing is lost or doubled."""
 
 import asyncio
+import contextlib
 import os
 import tempfile
 from collections import Counter
@@ -363,10 +364,7 @@ def test_a_group_reward_that_raises_is_asked_for_again_and_its_failure_is_told(l
             settled=lambda *_: None,
             failed=lambda where, failure: told.append(failure.name),
         )
-        running = asyncio.create_task(sampling.run())
-        while core.complete() and not running.done():
-            await asyncio.sleep(0.01)
-        running.cancel()
+        await settled(core, sampling)
         assert told == ["JudgeError"] * times
         return ledger.group(0)
 
@@ -375,6 +373,18 @@ def test_a_group_reward_that_raises_is_asked_for_again_and_its_failure_is_told(l
         assert group.state is State.SCORED
     else:
         assert (group.reason, group.detail) == (DropReason.UNSCORED, "JudgeError: the judge sleeps")
+
+
+async def settled(core: Core, sampling: Sampling) -> None:
+    """Run it until no group is left to be judged."""
+    running = asyncio.create_task(sampling.run())
+    async with asyncio.timeout(30):
+        while core.complete() and not running.done():
+            await asyncio.sleep(0.01)
+    assert not running.done(), running.exception()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
 
 
 class Comparing:
@@ -409,11 +419,7 @@ def test_a_run_may_end_while_groups_of_an_earlier_process_are_settled(ledger):
             settled=lambda *_: None,
             failed=lambda *_: None,
         )
-        running = asyncio.create_task(sampling.run())
-        while core.complete() and not running.done():
-            await asyncio.sleep(0.01)
-        assert not running.done(), running.exception()
-        running.cancel()
+        await settled(core, sampling)
         assert client.asked == 1
         assert {group.reason for group in ledger.groups()} == {DropReason.UNSCORED, DropReason.RUN_ENDED}
 
@@ -441,10 +447,7 @@ def test_how_often_a_filter_fires_is_a_number_of_the_step(ledger, mode):
             settled=progress.settled,
             failed=progress.trouble,
         )
-        running = asyncio.create_task(sampling.run())
-        while core.complete() and not running.done():
-            await asyncio.sleep(0.01)
-        running.cancel()
+        await settled(core, sampling)
         progress.cut({0: [0]})
         same = [order for order in out if order.group == 0]
         assert progress.last["rollouts"] == len(out) > len(same) == 2

@@ -66,7 +66,7 @@ def explain(config: Any) -> str:
 
 def own_settings(text: Any) -> set[str]:
     """What some layers have of their own; transformers raises where the config is asked for it."""
-    return {name for layer in text.to_dict().get("per_layer_config", {}).values() for name in layer}
+    return {name for layer in (text.to_dict().get("per_layer_config") or {}).values() for name in layer}
 
 
 def _kinds(text: Any) -> set[str]:
