@@ -1,4 +1,4 @@
-"""A training step on one GPU: MFU, time per part, forest over flat, gradients in bfloat16, recompilations.
+"""A training step on one GPU: MFU, time per part, forest over flat, recompilations.
 
 The model is random and has the shape of Qwen3-0.6B; it computes in bfloat16 on float32 master weights, and a step
 includes clipping and AdamW. MFU counts each matrix product once, attention over visible pairs only, no recomputation
@@ -7,9 +7,6 @@ A step is timed by itself, from a batch at hand to new weights on a chip that ha
 and one after the other without a rest, as in SFT, where the chip reaches its power limit and lowers its clock.
 Forest over flat runs the same rollouts both ways in packs of 16k tokens: groups of 16 attempts of 1,024 tokens, and
 agents with a long main line and forks.
-
-Gradients in bfloat16 should differ no more between a forest and flat paths than between two flat runs that are packed
-differently. That is asked of a model that has learned (--smollm2), on text; of the random one it is only shown.
 """
 
 from __future__ import annotations
@@ -20,31 +17,24 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from _check import NO_COMPETITOR, Row, finish, parser
+from _gpu import GROUP, PACK, PATH, Maker, trainer_of
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import Qwen3Config
 
-from ramify.model.layout import Layout
-from ramify.model.tree import ATTENTION
-from ramify.trace import Annotation, Forest, Message, Sample, Trace, grow
-from ramify.train import Batch, Trainer, TrainerConfig, find_loss, lay_out
+from ramify.trace import Forest, Message, Sample, Trace, grow
+from ramify.train import Batch, Trainer, lay_out
 from ramify.train.flops import FORMULA, PEAK
 from ramify.train.metrics import StepMetrics
-from ramify.train.policy import Policy, compile_layers, load_policy
 from ramify.train.step import Running
 
-PACK = 16384
 RATIOS = (1, 2, 4, 8, 12)
-GROUP, PATH = 16, 1024
 TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
 AGENTS = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
 REST = 0.15  # seconds before a step that is timed by itself
-BATCHES = 8  # of which gradients are compared
 SHAPES = {
     "qwen3-0.6b": Qwen3Config(
         vocab_size=151936,
@@ -74,33 +64,8 @@ SHAPES = {
 # -- rollouts ------------------------------------------------------------------------------------------------------
 
 
-class Maker:
-    """Traces of random tokens."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.rng, self.vocabulary, self.names = np.random.default_rng(0), vocabulary, itertools.count()
-
-    def ids(self, size: int) -> np.ndarray:
-        return self.rng.integers(0, self.vocabulary, size, dtype=np.int32)
-
-    def reply(self, trace: Trace, parent: int, size: int) -> int:
-        trace.add(
-            parent, Message("assistant"), self.ids(size), sampled=(0, size), logprobs=np.full(size, -11.0, np.float32)
-        )
-        return len(trace.nodes) - 1
-
-    def sample(self, trace: Trace) -> Sample:
-        sampled = [number for number, node in enumerate(trace.nodes) if node.message.role == "assistant"]
-        return Sample(trace, tuple(Annotation(trace.id, node, advantage=float(self.rng.normal())) for node in sampled))
-
-    def chain(self, prompt: np.ndarray, reply: int) -> Sample:
-        trace = Trace(id=f"t{next(self.names)}")
-        trace.add(-1, Message("user"), prompt)
-        self.reply(trace, 0, reply)
-        return self.sample(trace)
-
-    def chains(self, count: int, length: int, trained: int) -> list[list[Sample]]:
-        return [[self.chain(self.ids(length - trained), trained)] for _ in range(count)]
+class Rollouts(Maker):
+    """Groups and agents of a given ratio of tokens, flat over forest."""
 
     def group(self, ratio: float) -> list[Sample]:
         """Attempts at one prompt whose paths have about `ratio` times the tokens of their forest; packs hold it
@@ -111,26 +76,6 @@ class Maker:
         reply = (size - PATH) // (GROUP - 1)
         prompt = self.ids(PATH - reply)
         return [self.chain(prompt, reply) for _ in range(GROUP)]
-
-    def uneven(self) -> list[Sample]:
-        """Attempts of any length at a prompt of any length."""
-        prompt = self.ids(int(self.rng.integers(600, 900)))
-        return [self.chain(prompt, int(self.rng.integers(90, 330))) for _ in range(GROUP)]
-
-    def wanderer(self) -> list[Sample]:
-        """An agent that begins once or twice, takes turns of any length, and forks anywhere."""
-        trace = Trace(id=f"t{next(self.names)}")
-        turns: list[int] = []
-        for _ in range(self.rng.integers(1, 3)):
-            last = -1
-            for _ in range(self.rng.integers(3, 9)):
-                trace.add(last, Message("user"), self.ids(int(self.rng.integers(40, 260))))
-                last = self.reply(trace, len(trace.nodes) - 1, int(self.rng.integers(20, 120)))
-                turns.append(last)
-        for _ in range(self.rng.integers(2, 10)):
-            trace.add(int(self.rng.choice(turns)), Message("tool"), self.ids(int(self.rng.integers(30, 120))))
-            self.reply(trace, len(trace.nodes) - 1, int(self.rng.integers(30, 120)))
-        return [self.sample(trace)]
 
     def agent(self, ratio: float) -> list[Sample]:
         """A main line of turns and side branches that fork off it evenly, in trees that fill packs."""
@@ -149,26 +94,6 @@ class Maker:
             trace.add(place, Message("tool"), self.ids(FORK // 2))
             self.reply(trace, len(trace.nodes) - 1, FORK // 2)
         return [self.sample(trace)]
-
-
-class Reader(Maker):
-    """Traces of text, trained by cross entropy with weights of either sign: what RL is on the policy that sampled."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(0)
-        docs = Path(__file__).parents[1] / "docs"
-        names = sorted(set(docs.glob("*.md")) - {docs / "benchmarks.md"})  # which tells of what is found here
-        pages = [name.read_text() for name in names]
-        words: Any = AutoTokenizer.from_pretrained(path)("\n".join(pages), verbose=False)
-        self.text = np.array(words["input_ids"], np.int32)
-
-    def ids(self, size: int) -> np.ndarray:
-        start = self.rng.integers(0, len(self.text) - size)
-        return self.text[start : start + size]
-
-    def sample(self, trace: Trace) -> Sample:
-        notes = super().sample(trace).annotations
-        return Sample(trace, tuple(Annotation(note.trace, note.node, ce=note.advantage) for note in notes))
 
 
 def both(groups: Sequence[list[Sample]]) -> tuple[list[Forest], list[Forest]]:
@@ -291,7 +216,7 @@ def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
     return rows, compiled
 
 
-def speed_up(trainer: Trainer, maker: Maker, packs: int) -> tuple[list[Row], int]:
+def speed_up(trainer: Trainer, maker: Rollouts, packs: int) -> tuple[list[Row], int]:
     rows: list[Row] = []
     compiled = 0
     for name, make in (("groups of 16", maker.group), ("agents with forks", maker.agent)):
@@ -316,73 +241,7 @@ def _fill(packs: list[Forest]) -> float:
     return sum(each.tokens for each in packs) / (PACK * len(packs))
 
 
-def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
-    trainer.differentiate(Batch.of(0, packs))
-    trainer.masters.settle()
-    return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
-
-
-def agreement(trainer: Trainer, exact: Trainer, maker: Maker, checked: bool) -> list[Row]:
-    """Forest and flat in bfloat16 beside flat runs that are packed differently, and how far each is from the gradient
-    in float32: means over batches, and what two standard errors of them allow. Lengths are those of real rollouts,
-    uneven: paths of whole blocks would be rounded alike in all packings. Groups, and trees with forks and several
-    roots; in the small packs trees are cut."""
-    rows: list[Row] = []
-    for kind, make, count in (("groups", maker.uneven, 2), ("trees", maker.wanderer, 6)):
-        found = [distances(trainer, exact, maker, [make() for _ in range(count)]) for _ in range(BATCHES)]
-        mean = {name: statistics.mean(each[name] for each in found) for name in found[0]}
-        told = [f"{name} {each:.5f}" for name, each in mean.items()]
-        for ours, theirs in (("forest to flat", "flat to flat"), ("forest to float32", "flat to float32")):
-            ratios = [each[ours] / each[theirs] for each in found]
-            ratio, error = statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
-            told.append(f"{ours} over {theirs} {ratio:.3f} ± {error:.3f}")
-            name = f"{kind}, bfloat16: {ours} over {theirs}"
-            rows.append(Row(name, ratio, None, "x", 1 + 2 * error if checked else None))
-        print(f"{kind}, gradients in bfloat16, of the norm: {', '.join(told)}", flush=True)
-    return rows
-
-
-def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[Sample]]) -> dict[str, float]:
-    """Between the gradients of a batch, on average over its packings."""
-
-    def mixed(forests: list[Forest]) -> list[Forest]:
-        return [forests[number] for number in maker.rng.permutation(len(forests))]
-
-    def apart(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        return statistics.mean(float((left - right).norm() / right.norm()) for left, right in pairs)
-
-    flat, trees = [grow([each]) for group in groups for each in group], [grow(group) for group in groups]
-    ways = [(flat, PACK), (mixed(flat), PACK), (flat[::-1], PACK // 2), (mixed(flat), PACK // 4)]
-    runs = [gradients(trainer, lay_out(each, size, flat=True)) for each, size in ways]
-    ways = [(trees, PACK), (mixed(trees), PACK), (trees[::-1], PACK // 4)]
-    forests = [gradients(trainer, lay_out(each, size)) for each, size in ways]
-    truth = [gradients(exact, lay_out(flat, PACK, flat=True))]
-    return {
-        "flat to flat": apart(itertools.combinations(runs, 2)),
-        "forest to flat": apart(itertools.product(forests, runs)),
-        "flat to float32": apart(itertools.product(runs, truth)),
-        "forest to float32": apart(itertools.product(forests, truth)),
-    }
-
-
-def trainer_of(model: str | Path, pack: int, dtype: torch.dtype = torch.bfloat16) -> Trainer:
-    """Of a random model of a shape, or of the one in a directory, with weights that bfloat16 can hold."""
-    torch.manual_seed(0)
-    loss = find_loss("dppo")
-    if isinstance(model, Path):
-        policy = load_policy(model, loss, device=torch.device("cuda"))
-    else:
-        with torch.device("cuda"):
-            made = AutoModelForCausalLM.from_config(SHAPES[model], attn_implementation=ATTENTION, dtype=torch.float32)
-        policy = Policy(made, Layout.FOREST, loss)
-    for weight in policy.parameters():
-        weight.data = weight.data.bfloat16().float()  # one model, in whatever it computes
-    compile_layers(policy)
-    settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": {"lr": 1e-6}}
-    return Trainer(policy, TrainerConfig(**settings), dtype=dtype)
-
-
-def speed(trainer: Trainer, maker: Maker, args: Any) -> list[Row]:
+def speed(trainer: Trainer, maker: Rollouts, args: Any) -> list[Row]:
     """What was asked for of MFU and of forest over flat, and whether anything was compiled late."""
     rows: list[Row] = []
     compiled = 0
@@ -399,27 +258,16 @@ def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__.splitlines()[0])
     flags.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     flags.add_argument("--packs", type=int, default=4, help="packs of 16k tokens the forests of a comparison fill")
-    flags.add_argument("--only", choices=["mfu", "forest", "gradients"], help="ask one of the questions")
+    flags.add_argument("--only", choices=["mfu", "forest"], help="ask one of the questions")
     args: Any = flags.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return NO_COMPETITOR
-    if args.check and args.only == "gradients" and not args.smollm2:
-        print(
-            "of a random model gradients are only shown: SmolLM2 (--smollm2) is needed to check them", file=sys.stderr
-        )
-        return NO_COMPETITOR
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, {args.shape}\nFLOPs = {FORMULA}")
     print(f"MFU against {PEAK['H200'] / 1e12:.0f} TFLOP/s", flush=True)
-    maker = Maker(SHAPES[args.shape].vocab_size)
-    rows: list[Row] = []
-    if args.only != "gradients":
-        rows += speed(trainer_of(args.shape, 4 * PACK), maker, args)
-    if args.only in (None, "gradients"):
-        maker = Reader(args.smollm2) if args.smollm2 else maker
-        computed = (trainer_of(args.smollm2 or args.shape, PACK, dtype) for dtype in (torch.bfloat16, torch.float32))
-        rows += agreement(*computed, maker, checked=args.smollm2 is not None)
+    shape = SHAPES[args.shape]
+    rows = speed(trainer_of(shape, 4 * PACK, {"lr": 1e-6}), Rollouts(shape.vocab_size), args)
     return finish(f"benchmarks/trainer_gpu.py: a training step on {name}", rows, args)
 
 

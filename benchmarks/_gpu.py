@@ -1,0 +1,64 @@
+"""What the benchmarks of a training step on a GPU share: traces of random tokens, and trainers in a precision."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ramify.model.layout import Layout
+from ramify.model.tree import ATTENTION
+from ramify.trace import Annotation, Message, Sample, Trace
+from ramify.train import Trainer, TrainerConfig, find_loss
+from ramify.train.policy import Policy, compile_layers, load_policy
+
+PACK, PATH = 16384, 1024  # tokens of a pack, and of a path
+GROUP = 16
+
+
+class Maker:
+    """Traces of random tokens."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.rng, self.vocabulary, self.names = np.random.default_rng(0), vocabulary, itertools.count()
+
+    def ids(self, size: int) -> np.ndarray:
+        return self.rng.integers(0, self.vocabulary, size, dtype=np.int32)
+
+    def reply(self, trace: Trace, parent: int, size: int) -> int:
+        trace.add(
+            parent, Message("assistant"), self.ids(size), sampled=(0, size), logprobs=np.full(size, -11.0, np.float32)
+        )
+        return len(trace.nodes) - 1
+
+    def sample(self, trace: Trace) -> Sample:
+        sampled = [number for number, node in enumerate(trace.nodes) if node.message.role == "assistant"]
+        return Sample(trace, tuple(Annotation(trace.id, node, advantage=float(self.rng.normal())) for node in sampled))
+
+    def chain(self, prompt: np.ndarray, reply: int) -> Sample:
+        trace = Trace(id=f"t{next(self.names)}")
+        trace.add(-1, Message("user"), prompt)
+        self.reply(trace, 0, reply)
+        return self.sample(trace)
+
+    def chains(self, count: int, length: int, trained: int) -> list[list[Sample]]:
+        return [[self.chain(self.ids(length - trained), trained)] for _ in range(count)]
+
+
+def trainer_of(model: PreTrainedConfig | Path, pack: int, optim: Any, dtype: torch.dtype = torch.bfloat16) -> Trainer:
+    """Of a random model of a shape, or of the one in a directory."""
+    torch.manual_seed(0)
+    loss = find_loss("dppo")
+    if isinstance(model, Path):
+        policy = load_policy(model, loss, device=torch.device("cuda"))
+    else:
+        with torch.device("cuda"):
+            made = AutoModelForCausalLM.from_config(model, attn_implementation=ATTENTION, dtype=torch.float32)
+        policy = Policy(made, Layout.FOREST, loss)
+    compile_layers(policy)
+    settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": optim}
+    return Trainer(policy, TrainerConfig(**settings), dtype=dtype)
