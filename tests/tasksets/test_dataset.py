@@ -118,12 +118,21 @@ def test_parquet_and_saved_datasets_are_read(tmp_path):
         pa.ipc.new_stream(file, table.schema) as out,
     ):
         out.write_table(table)
+    (saved / "cache-1f2e3d.arrow").write_bytes((saved / "data-00000-of-00001.arrow").read_bytes())  # what `map` leaves
     expected = [row["question"] for row in ROWS]
     assert questions(dataset(data / "train-00000-of-00001.parquet", eval_share=0, **GSM8K)) == expected
     assert questions(dataset(tmp_path / "downloaded", part="train", eval_share=0, **GSM8K)) == expected
     assert questions(dataset(tmp_path / "saved", part="test", eval_share=0, **GSM8K)) == expected
     with pytest.raises(ConfigInvalid, match="no part 'validation'"):
         questions(dataset(tmp_path / "saved", part="validation", **GSM8K))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow"])
+def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path, name):
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(b"\xff\xfe not rows at all")
+    with pytest.raises(ConfigInvalid, match=name):
+        questions(dataset(tmp_path / name, eval_share=0, **GSM8K))
 
 
 def test_an_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):

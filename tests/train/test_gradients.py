@@ -7,7 +7,9 @@ from random import Random
 
 import pytest
 import torch
+from transformers import MixtralConfig, OPTConfig, Phi3Config
 
+from ramify.errors import ModelUnsupported
 from ramify.model.layout import Layout
 from ramify.trace import Annotation, grow
 from ramify.train import Batch, Trainer, TrainerConfig, lay_out
@@ -80,6 +82,66 @@ def test_a_forest_whole_and_cut_gives_the_flat_gradients(shape, case, seed):
     pieces = lay_out([forest], len(forest) // 2)
     assert len(pieces) > 1
     assert_equal(train_forest(ours, pieces, counts), flat)
+
+
+NOISY = {
+    "dropout": OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        enable_bias=False,  # that of keys has no gradient but what rounding leaves
+    ),
+    "router": MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        router_jitter_noise=0.3,
+    ),
+}
+
+
+@pytest.mark.parametrize("noise", NOISY)
+def test_a_policy_has_no_noise_of_its_own(noise):
+    config = NOISY[noise]
+    (attempts,) = CASES["branches"](Random(0))
+    forest = grow([each.sample() for each in attempts])
+    counts = forest.counts()
+    plain = made(config, "eager").eval()
+    assert_equal(train_forest(policy(config), [forest], counts), train_flat(plain, attempts, counts))
+
+
+def test_longrope_is_refused_where_a_row_would_turn_all_its_tokens_by_other_angles():
+    factors = [1.0 + number for number in range(8)]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 30,
+    }
+    config = Phi3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        original_max_position_embeddings=30,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    module = policy(config)
+    short, long = (grow([attempt(Random(0), "a", [-1, 0], tokens=size).sample()]) for size in (10, 20))
+    train_forest(module, [short], short.counts())
+    with pytest.raises(ModelUnsupported, match="longrope"):
+        train_forest(module, [long], long.counts())
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -148,13 +148,37 @@ def test_every_loss_has_a_formula_in_the_docs_that_gives_the_same_numbers():
     assert isinstance(names["reinforce"](given), Term)
 
 
-def test_a_loss_is_found_by_name_or_import_path_and_its_options_are_checked():
+def sharpened(entries, *, by):
+    return Term(-by * entries.logprob)
+
+
+def bare(entries):
+    return -entries.logprob
+
+
+def averaged(entries):
+    return Term(-entries.logprob.mean())
+
+
+def test_a_loss_of_ones_own_gives_each_entry_its_number():
+    assert torch.equal(find_loss(f"{__name__}.sharpened", {"by": 2.0})(entries()).loss, -2.0 * entries().logprob)
+    for id in ("bare", "averaged"):  # a mean would depend on the packing
+        with pytest.raises(ConfigInvalid, match="one number for each entry"):
+            find_loss(f"{__name__}.{id}")(entries())
+
+
+def test_a_loss_is_found_by_name_or_import_path_and_its_options_are_checked(tmp_path, monkeypatch):
+    (tmp_path / "broken_losses.py").write_text('raise RuntimeError("broken")')
+    monkeypatch.syspath_prepend(tmp_path)
     assert torch.equal(find_loss("ramify.train.losses.ppo:ppo")(entries()).loss, find_loss("ppo")(entries()).loss)
     assert not torch.equal(find_loss("ppo", {"high": 0.5})(entries()).loss, find_loss("ppo")(entries()).loss)
     for id, options, said in [
         ("dpo", {}, "did you mean 'dppo'"),
         ("ppo", {"hight": 0.5}, "did you mean 'high'"),
         ("nowhere.loss", {}, "cannot be imported"),
+        ("broken_losses.loss", {}, "cannot be imported: RuntimeError: broken"),
+        ("tests.train.models.VOCAB", {}, "is no function"),
+        (f"{__name__}.sharpened", {}, "needs the option 'by'"),
     ]:
         with pytest.raises(ConfigInvalid, match=said):
             find_loss(id, options)

@@ -1,5 +1,6 @@
 """`ramify trainer`: what it is asked to train it trains once in the history, whatever kills it; recordings replay."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from ramify.cli import main
-from ramify.errors import ConfigInvalid, DeadlineExceeded, PeerRefused
+from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, PeerRefused
 from ramify.model import Manifest, Version
-from ramify.train.batches import Laying, encode, shares
+from ramify.train import remote
+from ramify.train.batches import Batch, Laying, encode, shares
 from ramify.train.remote import RemoteSource
 from ramify.train.source import Recording, ReplaySource
 from tests.train.batched import random_batches
@@ -102,6 +104,24 @@ def test_two_ranks_are_one_trainer(model, tmp_path):
     assert all(abs(ours[name] - theirs[name]).max() <= 1e-4 for name in theirs)
 
 
+def as_one_that_says_why(args: list[str], folder: Path) -> None:
+    with (folder / os.environ["RANK"]).open("w") as told, contextlib.redirect_stderr(told):
+        main(args)
+
+
+def test_a_batch_that_one_rank_cannot_have_ends_all_by_its_name(model, tmp_path):
+    class Mean(Orchestrator):
+        def _batch(self, said):
+            if said.rank == 1:
+                raise PeerRefused("not for you")
+            return super()._batch(said)
+
+    with Mean(random_batches(1)) as orchestrator:
+        args = arguments(model, tmp_path / "out", "--address", orchestrator.address)
+        run_ranks(2, as_one_that_says_why, args, tmp_path)
+    assert ["PeerRefused: not for you" in (tmp_path / rank).read_text() for rank in "01"] == [True, True]
+
+
 def test_a_version_is_kept_while_an_engine_needs_it_and_lies_in_memory_if_asked(model, tmp_path):
     with Orchestrator(random_batches(3)) as orchestrator:
         orchestrator.needed = [("p", 0, 1)]
@@ -123,7 +143,7 @@ def test_a_recording_replays_forest_and_flat_with_the_same_gradients(model, tmp_
     recording = Recording(tmp_path / "recorded")
     for batch in random_batches(2):
         for rank, share in enumerate(shares(batch, laying, 2)):
-            recording.add(batch.step, rank, encode(share))
+            recording.add(batch.step, rank, encode(share), 2)
     found = []
     for flat in ([], ["--flat"]):
         args = ["--replay", str(recording.directory), *flat, "--trainer.optim.lr", "1e-9"]
@@ -145,9 +165,54 @@ def test_a_recording_with_a_hole_or_without_batches_is_refused(tmp_path):
     with pytest.raises(ConfigInvalid, match="no recorded batches"):
         ReplaySource(Recording(tmp_path))
     for step in (0, 2):
-        Recording(tmp_path).add(step, 0, b"")
+        Recording(tmp_path).add(step, 0, b"", 1)
     with pytest.raises(ConfigInvalid, match="no batch of step 1"):
         ReplaySource(Recording(tmp_path))
+
+
+def test_shares_that_are_not_one_batch_are_never_replayed(tmp_path):
+    recording, laying = Recording(tmp_path), Laying(pack_tokens=128)
+    batch = random_batches(1)[0]
+    for ranks in (2, 1):  # a trainer with fewer ranks is given the step again
+        for rank, share in enumerate(shares(batch, laying, ranks)):
+            recording.add(0, rank, encode(share), ranks)
+    (whole,) = recording.shares(0)
+    assert Batch.of(0, whole.packs).counts == batch.counts
+    first, second = shares(batch, laying, 2)
+    recording.add(0, 0, encode(first), 2)  # and the other rank was killed before it had its own
+    with pytest.raises(BatchCorrupt, match=r"the shares of step 0 .* one is missing"):
+        recording.shares(0)
+    recording.add(0, 1, encode(second)[:-9], 2)
+    with pytest.raises(BatchCorrupt, match=r"rank_1\.batch"):
+        recording.shares(0)
+
+
+def test_checkpoints_stay_when_the_end_of_the_history_cannot_be_loaded(model, tmp_path, capsys):
+    newer = tmp_path / "trainer" / "checkpoints" / "step_000004"
+    newer.mkdir(parents=True)
+    (newer / "checkpoint.json").write_text("{}")
+    with Orchestrator(random_batches(3)) as orchestrator:
+        orchestrator.committed = 2
+        assert main(arguments(model, tmp_path, "--address", orchestrator.address)) == 1
+    assert "step_000002 is no checkpoint" in capsys.readouterr().err
+    assert newer.exists()
+
+
+@pytest.mark.megabytes(1)
+def test_without_room_for_the_last_checkpoint_the_end_says_so(model, small_disk, capsys):
+    args = arguments(model, small_disk, "--checkpoint.interval", "100", "--weights.transport", "shm")
+    with Orchestrator(random_batches(2)) as orchestrator:
+        assert main([*args, "--address", orchestrator.address]) == 1
+        assert orchestrator.committed == 0
+    assert "StorageFull" in capsys.readouterr().err
+
+
+def test_a_schedule_that_needs_an_end_is_refused_before_the_first_step(model, tmp_path, capsys):
+    with Orchestrator(random_batches(1)) as orchestrator:
+        args = ["--address", orchestrator.address, "--trainer.optim.schedule", '{"type": "linear", "warmup_steps": 9}']
+        assert main(arguments(model, tmp_path, *args)) == 2
+    assert "needs to know the number of steps" in capsys.readouterr().err
+    assert not orchestrator.served
 
 
 def test_questions_may_be_repeated_and_a_replaced_trainer_is_told_to_go():
@@ -194,6 +259,22 @@ def test_an_orchestrator_that_is_not_there_is_named_in_time():
             source.hello(0, 1, Laying(), None)
     finally:
         source.close()
+
+
+def test_whoever_is_asked_to_stop_waits_for_nobody_who_does_not_answer(monkeypatch):
+    monkeypatch.setattr(remote, "PARTING", 0.2)
+    source = RemoteSource("tcp://127.0.0.1:9", patience=3600.0, stopped=lambda: True)
+    try:
+        with pytest.raises(DeadlineExceeded, match="asked to stop"):
+            source.hello(0, 1, Laying(), None)
+    finally:
+        source.close()
+
+
+def test_an_address_that_is_none_is_refused(capsys):
+    for address in ("here", "tcp://127.0.0.1", "http://127.0.0.1:80", "tcp://127.0.0.1:99999"):
+        assert main(["trainer", "--address", address, "--dry-run"]) == 2
+        assert "address: " in capsys.readouterr().err
 
 
 def test_a_trainer_needs_exactly_one_source(capsys, tmp_path):

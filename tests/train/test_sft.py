@@ -25,6 +25,7 @@ from ramify.train.sft.chats import read_chats
 from ramify.train.sft.config import DataConfig, SftConfig
 from ramify.train.sft.display import Quiet
 from ramify.train.sft.examples import forest_of
+from ramify.train.sft.plan import plan_of
 from ramify.train.sft.stream import Stream, held_out
 from ramify.train.step import Running, Trainer
 from tests.train.workers import DEADLINE, run_ranks, start_sft, write_model
@@ -124,10 +125,37 @@ def test_files_in_every_form_say_the_same(tmp_path):
     assert all(chats == found[0] for chats in found)
 
 
-@pytest.mark.parametrize("row", [{"text": "hi"}, {"messages": [{"content": "x"}]}, {"messages": TALK[:2]}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "hi"},
+        {"messages": [{"content": "x"}]},
+        {"messages": TALK[:2]},
+        {"prompt": "half of a pair: \ud83d", "completion": "hi"},
+        {"messages": [{"role": "assistant", "content": "hi", "reasoning": ["hm"]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": 7, "function": {"name": "add"}}]}]},
+    ],
+    ids=str,
+)
 def test_a_row_that_is_no_conversation_is_named(row):
     with pytest.raises(ConfigInvalid, match="row 2 of data"):
         read_chats([{"messages": TALK}, row], data())
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{{ raise_exception('not ' + messages[1].content) if messages | length > 1 }}" + (config["chat_template"])
+    )
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "alone"}]}))
+    (tmp_path / "apart.jsonl").write_text("\n".join([json.dumps({"prompt": "hi", "completion": "this"})] * 2))
+    said = {"model": {"name": str(model)}, "data": {"path": str(tmp_path / "data.jsonl")}}
+    said |= {"validation": {"path": str(tmp_path / "apart.jsonl")}}
+    plan = plan_of(SftConfig.model_validate(said))
+    with pytest.raises(TemplateRefused, match=r"row 2 of .*apart\.jsonl: .*not this"):
+        forest_of([("a", plan.validation[1])], plan.renderer, ["assistant"], 100)
 
 
 def test_every_example_comes_once_an_epoch_whatever_the_batch_size():
@@ -344,6 +372,40 @@ def test_a_step_that_one_rank_cannot_make_fails_on_all_and_leaves_the_ones_befor
     assert [step for step, _ in curve(world / "runs" / "unmade")["train/loss"]] == [0, 1]
 
 
+class Listening(Quiet):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def test_conversations_that_lose_all_of_their_end_are_counted(world, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 100, "completion": "bb"}))
+    config = settings(world, "long") | {"data": {"path": str(tmp_path / "long.jsonl")}, "validation": {}, "epochs": 1}
+    heard = Listening()
+    train(SftConfig.model_validate(config), display=heard)
+    assert "3 tokens to learn lay beyond seq_len = 64 and were cut off" in heard.lines
+
+
+def test_a_share_that_leaves_nothing_is_refused(world):
+    for share, nothing in ((0.99, "none to train on"), (0.01, "none to measure")):
+        config = SftConfig.model_validate(settings(world, "share") | {"validation": {"share": share}})
+        with pytest.raises(ConfigInvalid, match=nothing):
+            plan_of(config)
+
+
+def test_a_run_does_not_go_on_with_other_conversations(world, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_bytes((world / "data.jsonl").read_bytes())
+    flags = ["-m", str(world / "model"), "-d", str(data), "-o", str(tmp_path), "--name", "x", "--batch_size", "8"]
+    assert main(["sft", *flags, "--max_steps", "1"]) == 0
+    with data.open("a") as file:
+        file.write(json.dumps({"prompt": "one", "completion": "more"}))
+    assert main(["sft", *flags, "--max_steps", "2"]) == 2
+    assert "conversations.count: was 40, now 41" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, capsys, tmp_path):
     flags = ["-m", str(world / "model"), "-d", str(world / "data.jsonl"), "-o", str(tmp_path), "--name", "x"]
     assert main(["sft", *flags, "--batch_size", "8", "--dry-run"]) == 0
@@ -353,6 +415,6 @@ def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, 
     assert "lora.enabled" in capsys.readouterr().err
     from ramify.store import open_run
 
-    open_run(tmp_path / "x", SftConfig.model_validate(settings(world, "x")).identity).close()
+    open_run(tmp_path / "x", plan_of(SftConfig.model_validate(settings(world, "x"))).identity).close()
     assert main(["sft", *flags, "--seed", "3", "--max_steps", "1"]) == 2
     assert "seed: was 0, now 3" in capsys.readouterr().err

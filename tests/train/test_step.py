@@ -10,20 +10,22 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, Qwen3NextConfig
 
-from ramify.errors import DeadlineExceeded
+from ramify.errors import DeadlineExceeded, WeightsRefused
 from ramify.model.layout import Layout, explain
 from ramify.model.resolve import resolve
 from ramify.model.tree import BLOCK
 from ramify.trace import Annotation, Message, Sample, Trace, VersionRun, filler, grow
-from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, lay_out
+from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, find_loss, lay_out
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.flops import Cost
 from ramify.train.masters import Masters
 from ramify.train.metrics import StepMetrics, Sums
 from ramify.train.optim import Optimizer, is_hidden, share
 from ramify.train.parallel import Ranks
+from ramify.train.policy import load_policy
 from ramify.train.rows import bucket, row_of
 from tests.train.models import CONFIGS, HYBRID, VOCAB, made, policy
 
@@ -354,6 +356,16 @@ def test_the_packaged_model_is_loaded_and_says_how_it_computes():
     assert said == ["forest: shared prefixes are computed once"]
     assert explain(HYBRID).startswith("chains: lfm2 has conv layers")
     assert not made.step(Batch.of(0, lay_out(forests(), 100))).skipped
+
+
+def test_a_model_without_some_of_its_weights_is_not_made_up(tmp_path):
+    made(CONFIGS["llama"], "eager").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(WeightsRefused, match=r"model\.norm\.weight"):
+        load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"))
 
 
 def test_configuration_and_losses_load_without_torch():

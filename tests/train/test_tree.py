@@ -206,7 +206,7 @@ def test_a_tree_of_30000_tokens_takes_memory_linear_in_its_tokens():
 def test_layouts():
     assert {layout_for(config) for config in CONFIGS.values()} == {Layout.FOREST}
     assert layout_for(HYBRID) is Layout.CHAINS
-    for kind in ("mamba", "qwen3_next", "falcon_h1", "recurrent_gemma", "bamba", "rwkv"):
+    for kind in ("mamba", "qwen3_next", "falcon_h1", "bamba", "rwkv"):
         assert layout_for(AutoConfig.for_model(kind)) is Layout.CHAINS, kind
 
 
@@ -217,6 +217,13 @@ def test_layouts():
         ("gpt_oss", "sinks"),
         ("deepseek_v3", "kv_lora_rank"),
         ("cohere", "logit_scale"),
+        ("recurrent_gemma", "logits_soft_cap"),
+        ("xlstm", "output_logit_soft_cap"),
+        ("inkling_text", "logits_mup_width_multiplier"),
+        ("codegen", "by itself"),
+        ("gptj", "by itself"),
+        ("xglm", "by itself"),
+        ("clip_text_model", "no causal language model"),
         ("llama4_text", "chunked_attention"),
         ("gemma4_text", "head_dim"),
         ("gemma4", "head_dim"),

@@ -18,10 +18,13 @@ SEQUENTIAL_MODELS = {"rwkv", "xlstm"}  # that do not list their layers
 REFUSED = {
     "attn_logit_softcapping": "softcapped attention scores",
     "final_logit_softcapping": "softcapped logits",
+    "logits_soft_cap": "softcapped logits",
+    "output_logit_soft_cap": "softcapped logits",
     "logit_scale": "scaled logits",
     "logits_scaling": "scaled logits",
     "lm_head_multiplier": "scaled logits",
     "output_multiplier": "scaled logits",
+    "logits_mup_width_multiplier": "scaled logits",
     "kv_lora_rank": "latent keys and values",
 }
 SINKS = {"gpt_oss"}
@@ -52,7 +55,10 @@ def layout_for(config: Any) -> Layout:
         raise ModelUnsupported(f"{text.model_type} has attention sinks, which the trainer does not compute")
     if config.is_encoder_decoder:
         raise ModelUnsupported(f"{text.model_type} is an encoder and a decoder; the trainer knows decoders alone")
-    return Layout.CHAINS if kinds & SEQUENTIAL or text.model_type in SEQUENTIAL_MODELS else Layout.FOREST
+    if kinds & SEQUENTIAL or text.model_type in SEQUENTIAL_MODELS:
+        return Layout.CHAINS
+    _refuse_deaf(config)
+    return Layout.FOREST
 
 
 def explain(config: Any) -> str:
@@ -67,6 +73,28 @@ def explain(config: Any) -> str:
 def own_settings(text: Any) -> set[str]:
     """What some layers have of their own; transformers raises where the config is asked for it."""
     return {name for layer in (text.to_dict().get("per_layer_config") or {}).values() for name in layer}
+
+
+def longrope(text: Any) -> int | None:
+    """The positions a sequence may have where it turns tokens by longrope: beyond them all of it is turned by other
+    angles, what came before included. But a cache has turned that already, and a row has sequences on both sides."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+    return min(
+        (kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"),
+        default=None,
+    )
+
+
+def _refuse_deaf(config: Any) -> None:
+    """Some models take the name of an attention function when they are loaded, and never call it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # and with it torch
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise ModelUnsupported(f"transformers has no causal language model of type {config.model_type}")
+    if not kind.is_backend_compatible():
+        raise ModelUnsupported(f"{config.model_type} computes attention by itself: it cannot be told who sees whom")
 
 
 def _kinds(text: Any) -> set[str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from ramify.errors import ModelUnsupported
-from ramify.model.layout import own_settings
+from ramify.errors import ModelUnsupported, WeightsRefused
+from ramify.model.layout import longrope, own_settings
 from ramify.model.paged import paged_attention
 
 ATTENTION = "ramify_paged"
@@ -50,15 +51,49 @@ def load(path: Path, *, dtype: str = "auto", device: str = "auto") -> LoadedMode
     """Load the model directory `path`; `auto` takes the dtype of the checkpoint, and a GPU if there is one."""
     AttentionInterface.register(ATTENTION, paged_attention)
     logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = read_config(path)
     shape = _shape(config)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     kind = _dtype(config) if dtype == "auto" else DTYPES[dtype]
-    module: Any = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=kind, attn_implementation=ATTENTION, local_files_only=True
-    )
+    module = read_model(path, config, kind, ATTENTION)
     module.eval().requires_grad_(False).to(place)
     return LoadedModel(module, path, shape, kind, place, _eos(config, module.generation_config))
+
+
+def read_config(path: Path) -> Any:
+    """The config of a model directory, as transformers understands it."""
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {_short(error)}") from error
+
+
+def read_model(path: Path, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+    """The model of a directory with all of its weights; what a file does not hold would be made up."""
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise WeightsRefused(f"the weights in {path} cannot be read: {_short(error)}") from error
+    except KeyError as error:  # of a class for each attention function it knows
+        raise ModelUnsupported(f"{config.model_type} computes attention by itself: it knows no {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelUnsupported(f"transformers cannot load {path}: {_short(error)}") from error
+    module, told = found
+    if missing := sorted(told["missing_keys"]):
+        raise WeightsRefused(f"{path} lacks {len(missing)} tensors of its model ({', '.join(missing[:3])})")
+    return module
+
+
+def _short(error: Exception) -> str:
+    """The first line of it; transformers adds pages."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _dtype(config: Any) -> torch.dtype:
@@ -87,7 +122,7 @@ def _shape(config: Any) -> Shape:
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab=text.vocab_size,
-        max_positions=text.max_position_embeddings,
+        max_positions=min(text.max_position_embeddings, longrope(text) or text.max_position_embeddings),
     )
 
 

@@ -119,6 +119,7 @@ class Step:
     pool: KVPool
     slots: Tensor  # [rows] where each new token's keys and values go
     tiles: list[Tile]
+    layer: int = -1  # the last that has attended
 
 
 def write(step: Step, layer: int, key_value: Tensor) -> None:
@@ -196,8 +197,24 @@ def paged_attention(
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ModelUnsupported(f"{type(module).__name__} uses {name}, which the paged attention does not know")
+    refuse_masks(module, attention_mask)
+    pool, heads = step.pool, [(each.shape[1], each.shape[3]) for each in (key, value)]
+    if heads != [(pool.kv_heads, pool.head_dim)] * 2:
+        said = f"expected keys and values of (heads, width) {(pool.kv_heads, pool.head_dim)}, got {heads}"
+        raise ModelUnsupported(f"{type(module).__name__} has heads that its config does not tell: {said}")
+    if module.layer_idx <= step.layer:  # it would write over its keys
+        raise ModelUnsupported(f"{type(module).__name__} attends twice in a layer, which the paged cache cannot hold")
+    step.layer = module.layer_idx
     rows = query.shape[2]
     both = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [rows, 2, kv_heads, head_dim]
     write(step, module.layer_idx, both.reshape(rows, -1))
     out = attend(step, module.layer_idx, query[0].transpose(0, 1), scaling, kwargs.get("sliding_window") or 0)
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0).contiguous(), None
+
+
+def refuse_masks(module: Any, mask: Tensor | None) -> None:
+    """Who sees whom is told to our attention beside the mask, which transformers leaves out for it."""
+    if mask is not None:
+        raise ModelUnsupported(f"{type(module).__name__} makes a mask of its own, which our attention does not read")
+    if getattr(module, "is_causal", None) is False:
+        raise ModelUnsupported(f"{type(module).__name__} looks ahead, which our attention does not do")

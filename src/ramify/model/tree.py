@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from ramify.errors import ModelUnsupported
 from ramify.model.chains import Chains, causal
+from ramify.model.paged import refuse_masks
 from ramify.model.put import put
 from ramify.model.tiles import Product, TiledAttention, products
 from ramify.trace.columns import Ints
@@ -114,6 +115,7 @@ def tree_attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ModelUnsupported(f"{type(module).__name__} uses {name}, which the tree attention does not know")
+    refuse_masks(module, attention_mask)
     if dropout:
         raise ModelUnsupported(f"{type(module).__name__} drops attention out, which the tree attention does not do")
     if tree.windowed and "sliding_window" not in kwargs:

@@ -19,7 +19,10 @@ Row = dict[str, Any]
 def rows(name: str, part: str | None = None) -> Iterator[Row]:
     """The rows of a file, a directory or a dataset's id; `part` picks the files of one part, such as `test`."""
     for file in _files(name, part):
-        yield from READERS[file.suffix](file)
+        try:
+            yield from READERS[file.suffix](file)
+        except (ValueError, OSError) as error:  # what pyarrow raises is one of them
+            raise ConfigInvalid(f"dataset: {file} cannot be read: {error}") from error
 
 
 def _files(name: str, part: str | None) -> list[Path]:
@@ -30,11 +33,17 @@ def _files(name: str, part: str | None) -> list[Path]:
         return [path]
     directory = path if path.is_dir() else _cached(name)
     found = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
+    found = [file for file in found if not _is_made(file)]
     chosen = [file for file in found if part is None or part in _parts(file, directory)]
     if not chosen:
         there = ", ".join(sorted({word for file in found for word in _parts(file, directory)})) or "no data files"
         raise ConfigInvalid(f"dataset: {name} has no {f'part {part!r}' if part else 'data files'}; it has {there}")
     return chosen
+
+
+def _is_made(file: Path) -> bool:
+    """Whether `datasets` has left the file beside one it saved, for what it computed from it: the same rows again."""
+    return file.name.startswith("cache-") and (file.parent / "state.json").is_file()
 
 
 def _parts(file: Path, directory: Path) -> set[str]:

@@ -49,7 +49,7 @@ class Checkpoints:
     def save(self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None) -> Path:
         """Keep the trainer as it is after `step` steps. Raises StorageFull or StorageFailed, with nothing changed."""
         place = self.path(step)
-        if self.ranks.told(place.exists()):
+        if self.ranks.told(step in self.steps()):
             return place
         aside = place.with_name(f".{place.name}.partial")
         about = {"step": step, "optimizer": trainer.config.optim.type, "note": dict(note or {})}
@@ -57,6 +57,9 @@ class Checkpoints:
             with self.ranks.together(), _naming(self.directory):
                 if self.ranks.first:
                     self.clear()
+                    if place.exists():  # without its note it is none: somebody has removed a part of it
+                        place.rename(place.with_name(f".{place.name}.gone.partial"))
+                        self.clear()
                     aside.mkdir(parents=True)
             with self.ranks.together(), _naming(self.directory):
                 writer = FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)

@@ -1,11 +1,13 @@
 """How a model is trained. Importable without torch."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ramify.config import Config
 from ramify.errors import ConfigInvalid
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ScheduleConfig(Config):
@@ -32,7 +34,7 @@ class OptimConfig(Config):
     type: Literal["adamw", "muon"] = "adamw"
     """`muon` updates hidden matrices by their direction, and everything else by AdamW."""
     lr: float = Field(default=1e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     """Of matrices; norms and biases do not decay."""

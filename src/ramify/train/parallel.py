@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ramify.errors import RamifyError
+from ramify.errors import ConfigInvalid, RamifyError
 from ramify.train.config import TrainerConfig
 from ramify.train.metrics import Sums
 from ramify.train.policy import Policy
@@ -82,6 +82,8 @@ def joined(config: TrainerConfig) -> Iterator[Ranks]:
     if config.threads:
         torch.set_num_threads(config.threads)
     cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise ConfigInvalid("trainer.device: torch sees no GPU here; use 'cpu', or 'auto' for what there is")
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield Ranks(torch.device("cuda" if cuda else "cpu"))

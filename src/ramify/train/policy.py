@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from ramify.model.layout import Layout, layout_for
+from ramify.errors import ModelUnsupported
+from ramify.model.layout import Layout, layout_for, longrope
+from ramify.model.load import read_config, read_model
 from ramify.model.rewrite import compiler_for
 from ramify.model.tree import ATTENTION, windows_of
 from ramify.train.head import score
@@ -40,9 +41,10 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.layout = model, layout
         self.windows = windows_of(model.config)
+        self.longest = longrope(model.config.get_text_config())
         self.losses: dict[str, Loss] = {"rl": rl, "ce": ce, "ref_kl": ref_kl}
-        _without_dropout(model)
         self.train()
+        _without_noise(model)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -64,6 +66,9 @@ class Policy(nn.Module):
 
     def score(self, row: Row) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
+        if self.longest is not None and row.forest.position.max(initial=0) >= self.longest:
+            said = f"longrope turns all tokens of a row by other angles where one stands at {self.longest} or beyond"
+            raise ModelUnsupported(f"{said}; lower seq_len")
         more = {} if row.tree is None else {"tree": row.tree}
         if more and row.ids.is_cuda:
             _make_room()
@@ -77,12 +82,10 @@ class Policy(nn.Module):
 
 def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False) -> Policy:
     """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = read_config(path)
     layout = layout_for(config)
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation=attention_for(layout), local_files_only=True
-    )
+    model = read_model(path, config, torch.float32, attention_for(layout))
     policy = Policy(model.to(device), layout, rl)
     if checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), _again())})
@@ -121,10 +124,11 @@ def _make_room() -> None:
     make_room()
 
 
-def _without_dropout(model: nn.Module) -> None:
-    """A policy is what was sampled from: it has no noise of its own."""
+def _without_noise(model: nn.Module) -> None:
+    """A policy is what was sampled from: it drops nothing, and no router guesses. Only what may be computed again by
+    layers is told that it trains, or nothing would be."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - of no declared type
+        module.training = hasattr(module, "gradient_checkpointing")
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

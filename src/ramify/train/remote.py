@@ -26,6 +26,7 @@ from ramify.wire import Client, Message
 ASK = 60.0  # seconds that one question may take before it is asked again
 LOOK = 0.2  # seconds between two looks at whether to stop
 AGAIN = 0.5  # seconds before a question is repeated
+PARTING = 5.0  # seconds that whoever was asked to stop still gives an answer
 
 
 class _Stopped(Exception):
@@ -36,9 +37,15 @@ class RemoteSource:
     """A `BatchSource` that asks the orchestrator at `address`."""
 
     def __init__(
-        self, address: str, *, secret: str | None = None, patience: float = 3600.0, recording: Recording | None = None
+        self,
+        address: str,
+        *,
+        secret: str | None = None,
+        patience: float = 3600.0,
+        recording: Recording | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.address, self.patience, self.recording = address, patience, recording
+        self.address, self.patience, self.recording, self.stopped = address, patience, recording, stopped
         self._secret = secret
         self._greeting: Hello | None = None
         self._published: Published | None = None
@@ -68,7 +75,8 @@ class RemoteSource:
         except _Stopped:
             return None
         if self.recording is not None:
-            self.recording.add(step, asked.rank, answer.blobs[0])
+            assert self._greeting is not None
+            self.recording.add(step, asked.rank, answer.blobs[0], self._greeting.ranks)
         return found
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
@@ -84,11 +92,16 @@ class RemoteSource:
         self._ask("checkpoint", Checkpointed(**self._own, step=step))
 
     def close(self) -> None:
-        if self._client is not None:
-            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(ASK)
+        asyncio.run_coroutine_threadsafe(self._part(), self._loop).result(ASK)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(ASK)
         self._loop.close()
+
+    async def _part(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if given_up := asyncio.all_tasks() - {asyncio.current_task()}:  # questions that were cancelled
+            await asyncio.wait(given_up, timeout=PARTING)
 
     @property
     def _own(self) -> dict[str, Any]:
@@ -97,9 +110,9 @@ class RemoteSource:
         return {"rank": self._greeting.rank, "incarnation": self._greeting.incarnation}
 
     def _ask(self, method: str, said: msgspec.Struct, stopped: Callable[[], bool] = lambda: False) -> Message:
-        """The answer, however often the question has to be asked until `patience` is over."""
-        message = Message.of(said)
-        deadline = time.monotonic() + self.patience
+        """The answer, however often the question has to be asked until `patience` is over, or `PARTING`."""
+        message, started = Message.of(said), time.monotonic()
+        deadline = started + self.patience
         while True:
             asked = asyncio.run_coroutine_threadsafe(self._talk(method, message), self._loop)
             try:
@@ -107,21 +120,30 @@ class RemoteSource:
                     if stopped():
                         asked.cancel()
                         raise _Stopped
+                    deadline = self._sooner(deadline)
+                    if self.stopped() and time.monotonic() > deadline:
+                        asked.cancel()
+                        raise DeadlineExceeded("it was asked to stop")
                     concurrent.futures.wait([asked], LOOK)
                 return asked.result()
             except (PeerLost, DeadlineExceeded, QueueFull) as error:
                 self._forgotten |= isinstance(error, PeerLost)
+                deadline = self._sooner(deadline)
                 if time.monotonic() > deadline:
-                    waited = f"{method} was not answered for {self.patience:g} s"
+                    waited = f"{method} was not answered for {time.monotonic() - started:.1f} s"
                     raise DeadlineExceeded(f"the orchestrator at {self.address}: {waited} ({error})") from error
             time.sleep(AGAIN)
 
+    def _sooner(self, deadline: float) -> float:
+        return min(deadline, time.monotonic() + PARTING) if self.stopped() else deadline
+
     async def _talk(self, method: str, message: Message) -> Message:
+        wait = min(ASK, self.patience)
         if self._client is None:
-            self._client = await Client(self.address, secret=self._secret).start(min(ASK, self.patience))
+            self._client = await Client(self.address, secret=self._secret).start(wait)
         if self._forgotten and self._greeting is not None:
-            await self._client.call("hello", Message.of(self._greeting), deadline=ASK)
+            await self._client.call("hello", Message.of(self._greeting), deadline=wait)
             if self._published is not None:
-                await self._client.call("published", Message.of(self._published), deadline=ASK)
+                await self._client.call("published", Message.of(self._published), deadline=wait)
         self._forgotten = False
-        return await self._client.call(method, message, deadline=ASK)
+        return await self._client.call(method, message, deadline=wait)

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ramify.errors import StorageFull
+from ramify.errors import ConfigInvalid, StorageFull
 from ramify.model.resolve import resolve
+from ramify.train.batches import Batch
 from ramify.train.build import build_trainer, dtype_of, laying_of
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.metrics import StepMetrics
@@ -62,16 +63,23 @@ class Service:
             self.model, config.trainer, self.ranks, seed=config.seed, flat=self.flat, tell=self.tell
         )
         welcome = self._greet(trainer)
+        schedule = config.trainer.optim.schedule.type
+        if welcome.steps is None and schedule != "constant":
+            raise ConfigInvalid(
+                f"the {schedule} schedule needs to know the number of steps, and the orchestrator did not say"
+            )
         trainer.optimizer.steps = welcome.steps
         kept = self._kept(welcome) if self.keep else None
         done = saved = welcome.committed
         if kept is not None:
-            kept.checkpoints.discard_after(done)
             if done:
                 kept.checkpoints.load(trainer, done)
+            kept.checkpoints.discard_after(done)  # not before what is left is known to be good
             self._publish(trainer, kept, welcome, done)  # engines may serve weights that are no part of the history
         while True:
-            batch = self.source.batch(done, self.stopped)
+            batch: Batch | None = None
+            with self.ranks.together():
+                batch = self.source.batch(done, self.stopped)
             if any(self.ranks.all(batch is None)) or batch is None:
                 break
             metrics = trainer.step(batch)
@@ -81,8 +89,8 @@ class Service:
                 self._publish(trainer, kept, welcome, done)
                 if wanted or done % kept.interval == 0:
                     saved = self._save(trainer, kept, done, saved)
-        if kept is not None and done > saved:
-            self._save(trainer, kept, done, saved)
+        if kept is not None and done > saved and self._save(trainer, kept, done, saved) < done:
+            raise StorageFull(f"{config.path} has no room for the last checkpoint; step {saved} is what is kept")
         return done
 
     def _greet(self, trainer: Trainer) -> Welcome:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ramify.config import Config
 from ramify.infer.config import ModelConfig
@@ -42,6 +43,14 @@ class ServiceConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
+
+    @field_validator("address")
+    @classmethod
+    def _can_be_asked(cls, address: str | None) -> str | None:
+        place = urlsplit(address or "tcp://nobody:1")
+        if place.scheme != "tcp" or not place.hostname or not place.port:  # a port that is none raises
+            raise ValueError(f"expected tcp://HOST:PORT, got {address!r}")
+        return address
 
     @property
     def path(self) -> Path:

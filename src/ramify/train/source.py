@@ -5,16 +5,19 @@ idea carries it: a trainer is known by its incarnation, which the orchestrator g
 on while its successor works is told to go.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ramify.errors import ConfigInvalid
+from ramify.errors import BatchCorrupt, ConfigInvalid
 from ramify.model.version import Version
+from ramify.store import naming
 from ramify.train.batches import Batch, Laying, decode, laid_again, shares
 from ramify.train.protocol import Welcome
 
 NAME = "step_{step:06}.rank_{rank}.batch"
+_NAMED = re.compile(r"step_(\d{6,})\.rank_(\d+)\.batch")
 
 
 class BatchSource(Protocol):
@@ -49,21 +52,43 @@ class Recording:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def add(self, step: int, rank: int, data: bytes | memoryview) -> None:
-        """Keep a share as it came."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        place = self.directory / NAME.format(step=step, rank=rank)
-        aside = place.with_name(f".{place.name}")
-        aside.write_bytes(data)
-        aside.replace(place)
+    def add(self, step: int, rank: int, data: bytes | memoryview, ranks: int) -> None:
+        """Keep a share of so many as it came. Raises StorageFull or StorageFailed."""
+        with naming(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            place = self.directory / NAME.format(step=step, rank=rank)
+            aside = place.with_name(f".{place.name}")
+            aside.write_bytes(data)
+            aside.replace(place)
+            for _, other, path in self._found(step) if rank == 0 else ():
+                if other >= ranks:  # of a trainer that had more, whose step comes again
+                    path.unlink()
 
     def steps(self) -> list[int]:
         """The steps that were recorded, rising."""
-        return sorted({int(path.name.split(".")[0][5:]) for path in self.directory.glob("step_*.rank_*.batch")})
+        return sorted({step for step, _, _ in self._found()})
 
     def shares(self, step: int) -> list[Batch]:
-        """All shares of a step."""
-        return [decode(path.read_bytes()) for path in sorted(self.directory.glob(f"step_{step:06}.rank_*.batch"))]
+        """All shares of a step. Raises BatchCorrupt where they are not one whole batch."""
+        found = [_read(path) for _, _, path in self._found(step)]
+        there = Batch.of(step, [pack for share in found for pack in share.packs]).counts
+        if any(share.counts.get(name, 0) != count for share in found for name, count in there.items()):
+            said = f"the shares of step {step} hold {dict(there)} entries, its batch {dict(found[0].counts)}"
+            raise BatchCorrupt(f"{self.directory}: {said}: one is missing, or they were recorded by different trainers")
+        return found
+
+    def _found(self, step: int | None = None) -> list[tuple[int, int, Path]]:
+        """What lies there, of all steps or one, by step and rank."""
+        pattern = NAME.format(step=step, rank="*") if step is not None else "step_*.batch"
+        named = ((_NAMED.fullmatch(path.name), path) for path in self.directory.glob(pattern))
+        return sorted((int(match[1]), int(match[2]), path) for match, path in named if match)
+
+
+def _read(path: Path) -> Batch:
+    try:
+        return decode(path.read_bytes())
+    except BatchCorrupt as error:
+        raise BatchCorrupt(f"{path}: {error.message}") from error
 
 
 class ReplaySource:

@@ -33,12 +33,16 @@ def find_loss(id: str, options: Mapping[str, Any] | None = None) -> Loss:
     """The loss of a built-in name or of an import path (`package.module.function`), with its options set."""
     function = LOSSES.get(id) or _imported(id)
     check_options(id, function, options or {})
-    return partial(function, **(options or {}))
+    loss = partial(function, **(options or {}))
+    return loss if id in LOSSES else partial(_one_each, id, loss)
 
 
 def check_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
-    """Refuse an option the loss does not take, naming the nearest one it does."""
-    known = [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    """Refuse an option the loss does not take, naming the nearest one it does, and the lack of one that it needs."""
+    keywords = [each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    known = [each.name for each in keywords]
+    if missing := [each.name for each in keywords if each.default is each.empty and each.name not in options]:
+        raise ConfigInvalid(f"loss {id!r} needs the option {missing[0]!r}")
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, 1)
@@ -53,6 +57,18 @@ def _imported(id: str) -> Any:
         hint = f"did you mean {near[0]!r}?" if near else f"built in are {', '.join(LOSSES)}"
         raise ConfigInvalid(f"there is no loss {id!r}; {hint}")
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigInvalid(f"loss {id!r} cannot be imported: {error}") from error
+        found = getattr(import_module(module), name)
+    except Exception as error:  # whatever somebody else's module raises
+        raise ConfigInvalid(f"loss {id!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigInvalid(f"loss {id!r} is no function, but {type(found).__name__}")
+    return found
+
+
+def _one_each(id: str, loss: Loss, entries: Entries) -> Term:
+    """What somebody else's loss says. A mean would depend on how a batch was packed."""
+    term = loss(entries)
+    said = [each for each in term if each is not None] if isinstance(term, Term) else []
+    if not said or any(each.shape != entries.logprob.shape for each in said):
+        raise ConfigInvalid(f"loss {id!r} has to return a Term with one number for each entry, and no mean or sum")
+    return term

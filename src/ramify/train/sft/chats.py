@@ -6,8 +6,10 @@ are text or tables, tools are a list or its JSON, and arrow fills every table wi
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from ramify.errors import ConfigInvalid
 from ramify.trace import Message, ToolCall
@@ -15,6 +17,7 @@ from ramify.train.sft.config import DataConfig
 
 REASONING = ("reasoning", "reasoning_content", "thinking")
 Row = Mapping[str, Any]
+_checked = msgspec.msgpack.Decoder(Message).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +26,18 @@ class Chat:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    row: str = field(default="", compare=False)  # where it was found
 
 
 def read_chats(rows: Iterable[Row], config: DataConfig) -> list[Chat]:
     """Every row as a conversation. Raises ConfigInvalid for the first row that is none."""
     found: list[Chat] = []
     for number, row in enumerate(rows, 1):
+        place = f"row {number} of {config.path}"
         try:
-            found.append(read_chat(row, config))
+            found.append(replace(read_chat(row, config), row=place))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigInvalid(f"data: row {number} of {config.path} is no conversation: {error}") from error
+            raise ConfigInvalid(f"data: {place} is no conversation: {error}") from error
     if not found:
         raise ConfigInvalid(f"data: {config.path} has no rows")
     return found
@@ -57,13 +62,14 @@ def read_message(said: Mapping[str, Any]) -> Message:
     """A message in OpenAI's form."""
     if not isinstance(said.get("role"), str):
         raise ValueError(f"a message has no role: {str(said)[:80]}")
-    return Message(
+    message = Message(
         role=said["role"],
         content=_text(said.get("content")),
         reasoning=next((said[name] for name in REASONING if name in said), None),
         tool_calls=tuple(_call(number, call) for number, call in enumerate(_parsed(said.get("tool_calls") or []))),
         tool_call_id=said.get("tool_call_id"),
     )
+    return _checked(msgspec.msgpack.encode(message))  # here, where the row is known
 
 
 def _call(number: int, said: Mapping[str, Any]) -> ToolCall:

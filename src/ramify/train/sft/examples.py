@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ramify.errors import TemplateRefused
 from ramify.render import Rendered, Renderer
 from ramify.trace import Annotation, Forest, Sample, Trace, grow
 from ramify.train.sft.chats import Chat
@@ -23,11 +24,15 @@ def forest_of(chats: Sequence[tuple[str, Chat]], renderer: Renderer, roles: Sequ
 
 
 def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Sample:
-    """One conversation as a trace, with cross entropy on the messages of `roles`."""
+    """One conversation as a trace, with cross entropy on the messages of `roles`. Raises TemplateRefused."""
     trace = Trace(id=name, env=ENV)
     known: dict[tuple[int, bytes], int] = {}
     notes: dict[int, Annotation] = {}
-    for rendered, learned in _paths(chat, renderer, roles):
+    try:
+        paths = list(_paths(chat, renderer, roles))
+    except TemplateRefused as error:
+        raise TemplateRefused(f"{chat.row}: {error.message}" if chat.row else error.message) from error
+    for rendered, learned in paths:
         parent, start = -1, 0
         for number, span in enumerate(rendered.spans):
             tokens = rendered.ids[start : span.stop]

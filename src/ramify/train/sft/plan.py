@@ -1,11 +1,15 @@
 """What an SFT run will do, known before torch is loaded: its directory, its conversations, its steps."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from ramify.errors import ConfigInvalid
 from ramify.model.resolve import resolve
 from ramify.render import Renderer, load_renderer
 from ramify.store import default_name
@@ -28,6 +32,8 @@ class Plan:
     chats: Sequence[Chat]
     validation: Sequence[Chat]
     stream: Stream
+    identity: dict[str, Any]
+    """What makes this run itself: the configuration's, and which conversations were found."""
 
     def steps(self, config: SftConfig, done: int = 0, seen: int = 0) -> int:
         """The steps of the whole run, given that `done` are done and have seen so many examples."""
@@ -41,13 +47,26 @@ def plan_of(config: SftConfig) -> Plan:
     renderer = load_renderer(model, config.renderer)
     chats = read_chats(rows(config.data.path, config.data.part), config.data)
     train, apart = held_out(len(chats), config.validation.share, config.seed)
+    if config.validation.share and not (train and apart):
+        nothing = "measure" if train else "train on"
+        raise ConfigInvalid(f"validation.share: {config.validation.share} of {len(chats)} leaves none to {nothing}")
     validation = [chats[at] for at in apart]
     if config.validation.path is not None:
-        validation = read_chats(rows(config.validation.path, config.validation.part), config.data)
+        apart = config.data.model_copy(update={"path": config.validation.path})
+        validation = read_chats(rows(config.validation.path, config.validation.part), apart)
     chosen = [chats[at] for at in train]
     name = config.name or default_name(config.data.path, config.model.name, config.identity)
     stream = Stream(len(chosen), config.epochs, config.seed)
-    return Plan(config.output / name, model, renderer, chosen, validation, stream)
+    identity = {**config.identity, "conversations": {"count": len(chats), "digest": _digest(chats)}}
+    return Plan(config.output / name, model, renderer, chosen, validation, stream, identity)
+
+
+def _digest(chats: Sequence[Chat]) -> str:
+    """A short name of these conversations in this order: a position in the stream means nothing in others."""
+    found = hashlib.sha256()
+    for chat in chats:
+        found.update(msgspec.msgpack.encode((chat.messages, chat.tools), enc_hook=str))
+    return found.hexdigest()[:12]
 
 
 def lines_of(plan: Plan, config: SftConfig) -> list[str]:

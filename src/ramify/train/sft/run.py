@@ -22,6 +22,7 @@ from ramify.errors import RamifyError, StorageFull
 from ramify.store import RunStore, naming, open_run
 from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger
+from ramify.trace import Forest
 from ramify.train.batches import Batch, Laying, lay_out, shares
 from ramify.train.build import build_trainer, dtype_of, laying_of
 from ramify.train.checkpoint import Checkpoints
@@ -59,7 +60,7 @@ def train(config: SftConfig, *, fresh: bool = False, display: Display | None = N
         store: RunStore | None = None
         with ranks.together():
             if ranks.first:
-                store = stack.enter_context(open_run(plan.path, config.identity, fresh=fresh))
+                store = stack.enter_context(open_run(plan.path, plan.identity, fresh=fresh))
                 with naming(plan.path):
                     write(config, plan.path / "config.toml")
                 Ledger.open(store)
@@ -137,9 +138,9 @@ class _Run:
     def _lesson(self, laying: Laying) -> "_Lesson":
         """What the next step learns."""
         chosen = self.plan.stream.take(self.seen, self.config.batch_size)
-        batch = self._batch([(f"{self.seen + at}", self.plan.chats[each]) for at, each in enumerate(chosen)], laying)
-        share = shares(batch, laying, self.ranks.size)[self.ranks.rank]
-        return _Lesson(share, self.seen + len(chosen), sum(pack.dropped.cut_tokens for pack in batch.packs))
+        forest = self._forest([(f"{self.seen + at}", self.plan.chats[each]) for at, each in enumerate(chosen)])
+        share = shares(self._batch(forest, laying), laying, self.ranks.size)[self.ranks.rank]
+        return _Lesson(share, self.seen + len(chosen), forest.dropped.cut_tokens)  # of a forest that may have no packs
 
     def _tell(self, lesson: "_Lesson", running: Running, pace: Pace) -> None:
         """Record and show a step that was begun, when it is done."""
@@ -166,15 +167,17 @@ class _Run:
                     failure.add_note(f"and step {lesson.share.step}, begun before it, cannot be told: {said}")
             raise
 
-    def _batch(self, named: Sequence[tuple[str, Chat]], laying: Laying) -> Batch:
-        forest = forest_of(named, self.plan.renderer, self.config.data.roles, self.config.seq_len)
+    def _forest(self, named: Sequence[tuple[str, Chat]]) -> Forest:
+        return forest_of(named, self.plan.renderer, self.config.data.roles, self.config.seq_len)
+
+    def _batch(self, forest: Forest, laying: Laying) -> Batch:
         return Batch.of(self.done, lay_out([forest], laying.pack_tokens, laying.layout))
 
     def _measure(self, trainer: Trainer, laying: Laying) -> None:
         """The mean loss of the conversations that are not learned, under the weights as they are."""
         loss = entries = 0.0
         for places in chunks(range(len(self.plan.validation)), self.config.batch_size):
-            batch = self._batch([(str(at), self.plan.validation[at]) for at in places], laying)
+            batch = self._batch(self._forest([(str(at), self.plan.validation[at]) for at in places]), laying)
             share = shares(batch, laying, self.ranks.size)[self.ranks.rank]
             with torch.no_grad():
                 seen = [trainer.policy(trainer.row(pack), dict.fromkeys(batch.counts, 1)) for pack in share.packs]
