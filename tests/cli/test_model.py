@@ -35,6 +35,18 @@ def test_a_model_that_is_not_there_is_named():
     assert "no-such-model" in done.stderr
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    done = ramify_command("model", "show", str(tmp_path))
+    assert done.returncode == 1
+    assert f"ModelNotFound: {tmp_path / 'config.json'} is not JSON" in done.stderr
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    done = ramify_command("model", "show", str(tmp_path))
+    assert done.returncode == 1
+    assert f"WeightsRefused: {tmp_path / 'model.safetensors'} is not a safetensors file" in done.stderr
+
+
 def test_build_does_not_overwrite(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()

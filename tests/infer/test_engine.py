@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from ramify.errors import ContextOverflow, ProviderError, QueueFull, RequestInvalid
+from ramify.errors import ConfigInvalid, ContextOverflow, ProviderError, QueueFull, RequestInvalid
 from ramify.infer.core import Core
 from ramify.infer.request import Request, Sampling
 from ramify.infer.sampler import uniforms
@@ -365,6 +365,13 @@ def test_blocks_of_one_token_do_as_well(world, core):
     found, expected = (run(each, *(ask(each, prompt, seed=seed) for prompt, seed in asked)) for each in (small, core))
     assert [request.sampled for request in found] == [request.sampled for request in expected]
     assert small.counters.prefix_hit_tokens >= 5
+
+
+@pytest.mark.parametrize("settings", [{"memory": 1e-12}, {"kv_tokens": 1, "block_size": 1}])
+def test_a_cache_without_room_for_a_request_is_refused_at_the_start(world, settings):
+    published, _, _ = world
+    with pytest.raises(ConfigInvalid, match=r"room for [01] tokens.*inference\.memory or inference\.kv_tokens"):
+        build_core(published[A], A, **settings)
 
 
 def test_a_salt_for_every_request_leaves_nothing_behind(world):

@@ -126,6 +126,22 @@ def test_completions_continue_a_text(client: openai.OpenAI):
     assert answer.usage is not None and answer.usage.completion_tokens <= 8
 
 
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "assistant", "tool_calls": 5}, "messages.0.tool_calls"),
+        ({"role": "assistant", "tool_calls": ["search"]}, "messages.0.tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}, "arguments"),
+        ({"role": "assistant", "content": "x", "reasoning_content": {"a": 1}}, "messages.0.reasoning_content"),
+        ({"role": "tool", "content": "x", "tool_call_id": 7}, "messages.0.tool_call_id"),
+        ({"role": "user", "content": [{"type": "text", "text": 7}]}, "messages.0.content.text"),
+    ],
+)
+def test_a_message_of_another_form_is_refused_by_the_name_of_its_field(client: openai.OpenAI, message: Any, named: str):
+    with pytest.raises(openai.BadRequestError, match=named):
+        client.chat.completions.create(model="tiny", messages=[message], max_tokens=1)
+
+
 def test_a_prompt_over_the_limit_is_refused_naming_both_lengths(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match=r"\d{4,}.*\d{3,}"):
         ask(client, messages=[{"role": "user", "content": "a" * 9000}])

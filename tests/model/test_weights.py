@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ramify.errors import ModelNotFound, WeightsRefused
+from ramify.infer.config import EngineConfig
+from ramify.infer.engine import Engine
 from ramify.model.load import load
 from ramify.model.manifest import MANIFEST, Manifest, checksum
 from ramify.model.resolve import resolve
@@ -103,6 +105,14 @@ def test_a_bad_directory_is_refused_and_the_old_weights_stay(sources, published,
     with pytest.raises(WeightsRefused, match=message):
         stage(published, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainable_tensors(model).items())
+
+
+def test_an_engine_does_not_start_under_the_name_of_a_version_whose_bytes_have_changed(published):
+    config = EngineConfig(kv_tokens=64, max_running=4)
+    assert Engine.load(str(published), config).core.version == VERSION
+    damage_checksum(published)
+    with pytest.raises(WeightsRefused, match="checksum"):
+        Engine.load(str(published), config)
 
 
 def test_a_version_is_published_once_and_never_half(sources, published, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from ramify.cli.paper import Paper
-from ramify.errors import ConfigInvalid, ModelNotFound
+from ramify.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.resolve import PACKAGED, resolve
 
 FIGURES = {
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def look(name: str) -> About:
     """What the files of a model say."""
     path = resolve(name)
-    config = json.loads((path / "config.json").read_text("utf-8"))
+    config = _table(path / "config.json")
     record = path / "ramify.json"
     return About(
         name,
@@ -90,18 +90,31 @@ def look(name: str) -> About:
         _parameters(path),
         sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
         {label: config[key] for label, key in SIZES.items() if key in config},
-        json.loads(record.read_text("utf-8")) if record.is_file() else {},
+        _table(record) if record.is_file() else {},
     )
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelNotFound(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelNotFound(f"{path} is no table")
+    return found
 
 
 def _parameters(directory: Path) -> int:
     """Counted from the headers of the weights; tied weights are stored once."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     total = 0
     for file in directory.glob("*.safetensors"):
-        with safe_open(file, "numpy") as weights:
-            total += sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
+        try:
+            with safe_open(file, "numpy") as weights:
+                total += sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise WeightsRefused(f"{file} is not a safetensors file: {error}") from error
     return total
 
 

@@ -47,16 +47,26 @@ class TemplateChat:
 
 
 def _message(number: int, said: Mapping[str, Any]) -> Message:
+    key = f"messages.{number}"
     role = said.get("role")
     if not isinstance(role, str):
-        raise RequestInvalid(f"messages.{number}.role: expected a string, got {role!r}")
+        raise RequestInvalid(f"{key}.role: expected a string, got {role!r}")
+    calls = said.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RequestInvalid(f"{key}.tool_calls: expected a list, got {calls!r}")
     return Message(
         role=role,
-        content=_text(f"messages.{number}.content", said.get("content")),
-        reasoning=said.get("reasoning_content"),
-        tool_calls=tuple(_call(f"messages.{number}.tool_calls", call) for call in said.get("tool_calls") or ()),
-        tool_call_id=said.get("tool_call_id"),
+        content=_text(f"{key}.content", said.get("content")),
+        reasoning=_string(f"{key}.reasoning_content", said.get("reasoning_content")),
+        tool_calls=tuple(_call(f"{key}.tool_calls", call) for call in calls),
+        tool_call_id=_string(f"{key}.tool_call_id", said.get("tool_call_id")),
     )
+
+
+def _string(key: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise RequestInvalid(f"{key}: expected a string, got {value!r}")
+    return value
 
 
 def _text(key: str, content: Any) -> str:
@@ -64,12 +74,17 @@ def _text(key: str, content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
+        return "".join(_string(f"{key}.text", part.get("text")) or "" for part in content)
     raise RequestInvalid(f"{key}: expected text or text parts")
 
 
 def _call(key: str, call: Any) -> ToolCall:
     try:
-        return ToolCall(call.get("id", ""), call["function"]["name"], call["function"].get("arguments", "{}"))
-    except (TypeError, KeyError, AttributeError) as error:
-        raise RequestInvalid(f"{key}: expected {{id, function: {{name, arguments}}}}") from error
+        found: list[Any] = [call.get("id") or "", call["function"]["name"], call["function"].get("arguments", "{}")]
+    except (TypeError, KeyError, AttributeError):
+        found = [None]
+    if not all(isinstance(each, str) for each in found):
+        raise RequestInvalid(
+            f"{key}: expected {{id, function: {{name, arguments}}}}, all of them strings, got {call!r}"
+        )
+    return ToolCall(*found)

@@ -11,7 +11,7 @@ from typing import Literal
 import psutil
 import torch
 
-from ramify.errors import ContextOverflow, DeadlineExceeded, ProviderError, QueueFull, RequestInvalid
+from ramify.errors import ConfigInvalid, ContextOverflow, DeadlineExceeded, ProviderError, QueueFull, RequestInvalid
 from ramify.infer.blocks import BlockPool
 from ramify.infer.config import EngineConfig
 from ramify.infer.metrics import Counters
@@ -36,13 +36,17 @@ class Core:
         blocks = _blocks(model, config)
         fixed = config.max_batch_tokens if config.batch_invariant else None
         size = config.block_size
+        room = (blocks - 1) * size
+        if room < 2:
+            said = f"the cache has room for {room} tokens, too few for a prompt and a reply"
+            raise ConfigInvalid(f"{said}; raise inference.memory or inference.kv_tokens")
         self.runner = Runner(model, self.counters, blocks=blocks, block_size=size, fused=config.fused, fixed_rows=fixed)
         self.pool = BlockPool(blocks, size, self.counters, sharing=config.prefix_cache)
         self.scheduler = Scheduler(
             self.pool, self.counters, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
         )
         self.scheduler.version = version
-        self.max_model_len = min(_longest(model, config), self.pool.capacity * size)
+        self.max_model_len = min(_longest(model, config), room)
         self._looked = time.monotonic()
 
     # -- requests ------------------------------------------------------------------------------------------------------

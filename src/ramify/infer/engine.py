@@ -23,7 +23,7 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.core import KV, Core
 from ramify.infer.request import Completion, Request, Sampling
 from ramify.model.load import load
-from ramify.model.manifest import MANIFEST, Manifest
+from ramify.model.manifest import MANIFEST, verify
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
 from ramify.model.weights import stage
@@ -109,7 +109,7 @@ class Engine:
             torch.set_num_threads(config.threads)
         path = resolve(name)
         published = (path / MANIFEST).is_file()
-        version = Manifest.read(path).version if published else Version(Path(name).name)
+        version = verify(path).version if published else Version(Path(name).name)
 
         def core() -> Core:
             return Core(load(path, dtype=config.dtype, device=config.device), config, version)

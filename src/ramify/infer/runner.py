@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.errors import ModelUnsupported
 from ramify.infer.graphs import Graphs
 from ramify.infer.metrics import Counters
 from ramify.infer.request import Request
@@ -72,6 +73,18 @@ class Runner:
         self.hold = 0 if self.compiled else HOLD_BYTES  # compiled attention reads the pool itself
         self.graphs = Graphs(self.fused, self.pool) if self.fused and model.device.type == "cuda" else None
         self._last: Batch | None = None
+        if self.fused is None:
+            self._try()
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """One token by the model's own code: what it cannot do is known now, not when somebody asks."""
+        zero = self._put([0])
+        step = Step(self.pool, zero, [Tile(0, 1, 1, 1, zero, zero.unsqueeze(1))])
+        self.forward(zero, zero, step, zero)
+        if step.layer < len(self.pool.layers) - 1:
+            kind = type(self.model.module).__name__
+            raise ModelUnsupported(f"{kind} computes attention by itself, so it cannot read the paged cache")
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
         """Compute the chunks. Returns them in the order of their rows, and the logits of the rows asked for.

@@ -78,7 +78,7 @@ def own_code(module: Any) -> Forward:
     """The model's own forward, in the form the engine calls."""
 
     def forward(ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
-        row, where = ids.unsqueeze(0), positions.unsqueeze(0)
+        row, where, step.layer = ids.unsqueeze(0), positions.unsqueeze(0), -1
         return module(input_ids=row, position_ids=where, use_cache=False, logits_to_keep=rows, step=step).logits[0]
 
     return forward
