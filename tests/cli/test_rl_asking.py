@@ -1,14 +1,16 @@
 """`why`, `metrics` and `plot`: the run is asked while it lives, its files are read afterwards."""
 
 import asyncio
+import contextlib
 import json
+import shutil
 
 import pytest
 
 from ramify.cli.app import main
 from ramify.monitor.figure import smooth
 from ramify.store import RunStore
-from ramify.store.journal import Journal
+from ramify.store.journal import Journal, Metric
 from ramify.store.ledger import Group, Ledger
 from ramify.store.states import DropReason
 from tests.launch.status import answering
@@ -48,6 +50,13 @@ def test_metrics_of_a_run_that_lives_are_asked_of_it(run, capsys):
     with answering(run), RunStore.open(run):  # its orchestrator holds the database
         assert main(["metrics", "run", "--name", "eval/*/avg", "--json"]) == 0
     assert [point["value"] for point in json.loads(capsys.readouterr().out)] == pytest.approx([0.4, 0.41, 0.42])
+
+
+def test_a_pattern_means_the_same_whether_the_run_lives_or_not(run, capsys):
+    for lives in (answering(run), contextlib.nullcontext()):
+        with lives:
+            assert main(["metrics", "run", "--name", "[!rt]*", "--json"]) == 0
+        assert {point["name"] for point in json.loads(capsys.readouterr().out)} == {"eval/held-out/avg"}
 
 
 def test_why_asks_a_run_that_lives(run, capsys):
@@ -110,6 +119,15 @@ def test_curves_are_drawn(run, tmp_path, capsys):
     assert main(["plot", "run", "-o", "reward.nonsense"]) == 2
 
 
+def test_runs_of_one_name_in_two_places_are_two_curves(run, tmp_path, monkeypatch):
+    drawn: dict[str, list[Metric]] = {}
+    monkeypatch.setattr("ramify.monitor.figure.draw", lambda points, _: drawn.update(points))
+    shutil.copytree(run, tmp_path / "elsewhere" / "run")
+    shutil.copytree(run, tmp_path / "other")
+    assert main(["plot", "run", "elsewhere/run", "other", "-o", "reward.png"]) == 0
+    assert {label: len(points) for label, points in drawn.items()} == {"outputs/run": 6, "elsewhere/run": 6, "other": 6}
+
+
 def test_a_picture_without_an_ending_is_refused(run, tmp_path, capsys):
     assert main(["plot", "run", "-o", "reward"]) == 2
     assert ".png" in capsys.readouterr().err
@@ -134,6 +152,14 @@ def test_a_run_of_another_command_is_refused_by_name(run, capsys):
     assert main(["why", "run"]) == 0
     assert main(["replay", "run"]) == 2
     assert "is no run of `ramify eval`" in capsys.readouterr().err
+
+
+def test_why_reads_the_ledger_of_a_run_whose_other_files_are_broken(run, capsys):
+    (run / "config.toml").write_text("[[train]\n")
+    (run / "run.json").write_text("[]")
+    for args in (["why", "run"], ["why", "run", "--audit"], ["metrics", "run"]):
+        assert main(args) == 0
+    assert "1 groups, 0 steps: nothing is lost" in capsys.readouterr().out
 
 
 def test_a_run_that_is_not_there_is_exit_2(run, capsys):

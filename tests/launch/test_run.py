@@ -25,6 +25,14 @@ import fcntl, sys
 file = open(sys.argv[1], "w"); fcntl.flock(file, fcntl.LOCK_EX); print("held", flush=True); sys.stdin.read()
 """
 
+COMMITS = """
+import sqlite3
+ledger = sqlite3.connect(DIR + "/run/run.sqlite")
+ledger.execute("CREATE TABLE IF NOT EXISTS marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID")
+ledger.execute("REPLACE INTO marks VALUES ('committed', {steps})")
+ledger.commit()
+"""
+
 
 def planned(tmp_path, leader: str = "", **more) -> Plan:
     """A plan whose processes are small programs."""
@@ -49,13 +57,27 @@ class Heard(Quiet):
 
 
 def test_a_run_is_finished_once_and_goes_on_when_there_is_more_to_do(tmp_path):
-    first = carry_out(planned(tmp_path), display=Quiet())
+    three, four = COMMITS.format(steps=3), COMMITS.format(steps=4)
+    first = carry_out(planned(tmp_path, three), display=Quiet())
     assert (first.path, first.outcome, first.ran) == (tmp_path / "run", Outcome.FINISHED, True)
-    assert not carry_out(planned(tmp_path), display=Quiet()).ran
-    assert carry_out(planned(tmp_path, max_steps=4), display=Quiet()).ran
-    assert carry_out(planned(tmp_path), fresh=True, display=Quiet()).ran
+    assert not carry_out(planned(tmp_path, three), display=Quiet()).ran
+    assert carry_out(planned(tmp_path, four, max_steps=4), display=Quiet()).ran
+    assert carry_out(planned(tmp_path, three), fresh=True, display=Quiet()).ran
     assert (tmp_path / "run.old-1").is_dir()
     assert len(pids(tmp_path, "orchestrator")) == 3
+
+
+def test_a_run_whose_tasks_ended_says_how_many_steps_it_has_and_goes_on_when_there_are_more(tmp_path):
+    def run(steps: int, epochs: int | None):
+        source = {"taskset": {"id": "reverse-text"}, "curriculum": {"type": "shuffle", "epochs": epochs}}
+        return carry_out(planned(tmp_path, COMMITS.format(steps=steps), train=[source]), display=Quiet())
+
+    assert (run(1, 1).ran, run(1, 1).ran) == (True, False)
+    assert run(1, 1).steps == 1
+    again = run(2, 2)
+    assert (again.ran, again.steps) == (True, 2)
+    assert run(3, None).ran
+    assert (run(3, None).ran, run(3, None).steps) == (False, 3)
 
 
 def test_another_run_under_the_same_name_is_refused(tmp_path):

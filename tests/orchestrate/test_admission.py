@@ -122,7 +122,7 @@ def test_an_event_that_cannot_be_is_refused():
             event()
 
 
-def test_after_a_restart_nothing_is_sampled_until_the_trainer_has_caught_up():
+def test_after_a_restart_a_group_is_not_sampled_until_the_trainer_has_caught_up():
     admission = filled(Shape(2, slots=4, window=1), 4)
     batches = {}
     for step in range(3):
@@ -137,9 +137,23 @@ def test_after_a_restart_nothing_is_sampled_until_the_trainer_has_caught_up():
     admission.go_back(1, {step: groups for step, groups in batches.items() if step >= 1})
     assert admission.active == 8
     assert admission.room == 0
-    assert not admission.may_dispatch
+    assert not any(map(admission.may_dispatch, range(6, 10)))
     admission.apply(2)
-    assert not admission.may_dispatch
+    assert [group for group in range(6, 10) if admission.may_dispatch(group)] == [6, 7]
     admission.apply(3)
-    assert admission.may_dispatch
+    assert all(map(admission.may_dispatch, range(6, 10)))
     assert admission.step == 3
+
+
+def test_more_groups_than_slots_go_out_as_slots_are_free_the_oldest_first():
+    admission = Admission(Shape(2, slots=2, window=1))
+    for group in range(5):
+        admission.resume(group)  # of a run that had more slots
+    assert [group for group in range(5) if admission.may_dispatch(group)] == [0, 1]
+    for group in (0, 1):
+        admission.score(group)
+    assert not admission.may_dispatch(2)
+    admission.cut(admission.ready())
+    assert not admission.may_dispatch(2)
+    admission.apply(1)
+    assert [group for group in range(2, 5) if admission.may_dispatch(group)] == [2, 3]

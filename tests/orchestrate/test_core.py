@@ -20,7 +20,7 @@ from ramify.orchestrate import sampling as sampling_module
 from ramify.orchestrate.admission import Shape
 from ramify.orchestrate.batch import regrow
 from ramify.orchestrate.core import Core
-from ramify.orchestrate.curriculum import Shuffle, ShuffleConfig
+from ramify.orchestrate.curriculum import Curriculum, Pools, PoolsConfig, Shuffle, ShuffleConfig
 from ramify.orchestrate.groups import Standing
 from ramify.orchestrate.judging import Rules, Source
 from ramify.orchestrate.progress import Progress
@@ -190,6 +190,23 @@ def test_a_run_that_is_killed_at_any_write_goes_on_and_loses_nothing(world):
     run(world)
 
 
+@pytest.mark.parametrize("fewer", [{"bound": 0}, {"batch": 1}, {"batch": 1, "bound": 0}])
+def test_a_run_goes_on_with_fewer_slots_than_it_has_groups(ledger, fewer):
+    """A configuration that asks for less is another knob: the groups that are out already are trained all the same."""
+    world, rng = World(steps=3, batch=3, bound=3), Random(0)
+
+    async def before():
+        core = await opened(ledger, world)
+        await core.issue()
+
+    asyncio.run(before())
+    smaller = replace(world, **fewer)
+    assert ledger.issued() > Shape.of(smaller.batch, smaller.bound).slots
+    asyncio.run(whole(ledger, smaller, rng))
+    assert audit(ledger) == []
+    assert ledger.marks().committed == world.steps
+
+
 @pytest.fixture
 def ledger(tmp_path):
     with RunStore.open(tmp_path) as store:
@@ -339,6 +356,23 @@ class Judge:
             failure = self.failures.pop(0)
             return GroupScores([{"best": None} for _ in traces], [[failure] for _ in traces])
         return GroupScores([{"best": (float(at), 1.0)} for at in range(len(traces))], [[] for _ in traces])
+
+
+def test_a_run_may_go_on_with_a_curriculum_that_has_epochs(ledger):
+    """What was chosen without any is in none of them."""
+    (source, *_), rules = sources(World()).values(), Rules(1000, seq_len=64, filters=())
+
+    async def issue(curriculum: Curriculum, epoch: int | None) -> None:
+        mix, known = Mix({source.name: 1.0}, {source.name: curriculum}), {source.name: replace(source, epoch=epoch)}
+        core = await Core.open(ledger, mix, known, rules, Shape.of(4, 0), None)
+        for _ in range(2):
+            for group in await core.issue():
+                await core.drop(group.number, DropReason.CANCELLED)
+
+    asyncio.run(issue(Pools(PoolsConfig(), 3, "0"), None))
+    asyncio.run(issue(Shuffle(ShuffleConfig(), 3, "0"), 3))
+    assert ledger.issued() == 16
+    assert audit(ledger) == []
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -2,10 +2,15 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
+from ramify.envserver.messages import GroupScores
 from ramify.orchestrate import watching
 from ramify.orchestrate.evaluating import Evaluating
+from ramify.orchestrate.sampling import Served
+from ramify.store import RunStore
 from ramify.store.journal import Metric
+from tests.orchestrate.rollouts import rollout
 
 
 class Slow(Evaluating):
@@ -53,3 +58,47 @@ def test_what_an_earlier_process_measured_is_not_measured_again():
     evaluating.restore(known)
     assert evaluating.due(12) == []
     assert evaluating.due(20) == ["it", "envs/mine.py"]
+
+
+class Env:
+    """An env server: the replies of each task are compared, and all are worth how many there are."""
+
+    async def get(self, number: int) -> int:
+        return number
+
+    async def run(self, task, *, id, **_):
+        failure = "WorkerDied" if task == 1 else None
+        trace = rollout(id, None if failure else 1.0, failure=failure)
+        trace.episode, trace.rewards["together"] = id, None
+        return SimpleNamespace(episode=SimpleNamespace(traces=[trace]))
+
+    async def score_group(self, task, traces, *, deadline) -> GroupScores:
+        return GroupScores([{"together": (float(len(traces)), 1.0)} for _ in traces], [[] for _ in traces])
+
+
+def test_rollouts_are_compared_where_the_taskset_does_that_and_what_the_system_failed_is_told(tmp_path):
+    told: list[tuple[str, str]] = []
+    values: dict[str, float] = {}
+    env: Any = Env()
+    served = Served("it", env, env, compares=True, deadline=9.0, tries=1, patience=9.0)
+    config: Any = SimpleNamespace(endpoint=None, hold_weights=False, num_tasks=3, repetitions=2, threshold=1.0)
+    weights: Any = None
+    with RunStore.open(tmp_path) as store:
+        evaluating = Evaluating(
+            {"it": (config, served)},
+            weights,
+            store,
+            seed=0,
+            report=lambda _, found: values.update(found),
+            failed=lambda where, failure: told.append((where, failure.name)),
+            moved=lambda: None,
+        )
+        asyncio.run(evaluating.run(4, ["it"]))
+        rows = {row.id: (row.reward, row.failure) for row in store.rows(source="eval/it")}
+    assert (values["eval/it/avg"], values["eval/it/missing"]) == (3.0, 1.0)
+    assert told == [("eval/it", "WorkerDied")] * 2
+    assert rows == {
+        f"eval.it.4.{task}.{repetition}": (None, "WorkerDied") if task == 1 else (3.0, None)
+        for task in range(3)
+        for repetition in range(2)
+    }

@@ -107,7 +107,7 @@ class Simulation:
             for attempt in range(self.world.size):
                 self.dispatch.add(group, attempt)
         assert self.admission.active <= self.shape.slots or self.incarnation
-        while self.admission.may_dispatch and (order := self.dispatch.take(self.world.limit)):
+        while order := self.dispatch.take(self.world.limit, self.admission.may_dispatch):
             self.sent[order.group].append(self.admission.applied)
             slow = 50 if self.rng.random() < self.world.slow else 1
             self.later(self.rng.expovariate(1) * self.world.latency * slow, self.back, order)

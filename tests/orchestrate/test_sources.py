@@ -56,6 +56,17 @@ def test_a_shuffle_goes_on_where_it_was(before):
     assert [first.next() for _ in range(20)] == [again.next() for _ in range(20)]
 
 
+@given(st.integers(0, 20))
+def test_an_epoch_that_has_begun_is_gone_through_once_whatever_the_seed_is_by_then(before):
+    first, again, picks = shuffle(7, "0"), shuffle(7, "1"), []
+    for _ in range(before):
+        picks.append(first.next())
+    again.restore(through_the_ledger(first.changed()))
+    picks += [again.next() for _ in range(28 - before)]
+    for epoch in range(4):
+        assert sorted(pick.task for pick in picks if pick.epoch == epoch) == list(range(7))
+
+
 def test_a_ratio_is_held_at_every_moment():
     mix = Mix({"often": 3.0, "seldom": 1.0}, {"often": shuffle(50), "seldom": shuffle(50)})
     chosen = [mix.next().source for _ in range(2000)]

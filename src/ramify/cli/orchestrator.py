@@ -45,6 +45,7 @@ def _with_env_servers(config: RunConfig, *, dry: bool) -> int:
     """Two kinds of processes, supervised: this one only watches."""
     from ramify.launch.carrying import carry_out
     from ramify.launch.dashboard import Lines
+    from ramify.launch.finished import told
     from ramify.launch.plan import orchestrator_plan
     from ramify.launch.tables import check_tables
 
@@ -56,12 +57,12 @@ def _with_env_servers(config: RunConfig, *, dry: bool) -> int:
     print(f"trainers come to {plan.orchestrator}; status at {plan.status}", flush=True)
     ended = carry_out(plan, display=Lines())
     if not ended.ran:
-        print(f"{ended.path} is finished: all {config.max_steps} steps are there")
+        print(f"{ended.path} is finished: {told(ended.steps, config)}")
     return ended.outcome.value
 
 
 def _alone(config: RunConfig) -> int:
-    from ramify.launch.finished import finish, has_all_steps
+    from ramify.launch.finished import finish, steps_of, told
     from ramify.launch.record import Record, read_record
     from ramify.monitor import open_monitors, samples_of
     from ramify.orchestrate.process import Orchestrator
@@ -76,8 +77,8 @@ def _alone(config: RunConfig) -> int:
         if read_record(config.path).get("status") != status:
             Record(config.path, status).write([])
 
-    if has_all_steps(config):
-        print(f"{config.path} is finished: all {config.max_steps} steps are there")
+    if (steps := steps_of(config)) is not None:
+        print(f"{config.path} is finished: {told(steps, config)}")
         return 0
     whole_lines()
     monitors = open_monitors(config, lambda line: print(line, flush=True))

@@ -17,7 +17,9 @@ def run(args: Sequence[str]) -> int:
 
     if not Path(asked.o).suffix:
         raise ConfigInvalid(f"-o {asked.o}: its ending says what kind of picture it is: .png, .svg or .pdf")
-    runs = {path.name: path for path in map(run_path, asked.run)}
+    paths = {path.resolve(): path for path in map(run_path, asked.run)}
+    labels = [path.name for path in paths]
+    runs = {path.name if labels.count(path.name) == 1 else str(given): path for path, given in paths.items()}
     names = asked.name or list(DEFAULT)
     points = {label: [point for name in names for point in metrics_of(path, name)] for label, path in runs.items()}
     if not any(points.values()):

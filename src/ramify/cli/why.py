@@ -34,8 +34,10 @@ def run(args: Sequence[str]) -> int:
 
 def _check_kind(path: Path) -> None:
     """Refuse what has no ledger to speak of: `ramify sft` and `ramify eval` are one process, which waits for nobody."""
-    file = path / "config.toml"
-    keys = tomllib.loads(file.read_text("utf-8")) if file.is_file() else {"train": []}
+    try:
+        keys = tomllib.loads((path / "config.toml").read_text("utf-8"))
+    except (OSError, ValueError):  # gone, or no longer TOML: the ledger knows what it is
+        return
     if "train" not in keys:
         command = "metrics" if "data" in keys else "show"  # an SFT has no rollouts, an eval no steps
         raise ConfigInvalid(f"{path} is no run of `ramify rl`; 'ramify {command}' says what is in it")
@@ -63,7 +65,7 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str
         deadline = wait.get("deadline_s")
         since, most = f"{wait.get('since_s') or 0:.1f}", "" if deadline is None else f"{deadline:.1f}"
         table.add_row(
-            Text(str(wait.get("who"))), Text(str(wait.get("waits_for"))), since, most, str(wait.get("detail", ""))
+            Text(str(wait.get("who"))), Text(str(wait.get("waits_for"))), since, most, Text(str(wait.get("detail", "")))
         )
     console.print(table)
 

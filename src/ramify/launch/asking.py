@@ -41,4 +41,4 @@ def metrics_of(path: Path, glob: str = "*") -> list[Metric]:
     with RunStore.open(path, write=False) as store:
         if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):
             raise ConfigInvalid(f"{path} has no metrics: it never trained")
-        return Journal(store).metrics(glob)
+        return [point for point in Journal(store).metrics() if fnmatch.fnmatchcase(point.name, glob)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ramify.errors import ProviderError, RunBusy
 from ramify.launch.dashboard import EVERY, Display
-from ramify.launch.finished import finish, has_all_steps
+from ramify.launch.finished import finish, steps_of
 from ramify.launch.newest import keep_newest, weights_held
 from ramify.launch.nursery import Nursery
 from ramify.launch.plan import Plan
@@ -31,21 +31,23 @@ class Ended:
     outcome: Outcome
     ran: bool = True
     """Whether anything was started; False for a run that was finished already."""
+    steps: int = 0
+    """Of a run that is finished: fewer than `max_steps` where no task was left."""
 
 
 def carry_out(plan: Plan, *, fresh: bool = False, display: Display, nursery: Nursery | None = None) -> Ended:
     """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done."""
     config, path = plan.config, plan.config.path
     with _claimed(path):
-        if has_all_steps(config, fresh=fresh):
-            return Ended(path, Outcome.FINISHED, ran=False)
+        if (steps := steps_of(config, fresh=fresh)) is not None:
+            return Ended(path, Outcome.FINISHED, ran=False, steps=steps)
         with naming(path):
             plan.write()
         with weights_held(config):
             outcome = asyncio.run(_supervised(plan, display, nursery))
             if outcome is Outcome.FINISHED:
                 keep_newest(config)
-                finish(config)
+                return Ended(path, outcome, steps=finish(config))
     return Ended(path, outcome)
 
 

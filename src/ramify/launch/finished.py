@@ -1,22 +1,46 @@
-"""Whether a run has all its steps, which its directory remembers."""
+"""Whether a run has all its steps, or all that its tasks are enough for, which its directory remembers."""
+
+from typing import Any
 
 from ramify.launch.process import KILLING, PATIENCE
 from ramify.orchestrate.config import RunConfig
 from ramify.store import open_run
+from ramify.store.ledger import Ledger
 
 FINISHED = "finished"  # the fact that says up to which step
+EXHAUSTED = "exhausted"  # the fact that says which curricula had no task left then
 READERS = 60.0  # seconds for whoever reads a run that has just ended
 
 
-def has_all_steps(config: RunConfig, *, fresh: bool = False) -> bool:
-    """Whether the run has all its steps. Its directory is made or checked; `fresh` moves an old one aside."""
+def steps_of(config: RunConfig, *, fresh: bool = False) -> int | None:
+    """The steps of a run that is finished; None for any other.
+
+    Its directory is made or checked; `fresh` moves an old one aside.
+    """
     killed = PATIENCE + KILLING  # for the processes of a supervisor that was killed
     with open_run(config.path, config.identity, fresh=fresh, patience=killed) as store:
-        done = store.fact(FINISHED)
-    return done is not None and done >= config.max_steps
+        done, exhausted = store.fact(FINISHED), store.fact(EXHAUSTED)
+    if done is None or (done < config.max_steps and exhausted != _curricula(config)):
+        return None
+    return done
 
 
-def finish(config: RunConfig) -> None:
-    """Remember that the run has all its steps."""
+def finish(config: RunConfig) -> int:
+    """Remember that the run is finished; returns its steps, which are fewer where its tasks have ended."""
     with open_run(config.path, config.identity, patience=READERS) as store:
-        store.remember(FINISHED, config.max_steps)
+        done = Ledger.open(store).marks().committed
+        if done < config.max_steps:
+            store.remember(EXHAUSTED, _curricula(config))
+        store.remember(FINISHED, done)
+    return done
+
+
+def told(steps: int, config: RunConfig) -> str:
+    """What a finished run has, in words."""
+    if steps < config.max_steps:
+        return f"{steps} of {config.max_steps} steps are there, and no task is left"
+    return f"all {config.max_steps} steps are there"
+
+
+def _curricula(config: RunConfig) -> dict[str, Any]:
+    return {source.title: source.curriculum.model_dump(mode="json") for source in config.train}

@@ -49,6 +49,7 @@ class Record:
 def read_record(path: Path) -> dict[str, Any]:
     """What the file says; nothing where there is none."""
     try:
-        return json.loads((path / RECORD).read_text(encoding="utf-8"))
+        found = json.loads((path / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}

@@ -65,7 +65,7 @@ class Admission:
     @property
     def active(self) -> int:
         """Slots that are held."""
-        return len(self._unscored) + len(self._scored) + sum(map(len, self._held.values()))
+        return len(self._unscored) + len(self._scored) + self._batched
 
     @property
     def room(self) -> int:
@@ -78,14 +78,15 @@ class Admission:
             free = min(free, wanted - len(self._unscored) - len(self._scored))
         return max(0, free)
 
-    @property
-    def may_dispatch(self) -> bool:
-        """Whether attempts may be sent out.
+    def may_dispatch(self, group: int) -> bool:
+        """Whether attempts of a group may be sent out: with all that comes before it, it fits into the slots.
 
-        After a restart, batches of the lost steps hold their slots again beside the groups that came after them. What
-        is sampled then would be too old when its turn comes, so nothing is until the trainer has caught up.
+        After a restart more can be active than there are slots: batches of the lost steps hold theirs again, and a run
+        that goes on with fewer slots finds the groups of one that had more. What is sampled behind too many would be
+        too old when its turn comes, so it waits.
         """
-        return self.active <= self.shape.slots
+        before = bisect_left(self._unscored, group) + bisect_left(self._scored, group)
+        return self._batched + before < self.shape.slots
 
     def ready(self) -> tuple[int, ...] | None:
         """The groups of the next batch, in order; None while it cannot be cut."""
@@ -151,6 +152,10 @@ class Admission:
         self.applied = version
         self.step = max(self.step, version, *(step + 1 for step in batches))
         self._held = {step: groups for step, groups in batches.items() if step >= version}
+
+    @property
+    def _batched(self) -> int:
+        return sum(map(len, self._held.values()))
 
 
 def _remove(groups: list[int], group: int, then: str) -> None:

@@ -90,7 +90,7 @@ class Core:
 
     def take(self, limit: int) -> tuple[Group, Order] | None:
         """The next attempt to send out, unless `limit` are out or the trainer has to catch up first."""
-        order = self.dispatch.take(limit) if self.admission.may_dispatch else None
+        order = self.dispatch.take(limit, self.admission.may_dispatch)
         return None if order is None else (self._groups[order.group], order)
 
     async def back(

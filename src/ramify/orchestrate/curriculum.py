@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 
 from ramify.config import Config
 
+NO_EPOCH = -1  # of a task that was chosen by a curriculum without epochs: the run may go on with one that has them
+
 
 class Pick(NamedTuple):
     """A task, and how often all tasks were gone through before."""
@@ -93,7 +95,7 @@ class Shuffle:
         self._config, self._tasks, self._seed = config, tasks, seed
         self.has_epochs = tasks is not None
         self._epoch = self._position = 0
-        self._order = self._shuffled()
+        self._order = self._shuffled(seed)
 
     def next(self) -> Pick | None:
         if self._tasks is None:
@@ -101,7 +103,7 @@ class Shuffle:
             return Pick(self._position - 1, 0)
         if self._position == self._tasks:
             self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._shuffled()
+            self._order = self._shuffled(self._seed)
         if self._tasks == 0 or self._epoch == self._config.epochs:
             return None
         self._position += 1
@@ -111,15 +113,17 @@ class Shuffle:
         """All tasks come equally often, whatever they earn."""
 
     def changed(self) -> dict[str, Any]:
-        return {"at": [self._epoch, self._position]}
+        return {"at": [self._epoch, self._position], "seed": self._drawn_from}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
+        """An epoch that has begun ends in its own order, also where the seed is another by now."""
         self._epoch, self._position = kept.get("at", (0, 0))
-        self._order = self._shuffled()
+        self._order = self._shuffled(kept.get("seed", self._seed))
 
-    def _shuffled(self) -> list[int]:
+    def _shuffled(self, seed: str) -> list[int]:
+        self._drawn_from = seed
         order = list(range(self._tasks or 0))
-        Random(f"{self._seed}:{self._epoch}").shuffle(order)
+        Random(f"{seed}:{self._epoch}").shuffle(order)
         return order
 
 
@@ -146,7 +150,7 @@ class Pools:
         self._news["drawn"] = self._drawn
         weights = [shares[name] for name in names]
         (name,) = rng.choices(names, weights if any(weights) else None)
-        return Pick(rng.choice(self._pools[name]), 0)
+        return Pick(rng.choice(self._pools[name]), NO_EPOCH)
 
     def learn(self, task: int, reward: float) -> None:
         if task >= self._tasks:

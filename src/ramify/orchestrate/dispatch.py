@@ -1,6 +1,7 @@
 """In which order attempts are sent out: that of issue, and those that have to be run again before all others."""
 
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -31,9 +32,9 @@ class Dispatch:
         """An attempt is to be sent out."""
         heapq.heappush(self._waiting, (not again, group, attempt, again))
 
-    def take(self, limit: int) -> Order | None:
-        """The next attempt, unless `limit` of them are out already."""
-        if not self._waiting or self.out >= limit:
+    def take(self, limit: int, may: Callable[[int], bool] = lambda group: True) -> Order | None:
+        """The next attempt, unless `limit` of them are out already or its group may not be sent out."""
+        if not self._waiting or self.out >= limit or not may(self._waiting[0][1]):
             return None
         _, group, attempt, again = heapq.heappop(self._waiting)
         self._out.add((group, attempt))

@@ -7,7 +7,7 @@ came from. A rollout that failed by the system's doing counts as missing, not as
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -84,25 +84,28 @@ class Evaluating:
         tasks = config.num_tasks if served.count is None else min(served.count, config.num_tasks)
         found: dict[str, list[Trace]] = {str(number): [] for number in range(tasks)}
 
-        async def rollout(number: int, repetition: int) -> None:
+        async def rollout(number: int, repetition: int) -> list[Trace]:
             id = f"eval.{name}.{step}.{number}.{repetition}"
             async with gate:
                 traces = await self._traces(served, number, id, repetition, f"{name}:{number}")
             self._moved()
-            if not traces:
-                return
-            reward = traces[0].reward
-            await self._store.add(
-                Row(id, str(number), repetition, f"eval/{name}", reward, summary={**summary_of(traces), "step": step}),
-                traces,
-            )
-            if reward is not None:
-                found[str(number)].append(traces[0])
+            return traces
+
+        async def task(number: int) -> None:
+            async with asyncio.TaskGroup() as together:
+                runs = [together.create_task(rollout(number, each)) for each in range(config.repetitions)]
+            episodes = {each: run.result() for each, run in enumerate(runs) if run.result()}
+            counted = [traces[0] for traces in episodes.values() if _failure(traces) is None]
+            if served.compares and counted:
+                with contextlib.suppress(RamifyError):  # it was told, and a reward that is due counts as missing
+                    await served.compare(counted, lambda failure: self._failed(f"eval/{name}", failure))
+            for repetition, traces in episodes.items():
+                await self._store.add(_row(name, step, number, repetition, traces), traces)
+            found[str(number)] += [trace for trace in counted if trace.reward is not None]
 
         async with asyncio.TaskGroup() as together:
             for number in range(tasks):
-                for repetition in range(config.repetitions):
-                    together.create_task(rollout(number, repetition))
+                together.create_task(task(number))
         return found
 
     async def _traces(self, served: Served, number: int, id: str, repetition: int, seed: str) -> list[Trace]:
@@ -118,13 +121,34 @@ class Evaluating:
                     seed=seed_of(self._seed, seed),
                     deadline=served.deadline,
                 )
-                return list(ran.episode.traces)
+                traces = list(ran.episode.traces)
+                if (failure := _failure(traces)) is not None:
+                    self._failed(f"eval/{served.name}", failure)
+                return traces
             except RamifyError as error:
                 self._failed(f"eval/{served.name}", failure := Failure.of(error))
                 if not failure.retryable:
                     break
                 await served.pause(failure)
         return []
+
+
+def _failure(traces: Sequence[Trace]) -> Failure | None:
+    """What the system did to a rollout, if it did."""
+    return next((error for trace in traces for error in trace.errors if error.blame == "system"), None)
+
+
+def _row(name: str, step: int, number: int, repetition: int, traces: Sequence[Trace]) -> Row:
+    failure = _failure(traces)
+    return Row(
+        traces[0].episode,
+        str(number),
+        repetition,
+        f"eval/{name}",
+        traces[0].reward,
+        None if failure is None else failure.name,
+        {**summary_of(traces, failure), "step": step},
+    )
 
 
 def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]) -> dict[str, float]:

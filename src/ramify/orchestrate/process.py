@@ -94,6 +94,7 @@ class Orchestrator:
         """Until every step is in the history and the last eval is done, or the run was asked to leave."""
         run = self._run
         leaving = asyncio.create_task(run.leaving.wait())
+        evals: asyncio.Task[None] | None = None
         try:
             while not run.service.over:
                 run.service.committed.clear()
@@ -102,12 +103,18 @@ class Orchestrator:
                 done.cancel()
                 if leaving.done():
                     return await self._checkpoint_and_leave()
+            if not run.core.marks.committed:
+                dropped = run.ledger.dropped() or "none"
+                raise RunStalled(f"the tasks ended before there was a batch to learn from; dropped groups: {dropped}")
+            evals = asyncio.create_task(self._last_evals())
+            await asyncio.wait({leaving, evals}, return_when=asyncio.FIRST_COMPLETED)
+            if not evals.done():
+                return await self._checkpoint_and_leave()
+            evals.result()
         finally:
-            leaving.cancel()
-        if not run.core.marks.committed:
-            dropped = run.ledger.dropped() or "none"
-            raise RunStalled(f"the tasks ended before there was a batch to learn from; dropped groups: {dropped}")
-        await self._last_evals()
+            for task in (leaving, evals):
+                if task is not None:
+                    task.cancel()
         await run.core.finish()
         run.journal.note("finished", step=run.core.marks.committed)
         await run.service.announce()

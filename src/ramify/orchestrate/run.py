@@ -148,8 +148,9 @@ class Run:
     def _evaluated(self, step: int, values: dict[str, float]) -> None:
         self.progress.evals |= {name: {"step": step, "value": value} for name, value in values.items()}
         self.progress.record(step, values)
-        told = ", ".join(f"{name} {value:.3f}" for name, value in values.items() if name.endswith(("/avg", "/exact")))
-        print(f"eval at step {step}: {told}", flush=True)
+        told = [f"{name} {value:.3f}" for name, value in values.items() if name.endswith(("/avg", "/exact"))]
+        told += [f"{name} {value:g}" for name, value in values.items() if name.endswith("/missing") and value]
+        print(f"eval at step {step}: {', '.join(told)}", flush=True)
 
 
 def _vocabulary(model: str) -> int:

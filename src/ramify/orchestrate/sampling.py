@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ramify.envserver.client import EnvClient
@@ -49,6 +49,23 @@ class Served:
                 if (await self.client.health()).state == "ok":
                     return
             await asyncio.sleep(PAUSE)
+
+    async def compare(self, traces: Sequence[Trace], failed: Callable[[Failure], None]) -> None:
+        """The rewards that only the whole group has, asked for as often as an attempt may be made."""
+        for left in reversed(range(self.tries)):
+            try:
+                found = await self.client.score_group(traces[0].task, traces, deadline=self.deadline)
+                if (unscored := next((failure for each in found.errors for failure in each), None)) is not None:
+                    raise unscored.error()  # a reward that did not run: without it the group is worth nothing
+            except RamifyError as error:
+                failed(failure := Failure.of(error))
+                if not left or not failure.retryable:
+                    raise
+                await self.pause(failure)
+                continue
+            for trace, rewards in zip(traces, found.rewards, strict=True):
+                trace.rewards.update(rewards)
+            return
 
 
 class Sampling:
@@ -161,7 +178,7 @@ class Sampling:
         source = self.sources[group.source]
         if source.compares:
             try:
-                await self._compare(source, traces)
+                await source.compare(traces, lambda failure: self._failed(source.name, failure))
             except RamifyError as error:
                 await self._core.drop(number, DropReason.UNSCORED, f"{error.name}: {error.message}")
                 return
@@ -171,23 +188,6 @@ class Sampling:
             self._settled(group, traces, judged.member is not None, judged.fired)
         if await self._core.cut():
             self.cut.set()
-
-    async def _compare(self, source: Served, traces: list[Trace]) -> None:
-        """The rewards that only the whole group has, asked for as often as an attempt may be made."""
-        for left in reversed(range(source.tries)):
-            try:
-                found = await source.client.score_group(traces[0].task, traces, deadline=source.deadline)
-                if (failed := next((failure for each in found.errors for failure in each), None)) is not None:
-                    raise failed.error()  # a reward that did not run: without it the group is worth nothing
-            except RamifyError as error:
-                self._failed(source.name, failure := Failure.of(error))
-                if not left or not failure.retryable:
-                    raise
-                await source.pause(failure)
-                continue
-            for trace, rewards in zip(traces, found.rewards, strict=True):
-                trace.rewards.update(rewards)
-            return
 
     def _cancel(self, number: int) -> None:
         for key in [key for key in self._tasks if key[0] == number]:

@@ -25,7 +25,7 @@ def why(run: Run) -> list[dict[str, Any]]:
         wait("sampling", "the trainer's first weights", idle, limit, "the engines serve other weights than the run's")
     elif run.sampling.out:
         wait("sampling", f"{run.sampling.out} attempts", idle, limit, _oldest(run))
-    elif not admission.room:
+    elif not admission.room and not admission.finished:
         wait("sampling", "a free slot", idle, limit, f"{admission.active} of {admission.shape.slots} groups active")
     if not run.service.met:
         wait("orchestrator", "a trainer", idle, limit, "none has come yet")
@@ -35,6 +35,8 @@ def why(run: Run) -> list[dict[str, Any]]:
         wait("trainer", f"the batch of step {step}", now - since, limit, scored)
     elif run.core.marks.acknowledged < admission.step:
         wait("orchestrator", f"the trainer to do step {run.core.marks.acknowledged}", idle, limit, "")
+    elif admission.finished and not run.service.over:
+        wait("orchestrator", f"the checkpoint of step {admission.step}", idle, limit, "the trainer has done every step")
     if run.weights.waiting_since is not None:
         detail = "an eval holds the weights" if run.weights.held else "the engines are being updated"
         wait("weights", "the engines to take a version", now - run.weights.waiting_since, None, detail)

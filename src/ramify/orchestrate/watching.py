@@ -70,7 +70,7 @@ def _check_faults(run: Run) -> None:
     for source, (count, said) in list(run.progress.faults.items()):
         if count < FAULTS or source not in run.sampling.sources:
             continue
-        if not run.store.rows(source=source):
+        if not run.store.select("SELECT 1 FROM rollouts WHERE source = ? LIMIT 1", (source,)):
             raise EnvironmentFault(f"{source}: {count} attempts failed and none came through; the last: {said}")
         del run.progress.faults[source]
 
