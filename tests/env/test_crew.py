@@ -62,6 +62,15 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for(error):
     assert caught.value is error
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_a_job_that_wants_to_end_the_process_only_fails(error):
+    def leaves():
+        raise error
+
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        run(in_thread(leaves, {}))
+
+
 def test_a_job_that_ends_an_iteration_does_not_hang():
     with pytest.raises(RuntimeError, match="StopIteration"):
         run(in_thread(lambda: next(iter(())), {}))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from typing import Literal
 
 import pytest
@@ -97,6 +98,24 @@ def test_an_exception_becomes_text():
     assert call(divide, {"a": 1, "b": 0}) == "error: ZeroDivisionError: division by zero"
 
 
+def test_code_of_a_model_that_exits_becomes_text():
+    def python(code: str) -> str:
+        exec(code, {})
+        return "done"
+
+    assert call(python, {"code": "exit(3)"}) == "error: RuntimeError: SystemExit: 3"
+
+
+def test_what_a_tool_cancels_itself_becomes_text():
+    async def search() -> str:
+        lookup = asyncio.ensure_future(asyncio.sleep(60))
+        lookup.cancel()
+        await lookup
+        return "found"
+
+    assert call(search, {}).startswith("error: CancelledError")
+
+
 def test_a_lost_box_is_not_an_answer():
     async def compile(path: str) -> str:
         raise SandboxError("the box is gone")
@@ -188,6 +207,14 @@ def test_a_toolset_answers_calls_by_name():
     assert (message.role, message.content, message.tool_call_id) == ("tool", "3", "c1")
     message = run(tools.call(ToolCall("c2", "bok", "{}"), context()))
     assert message.content == "error: there is no tool 'bok'; did you mean book? the tools are add, book"
+
+
+def test_bytes_that_are_no_text_are_answered_as_question_marks():
+    def names() -> str:
+        return os.fsdecode(b"a\xff.txt")
+
+    message = run(ToolSet.of([names]).call(ToolCall("c1", "names", "{}"), context()))
+    assert message.content == "a?.txt"
 
 
 def test_two_tools_of_one_name_are_refused():

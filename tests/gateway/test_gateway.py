@@ -137,10 +137,15 @@ def test_failures_of_the_system_are_5xx_and_not_sent_again(play):
         ("/chat/completions", {"messages": []}),
         ("/chat/completions", {"messages": [{"role": "emperor", "content": "hi"}]}),
         ("/chat/completions", {"messages": HI, "n": 3}),
+        ("/chat/completions", {"messages": HI, "seed": 10**30}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": {"type": "text", "text": "hi"}}]}),
+        ("/chat/completions", {"messages": [*HI, {"role": "tool", "tool_call_id": 5, "content": "x"}]}),
+        ("/chat/completions", 100_000 * b"["),
         ("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
         ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("/responses", {"input": "hi", "previous_response_id": "resp_nobody"}),
         ("/messages", {"messages": HI, "max_tokens": 0}),
+        ("/messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": 5, "name": "f"}]}]}),
         ("/messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
     ],
 )
@@ -151,6 +156,18 @@ def test_requests_that_cannot_be_read_are_400_by_name(play, path, body):
         assert answer.headers["x-should-retry"] == "false"
 
     play([], act)
+
+
+def test_numbers_and_depths_that_only_json_knows_are_taken_as_they_are(play):
+    async def act(stage: Stage) -> None:
+        deep = {"name": "f", "arguments": '{"x": ' + 5000 * "[" + 5000 * "]" + "}"}
+        said = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": deep}]}
+        tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
+        body = {"messages": [*HI, said, *HI], "tools": [{"type": "function", "function": tool}], "max_tokens": 10**30}
+        assert (await stage.post("/chat/completions", body)).status_code == 200
+        check_tokens(stage.trace, stage.engine)
+
+    play(["ok"], act)
 
 
 def test_half_a_character_as_javascript_sends_it_is_read_as_a_question_mark(play):

@@ -243,7 +243,10 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
     asyncio.run(act())
 
 
-@pytest.mark.parametrize("asked_for", [{"max_tokens": 0}, {"temperature": "hot"}, {"stop": 5}, {"seed": "x"}])
+@pytest.mark.parametrize(
+    "asked_for",
+    [{"max_tokens": 0}, {"temperature": "hot"}, {"stop": 5}, {"seed": "x"}, {"seed": 10**30}, {"top_k": 1e300}],
+)
 def test_wishes_that_cannot_be_met_are_named(asked_for):
     session, _ = session_of(["one"])
     with pytest.raises(RequestInvalid, match=next(iter(asked_for))):
@@ -264,6 +267,20 @@ def test_a_call_that_was_read_can_be_answered_in_process():
         assert isinstance(call, ToolCall) and reply.finish == "tool_calls"
         await asked(session, Message("tool", "42", tool_call_id=call.id), after=reply.node)
         assert len(session.trace.leaves) == 1
+        check_tokens(session.trace, sampler)
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("written", ["1e300", "1" + 30 * "0", "-1e19", "NaN", '"\\ud800"', 600 * "[" + 600 * "]"])
+def test_whatever_number_or_depth_a_call_has_it_is_recorded_and_found_again(written):
+    async def act():
+        call = f'<tool_call>{{"name": "f", "arguments": {{"x": {written}}}}}</tool_call>'
+        session, sampler = session_of([call, "done"])
+        reply = await session.ask(user("a"))
+        (call,) = reply.message.tool_calls
+        await asked(session, Message("user", "a"), reply.message, Message("tool", "42", tool_call_id=call.id))
+        assert len(session.trace.leaves) == 1 and reasons(session.trace) == []
         check_tokens(session.trace, sampler)
 
     asyncio.run(act())

@@ -1,6 +1,7 @@
 """Sampled ids become messages: what a template wrote is read back, and what a model wrote badly is reported."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -125,7 +126,18 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "run", "arguments": {}}', ProblemKind.UNCLOSED),
     ("hermes", "<tool_call>", ProblemKind.UNCLOSED),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", ProblemKind.INVALID_JSON),
+    ("hermes", '<tool_call>{"name": "r\\ud800", "arguments": {}}</tool_call>', ProblemKind.INVALID_JSON),
+    (
+        "hermes",
+        '<tool_call>{"name": "run", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>',
+        ProblemKind.INVALID_JSON,
+    ),
     ("qwen-coder", "<tool_call><function=></function></tool_call>", ProblemKind.NO_NAME),
+    (
+        "qwen-coder",
+        '<tool_call><function=run><parameter=x>["\\ud800"]</parameter></function></tool_call>',
+        ProblemKind.INVALID_JSON,
+    ),
     ("qwen-coder", "<tool_call>run()</tool_call>", ProblemKind.BAD_FORM),
     ("qwen-coder", "<tool_call><function=run>x</function></tool_call>", ProblemKind.BAD_ARGUMENTS),
     ("qwen-coder", "<tool_call><function=run><parameter=code>x</function></tool_call>", ProblemKind.BAD_ARGUMENTS),
@@ -152,6 +164,20 @@ def test_a_malformed_call_is_reported_and_stays_in_the_content(format: str, text
     assert reading.calls == []
     assert reading.content == text
     assert [(problem.kind, problem.text) for problem in reading.problems] == [(kind, text)]
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen-coder", "llama-3", "mistral"])
+def test_a_call_is_read_or_reported_however_deep_its_values_go(format: str):
+    forms = {
+        "hermes": '<tool_call>{{"name": "run", "arguments": {{"x": {}}}}}</tool_call>',
+        "qwen-coder": "<tool_call><function=run><parameter=x>{}</parameter></function></tool_call>",
+        "llama-3": '{{"name": "run", "parameters": {{"x": {}}}}}',
+        "mistral": '[TOOL_CALLS] [{{"name": "run", "arguments": {{"x": {}}}}}]',
+    }
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 300, limit + 1):  # where it is too deep depends on how deep we are ourselves
+        reading = FORMATS[format](forms[format].format("[" * depth + "]" * depth), TOOLS)
+        assert len(reading.calls) + len(reading.problems) == 1
 
 
 def test_one_bad_call_does_not_hide_the_good_ones():

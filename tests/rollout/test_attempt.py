@@ -240,6 +240,39 @@ def test_a_reward_that_raises_is_named_and_takes_no_other_with_it():
     assert trace.metrics == {"letters": 2.0}
 
 
+def test_a_reward_that_exits_or_cancels_what_it_waits_for_is_named_too():
+    class Leaving(Scored):
+        @rf.reward
+        def exits(self) -> float:
+            raise SystemExit(0)
+
+        @rf.reward
+        async def leaves(self) -> float:
+            raise SystemExit(0)
+
+        @rf.reward
+        async def cancels(self) -> float:
+            lookup = asyncio.ensure_future(asyncio.sleep(60))
+            lookup.cancel()
+            await lookup
+            return 1.0
+
+    trace = attempt(environment(Leaving), ["42"])
+    assert names(trace) == ["EnvironmentFault"] * 3
+    assert trace.rewards == {"right": (1.0, 0.5), "exits": None, "leaves": None, "cancels": None}
+
+
+def test_a_phase_that_cancels_what_it_waits_for_is_the_environments_fault():
+    class Cancelling(Scored):
+        async def setup(self) -> None:
+            lookup = asyncio.ensure_future(asyncio.sleep(60))
+            lookup.cancel()
+            await lookup
+
+    trace = attempt(environment(Cancelling), [])
+    assert names(trace) == ["EnvironmentFault"] and "setup: CancelledError" in trace.errors[0].message
+
+
 @pytest.mark.parametrize("value", ["good", float("nan"), None, [1.0]])
 def test_a_reward_that_is_no_number_is_a_named_error(value):
     class Odd(OneTask):
@@ -315,6 +348,40 @@ def test_a_cancelled_attempt_leaves_nothing_behind():
             os.kill(pid, 0)
 
     asyncio.run(asyncio.wait_for(check(), 20))
+
+
+def test_an_attempt_that_is_cancelled_again_and_again_still_stops_its_box(monkeypatch):
+    stopped = []
+
+    async def main() -> None:
+        closing, go_on = asyncio.Event(), asyncio.Event()
+
+        async def stop(self) -> None:
+            closing.set()
+            await go_on.wait()
+            stopped.append(self)
+
+        monkeypatch.setattr(LocalRuntime, "stop", stop)
+        running = asyncio.create_task(attempted(environment(Scored), ["42"]))
+        await closing.wait()
+        for _ in range(3):
+            running.cancel()
+            await asyncio.wait([running], timeout=0.01)
+            assert not running.done()
+        go_on.set()
+        await asyncio.wait([running])
+        assert running.cancelled() and len(stopped) == 1
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_result_stands_whatever_goes_wrong_with_the_box(monkeypatch):
+    async def stop(self) -> None:
+        raise ValueError("no way out")
+
+    monkeypatch.setattr(LocalRuntime, "stop", stop)
+    trace = attempt(environment(Scored), ["42"])
+    assert trace.reward == 0.5 and trace.info["cleanup"] == "ValueError: no way out"
 
 
 def test_a_box_is_kept_when_asked_for(tmp_path):

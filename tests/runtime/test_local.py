@@ -1,6 +1,7 @@
 """The local runtime: real processes in a directory of their own, none of which outlives its box."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -70,6 +71,24 @@ def test_a_command_that_cannot_be_run_is_an_answer():
         assert ran.code == 126
         assert b"data" in ran.stderr
         assert (await runtime.run(["sh", "-c", "kill -9 $$"], deadline=10)).code == -9
+        (runtime.workdir / "data").chmod(0o755)
+        for line in (["./data"], ["x" * 5000], "echo " + "x" * 200_000, "echo a\0b", "echo \ud800"):
+            ran = await runtime.run(line, deadline=10)
+            assert ran.code == 126 and ran.stderr.startswith(b"cannot be run: ")
+
+    in_a_box(test)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_no_file_and_nobody_waits_at_it():
+    async def test(runtime):
+        assert (await runtime.run("mkfifo pipe; ln -s /dev/zero zero", deadline=10)).code == 0
+        held = os.open(runtime.workdir / "pipe", os.O_RDWR)  # whoever waits at it is let go when this is closed
+        try:
+            for work in (runtime.read("pipe"), runtime.write("pipe", b"x"), runtime.read("zero")):
+                with pytest.raises(FileNotFoundError, match="not a file"):
+                    await asyncio.wait_for(work, 5)
+        finally:
+            os.close(held)
 
     in_a_box(test)
 
@@ -167,6 +186,15 @@ def test_stopping_removes_the_box(tmp_path):
             await runtime.run(["true"], deadline=1)
 
     in_a_box(test, root=tmp_path)
+
+
+def test_stopping_removes_a_box_however_deep_it_is(tmp_path):
+    async def test(runtime):
+        dig = "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"
+        assert (await runtime.run([sys.executable, "-c", dig], deadline=20)).code == 0
+
+    in_a_box(test, root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_keep_leaves_the_box_to_be_looked_into(tmp_path):

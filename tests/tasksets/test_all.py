@@ -1,5 +1,6 @@
 """What every taskset keeps: the same tasks everywhere, splits that never meet, and a perfect agent that scores 1."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,6 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.env import plugin
+from ramify.gateway import TokenPolicy
+from ramify.rollout import Environment, SourceConfig, run_attempt
+from tests.gateway.sampler import Sampler
+from tests.render.models import renderer
 from tests.tasksets.playing import play
 
 EXAMPLES = max(6, settings.default.max_examples // 8) if settings.default else 6
@@ -77,6 +82,20 @@ def test_tasks_differ_and_survive_the_wire(id):
     assert len({task.identity for task in tasks}) == 100
     kind = plugin.build("taskset", {"id": id}).task_type
     assert [kind.read(task.wire()) for task in tasks] == tasks
+
+
+@pytest.mark.parametrize(
+    ("settings", "before"), [({"id": "alphabet-sort", "min_turns": 3}, []), ({"id": "wordle"}, ["[about]", "hm"])]
+)
+def test_a_reply_counts_once_where_the_template_rewrites_what_was_said(settings, before):
+    qwen = renderer("qwen3")
+    env = Environment.load(SourceConfig(taskset=settings))
+    task = next(env.tasks())
+    script = [f"<think>\nhm\n</think>\n\n{reply}" for reply in [*before, *env.taskset.gold(task)]]
+    policy = TokenPolicy(Sampler(script, qwen), qwen, "qwen")
+    (trace,) = asyncio.run(run_attempt(env, task, policy=policy, id="r1")).traces
+    assert trace.metrics["render/breaks"] > 0 and len(trace.calls) == len(script)
+    assert trace.reward == 1
 
 
 @pytest.mark.parametrize("id", SIZES)

@@ -167,8 +167,11 @@ def test_reaching_the_target_ends_the_walk_even_in_the_middle_of_a_reply(snap, t
 
 def test_the_walk_ends_when_its_turns_are_used_up(snap, tale):
     snap.config = snap.config.model_copy(update={"max_turns": 2})
-    trace = play(snap, tale, [calling("click_link", article=title) for title in ("Bread", "Café", "Door")])
-    assert (trace.reward, trace.metrics["clicks"]) == (0.0, 2.0)
+    three = [calling("click_link", article=title) for title in ("Bread", "Café", "Door")]
+    at_once = Message("assistant", tool_calls=tuple(call for reply in three for call in reply.tool_calls))
+    for replies in (three, [at_once]):
+        trace = play(snap, tale, replies)
+        assert (trace.reward, trace.metrics["clicks"]) == (0.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ the hook is made, and a parameter that nobody provides is refused there. A call 
 that is not async runs in a thread: whatever it waits for, the other rollouts go on.
 """
 
+import asyncio
 import difflib
 import inspect
 from collections.abc import Callable
@@ -43,6 +44,12 @@ class Hook:
 
     def __repr__(self) -> str:
         return f"Hook({self.name}: {', '.join(sorted(self.asks))})"
+
+
+def given_up() -> bool:
+    """Whether the running task itself was cancelled; if not, a CancelledError in it is that of something it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def is_async(function: Callable[..., Any]) -> bool:

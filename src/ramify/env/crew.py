@@ -46,7 +46,7 @@ class _Job:
         self.context = contextvars.copy_context()
         self.begun = self.ended = self.given_up = False
         self.result: Any = None
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
     def do(self) -> None:
         self.begun = True
@@ -54,8 +54,10 @@ class _Job:
             return
         try:
             self.result = self.context.run(self.function, **self.given)
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        except Exception as error:  # noqa: BLE001 - raised again where it is waited for
             self.error = error
+        except BaseException as error:  # noqa: BLE001 - `exit()` ends the code that says it, not the process around it
+            self.error = RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 class Crew:

@@ -5,6 +5,7 @@ the same annotations. It will get some of them wrong, and tools fail; all of tha
 answers with text whatever happens, except when the box is gone (`SandboxError`): nothing the model writes mends that.
 """
 
+import asyncio
 import difflib
 import inspect
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
-from ramify.env.calling import is_async, parameters
+from ramify.env.calling import given_up, is_async, parameters
 from ramify.env.context import OFFERED, Context
 from ramify.env.crew import in_thread
 from ramify.env.docstring import read_docstring
@@ -59,7 +60,11 @@ class Tool(ABC):
             raise
         except Misused as error:
             return _cut(f"error: {self.name}: {error}")
-        except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
+        except asyncio.CancelledError:
+            if given_up():
+                raise
+            return "error: CancelledError: what the tool waited for was cancelled"
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is told to the model
             return _cut(f"error: {type(error).__name__}: {error}".removesuffix(": "))
 
     @abstractmethod
@@ -109,7 +114,10 @@ class ToolSet:
 
     async def call(self, call: ToolCall, context: Context) -> Message:
         """The answer to a call as the model wrote it, as the message that goes back."""
-        return Message(role="tool", content=await self._answer(call, context), tool_call_id=call.id)
+        content = await self._answer(call, context)
+        if isinstance(content, str):  # a file's name may hold bytes that are no text
+            content = content.encode("utf-8", "replace").decode()
+        return Message(role="tool", content=content, tool_call_id=call.id)
 
     async def _answer(self, call: ToolCall, context: Context) -> Content:
         tool = self._by_name.get(call.name)

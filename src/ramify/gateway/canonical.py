@@ -8,6 +8,7 @@ apart, and only if the client sent it. What the policy said is compared without 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -28,8 +29,8 @@ def key(message: Message) -> bytes:
         text = text.strip()
     if not message.tool_calls and message.tool_call_id is None:
         return _encode((message.role, text))
-    calls = [(call.id, call.name, _number(arguments(call.arguments))) for call in message.tool_calls]
-    return _encode((message.role, text, calls, message.tool_call_id))
+    calls = [(call.id, call.name, _plain(call.arguments)) for call in message.tool_calls]
+    return fingerprint((message.role, text, calls, message.tool_call_id))
 
 
 def same_reasoning(known: Message, sent: Message) -> bool:
@@ -39,14 +40,25 @@ def same_reasoning(known: Message, sent: Message) -> bool:
 
 def fingerprint(value: Any) -> bytes:
     """Equal for equal plain values, in whatever order their keys are."""
-    return _encode(value)
+    try:
+        return _encode(value)
+    except OverflowError:  # a number of more than 64 bits: nothing keeps a model from writing one
+        return json.dumps(value, sort_keys=True).encode()
 
 
 def arguments(text: str) -> Any:
     """The parsed arguments of a call, or the text itself if it is not JSON."""
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
+        return text
+
+
+def _plain(text: str) -> Any:
+    """The arguments as they are compared; those nested too deep to be looked through are their text."""
+    try:
+        return _number(arguments(text))
+    except RecursionError:
         return text
 
 

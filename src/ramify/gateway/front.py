@@ -136,7 +136,7 @@ def _object(data: bytes) -> Mapping[str, Any]:
             body = msgspec.json.decode(data)
         except msgspec.DecodeError:
             body = msgspec.json.decode(json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
         raise RequestInvalid(f"the body of the request is not JSON: {error}") from error
     if not isinstance(body, Mapping):
         raise RequestInvalid("the body of a request must be a JSON object")

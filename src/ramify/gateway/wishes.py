@@ -11,6 +11,7 @@ from ramify.errors import RequestInvalid
 from ramify.gateway.budget import MOST
 from ramify.gateway.config import SamplingConfig
 
+LARGEST = 2**63  # what a server and a trace can hold
 WISHES: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 
 
@@ -24,7 +25,7 @@ def effective(config: SamplingConfig, asked: Mapping[str, Any], *, train: bool, 
         chosen |= {name: _number(name, asked[name]) for name in WISHES if asked.get(name) is not None}
         seed = _seed(asked) if seed is None else seed
     most = [n for n in (config.max_tokens, _most(asked)) if n is not None]
-    return Sampling(**chosen, seed=seed, max_tokens=min(most, default=MOST))
+    return Sampling(**chosen, seed=seed, max_tokens=min([*most, MOST]))
 
 
 def stop_strings(asked: Mapping[str, Any]) -> tuple[str, ...]:
@@ -72,12 +73,12 @@ def _most(asked: Mapping[str, Any]) -> int | None:
 
 def _seed(asked: Mapping[str, Any]) -> int | None:
     seed = asked.get("seed")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise RequestInvalid(f"seed: expected a whole number, found {seed!r}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -LARGEST <= seed < LARGEST):
+        raise RequestInvalid(f"seed: expected a whole number of 64 bits, found {seed!r:.80}")
     return seed
 
 
 def _number(name: str, value: Any) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise RequestInvalid(f"{name}: expected a number of at least 0, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+        raise RequestInvalid(f"{name}: expected a number of at least 0, found {value!r:.80}")
     return WISHES[name](value)

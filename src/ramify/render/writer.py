@@ -143,5 +143,5 @@ def _arguments(text: str) -> Any:
     """The table of arguments, as templates want it; text that is none goes through as it is."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from ramify.env import Context, Task, ToolSet, User
+from ramify.env.calling import given_up
 from ramify.errors import (
     ConfigInvalid,
     DeadlineExceeded,
@@ -181,7 +182,11 @@ class Attempt:
                 return await work
         except RamifyError:
             raise
-        except Exception as error:
+        except asyncio.CancelledError as error:
+            if given_up():
+                raise
+            raise EnvironmentFault(f"{name}: CancelledError: what it waited for was cancelled") from error
+        except (Exception, SystemExit) as error:
             raise EnvironmentFault(f"{name}: {type(error).__name__}: {error}") from error
         finally:
             setattr(self.trace.timing, name, time.monotonic() - start)
@@ -203,18 +208,22 @@ class Attempt:
         try:
             async with within(CLOSING, "stopping the box"):
                 await self.runtime.stop()
-        except (RamifyError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - a box may be anybody's code
             self.trace.info["cleanup"] = f"{type(error).__name__}: {error}"
 
 
 async def _surely(work: Coroutine[Any, Any, None]) -> None:
     """Do this to its end, also where the caller is cancelled (again) meanwhile; `work` has a deadline of its own."""
     task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=CLOSING)
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 def _seal(trace: Trace) -> None:

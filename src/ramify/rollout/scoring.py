@@ -3,11 +3,13 @@
 A missing score is never 0: a policy must not be trained on what its environment failed to say.
 """
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ramify.env import Context, Hook, Task
+from ramify.env.calling import given_up
 from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
 from ramify.rollout.environment import Environment
 from ramify.rollout.within import within
@@ -81,5 +83,9 @@ async def _called(hook: Hook, context: Context, **more: Any) -> Any:
         return await hook(context, **more)
     except RamifyError:
         raise
-    except Exception as error:
+    except asyncio.CancelledError as error:
+        if given_up():
+            raise
+        raise EnvironmentFault(f"{hook.name}: CancelledError: what it waited for was cancelled") from error
+    except (Exception, SystemExit) as error:
         raise EnvironmentFault(f"{hook.name}: {type(error).__name__}: {error}") from error

@@ -93,7 +93,8 @@ class Runtime(ABC):
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
     ) -> Program:
-        """Start a program and leave it running; raises FileNotFoundError or PermissionError if it cannot be run."""
+        """Start a program and leave it running; raises FileNotFoundError, another OSError or, for a line that no system
+        takes, ValueError if it cannot be run."""
 
     async def run(
         self,
@@ -109,8 +110,10 @@ class Runtime(ABC):
             program = await self.spawn(command, env=env, cwd=cwd, stdin=stdin)
         except FileNotFoundError as error:
             return Ran(NOT_FOUND, stderr=f"not found: {error.filename}".encode())
-        except (PermissionError, NotADirectoryError) as error:
+        except OSError as error:  # no permission, no program, too long
             return Ran(NOT_EXECUTABLE, stderr=f"cannot be run: {error.filename}: {error.strerror}".encode())
+        except ValueError as error:  # a null byte, half a character
+            return Ran(NOT_EXECUTABLE, stderr=f"cannot be run: {error}".encode())
         try:
             return await program.wait(deadline)
         except BaseException:

@@ -6,14 +6,17 @@ made when it is first wanted: most rollouts only talk.
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
+import stat
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.runtime.base import TIMED_OUT, Command, Program, Ran, Runtime
@@ -73,7 +76,7 @@ class LocalRuntime(Runtime):
         if self._started:
             await asyncio.to_thread(end_marked, self._mark)
         if self._box is not None and not self.config.keep:
-            await asyncio.to_thread(shutil.rmtree, self._box, ignore_errors=True)
+            await asyncio.to_thread(_remove, self._box)
 
     async def spawn(
         self,
@@ -105,7 +108,7 @@ class LocalRuntime(Runtime):
         return program
 
     async def read(self, path: str | PurePath) -> bytes:
-        return await asyncio.to_thread((self.workdir / path).read_bytes)
+        return await asyncio.to_thread(_read, self.workdir / path)
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
         target = self.workdir / path
@@ -189,6 +192,33 @@ class LocalProgram(Program, asyncio.SubprocessProtocol):
         self._transport.close()
 
 
+def _open(target: Path, mode: str) -> IO[bytes]:
+    """The file, if it is one: at a pipe that an agent left there, opening or reading would wait for ever."""
+    file = open(target, mode, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise FileNotFoundError(errno.ENOENT, "not a file", str(target))
+    return file
+
+
+def _read(target: Path) -> bytes:
+    with _open(target, "rb") as file:
+        return file.read()
+
+
 def _write(target: Path, data: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data)
+    with _open(target, "wb") as file:
+        file.write(data)
+
+
+def _remove(box: Path) -> None:
+    """Remove the box, also where its directories go too deep for Python or are closed to their owner."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(box, ignore_errors=True)
+    if box.exists():
+        subprocess.run(
+            ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(box)], stderr=subprocess.DEVNULL, check=False
+        )
+    if box.exists():
+        raise SandboxError(f"the box {box} cannot be removed")

@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import ramify as rf
+from ramify.trace import Branch
 
 BOX = "\\boxed{"
 LONGEST = 200  # characters of an answer that symbolic algebra may work on
@@ -18,8 +19,12 @@ _NUMBER = re.compile(r"[+-]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")  # no exponents: 1e999
 
 
 def replies(trace: "rf.Trace") -> list[str]:
-    """The text of every reply, in the order in which they came."""
-    return [node.message.text for node in trace.nodes if node.message.role == "assistant"]
+    """The text of every reply, in the order in which they came.
+
+    On the path to the newest node each stands once: where a template rewrites history, a trace holds a reply again.
+    """
+    said = Branch(trace, len(trace.nodes) - 1).messages if len(trace.nodes) else []
+    return [message.text for message in said if message.role == "assistant"]
 
 
 def boxed(text: str) -> str | None:

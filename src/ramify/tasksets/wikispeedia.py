@@ -18,6 +18,7 @@ from ramify.tasksets.drawing import distinct
 from ramify.tasksets.gold import calls
 from ramify.trace import Message
 
+OVER = "error: the walk has ended, all turns are used."  # one reply may hold more calls than there are turns left
 SYSTEM = "Go from page to page by their links until you reach the target."
 
 
@@ -91,6 +92,8 @@ class Wikispeedia(rf.Taskset):
         here = walk["path"][-1]
         if here == task.target:
             return f"You have reached {here}."
+        if walk["turns"] > self.config.max_turns:
+            return OVER
         links = self.graph.links[here]
         title = articles.find(article, links)
         if title is None:
@@ -102,9 +105,12 @@ class Wikispeedia(rf.Taskset):
     @rf.tool
     def go_back(self, task: WalkTask, trace: rf.Trace) -> str:
         """Return to the page before."""
-        path = _take_turn(trace)["path"]
+        walk = _take_turn(trace)
+        path = walk["path"]
         if path[-1] == task.target:
             return f"You have reached {task.target}."
+        if walk["turns"] > self.config.max_turns:
+            return OVER
         if len(path) == 1:
             return f"error: {path[0]} is the first page, there is none before it."
         path.pop()

@@ -111,6 +111,7 @@ class Reader:
     def say(self, role: str, content: Any, **more: Any) -> None:
         """Add a message. System prompts at the beginning become one, as templates want it."""
         said = Message(role, self.content(content), **more)
+        _check_names(said)
         if role == "system" and self.messages and all(message.role == "system" for message in self.messages):
             before = self.messages.pop()
             said = replace(said, content=f"{before.text}\n\n{said.text}")
@@ -120,6 +121,8 @@ class Reader:
         """Content of text, or of parts where some are images."""
         if content is None or isinstance(content, str):
             return content or ""
+        if not isinstance(content, list):
+            raise RequestInvalid(f"content: expected a text or a list of parts, found {content!r:.80}")
         parts = [part for entry in content if (part := self.part(entry)) is not None]
         if any(isinstance(part, MediaPart) for part in parts):
             return tuple(parts)
@@ -141,6 +144,14 @@ class Reader:
         """A part that shows `media`."""
         self.media[media.hash] = media
         return MediaPart(media.hash)
+
+
+def _check_names(said: Message) -> None:
+    """Refuse ids and names that are no text: no template could write them, and no reader of the trace read them."""
+    names = [name for call in said.tool_calls for name in (call.id, call.name)]
+    for name in [*names, said.tool_call_id or ""]:
+        if not isinstance(name, str):
+            raise RequestInvalid(f"{said.role}: the id or name of a tool call must be a text, found {name!r:.80}")
 
 
 def wishes(body: Mapping[str, Any], **names: str) -> dict[str, Any]:

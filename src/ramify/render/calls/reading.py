@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ramify.render.conversation import Problem, ProblemKind, Tool
 
@@ -44,6 +44,11 @@ class Reading:
         self._said.append(text)
 
     def call(self, *calls: Call) -> None:
+        """Calls that were read; an escape may spell half a character, which no trace and no tool can hold."""
+        try:
+            "".join(text or "" for call in calls for text in call).encode()
+        except UnicodeEncodeError as error:
+            raise Unreadable(ProblemKind.INVALID_JSON, str(error)) from error
         self.calls += calls
 
     def refuse(self, problem: Unreadable, text: str) -> None:
@@ -78,8 +83,16 @@ class JsonObject(NamedTuple):
 
     def text(self, key: str) -> str | None:
         """The value under `key` if it is a text that is not empty."""
-        value = json.loads(self.values.get(key, "null"))
+        value = _loaded(self.values.get(key, "null"))
         return value if isinstance(value, str) and value else None
+
+
+def _loaded(text: str) -> Any:
+    """A value that was read before; nested as deep as just went, it may not go a few calls further down."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise Unreadable(ProblemKind.INVALID_JSON, str(error)) from error
 
 
 def skip_space(text: str, at: int) -> int:
@@ -118,7 +131,7 @@ def read_call(found: JsonObject) -> Call:
 
 def arguments_text(written: str) -> str:
     """The text of a table of arguments, unpacked if it was written as a text that holds one."""
-    value = json.loads(written)
+    value = _loaded(written)
     if isinstance(value, str):
         written = value
         try:
