@@ -18,6 +18,7 @@ COMPETITORS := $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) 
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 PYTEST := $(BIN)/pytest -n 2 -q
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
@@ -31,7 +32,7 @@ env: $(STAMP)  ## create .venv and install the package with its local and dev ex
 
 # Rebuilt only when the requirements change: an editable install sees source edits by itself.
 $(STAMP): pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' && $(PYTHON) -m venv .venv; }
 	@echo "installing into .venv (a few minutes the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[local,dev]'
 	@touch $@

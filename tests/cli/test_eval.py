@@ -68,6 +68,13 @@ def test_the_address_may_end_in_v1(engine):
     assert main(["eval", ECHO, "-m", "tiny", "-b", f"{engine.url}/v1", "-n", "1", "-r", "1"]) == 0
 
 
+def test_servers_that_run_already_replace_the_engine_of_a_file(engine, capsys):
+    Path("run.toml").write_text(f'[taskset]\nid = "{ECHO}"\n[inference]\nmax_running = 8\n')
+    assert main(["eval", "@", "run.toml", "-b", f"{engine.url}/v1", "http://127.0.0.1:9/v1/", "--dry-run"]) == 0
+    assert main(["eval", "@", "run.toml", "-b", "--dry-run"]) == 2
+    assert "-b: needs the address of a server" in capsys.readouterr().err
+
+
 def test_a_file_and_flags_say_the_same_as_short_flags(engine, capsys):
     Path("run.toml").write_text(f'name = "run"\nnum_tasks = 2\nrepetitions = 1\n[taskset]\nid = "{ECHO}"\n')
     assert main(["eval", "@", "run.toml", "-b", engine.url, "--taskset.size", "1"]) == 0
@@ -187,10 +194,17 @@ def test_killed_at_random_moments_and_continued_it_ends_as_if_nothing_had_happen
         assert outcome(Path("outputs/killed")) == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM] if FULL else [signal.SIGINT])
-def test_ctrl_c_stops_cleanly_and_says_how_to_continue(number):
+@pytest.mark.parametrize(
+    ("number", "ctrl_c"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)]
+)
+def test_ctrl_c_stops_cleanly_and_says_how_to_continue(number, ctrl_c):
+    """SIGTERM too, and where a script has started us in the background, with Ctrl-C ignored."""
     with scripted(late=0.1) as slow:
-        process = started("eval", ECHO, "-b", slow.url, "-c", "1", "-r", "20", "--name", "run")
+        before = signal.signal(signal.SIGINT, ctrl_c)
+        try:
+            process = started("eval", ECHO, "-b", slow.url, "-c", "1", "-r", "20", "--name", "run")
+        finally:
+            signal.signal(signal.SIGINT, before)
         when(lambda: len(slow.asked) >= 3)
         process.send_signal(number)
         out, err = process.communicate(timeout=30)

@@ -41,6 +41,13 @@ def test_a_name_that_cannot_be_one_is_refused(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_name_under_which_the_package_would_not_be_found_is_refused(tmp_path, capsys):
+    for name in ("wordle", "random", "numpy", "ramify"):
+        assert main(["init", name, "-o", str(tmp_path / "new")]) == 2
+        assert repr(name) in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_place_that_cannot_be_written_is_a_named_failure(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["init", "letter-count", "-o", str(tmp_path / "file" / "new")]) == 1

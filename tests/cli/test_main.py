@@ -110,6 +110,20 @@ def test_a_bug_keeps_its_traceback(command):
         app.main(["scratch"])
 
 
+def test_a_module_of_ours_that_is_not_there_is_a_bug(command):
+    command("import ramify.nowhere")
+    with pytest.raises(ModuleNotFoundError):
+        app.main(["scratch"])
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_a_model_without_what_runs_it_is_exit_2_with_the_extra_to_install(command, capsys, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)  # Python then says what it says of one that is not installed
+    command(f"import {library}")
+    assert app.main(["scratch"]) == 2
+    assert capsys.readouterr().err == f"{library} is not installed; pip install 'ramify[local]'\n"
+
+
 @pytest.mark.parametrize(("buffered", "args"), [("", ["--help"]), ("1", ["--help"]), ("", ["model", "list"])])
 def test_a_reader_who_leaves_is_no_traceback(buffered, args):
     read, write = os.pipe()

@@ -136,7 +136,7 @@ def test_the_secret_is_the_runs_where_there_is_one(file, monkeypatch):
 def test_an_address_that_others_can_reach_needs_a_secret(file, monkeypatch, capsys):
     words = ["env-server", "@", file, "--source", "train/two", "--train.1.address", "tcp://0.0.0.0:0", "--dry-run"]
     assert main(words) == 2
-    assert "give the server a secret" in capsys.readouterr().err
+    assert "give the server a secret, in the variable that secret_env names" in capsys.readouterr().err
     monkeypatch.setenv("RAMIFY_SECRET", "x")
     assert main(words) == 0
 

@@ -117,6 +117,11 @@ def test_every_example_passes_its_dry_run(blocked, tmp_path, file):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_value_may_be_negative():
+    config = parse(RunConfig, spelled_out(["reverse-text", "--taskset.seed", "-1"]))
+    assert config.train[0].taskset["seed"] == config.eval[0].taskset["seed"] == -1
+
+
 def test_a_taskset_and_a_model_are_enough(tmp_path):
     short = [
         "reverse-text",

@@ -12,6 +12,8 @@ class Optim(Config):
     lr: float = 1e-4
     warmup_steps: int = 0
     betas: list[float] = [0.9, 0.95]
+    window: tuple[float, float] = (0.0, 1.0)
+    marks: tuple[str, ...] = ()
 
 
 class Trainer(Config):

@@ -1,6 +1,5 @@
 """The resolved configuration as a file: complete, and read back as exactly the same configuration."""
 
-import math
 import os
 from pathlib import Path
 
@@ -69,12 +68,6 @@ def test_the_written_config_holds_every_key_defaults_included():
     assert "max_steps = 120" in written
     assert "[trainer.optim]" in written
     assert 'wandb = "None"' in written
-
-
-def test_infinity_survives(tmp_path):
-    config = Run(name="x", trainer=Trainer(optim=Optim(lr=math.inf)))
-    write(config, tmp_path / "c.toml")
-    assert parse(Run, ["@", str(tmp_path / "c.toml")]) == config
 
 
 def test_a_value_toml_cannot_hold_is_refused_by_its_key():

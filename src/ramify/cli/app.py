@@ -59,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RamifyError as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):  # everything that runs a model needs them: said once, here
+            raise
+        print(f"{error.name} is not installed; pip install 'ramify[local]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ramify.cli import short
 from ramify.config import dry_run, parse, switch
 from ramify.errors import StorageFull
 from ramify.evals.config import EvalConfig
@@ -13,13 +14,7 @@ from ramify.evals.config import EvalConfig
 if TYPE_CHECKING:
     from ramify.evals.run import Result
 
-SHORT = {
-    "-m": "--model.name",
-    "-n": "--num_tasks",
-    "-r": "--repetitions",
-    "-c": "--concurrency",
-    "-o": "--output",
-}
+SHORT = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
 
@@ -60,6 +55,8 @@ def run(args: Sequence[str]) -> int:
         return 0
     again = shlex.join(["ramify", "eval", *(arg for arg in args if arg != "--fresh")])
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell has what it starts with `&` ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = evaluate(config, fresh=fresh, keep=keep, display=choose())
     except KeyboardInterrupt:
@@ -75,18 +72,8 @@ def run(args: Sequence[str]) -> int:
 
 def spelled_out(args: Sequence[str]) -> list[str]:
     """The arguments with the taskset's id and the short flags as the keys they stand for."""
-    rest = list(args)
-    found: list[str] = []
-    if rest and not rest[0].startswith(("-", "@")):
-        found += ["--taskset.id", rest.pop(0)]
-    for at, arg in enumerate(rest):
-        if arg == "-b":
-            found += ["--inference.engine", "external", "--inference.base_url"]
-        elif at and rest[at - 1] == "-b":
-            found.append(arg.rstrip("/").removesuffix("/v1"))
-        else:
-            found.append(SHORT.get(arg, arg))
-    return found
+    named = [SHORT.get(arg, arg) for arg in short.spelled_out(args)]
+    return ["--taskset.id", *named] if named and not named[0].startswith(("-", "@")) else named
 
 
 def _tell(config: EvalConfig, result: "Result", *, show: bool, keep: bool) -> None:

@@ -5,11 +5,13 @@ so that the name is an id everywhere, and a test that plays the gold replies.
 """
 
 import argparse
+import importlib.util
 import keyword
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ramify.env import plugin
 from ramify.errors import ConfigInvalid, StorageFailed
 
 PROJECT = """\
@@ -40,9 +42,8 @@ MODULE = '''\
 import random
 from collections.abc import Iterator
 
-from pydantic import Field
-
 import ramify as rf
+from pydantic import Field
 
 WORDS = ["banana", "bookkeeper", "mississippi", "parallel", "raspberry", "strawberry", "successful", "tomorrow"]
 SYSTEM = "Answer with a number, nothing else."
@@ -133,6 +134,11 @@ def scaffold(name: str, directory: Path) -> list[Path]:
         raise ConfigInvalid(
             f"{name!r} cannot be a taskset's name: use small letters, digits and dashes, a letter first"
         )
+    if name in plugin.KINDS["taskset"].builtin:
+        raise ConfigInvalid(f"{name!r} cannot be a taskset's name: it is that of a built-in one, which would be found")
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.origin is not None:  # a file beside which Python's own would not be imported any more
+        raise ConfigInvalid(f"{name!r} cannot be a taskset's name: there is a module {module} already, {spec.origin}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigInvalid(f"{directory} exists and is not empty; nothing was written")
     cls = "".join(word.capitalize() for word in module.split("_"))

@@ -46,6 +46,7 @@ def run(args: Sequence[str]) -> int:
         dry_run(config, config.path, plan.lines(), leave=plan.write)
         return 0
     from ramify.launch.dashboard import choose  # the rest is loaded here, not for help
+    from ramify.launch.finished import told
     from ramify.launch.run import rl
     from ramify.launch.supervisor import Outcome
 
@@ -59,9 +60,9 @@ def run(args: Sequence[str]) -> int:
     where = shlex.quote(str(ended.path))
     match ended.outcome:
         case Outcome.FINISHED if not ended.ran:
-            print(f"{ended.path} is finished: all {config.max_steps} steps are there; --fresh begins anew")
+            print(f"{ended.path} is finished: {told(ended.steps, config)}; --fresh begins anew")
         case Outcome.FINISHED:
-            print(f"done: {config.max_steps} steps in {ended.path}; see it with: ramify plot {where} -o reward.png")
+            print(f"done: {told(ended.steps, config)}, in {ended.path}; see it with: ramify plot {where} -o reward.png")
         case Outcome.LEFT:
             print(f"left. Continue with: {again}", file=sys.stderr)
         case Outcome.INTERRUPTED:
@@ -98,7 +99,7 @@ def _for_both(args: Sequence[str]) -> list[str]:
             found.append(arg)
             continue
         words: list[str] = []
-        while "=" not in arg and rest and not rest[0].startswith(("-", "@")):
+        while "=" not in arg and rest and not rest[0].startswith(("--", "@")):
             words.append(rest.pop(0))
         key = arg.removeprefix("--")
         found += [f"--train.0.{key}", *words, f"--eval.0.{key}", *words]

@@ -66,7 +66,9 @@ def run(args: Sequence[str]) -> int:
             assert config.address is not None
             kept = Recording(record) if record is not None else None
             secret = os.environ.get(config.secret_env)
-            source = RemoteSource(config.address, secret=secret, patience=config.patience, recording=kept)
+            source = RemoteSource(
+                config.address, secret=secret, patience=config.patience, recording=kept, stopped=lambda: bool(asked)
+            )
         try:
             tell = _print if ranks.first else _nothing
             keep = replay is None

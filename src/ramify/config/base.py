@@ -20,7 +20,7 @@ NONE = "None"  # how a TOML file, which has no null, says None
 class Config(BaseModel):
     """A section of the configuration."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # a wait for ever is none that has a deadline
 
     @model_validator(mode="before")
     @classmethod

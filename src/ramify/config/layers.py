@@ -23,6 +23,7 @@ from ramify.config.schema import (
     is_dict,
     is_list,
     is_model,
+    is_tuple,
     step,
     tag_key,
     variant,
@@ -40,11 +41,11 @@ class Layers:
         self._origins: dict[Key, str] = {}
 
     def origin(self, key: Key) -> str | None:
-        """The file or flag that set the value at `key`."""
+        """The file or flag that set the value at `key`; of a section, if one alone set all that is said in it."""
         known = (self._origins.get(key[:length]) for length in range(len(key), -1, -1))
         above = next((origin for origin in known if origin is not None), None)
-        below = (origin for at, origin in self._origins.items() if at[: len(key)] == key)
-        return above or next(below, None)
+        below = {origin for at, origin in self._origins.items() if at[: len(key)] == key}
+        return above or (below.pop() if len(below) == 1 else None)
 
     def add_file(self, file: File) -> None:
         """Merge a TOML file into the section it was given for."""
@@ -150,5 +151,5 @@ def _default(standing: Any, kinds: Sequence[Any], table: Any, name: str) -> Any:
 
 
 def _copy(standing: Any) -> list[Any]:
-    entries = standing if is_array(standing) else []
+    entries = list(standing) if is_array(standing) or is_tuple(standing) else []
     return [entry.model_dump() if isinstance(entry, BaseModel) else copy.deepcopy(entry) for entry in entries]

@@ -32,6 +32,11 @@ def is_array(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
+def is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
+    """Whether a value is a tuple, as a default may be."""
+    return isinstance(value, tuple)
+
+
 def has(holder: Any, key: str | int) -> bool:
     """Whether a table or list holds something at `key`; a plain value holds nothing."""
     if is_array(holder):
@@ -55,8 +60,8 @@ def is_model(option: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def is_list(option: Any) -> bool:
-    """Whether the option is a list."""
-    return (get_origin(option) or option) is list
+    """Whether the option is a list; a tuple is written as one."""
+    return (get_origin(option) or option) in (list, tuple)
 
 
 def is_table(option: Any) -> bool:
@@ -76,7 +81,7 @@ def is_container(option: Any) -> bool:
 
 def element(option: Any) -> list[Any]:
     """The options of an entry of this list, or of a value of this free table."""
-    arguments = get_args(option)
+    arguments = [argument for argument in get_args(option) if argument is not ...]
     return options(arguments[-1]) if arguments else [Any]
 
 

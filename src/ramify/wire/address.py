@@ -41,7 +41,8 @@ def check_bind(address: str, secret: str | None) -> None:
         raise ConfigInvalid(f"address: expected tcp://HOST:PORT (port 0 takes a free one), got {address!r}")
     if not is_local(address) and not secret:
         raise ConfigInvalid(
-            f"address: {address} can be reached from other machines; give the server a secret, or listen at 127.0.0.1"
+            f"address: {address} can be reached from other machines; give the server a secret, in the variable that "
+            "secret_env names, or listen at 127.0.0.1"
         )
 
 
