@@ -138,3 +138,10 @@ def test_a_broken_pipe_that_is_not_our_output_is_a_bug(command):
     command("raise BrokenPipeError")
     with pytest.raises(BrokenPipeError):
         app.main(["scratch"])
+
+
+@pytest.mark.parametrize("name", ["..", ".", "/elsewhere", "a/../../b"])
+@pytest.mark.parametrize("words", ["rl reverse-text", "eval reverse-text", "trainer", "sft"])
+def test_a_run_stays_below_its_output(words, name, capsys):
+    assert app.main([*words.split(), "--name", name, "--dry-run"]) == 2
+    assert "below `output`" in capsys.readouterr().err

@@ -6,15 +6,27 @@ file that sets only `optim.warmup_steps` would silently put `lr` back to the def
 """
 
 import copy
+from pathlib import PurePath
 from types import NoneType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from ramify.config.schema import is_dict, options, tag_key
 
 NONE = "None"  # how a TOML file, which has no null, says None
+
+
+def _stays_below(name: str) -> str:
+    path = PurePath(name)
+    if name and (not path.parts or path.is_absolute() or ".." in path.parts):
+        raise ValueError(f"expected the name of a directory below `output`, got {name!r}")
+    return name
+
+
+RunName = Annotated[str, AfterValidator(_stays_below)]
+"""The name of a run's directory, or nothing where it has a default."""
 
 
 class Config(BaseModel):

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ramify.config import RunName
 from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig, ServerConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import SourceConfig
@@ -14,7 +15,7 @@ from ramify.rollout.config import SourceConfig
 class EvalConfig(SourceConfig):
     """`ramify eval`: a source, a model, and how much of it."""
 
-    name: str = ""
+    name: RunName = ""
     """The run's directory below `output`; by default taskset, model and a hash of what makes the run itself."""
     output: Path = Path("outputs")
     """Where runs lie (-o)."""

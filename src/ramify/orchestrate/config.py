@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ramify.config import Config
+from ramify.config import Config, RunName
 from ramify.envserver.config import ElasticConfig, ServedSourceConfig
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
@@ -192,7 +192,7 @@ class MonitorConfig(Config):
 class RunConfig(Config):
     """`ramify rl`."""
 
-    name: str = ""
+    name: RunName = ""
     """The run's directory below `output`; by default taskset, model and a hash of what makes the run itself."""
     output: Path = Path("outputs")
     """Where runs lie (-o)."""

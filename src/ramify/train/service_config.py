@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from ramify.config import Config
+from ramify.config import Config, RunName
 from ramify.infer.config import ModelConfig
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.places import weights_directory
@@ -26,7 +26,7 @@ class WeightsConfig(Config):
 class ServiceConfig(Config):
     """`ramify trainer`: trains what an orchestrator, or a directory of recorded batches, gives it."""
 
-    name: str = "trainer"
+    name: RunName = "trainer"
     """The run's directory below `output`: checkpoints and weights lie there."""
     output: Path = Path("outputs")
     """Where runs lie (-o)."""

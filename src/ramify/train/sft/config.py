@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from ramify.config import Config
+from ramify.config import Config, RunName
 from ramify.infer.config import ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
@@ -56,7 +56,7 @@ class ValidationConfig(Config):
 class SftConfig(Config):
     """`ramify sft`: a model, conversations, and how they are learned."""
 
-    name: str = ""
+    name: RunName = ""
     """The run's directory below `output`; by default data, model and a hash of what makes the run itself."""
     output: Path = Path("outputs")
     """Where runs lie (-o)."""
