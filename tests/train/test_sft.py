@@ -125,6 +125,16 @@ def test_files_in_every_form_say_the_same(tmp_path):
     assert all(chats == found[0] for chats in found)
 
 
+def test_a_null_that_somebody_wrote_is_learned_and_one_for_nothing_is_not_there(tmp_path):
+    call = {"id": None, "function": {"name": "add", "arguments": {"a": None, "b": 1}}}
+    said = {"role": "assistant", "content": None, "reasoning": None, "reasoning_content": "hm", "tool_calls": [call]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{**said, "tool_call_id": None}]}))
+    (chat,) = read_chats(rows(str(tmp_path / "a.jsonl")), data())
+    (message,) = chat.messages
+    assert json.loads(message.tool_calls[0].arguments) == {"a": None, "b": 1}
+    assert (message.content, message.reasoning, message.tool_call_id) == ("", "hm", None)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -82,13 +82,24 @@ def _jsonl(file: Path) -> Iterator[Row]:
 
 def _parquet(file: Path) -> Iterator[Row]:
     for batch in _arrow_module("pyarrow.parquet").ParquetFile(file).iter_batches():
-        yield from batch.to_pylist()
+        yield from map(_row, batch.to_pylist())
 
 
 def _arrow(file: Path) -> Iterator[Row]:
     with file.open("rb") as stream:
         for batch in _arrow_module("pyarrow.ipc").open_stream(stream):
-            yield from batch.to_pylist()
+            yield from map(_row, batch.to_pylist())
+
+
+def _row(columns: Row) -> Row:
+    """A row of arrow, which fills every table with the keys of all others, as nulls."""
+    return {name: _own(value) for name, value in columns.items()}
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _own(each) for key, each in value.items() if each is not None}
+    return [_own(each) for each in value] if isinstance(value, list) else value
 
 
 def _arrow_module(name: str) -> Any:

@@ -1,7 +1,7 @@
 """From a row of a dataset to a conversation, in the forms in which they are shared.
 
 A row has messages (and perhaps tools), or a prompt and a completion. Files disagree about details: arguments of calls
-are text or tables, tools are a list or its JSON, and arrow fills every table with the keys of all others as nulls.
+are text or tables, tools are a list or its JSON, and what is not there may be there as null.
 """
 
 import json
@@ -51,10 +51,10 @@ def read_chat(row: Row, config: DataConfig) -> Chat:
     else:
         wanted = f"{config.messages!r}, nor {config.prompt!r} and {config.completion!r}"
         raise ValueError(f"it has no column {wanted}; it has {', '.join(row)}")
-    messages = tuple(read_message(_plain(each)) for each in _parsed(said))
+    messages = tuple(read_message(each) for each in _parsed(said))
     if not any(message.role in config.roles for message in messages):
         raise ValueError(f"nothing in it is said by {' or '.join(config.roles)}")
-    tools = _plain(_parsed(row.get(config.tools) or []))
+    tools = _parsed(row.get(config.tools) or [])
     return Chat(messages, tuple(_parsed(tool) for tool in tools))
 
 
@@ -65,7 +65,7 @@ def read_message(said: Mapping[str, Any]) -> Message:
     message = Message(
         role=said["role"],
         content=_text(said.get("content")),
-        reasoning=next((said[name] for name in REASONING if name in said), None),
+        reasoning=next((said[name] for name in REASONING if said.get(name) is not None), None),
         tool_calls=tuple(_call(number, call) for number, call in enumerate(_parsed(said.get("tool_calls") or []))),
         tool_call_id=said.get("tool_call_id"),
     )
@@ -94,10 +94,3 @@ def _text(content: Any) -> str:
 def _parsed(said: Any) -> Any:
     """JSON in a column of text."""
     return json.loads(said) if isinstance(said, str) else said
-
-
-def _plain(said: Any) -> Any:
-    """Without the nulls that arrow puts where another row has something."""
-    if isinstance(said, Mapping):
-        return {key: _plain(value) for key, value in said.items() if value is not None}
-    return [_plain(each) for each in said] if isinstance(said, list | tuple) else said
