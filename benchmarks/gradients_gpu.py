@@ -121,6 +121,8 @@ def teach(name: str, trainer: Trainer, teacher: Maker, steps: int) -> None:
         if running:
             losses.append(running.metrics().loss)
         running = begun
+    if running:
+        losses.append(running.metrics().loss)
     told = " ".join(f"{each:.2f}" for each in losses[:: max(1, steps // 6)])
     print(f"{name}, {steps} steps of learning, loss {told}", flush=True)
 

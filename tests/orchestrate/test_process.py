@@ -1,45 +1,39 @@
 """The end of a run, and those who come before it."""
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
-from ramify.orchestrate.process import LEFT, Orchestrator
-from ramify.store.entries import Marks
+import pytest
+
+from ramify.errors import RunStalled
+from ramify.orchestrate.process import unless
 
 
-def test_a_run_that_is_asked_to_leave_does_not_wait_for_its_last_evals():
-    noted: list[str] = []
+async def story(leave: bool, work) -> bool:
+    leaving = asyncio.Event()
+    if leave:
+        asyncio.get_running_loop().call_later(0.01, leaving.set)
+    async with asyncio.timeout(10):
+        return await unless(leaving, work)
 
-    async def story() -> int:
-        began, ended = asyncio.Event(), asyncio.Event()
 
-        async def evaluate(*_: object) -> None:
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
+def test_whoever_leaves_does_not_wait_for_the_last_evals_and_they_have_ended():
+    ended: list[bool] = []
 
-        async def announce() -> None: ...
+    async def evals() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(True)
 
-        orchestrator: Any = object.__new__(Orchestrator)
-        orchestrator._run = SimpleNamespace(
-            leaving=asyncio.Event(),
-            due=asyncio.Queue(),
-            core=SimpleNamespace(marks=Marks(committed=3, acknowledged=3)),
-            service=SimpleNamespace(over=True, met=True, committed=asyncio.Event(), announce=announce),
-            weights=SimpleNamespace(serving=SimpleNamespace(step=3), waiting_since=None),
-            evaluating=SimpleNamespace(due=lambda step, last: ["it"], run=evaluate),
-            journal=SimpleNamespace(note=lambda kind, **_: noted.append(kind)),
-        )
-        async with asyncio.timeout(10):
-            running = asyncio.create_task(orchestrator._until_over())
-            await began.wait()
-            orchestrator.leave()
-            code = await running
-            await ended.wait()
-        return code
+    assert not asyncio.run(story(True, evals()))
+    assert ended == [True]
 
-    assert asyncio.run(story()) == LEFT
-    assert noted == ["left"]
+
+def test_the_last_evals_end_a_run_and_their_failure_is_its_own():
+    async def fails() -> None:
+        raise RunStalled("it")
+
+    assert asyncio.run(story(False, asyncio.sleep(0.01)))
+    with pytest.raises(RunStalled):
+        asyncio.run(story(False, fails()))

@@ -14,7 +14,18 @@ from ramify.model.layout import Layout
 from ramify.trace import Annotation, grow
 from ramify.train import Batch, Trainer, TrainerConfig, lay_out
 from tests.trace.forests import Attempt, Planned, Size, group
-from tests.train.models import CONFIGS, HYBRID, VOCAB, assert_equal, made, policy, total, train_flat, train_forest
+from tests.train.models import (
+    CONFIGS,
+    HYBRID,
+    SIZES,
+    VOCAB,
+    assert_equal,
+    made,
+    policy,
+    total,
+    train_flat,
+    train_forest,
+)
 
 SEEDS = range(10 if os.environ.get("RAMIFY_FULL") else 1)
 SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=VOCAB, logprobs=(-5.0, -0.1))
@@ -93,16 +104,7 @@ NOISY = {
         num_attention_heads=2,
         enable_bias=False,  # that of keys has no gradient but what rounding leaves
     ),
-    "router": MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        router_jitter_noise=0.3,
-    ),
+    "router": MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.3),
 }
 
 
@@ -117,7 +119,7 @@ def test_a_policy_has_no_noise_of_its_own(noise):
 
 
 def test_longrope_is_refused_where_a_row_would_turn_all_its_tokens_by_other_angles():
-    factors = [1.0 + number for number in range(8)]
+    factors = [1.0 + number for number in range(6)]  # of half a head
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -125,19 +127,7 @@ def test_longrope_is_refused_where_a_row_would_turn_all_its_tokens_by_other_angl
         "long_factor": factors,
         "original_max_position_embeddings": 30,
     }
-    config = Phi3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        original_max_position_embeddings=30,
-        rope_parameters=rope,
-        pad_token_id=0,
-    )
-    module = policy(config)
+    module = policy(Phi3Config(**SIZES, original_max_position_embeddings=30, rope_parameters=rope))
     short, long = (grow([attempt(Random(0), "a", [-1, 0], tokens=size).sample()]) for size in (10, 20))
     train_forest(module, [short], short.counts())
     with pytest.raises(ModelUnsupported, match="longrope"):

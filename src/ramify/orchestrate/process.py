@@ -7,8 +7,9 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 from ramify.errors import RamifyError, RunStalled
 from ramify.orchestrate import telling, watching
@@ -94,7 +95,6 @@ class Orchestrator:
         """Until every step is in the history and the last eval is done, or the run was asked to leave."""
         run = self._run
         leaving = asyncio.create_task(run.leaving.wait())
-        evals: asyncio.Task[None] | None = None
         try:
             while not run.service.over:
                 run.service.committed.clear()
@@ -103,18 +103,13 @@ class Orchestrator:
                 done.cancel()
                 if leaving.done():
                     return await self._checkpoint_and_leave()
-            if not run.core.marks.committed:
-                dropped = run.ledger.dropped() or "none"
-                raise RunStalled(f"the tasks ended before there was a batch to learn from; dropped groups: {dropped}")
-            evals = asyncio.create_task(self._last_evals())
-            await asyncio.wait({leaving, evals}, return_when=asyncio.FIRST_COMPLETED)
-            if not evals.done():
-                return await self._checkpoint_and_leave()
-            evals.result()
         finally:
-            for task in (leaving, evals):
-                if task is not None:
-                    task.cancel()
+            leaving.cancel()
+        if not run.core.marks.committed:
+            dropped = run.ledger.dropped() or "none"
+            raise RunStalled(f"the tasks ended before there was a batch to learn from; dropped groups: {dropped}")
+        if not await unless(run.leaving, self._last_evals()):
+            return await self._checkpoint_and_leave()
         await run.core.finish()
         run.journal.note("finished", step=run.core.marks.committed)
         await run.service.announce()
@@ -144,6 +139,21 @@ class Orchestrator:
                     await run.service.committed.wait()
         run.journal.note("left", committed=run.core.marks.committed)
         return LEFT
+
+
+async def unless(leaving: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do this to its end, unless it is time to leave before; whether it was done. `work` has deadlines of its own."""
+    doing = asyncio.create_task(work)
+    tasks = [doing, asyncio.create_task(leaving.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+        return doing.done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _first(error: BaseException) -> BaseException:

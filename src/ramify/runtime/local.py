@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ramify.env import Task
 
 LINGER = 0.2  # seconds we go on reading after a program ended: a child it left behind may hold its output open
+REMOVING = 20.0  # seconds for a box that Python could not remove
 SHORT_OF = (
     errno.EAGAIN,
     errno.ENOMEM,
@@ -217,8 +218,8 @@ def _remove(box: Path) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(box, ignore_errors=True)
     if box.exists():
-        subprocess.run(
-            ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(box)], stderr=subprocess.DEVNULL, check=False
-        )
+        words = ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(box)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(words, stderr=subprocess.DEVNULL, check=False, timeout=REMOVING)
     if box.exists():
         raise SandboxError(f"the box {box} cannot be removed")
