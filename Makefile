@@ -1,5 +1,11 @@
-# Every target below `env` works in a fresh clone: the environment is created on first use and checked by one stamp.
+# Every target works in a fresh clone: it creates .venv on first use and installs what it needs. One stamp says that the packages
+# of a run are installed, a second that the development tools are.
 PYTHON ?= python3
+
+# uv installs faster than pip. It does not read pip's settings, so pip is used where those name an index or a folder of wheels.
+# `make UV= ...` insists on pip, `make UV=uv ...` on uv.
+UV ?= $(if $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index-url|find-links|no-index'),,$(shell command -v uv))
+
 # A second interpreter with `verifiers` installed, for the benchmarks that compare against it.
 VERIFIERS_PYTHON ?=
 
@@ -17,25 +23,39 @@ COMPETITORS := $(if $(VERIFIERS_PYTHON),--verifiers-python $(VERIFIERS_PYTHON)) 
 	$(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 BIN := .venv/bin
-STAMP := .venv/.installed
+RUN_STAMP := .venv/.installed-run
+DEV_STAMP := .venv/.installed-dev
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 PYTEST := $(BIN)/pytest -n 2 -q
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
+CREATE = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
+PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' && $(CREATE); }
+# Without a backend uv takes the CUDA build of torch, several gigabytes, also on a machine without a GPU.
+INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
+
 .DEFAULT_GOAL := help
 .PHONY: help env test test-full test-vllm lint bench-check rl
+# Two installations at once would damage .venv.
+.NOTPARALLEL:
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-env: $(STAMP)  ## create .venv and install the package with its local and dev extras
+env: $(DEV_STAMP)  ## create .venv and install the package with all that the targets need
 
 # Rebuilt only when the requirements change: an editable install sees source edits by itself.
-$(STAMP): pyproject.toml
-	@$(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' && $(PYTHON) -m venv .venv; }
-	@echo "installing into .venv (a few minutes the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[local,dev]'
+$(RUN_STAMP): pyproject.toml
+	@$(PREPARE)
+	@echo "installing what a run needs into .venv (some minutes the first time)"
+	@$(INSTALL) -e '.[local,plot]'
 	@touch $@
+
+$(DEV_STAMP): pyproject.toml
+	@$(PREPARE)
+	@echo "installing what a run and the tests need into .venv (some minutes the first time)"
+	@$(INSTALL) -e '.[local,plot,dev]'
+	@touch $(RUN_STAMP) $@
 
 lint: env  ## ruff, formatting and types
 	$(BIN)/ruff check .
@@ -59,6 +79,6 @@ bench-check: env  ## run every benchmark against its targets
 		$(BIN)/python $$script --check $(COMPETITORS) || status=$$?; \
 	done; exit $$status
 
-rl: env  ## the quickstart run: tiny learns to write words backwards, and the curve goes to reward.png
+rl: $(RUN_STAMP)  ## the quickstart run: tiny learns to write words backwards, and the curve goes to reward.png
 	$(BIN)/ramify rl @ examples/reverse_text/rl.toml
 	$(BIN)/ramify plot outputs/reverse-text -o reward.png
