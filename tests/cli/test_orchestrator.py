@@ -157,7 +157,7 @@ def test_who_has_no_supervisor_says_where_the_run_can_be_asked(home, capsys):
 
 def test_a_sink_whose_library_is_missing_is_refused_before_anything_starts(home, capsys, monkeypatch):
     monkeypatch.chdir(home)
-    sinks = '[{"type": "wandb"}]'
+    sinks = '[{"type": "trackio"}]'
     assert main(["orchestrator", "@", "run.toml", "--name", "unsunk", "--monitor.sinks", sinks]) == 2
-    assert "monitor.sinks.0: wandb is not installed" in capsys.readouterr().err
+    assert "monitor.sinks.0: trackio is not installed" in capsys.readouterr().err
     assert not (home / "outputs" / "unsunk").exists()

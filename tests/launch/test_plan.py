@@ -211,9 +211,10 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 @pytest.mark.parametrize("dry", [False, True])
 def test_a_sink_whose_library_is_missing_is_refused_in_a_dry_run_too(tmp_path, dry):
-    assert find_spec("wandb") is None, "this test needs an environment without wandb"
-    sinks = {"sinks": [{"type": "wandb"}]}
-    with pytest.raises(ConfigInvalid, match=r"monitor.sinks.0: wandb is not installed; pip install 'ramify\[wandb\]'"):
+    assert find_spec("trackio") is None, "this test needs an environment without trackio"
+    sinks = {"sinks": [{"type": "trackio"}]}
+    match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
+    with pytest.raises(ConfigInvalid, match=match):
         plan_of(config(tmp_path, monitor=sinks), dry=dry, gpus=[])
 
 

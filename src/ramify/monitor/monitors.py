@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ramify.monitor.sample import Sample
 from ramify.monitor.sink import Sink
 
-ROOM = 1000  # calls that may wait for a sink
+ROOM = 10_000  # calls that may wait for a sink: those of the minutes that opening one may take
 FAILURES = 5  # in a row, after which a sink is given up
 PATIENCE = 10.0  # seconds for all sinks together to take what is left, at the end
 

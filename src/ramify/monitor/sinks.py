@@ -35,20 +35,29 @@ class Console:
 
 
 class Wandb:
-    """Weights & Biases. A run that goes on is the same run there."""
+    """Weights & Biases. A run that is resumed is the same run there.
+
+    wandb drops a row whose step is lower than the last one's, and a run logs the training of step 7 after the rewards
+    of step 8. Therefore every call is a row of its own, numbered by wandb, and the step of the run is a metric in that
+    row, which wandb uses as the x axis of all others.
+    """
+
+    STEP = "train/step"
 
     def __init__(self, name: str, folder: Path, told: Mapping[str, Any], *, project: str, entity: str | None) -> None:
         self._wandb = import_module("wandb")
         self._run = self._wandb.init(
             project=project, entity=entity, name=name, id=name, resume="allow", dir=str(folder), config=dict(told)
         )
+        self._run.define_metric(self.STEP, hidden=True)
+        self._run.define_metric("*", step_metric=self.STEP)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({self.STEP: step, **values})
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         table = self._wandb.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
-        self._run.log({"samples": table}, step=step)
+        self._run.log({self.STEP: step, "samples": table})
 
     def close(self) -> None:
         self._run.finish()
@@ -86,6 +95,7 @@ class Tensorboard:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.flush()  # else a killed process loses the points of its last two minutes
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         kind = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))

@@ -1,0 +1,108 @@
+"""Every sink gets every point: what the real libraries stored is read back from their files."""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from ramify.monitor import open_monitors, samples_of
+from ramify.monitor.sinks import Tensorboard
+from ramify.orchestrate.config import RunConfig
+from ramify.trace import Trace
+from tests.monitor.wandb_file import read_history
+
+Point = tuple[int, str, float]
+
+
+def config(folder: Path, sink: str) -> RunConfig:
+    train = [{"taskset": {"id": "reverse-text"}}]
+    return RunConfig(name="run", output=folder, train=train, monitor={"sinks": [{"type": sink}]})
+
+
+def points_in_the_order_of_a_run(steps: range) -> list[tuple[int, dict[str, float]]]:
+    """What a run logs: rewards when a batch is cut, its training when the trainer is done, evals later still."""
+    calls: list[tuple[int, dict[str, float]]] = []
+    for step in steps:
+        calls.append((step + 1, {"reward/all/mean": step / 8, "rollouts": 16.0}))
+        calls.append((step, {"train/loss": -step / 4, "entropy": 1.5, "train/grad_norm": 0.25}))
+        calls.append((step, {"time/swap": 0.5}))
+        if step >= 2:
+            calls.append((step - 2, {"eval/held-out/avg": step / 16}))
+    return calls
+
+
+def log_a_run(folder: Path, sink: str, steps: range) -> list[Point]:
+    """Log the steps as one process of a run does, and return the points that were logged."""
+    messages: list[str] = []
+    monitors = open_monitors(config(folder, sink), messages.append)
+    calls = points_in_the_order_of_a_run(steps)
+    for step, values in calls:
+        monitors.log(step, values)
+    monitors.show(steps[0], samples_of(Trace(id="r1"), source="reverse-text"))
+    monitors.close(patience=60.0)
+    assert [line for line in messages if line.startswith("monitor")] == []
+    assert set(monitors.lost.values()) == {0}
+    return [(step, name, value) for step, values in calls for name, value in values.items()]
+
+
+def read_wandb(folder: Path) -> list[Point]:
+    rows = read_history(folder / "run")
+    return [
+        (row.get("train/step", row["_step"]), name, value)
+        for row in rows
+        for name, value in row.items()
+        if not name.startswith(("_", "samples")) and name != "train/step"
+    ]
+
+
+def read_tensorboard(folder: Path) -> list[Point]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "run" / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    return [(event.step, tag, event.value) for tag in tags for event in accumulator.Scalars(tag)]
+
+
+def read_trackio(folder: Path) -> list[Point]:
+    (file,) = (folder / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        rows = database.execute("SELECT step, metrics FROM metrics").fetchall()
+    return [
+        (step, name, value)
+        for step, metrics in rows
+        for name, value in json.loads(metrics).items()
+        if name != "samples"
+    ]
+
+
+READERS = {"wandb": read_wandb, "tensorboard": read_tensorboard, "trackio": read_trackio}
+
+
+@pytest.fixture(params=READERS)
+def sink(request, tmp_path, monkeypatch) -> str:
+    """The name of a sink whose library writes below `tmp_path`; of the three, trackio is not a development tool."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    if request.param == "trackio":
+        pytest.importorskip("trackio")
+    return request.param
+
+
+def test_points_logged_out_of_order_and_after_a_resume_are_all_stored(tmp_path, sink):
+    logged = log_a_run(tmp_path, sink, range(6))
+    if sink == "wandb":  # names its folders by the second: a start in the same second would overwrite the first
+        (tmp_path / "run" / "wandb").rename(tmp_path / "run" / "wandb-first")
+    logged += log_a_run(tmp_path, sink, range(4, 9))  # the steps since the last checkpoint are done again
+    assert sorted(READERS[sink](tmp_path)) == sorted(logged)
+
+
+def test_tensorboard_has_a_point_as_soon_as_it_is_logged(tmp_path):
+    """A process that is killed does not close its sinks."""
+    sink = Tensorboard(tmp_path / "run" / "tensorboard")
+    sink.log(7, {"train/loss": 0.5})
+    assert read_tensorboard(tmp_path) == [(7, "train/loss", 0.5)]
+    sink.close()

@@ -1,0 +1,42 @@
+"""Read the history that wandb keeps in its offline `.wandb` file.
+
+The file is a log in LevelDB's format: after a header of 7 bytes it consists of blocks of 32 KiB, and a block consists
+of fragments `crc32 u32 | length u16 | kind u8 | data`. The joined fragments of a record are one protobuf `Record`.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+HEADER, BLOCK, FRAGMENT = 7, 32768, struct.Struct("<IHB")
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def read_history(folder: Path) -> list[dict]:
+    """Return the history rows of all offline runs below `folder`, in the order in which they were written."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows: list[dict] = []
+    for file in sorted(folder.rglob("*.wandb")):
+        for data in _records(file.read_bytes()):
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    at, parts = HEADER, b""
+    while at + FRAGMENT.size <= len(data):
+        if BLOCK - at % BLOCK < FRAGMENT.size:  # too little room for a fragment: padding
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = FRAGMENT.unpack_from(data, at)
+        at += FRAGMENT.size
+        parts += data[at : at + length]
+        at += length
+        if kind in (FULL, LAST):
+            yield parts
+            parts = b""
