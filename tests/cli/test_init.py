@@ -1,10 +1,13 @@
 """`ramify init`: what it writes works at once, and nothing of the user's is overwritten."""
 
+import asyncio
 import subprocess
 import sys
 import tomllib
 
 from ramify.cli import main
+from ramify.model.resolve import resolve
+from ramify.recipe.playing import playing
 from tests.cli.command import ramify_command
 
 
@@ -25,6 +28,16 @@ def test_the_package_works_as_it_is_written(tmp_path):
     )
     assert tested.returncode == 0, tested.stdout
     assert "1 passed" in tested.stdout
+
+
+def test_the_attempts_of_tiny_at_one_task_earn_different_rewards(tmp_path):
+    """A group whose rewards are all equal teaches nothing, so a run on it would never make a step."""
+    assert main(["init", "letter-count", "-o", str(tmp_path / "new")]) == 0
+    taskset = {"id": f"{tmp_path}/new/letter_count.py"}
+    with playing(resolve("tiny")) as player:
+        groups = asyncio.run(player.rollouts(taskset, 8, 8, seed=0))
+    rewards = [[trace.reward for trace in group] for group in groups]
+    assert sum(len(set(group)) > 1 for group in rewards) >= 6, rewards
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):

@@ -1,7 +1,8 @@
 """`ramify init NAME`: a taskset package that works, to be changed into one's own.
 
 What is written is small on purpose: one module with one example of each thing most environments need, an entry point
-so that the name is an id everywhere, and a test that plays the gold replies.
+so that the name is an id everywhere, and a test that plays the gold replies. The task is one that `tiny` learns within
+minutes, so `ramify rl` shows a rising reward before anything was changed.
 """
 
 import argparse
@@ -37,51 +38,58 @@ pythonpath = ["."]
 """
 
 MODULE = '''\
-"""{name}: count how often a letter occurs in a word."""
+"""{name}: write a word backwards, letter by letter."""
 
 import random
+import re
+import string
 from collections.abc import Iterator
 
 import ramify as rf
 from pydantic import Field
 
-WORDS = ["banana", "bookkeeper", "mississippi", "parallel", "raspberry", "strawberry", "successful", "tomorrow"]
-SYSTEM = "Answer with a number, nothing else."
+SYSTEM = "Write the word backwards, letter by letter."
 
 
 class {cls}Config(rf.TasksetConfig):
     """What can be set as --taskset.KEY, or in the `taskset` table of a file."""
 
-    num_tasks: int = Field(default=100, ge=1)
+    num_tasks: int = Field(default=200, ge=1)
     seed: int = 0
 
 
 class {cls}(rf.Taskset):
-    """Count a letter in a word."""
+    """Write a word backwards."""
 
     config: {cls}Config
 
     def load(self) -> Iterator[rf.Task]:
-        # The order depends on the config alone, so a run can be repeated; train and eval tasks differ.
+        # The tasks depend on the config alone, so a run can be repeated; train and eval tasks differ.
         rng = random.Random(f"{{self.config.seed}} {{self.config.split}}")
-        words = WORDS[::2] if self.config.split == "train" else WORDS[1::2]
         for number in range(self.config.num_tasks):
-            word = rng.choice(words)
-            letter = rng.choice(word)
-            question = f"How often does the letter {{letter!r}} occur in {{word!r}}?"
-            yield rf.Task(key=str(number), prompt=question, system=SYSTEM, answer=word.count(letter))
+            word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(4, 7)))
+            yield rf.Task(key=str(number), prompt=word, system=SYSTEM, answer=word[::-1])
 
     @rf.reward
-    def correct(self, task: rf.Task, trace: rf.Trace) -> float:
-        return float(trace.last_reply.strip() == str(task.answer))
+    def letters(self, task: rf.Task, trace: rf.Trace) -> float:
+        # The share of letters in the right place. A reward of all or nothing would give every attempt of a group 0
+        # while the model is still bad at the task, and a group whose rewards are all equal teaches nothing.
+        reply = answer_in(trace.last_reply)
+        right = sum(said == expected for said, expected in zip(reply, task.answer))
+        return right / max(len(reply), len(task.answer))
 
     @rf.metric
-    def is_number(self, trace: rf.Trace) -> float:
-        return float(trace.last_reply.strip().isdigit())
+    def exact(self, task: rf.Task, trace: rf.Trace) -> float:
+        return float(answer_in(trace.last_reply) == task.answer)
 
     def gold(self, task: rf.Task) -> str:
         """What a perfect agent would reply; `ramify validate` plays it."""
-        return str(task.answer)
+        return task.answer
+
+
+def answer_in(reply: str) -> str:
+    """The reply without tags such as <answer>."""
+    return re.sub("<[^>]*>", "", reply).strip()
 '''
 
 TEST = '''\
@@ -102,6 +110,7 @@ A taskset for Ramify: tasks, and the rewards that judge an attempt at one.
     pip install -e .
     ramify validate {name}          # every task, without a model
     ramify eval {name} -m tiny      # a model's rewards; the same command again continues
+    ramify rl {name} -m tiny --max-steps 40    # its mean reward rises from about 0.5 to over 0.7
     pytest
 
 The environment is `{module}.py`: `load` gives the tasks, `@rf.reward` scores a rollout, `@rf.metric` reports a number,
@@ -120,9 +129,14 @@ def run(args: Sequence[str]) -> int:
     directory = asked.directory or Path(asked.name)
     written = scaffold(asked.name, directory)
     print("\n".join(f"wrote {path}" for path in written))
-    print(
-        f"next:\n  cd {directory}\n  ramify validate {written[1].name}\n  ramify eval {written[1].name} -m tiny -n 20"
-    )
+    module = written[1].name
+    steps = [
+        f"cd {directory}",
+        f"ramify validate {module}",
+        f"ramify eval {module} -m tiny -n 20",
+        f"ramify rl {module} -m tiny --max-steps 40",
+    ]
+    print("\n  ".join(["next:", *steps]))
     print(f"to use it as `{asked.name}` anywhere: pip install -e .")
     return 0
 
