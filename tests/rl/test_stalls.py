@@ -9,22 +9,36 @@ import resource
 import socket
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ramify.envserver import EnvServer, EnvServerConfig
-from ramify.errors import EnvironmentFault, PeerLost, ProviderError, RunStalled, StorageFailed, StorageFull
+from ramify.errors import (
+    EnvironmentFault,
+    NoTrainableGroups,
+    PeerLost,
+    ProviderError,
+    RunStalled,
+    StorageFailed,
+    StorageFull,
+)
 from ramify.launch.status import StatusClient
 from ramify.model.version import Version
 from ramify.orchestrate import watching
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.process import Orchestrator
+from ramify.store import RunStore
+from ramify.store.journal import Journal
+from ramify.store.ledger import Group, Ledger
+from ramify.store.states import State
 from tests.client.fake import Exchange, Fake, hang
 from tests.envserver.engine import Instant
 from tests.rl import environments
 
 STALL = 2.0  # seconds without progress
+ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
 LATE = 20.0  # seconds after which a stall was not seen
 
 
@@ -72,7 +86,13 @@ class Stage:
             "output": more.pop("output", self.home),
             "max_steps": 3,
             "seq_len": 512,
-            "orchestrator": {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, **more.pop("orchestrator", {})},
+            "orchestrator": {
+                "batch_size": 4,
+                "group_size": 2,
+                "stall_timeout": STALL,
+                "patience": None,
+                **more.pop("orchestrator", {}),
+            },
             "inference": {"engine": "external", "base_url": [more.pop("url", self.engine.url)]},
             "launch": {"start_deadline": 2.0},
             "train": [source],
@@ -154,6 +174,45 @@ def test_groups_that_teach_nothing_are_seen_long_before(stage):
     assert (status["step"], status["reward"], status["trainable"][0]) == (0, 1.0, 0)
     assert status["reward_history"] == []
     assert re.fullmatch(r"\d+ × filtered: zero_advantage", status["dropped"])
+
+
+def test_a_run_whose_every_reward_is_equal_ends_by_name_with_what_was_seen(stage):
+    with pytest.raises(NoTrainableGroups) as ended:
+        stage.run("equal", orchestrator={"patience": 5, "stall_timeout": 60.0})
+    said = ended.value.message
+    first, source, reasons, reply, _ = said.split("\n")
+    count = re.fullmatch(r"none of the last (\d+) groups can be trained on \(orchestrator.patience is 5\)", first)
+    assert count and int(count[1]) >= 5
+    seen = r"  plain: (\d+) groups, (\d+) rollouts, reward mean 1, min 1, max 1"
+    groups, rollouts = re.fullmatch(seen, source).groups()
+    assert (groups, int(rollouts)) == (count[1], 2 * int(count[1]))
+    assert reasons == f"  dropped groups: {groups} × filtered: zero_advantage"
+    assert re.fullmatch(r"  a reply to 'say \d': '.+'", reply)
+
+
+def test_the_count_of_groups_survives_a_restart_but_not_its_own_end(stage):
+    with pytest.raises(RunStalled, match=r"dropped groups: 8 × filtered"):  # killed, as far as the count knows
+        stage.run("again", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"patience": 10})
+    for more in range(2):
+        with pytest.raises(NoTrainableGroups) as ended:
+            stage.run("again", orchestrator={"patience": 10, "stall_timeout": 60.0, "max_concurrency": 1})
+        count = int(re.search(r"the last (\d+) groups", ended.value.message)[1])
+        assert 10 <= count < 18  # one that forgot would need ten more than the eight, one that remembers too much none
+        assert len(judged(stage.home / "again")) >= 10 * (more + 1)
+
+
+def test_a_run_that_only_warns_goes_on_and_warns_again(stage):
+    with pytest.raises(RunStalled):
+        stage.run("warned", orchestrator={"patience": 5, "on_no_signal": "warn"})
+    with RunStore.open(stage.home / "warned", write=False) as store:
+        warnings = [event.fields for event in Journal(store).events("failure")]
+    assert len(warnings) >= 2
+    assert {warning["name"] for warning in warnings} == {"NoTrainableGroups"}
+
+
+def judged(path: Path) -> list[Group]:
+    with RunStore.open(path, write=False) as store:
+        return [group for group in Ledger.read(store).groups() if group.state is State.DROPPED]
 
 
 def test_an_environment_whose_code_is_broken(stage, monkeypatch):

@@ -295,6 +295,13 @@ class RunStalled(RamifyError, blame="system", retryable=False):
     """
 
 
+class NoTrainableGroups(RamifyError, blame="system", retryable=False):
+    """A run issued `orchestrator.patience` groups in a row and could train on none of them.
+
+    Compare the replies with the reward: equal rewards teach nothing, so give partial credit or easier tasks.
+    """
+
+
 class UnknownFailure(RamifyError, blame="system", retryable=False):
     """A failure without a class here: a name from another version, or an exception that is not ours.
 

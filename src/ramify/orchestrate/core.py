@@ -20,6 +20,7 @@ from ramify.orchestrate.batch import Member, decide, regrow
 from ramify.orchestrate.dispatch import Dispatch, Order
 from ramify.orchestrate.groups import Fate, GroupRun, Standing
 from ramify.orchestrate.judging import Judged, Rules, Source, judge, rollout_id
+from ramify.orchestrate.patience import Patience
 from ramify.orchestrate.sources import Mix
 from ramify.store import Row
 from ramify.store.ledger import Group, Ledger, Marks, StoredBatch
@@ -36,6 +37,7 @@ class Core:
         self.ledger, self.mix, self.sources, self.rules, self.admission = ledger, mix, dict(sources), rules, admission
         self.dispatch = Dispatch()
         self.marks = Marks()
+        self.patience = Patience()
         self._issued = 0
         self._groups: dict[int, Group] = {}
         self._runs: dict[int, GroupRun] = {}
@@ -155,7 +157,7 @@ class Core:
             if found.member is None or found.forest is None:
                 assert found.reason is not None
                 await self.ledger.drop(number, found.reason, found.detail, states=states)
-                self._forget(number)
+                self._forget(number, found.reason)
                 return found
             changed = [
                 (self._row(number, attempt, run.rollouts[attempt], summary), run.rollouts[attempt])
@@ -163,6 +165,7 @@ class Core:
             ]
             await self.ledger.scored(number, found.notes, rollouts=changed, states=states)
             self.admission.score(number)
+            self.patience.record_trainable()
             self._ready[number] = (found.member, found.forest)
             return found
 
@@ -171,7 +174,7 @@ class Core:
         async with self._numbering, self._alone(number) as run:  # not while a batch with it is cut
             if run is not None:
                 await self.ledger.drop(number, reason, detail)
-                self._forget(number)
+                self._forget(number, reason)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -300,10 +303,11 @@ class Core:
         await self.ledger.drop_attempt(run.number, attempt, DropReason.FAILED, told)
         if run.standing is Standing.TOO_FEW:
             await self.ledger.drop(run.number, DropReason.TOO_FEW, _why(run))
-            self._forget(run.number)
+            self._forget(run.number, DropReason.TOO_FEW)
         return run.standing
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int, reason: DropReason) -> None:
+        self.patience.record_dropped(reason)
         self.admission.drop(number)
         self.dispatch.forget(number)
         self._ready.pop(number, None)

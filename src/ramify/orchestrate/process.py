@@ -57,6 +57,7 @@ class Orchestrator:
                             "sampling": run.sampling.run(),
                             "weights": run.weights.run(),
                             "watchdog": watching.watch(run),
+                            "patience": watching.watch_patience(run),
                             "load": watching.follow_load(run),
                             "cutting": watching.follow_cuts(run, self._show),
                             "evals": watching.evaluate(run),

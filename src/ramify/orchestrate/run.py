@@ -75,6 +75,7 @@ class Run:
         train = {source.title: await meet(source, stack, **known) for source in config.train}
         evals = {source.title: (source, (await meet(source, stack, **known)).served) for source in config.eval}
         self.core = await self._core(parts, train)
+        self.core.patience.restore(self.ledger, config.orchestrator.patience)
         self.first, self.next = self.core.marks.committed, self.core.admission.step
         """The step this process begins at, and the first whose batch nobody has been told of."""
         shape, largest = config.orchestrator.shape, max(config.group_size(source) for source in config.train)

@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 
-from ramify.errors import EnvironmentFault, RunStalled
+from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
 from ramify.orchestrate.concurrency import Load
 from ramify.orchestrate.run import Run
 from ramify.orchestrate.telling import why
@@ -64,6 +64,20 @@ async def watch(run: Run) -> None:
             with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
                 (run.config.path / "stalled.txt").write_text(report + "\n")
             raise RunStalled(report)
+
+
+async def watch_patience(run: Run) -> None:
+    """Raise NoTrainableGroups, or record it as a failure, when none of `patience` groups could be trained on."""
+    patience = run.core.patience
+    while not run.core.admission.finished:
+        await patience.exceeded.wait()
+        error = NoTrainableGroups(await patience.report(run.ledger))
+        if run.core.admission.finished:  # what was sampled beside the last batch is not needed
+            return
+        if run.config.orchestrator.on_no_signal == "end":
+            raise error
+        print(f"{error.name}: {error.message}", flush=True)
+        run.progress.trouble("rewards", Failure.of(error))
 
 
 def _check_faults(run: Run) -> None:

@@ -238,10 +238,11 @@ class Ledger:
         """How many groups are in each state."""
         return dict(self.store.select("SELECT state, count(*) FROM groups GROUP BY state"))
 
-    def dropped(self) -> str:
-        """Why groups were dropped, the most frequent reasons first; nothing if none was."""
-        query = "SELECT reason, detail, count(*) FROM groups WHERE state = ? GROUP BY reason, detail"
-        rows = self.store.select(f"{query} ORDER BY count(*) DESC, min(number)", (State.DROPPED.value,))
+    def dropped(self, last: int = -1) -> str:
+        """Why groups were dropped, or the `last` of them, the most frequent reasons first; nothing if none was."""
+        inner = "SELECT * FROM groups WHERE state = ? ORDER BY number DESC LIMIT ?"
+        query = f"SELECT reason, detail, count(*) FROM ({inner}) GROUP BY reason, detail"
+        rows = self.store.select(f"{query} ORDER BY count(*) DESC, min(number)", (State.DROPPED.value, last))
         told = [f"{count} × {reason or '?'}{detail and f': {detail}'}" for reason, detail, count in rows[:REASONS]]
         rest = sum(count for _, _, count in rows[REASONS:])
         return ", ".join([*told, f"{rest} for other reasons"] if rest else told)

@@ -1,0 +1,98 @@
+"""How long a run goes on without a group to train on.
+
+A group whose attempts all earn the same reward teaches nothing and is dropped, so a run whose every reward is equal
+would sample for ever. The core counts the groups that were dropped since the last one that can be trained on. The count
+is restored from the ledger when the orchestrator is started again; it begins anew once its end was reported.
+"""
+
+import asyncio
+import textwrap
+
+from ramify.store.ledger import Ledger
+from ramify.store.states import DropReason, State
+
+REPORTED = "patience/reported"  # in the ledger's states: groups with lower numbers were reported already
+UNCOUNTED = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
+SHOWN = 160  # characters of a prompt or a reply in the report
+
+
+class Patience:
+    """The number of groups dropped since the last trainable one; `exceeded` is set while it is `limit` or more."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.dropped = 0
+        self.exceeded = asyncio.Event()
+
+    def restore(self, ledger: Ledger, limit: int | None) -> None:
+        """Continue the count of an earlier process; a `limit` of None is never exceeded."""
+        self.limit, self.dropped = limit, _count_dropped(ledger)
+        self._update()
+
+    def record_trainable(self) -> None:
+        """Begin anew: a group can be trained on."""
+        self.dropped = 0
+        self._update()
+
+    def record_dropped(self, reason: DropReason) -> None:
+        """Count a group that was dropped, unless the reason says nothing about its rewards."""
+        self.dropped += reason not in UNCOUNTED
+        self._update()
+
+    async def report(self, ledger: Ledger) -> str:
+        """Describe the groups that were counted, and begin anew."""
+        described = _describe(ledger, self.dropped, self.limit)
+        await ledger.keep({REPORTED: ledger.issued()})
+        self.record_trainable()
+        return described
+
+    def _update(self) -> None:
+        if self.limit is not None and self.dropped >= self.limit:
+            self.exceeded.set()
+        else:
+            self.exceeded.clear()
+
+
+def _count_dropped(ledger: Ledger) -> int:
+    """Return how many groups were dropped after the last trainable one, in the order of issue."""
+    reported: int = ledger.states(REPORTED).get("", 0)
+    trainable = "SELECT max(number) FROM groups WHERE state IN (?, ?, ?)"
+    query = f"""SELECT count(*) FROM groups WHERE state = ? AND reason NOT IN (?, ?)
+        AND number >= ? AND number > coalesce(({trainable}), -1)"""
+    kept = (State.SCORED.value, State.BATCHED.value, State.TRAINED.value)
+    uncounted = [reason.value for reason in UNCOUNTED]
+    return ledger.store.select(query, (State.DROPPED.value, *uncounted, reported, *kept))[0][0]
+
+
+def _describe(ledger: Ledger, dropped: int, limit: int | None) -> str:
+    """Report the last `dropped` groups: rewards by source, reasons, and one reply."""
+    counted = "SELECT number FROM groups WHERE state = ? AND reason NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
+    values = (State.DROPPED.value, *(reason.value for reason in UNCOUNTED), dropped)
+    rows = ledger.store.select(
+        f"""SELECT groups.source, count(DISTINCT number), count(reward), avg(reward), min(reward), max(reward),
+                max(CASE WHEN rollout IS NOT NULL THEN number END)
+            FROM groups JOIN attempts USING (number) LEFT JOIN rollouts ON rollouts.id = attempts.rollout
+            WHERE number IN ({counted}) GROUP BY groups.source ORDER BY groups.source""",
+        values,
+    )
+    lines = [f"none of the last {dropped} groups can be trained on (orchestrator.patience is {limit})"]
+    for source, groups, rollouts, mean, least, most, _ in rows:
+        rewards = f"reward mean {mean:.4g}, min {least:.4g}, max {most:.4g}" if rollouts else "no reward"
+        lines.append(f"  {source}: {groups} groups, {rollouts} rollouts, {rewards}")
+    lines.append(f"  dropped groups: {ledger.dropped(last=dropped)}")
+    lines += [_describe_reply(ledger, number) for *_, number in rows[:1] if number is not None]
+    advice = (
+        "a group is trained on only if its attempts earn different rewards: compare the replies with what the reward "
+        "expects (`ramify show`), give partial credit, or choose easier tasks; where every reward is the highest, the "
+        'tasks are solved. orchestrator.on_no_signal = "warn" goes on all the same'
+    )
+    return "\n".join([*lines, advice])
+
+
+def _describe_reply(ledger: Ledger, number: int) -> str:
+    """Quote one reply of a group, with what it replies to."""
+    rollout = next(attempt.rollout for attempt in ledger.attempts(number) if attempt.rollout is not None)
+    trace = ledger.store.read(rollout)[0]
+    prompts = [node.message.text for node in trace.nodes if node.message.role == "user"]
+    prompt, reply = (textwrap.shorten(text, SHOWN) for text in (prompts[0] if prompts else "", trace.last_reply))
+    return f"  a reply to {prompt!r}: {reply!r}"
