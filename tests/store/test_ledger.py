@@ -171,6 +171,27 @@ def test_a_new_trainer_is_served_the_batches_after_the_history_again(ledger):
     assert audit(ledger) == []
 
 
+def test_a_history_that_is_rolled_back_serves_the_same_batches_and_counts_each_group_once(ledger):
+    for step in range(3):
+        score(ledger, step)
+        cut(ledger, step, step)
+        train(ledger, step)
+    do(ledger.commit(3))
+    with pytest.raises(TransitionRefused, match="cannot end at version 4: it ends at 3"):
+        do(ledger.roll_back(4))
+    do(ledger.roll_back(1))
+    assert ledger.marks() == Marks(committed=1, acknowledged=1, incarnation=1)
+    assert states(ledger) == ["trained", "batched", "batched"]
+    assert [attempt.state for attempt in ledger.attempts(2)] == [State.BATCHED] * 2
+    assert audit(ledger, finished=False) == []
+    assert [batch.step for batch in ledger.batches(1)] == [1, 2]
+    for step in (1, 2):
+        train(ledger, step)
+    do(ledger.commit(3))
+    assert states(ledger) == ["trained"] * 3
+    assert audit(ledger) == []
+
+
 def test_a_run_that_goes_on_knows_which_attempts_are_missing(tmp_path):
     with RunStore.open(tmp_path) as store:
         ledger = Ledger.open(store)

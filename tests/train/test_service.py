@@ -194,7 +194,7 @@ def test_checkpoints_stay_when_the_end_of_the_history_cannot_be_loaded(model, tm
     with Orchestrator(random_batches(3)) as orchestrator:
         orchestrator.committed = 2
         assert main(arguments(model, tmp_path, "--address", orchestrator.address)) == 1
-    assert "step_000002 is no checkpoint" in capsys.readouterr().err
+    assert "step_000002/checkpoint.json cannot be read" in capsys.readouterr().err
     assert newer.exists()
 
 

@@ -205,9 +205,9 @@ class BatchCorrupt(RamifyError, blame="system", retryable=True):
 
 
 class CheckpointRefused(RamifyError, blame="system", retryable=False):
-    """A checkpoint cannot be loaded: it is not there, not whole, or of another model or optimizer.
+    """A checkpoint cannot be loaded: it is missing, damaged, or of another model or optimizer.
 
-    Read in the message what differs; start with the configuration that wrote it, or with `--fresh`.
+    If it is damaged, run the `ramify rollback` of the message; otherwise use the configuration that wrote it.
     """
 
 

@@ -206,6 +206,28 @@ class Ledger:
         await self._change(apply)
         return self.marks()
 
+    async def roll_back(self, version: int) -> None:
+        """End the history at an earlier version, because the checkpoint of the last one is lost.
+
+        The batches after it stay as they were cut and are served again, to a trainer of a new incarnation: every group
+        still counts once.
+        """
+
+        def apply(connection: sqlite3.Connection, _: object) -> None:
+            committed = _mark(connection, "committed")
+            if not 0 <= version <= committed:
+                raise TransitionRefused(f"the history cannot end at version {version}: it ends at {committed}")
+            trained, batched = State.TRAINED.value, State.BATCHED.value
+            after = "number IN (SELECT number FROM groups WHERE state = ? AND step >= ?)"
+            query = f"UPDATE attempts SET state = ? WHERE state = ? AND {after}"
+            _run(connection, query, batched, trained, trained, version)
+            _run(connection, "UPDATE groups SET state = ? WHERE state = ? AND step >= ?", batched, trained, version)
+            _set(connection, "committed", version)
+            _set(connection, "acknowledged", version)
+            _set(connection, "incarnation", _mark(connection, "incarnation") + 1)
+
+        await self._change(apply)
+
     async def keep(self, states: Mapping[str, Any]) -> None:
         """What curricula and other parts want to find again, by name."""
         await self._change(lambda connection, _: _keep(connection, states))

@@ -5,6 +5,7 @@
        +---------+----------+----> dropped, for a reason that has a name
 
 A group that is in a batch stays in it: the batch is served until its step is part of the history, then it is trained.
+Only a person who rolls the history back (`ramify rollback`) makes groups that were trained batched again.
 """
 
 from enum import Enum

@@ -2,49 +2,62 @@
 
 A checkpoint is a directory that torch's distributed checkpointing (DCP) fills: all ranks write their shares at once,
 and any number of ranks can read them back. It is written beside its place and renamed into it, so what bears a step's
-name is whole. A disk that is full fails the save by name and leaves the checkpoints before it as they were.
+name was complete when it was written; checksums show whether it still is (`checkpoint_manifest`). A disk that is full
+fails the save by name and leaves the checkpoints before it as they were.
 """
 
 import contextlib
-import json
-import re
+import shlex
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
-from ramify.model.manifest import write_synced
 from ramify.store.segment import sync_directory
 from ramify.store.writer import is_full, named
+from ramify.train.checkpoint_manifest import (
+    CheckpointManifest,
+    FileRecord,
+    find_whole,
+    renamed_steps,
+    saved_steps,
+    step_directory,
+    sum_files,
+    verify_checkpoint,
+)
+from ramify.train.checkpoint_metadata import METADATA, MetadataReader
 from ramify.train.parallel import Ranks
 from ramify.train.step import Trainer
 
-NOTE = "checkpoint.json"  # the last file to be written: step, optimizer, and what the run wants to know again
 ROOM = 16 << 20  # bytes; a disk with less left is full
-_STEP = re.compile(r"step_(\d{6,})")
+
+T = TypeVar("T")
 
 
 class Checkpoints:
     """The checkpoints of a run. Ranks save and load together; the first of them moves and removes."""
 
-    def __init__(self, directory: Path, ranks: Ranks) -> None:
-        self.directory, self.ranks = directory, ranks
+    def __init__(self, directory: Path, ranks: Ranks, *, warn: Callable[[str], None] = lambda line: None) -> None:
+        self.directory, self.ranks, self.warn = directory, ranks, warn
 
     def steps(self) -> list[int]:
-        """The steps that can be loaded, rising."""
-        found = (_STEP.fullmatch(path.parent.name) for path in self.directory.glob(f"step_*/{NOTE}"))
-        return sorted(int(match[1]) for match in found if match)
+        """The steps that have a checkpoint, rising."""
+        return saved_steps(self.directory)
+
+    def newest(self) -> int:
+        """The newest step whose checkpoint was completed, damaged since or not; 0 if there is none."""
+        return max(renamed_steps(self.directory), default=0)
 
     def path(self, step: int) -> Path:
-        return self.directory / f"step_{step:06}"
+        return step_directory(self.directory, step)
 
     def save(self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None) -> Path:
         """Keep the trainer as it is after `step` steps. Raises StorageFull or StorageFailed, with nothing changed."""
@@ -52,22 +65,27 @@ class Checkpoints:
         if self.ranks.told(step in self.steps()):
             return place
         aside = place.with_name(f".{place.name}.partial")
-        about = {"step": step, "optimizer": trainer.config.optim.type, "note": dict(note or {})}
         try:
             with self.ranks.together(), _naming(self.directory):
                 if self.ranks.first:
                     self.clear()
-                    if place.exists():  # without its note it is none: somebody has removed a part of it
+                    if place.exists():  # without its manifest it is none: somebody has removed a part of it
                         place.rename(place.with_name(f".{place.name}.gone.partial"))
                         self.clear()
                     aside.mkdir(parents=True)
+            records: dict[str, FileRecord] = {}
             with self.ranks.together(), _naming(self.directory):
                 writer = FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)
                 with _one_is_one():
                     state_dict_saver.save(dict(_tensors(trainer)), storage_writer=writer, no_dist=self.ranks.size == 1)
+                records = sum_files(sorted(aside.glob(f"__{self.ranks.rank}_*")))
+            collected = {name: record for each in self.ranks.all(records) for name, record in each.items()}
             with self.ranks.together(), _naming(self.directory):
                 if self.ranks.first:
-                    write_synced(aside / NOTE, json.dumps(about).encode())
+                    files = {**sum_files([aside / METADATA]), **collected}
+                    _check_complete(aside, files)
+                    optimizer = trainer.config.optim.type
+                    CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files).write(aside)
                     aside.rename(place)
                     sync_directory(self.directory)
         except RamifyError:
@@ -77,27 +95,49 @@ class Checkpoints:
         return place
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
-        """Put the trainer back to where it was after `step` steps; returns the note. Raises CheckpointRefused."""
-        place, about, kind = self.path(step), self._about(step), trainer.config.optim.type
-        try:
-            reader = FileSystemReader(place)
-            found = reader.read_metadata().state_dict_metadata
-        except (OSError, ValueError, EOFError) as error:
-            raise CheckpointRefused(f"{place} is no checkpoint: {error}") from error
-        if about["optimizer"] != kind:
-            raise CheckpointRefused(f"{place} was written by {about['optimizer']}, this run has {kind}")
-        state = _wanted(trainer, found, place)
+        """Put the trainer back to where it was after `step` steps; returns the note.
+
+        Every file is verified before anything is read. Raises CheckpointRefused, on all ranks alike.
+        """
+        place, kind, ranks = self.path(step), trainer.config.optim.type, self.ranks
+        manifest = self._or_offer(step, lambda: verify_checkpoint(place, rank=ranks.rank, ranks=ranks.size))
+        if manifest.files is None:
+            self.warn(f"{place} was written by a version that made no checksums: it is loaded without verification")
+        reader = self._or_offer(step, lambda: MetadataReader(place))
+        state: dict[str, Tensor] = {}
+        with ranks.together():
+            if manifest.optimizer != kind:
+                raise CheckpointRefused(f"{place} was written by {manifest.optimizer}, this run has {kind}")
+            state = _wanted(trainer, reader.metadata.state_dict_metadata, place)
         try:
             with _one_is_one():
-                state_dict_loader.load(state, storage_reader=reader, no_dist=self.ranks.size == 1)
+                state_dict_loader.load(state, storage_reader=reader, no_dist=ranks.size == 1)
         except CheckpointException as error:
-            raise CheckpointRefused(f"{place} cannot be read: {_first(error)}") from error
+            raise CheckpointRefused(f"{place} cannot be read: {_first(error)}; {self._offer(step)}") from error
         _restore(trainer, state)
-        return about["note"]
+        return manifest.note
 
     def note(self, step: int) -> dict[str, Any]:
-        """What the run wrote down beside the checkpoint of `step`."""
-        return self._about(step)["note"]
+        """What the run wrote down beside the checkpoint of `step`. Raises CheckpointRefused."""
+        return self._or_offer(step, lambda: CheckpointManifest.read(self.path(step))).note
+
+    def _or_offer(self, step: int, read: Callable[[], T]) -> T:
+        """Read something of a checkpoint. If that is refused on one rank, refuse on all and say what could be used."""
+        results: list[T] = []
+        try:
+            with self.ranks.together():
+                results.append(read())
+        except CheckpointRefused as error:
+            raise CheckpointRefused(f"{error.message}; {self._offer(step)}") from error
+        return results[0]
+
+    def _offer(self, step: int) -> str:
+        """What to do when the checkpoint of `step` is refused; every rank must ask."""
+        whole = self.ranks.told(find_whole(self.directory, step) if self.ranks.first else None)
+        if whole is None:
+            return "there is no other checkpoint that is whole: bring its files back from a copy, or begin anew"
+        command = f"ramify rollback {shlex.quote(str(self.directory.parent))} {whole}"
+        return f"the newest checkpoint that is whole is {self.path(whole)}: '{command}' makes the run go on from there"
 
     def discard_after(self, step: int) -> None:
         """Remove what never became part of the run's history: newer checkpoints, and halves."""
@@ -114,12 +154,6 @@ class Checkpoints:
         for half in self.directory.glob(".step_*.partial"):
             shutil.rmtree(half, ignore_errors=True)
 
-    def _about(self, step: int) -> dict[str, Any]:
-        try:
-            return json.loads((self.path(step) / NOTE).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointRefused(f"{self.path(step)} is no checkpoint: {error}") from error
-
     def _remove(self, steps: Iterable[int]) -> None:
         """By a rename first: a checkpoint is never seen half removed."""
         steps = list(steps)
@@ -129,6 +163,12 @@ class Checkpoints:
             self.path(step).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
         self.ranks.wait()
+
+
+def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
+    """Raise StorageFailed if a file of the checkpoint has no checksum, because no rank counts it as its own."""
+    if unknown := sorted({path.name for path in directory.iterdir()} ^ set(files)):
+        raise StorageFailed(f"{directory} should hold {', '.join(sorted(files))}; what differs: {', '.join(unknown)}")
 
 
 @contextlib.contextmanager
@@ -171,7 +211,9 @@ def _wanted(trainer: Trainer, found: Mapping[str, Any], place: Path) -> dict[str
             if rest == "cpu" or trainer.device.type == "cuda":
                 state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
             continue
-        master = masters[rest if kind == "model" else rest.rpartition("/")[0]]
+        master = masters.get(rest if kind == "model" else rest.rpartition("/")[0])
+        if master is None:
+            raise CheckpointRefused(f"{place} is of another model: it has a tensor {key}")
         if kind == "model":
             if entry.size != master.shape:
                 said = f"{rest} has shape {list(entry.size)}, the model {list(master.shape)}"

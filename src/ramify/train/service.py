@@ -118,7 +118,7 @@ class Service:
             base=self.model,
             dtype=dtype_of(config.trainer, self.ranks),
         )
-        checkpoints = Checkpoints(config.path / "checkpoints", self.ranks)
+        checkpoints = Checkpoints(config.path / "checkpoints", self.ranks, warn=self.tell)
         return Kept(checkpoints, publisher, config.checkpoint.interval, config.checkpoint.keep_last)
 
     def _trained(self, metrics: StepMetrics) -> bool:

@@ -77,8 +77,8 @@ class _Run:
         self.config, self.plan, self.ranks, self.display, self.stop = config, plan, ranks, display, stop
         self.journal = Journal(store) if store is not None else None
         self.recorded: Future[None] | None = None
-        self.checkpoints = Checkpoints(plan.path / "checkpoints", ranks)
-        self.done = max(self.checkpoints.steps(), default=0)
+        self.checkpoints = Checkpoints(plan.path / "checkpoints", ranks, warn=display.say)
+        self.done = ranks.told(self.checkpoints.newest())
         self.seen = int(self.checkpoints.note(self.done)["seen"]) if self.done else 0
         self.total = plan.steps(config, self.done, self.seen)
         self.cut = 0

@@ -1,0 +1,75 @@
+"""`ramify rollback RUN STEP`: continue a run from an older checkpoint, because the newest one is damaged."""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ramify.store import RunStore
+
+
+def run(args: Sequence[str]) -> int:
+    """Verify the checkpoint, end the run's history there, and set newer checkpoints aside."""
+    asked = _parser().parse_args(args)
+    from ramify.cli.runs import run_path  # loaded here, not for help
+    from ramify.errors import CheckpointRefused
+    from ramify.store import RunStore, naming
+    from ramify.train.checkpoint_manifest import step_directory, verify_checkpoint
+
+    path = run_path(asked.run)
+    place = step_directory(path / "checkpoints", asked.step)
+    with RunStore.open(path) as store:
+        if verify_checkpoint(place).files is None:
+            raise CheckpointRefused(f"{place} has no checksums: nobody can say that it is whole")
+        committed = _roll_back_ledger(store, asked.step)
+        with naming(path):
+            kept = _set_aside(path / "checkpoints", asked.step)
+    print(f"{path} goes on from step {asked.step}: the same command as before continues it")
+    if committed > asked.step:
+        print(f"steps {asked.step} to {committed - 1} are trained again, on the batches they had")
+    for name in kept:
+        print(f"kept, to be removed by you: {name}")
+    return 0
+
+
+def _roll_back_ledger(store: "RunStore", step: int) -> int:
+    """End the history at `step`; returns where it ended. The ledger of an SFT run has no history."""
+    from ramify.errors import ConfigInvalid
+    from ramify.launch.finished import FINISHED
+    from ramify.store.journal import Journal
+    from ramify.store.ledger import Ledger
+
+    ledger = Ledger.open(store)
+    committed = ledger.marks().committed
+    if 0 < committed < step:
+        raise ConfigInvalid(f"{store.path}: its history ends at step {committed}; give that step or an earlier one")
+    if committed > step:
+        asyncio.run(ledger.roll_back(step))
+        Journal(store).note("rolled_back", committed=committed, step=step)
+        if (store.fact(FINISHED) or 0) > step:
+            store.remember(FINISHED, None)
+    return committed
+
+
+def _set_aside(directory: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, so that no run takes them for its own; returns their new paths."""
+    from ramify.train.checkpoint_manifest import renamed_steps, step_directory
+
+    kept: list[Path] = []
+    for newer in (each for each in renamed_steps(directory) if each > step):
+        number = 1
+        while (aside := directory / f"rolled_back_{number}.{step_directory(directory, newer).name}").exists():
+            number += 1
+        kept.append(step_directory(directory, newer).rename(aside))
+    return kept
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ramify.cli.app import COMMANDS
+
+    parser = argparse.ArgumentParser(prog="ramify rollback", description=COMMANDS["rollback"].help)
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs; nobody may run it")
+    parser.add_argument("step", metavar="STEP", type=int, help="of the checkpoint to go on from")
+    return parser

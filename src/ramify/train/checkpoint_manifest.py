@@ -1,0 +1,180 @@
+"""The manifest of a checkpoint, `checkpoint.json`: what was saved, and checksums of every file. Needs no torch.
+
+Each rank sums up the files that it wrote, the first rank collects the sums and writes the manifest as the last file
+before the checkpoint is renamed into its place. Whoever loads a checkpoint verifies the manifest and every file before
+any byte is interpreted.
+
+A file is summed up in pieces by several threads, and ranks that load together share the pieces: a checkpoint holds
+twelve bytes per trained weight, so one thread would take longer than the disk. The checksum is a CRC, as for published
+weights: it detects damage, not an enemy, who could write the manifest as well.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ramify.errors import CheckpointRefused
+from ramify.model.manifest import write_synced
+
+MANIFEST = "checkpoint.json"  # the last file to be written
+PIECE = 16 << 20  # bytes under one checksum
+CHUNK = 1 << 20  # bytes read at once
+THREADS = 8  # at most
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """What a file should contain."""
+
+    bytes: int
+    crc32: list[str]
+    """Of each piece, in hexadecimal."""
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint is. Manifests written before there were checksums have neither `files` nor `checksum`."""
+
+    step: int
+    optimizer: str
+    note: dict[str, Any]
+    """What the run wants to know when it continues."""
+    files: dict[str, FileRecord] | None = None
+    checksum: str | None = None
+    """CRC-32 of the manifest itself, without this field."""
+
+    @classmethod
+    def read(cls, directory: Path) -> "CheckpointManifest":
+        """Read and verify the manifest of a checkpoint. Raises CheckpointRefused."""
+        path = directory / MANIFEST
+        try:
+            manifest = msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise CheckpointRefused(f"{path} is damaged: it is no manifest of a checkpoint ({error})") from error
+        if (manifest.files is None) != (manifest.checksum is None):
+            raise CheckpointRefused(f"{path} is damaged: it needs both files and checksum, or neither")
+        if manifest.checksum is not None and manifest.checksum != manifest._sum():
+            expected = f"its content has checksum {manifest._sum()}, expected {manifest.checksum}"
+            raise CheckpointRefused(f"{path} is damaged: {expected}")
+        return manifest
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest, with its checksum, into `directory`; it is on disk when this returns."""
+        sealed = msgspec.structs.replace(self, checksum=self._sum())
+        write_synced(directory / MANIFEST, msgspec.json.encode(sealed))
+
+    def _sum(self) -> str:
+        content = msgspec.json.encode(msgspec.structs.replace(self, checksum=None), order="deterministic")
+        return f"{zlib.crc32(content):08x}"
+
+
+class _Piece(NamedTuple):
+    path: Path
+    index: int
+    expected: str
+
+
+def sum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
+    """Compute the records of these files, by name. Raises OSError."""
+    with _threads() as pool:
+        records: dict[str, FileRecord] = {}
+        for path in paths:
+            size = path.stat().st_size
+            sums = pool.map(lambda index, path=path: _sum_piece(path, index), range(_count_pieces(size)))
+            records[path.name] = FileRecord(size, list(sums))
+        return records
+
+
+def verify_checkpoint(directory: Path, *, rank: int = 0, ranks: int = 1) -> CheckpointManifest:
+    """Verify the manifest, and of the files what falls to `rank` of `ranks`. Raises CheckpointRefused."""
+    manifest = CheckpointManifest.read(directory)
+    pieces = list(_pieces(directory, manifest.files or {}))[rank::ranks]
+    with _threads() as pool:
+        for _ in pool.map(_verify_piece, pieces):
+            pass
+    return manifest
+
+
+def step_directory(directory: Path, step: int) -> Path:
+    """Return the place of a step's checkpoint below the directory of all."""
+    return directory / f"step_{step:06}"
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Return the steps whose checkpoints have a manifest, rising. Whether they are whole, verification shows."""
+    return _steps(path.parent for path in directory.glob(f"step_*/{MANIFEST}"))
+
+
+def renamed_steps(directory: Path) -> list[int]:
+    """Return the steps whose checkpoints were completed once, rising, even if a file is missing now."""
+    return _steps(directory.glob("step_*"))
+
+
+def find_whole(directory: Path, before: int) -> int | None:
+    """Return the newest step below `before` whose checkpoint is verified; None if there is none.
+
+    A checkpoint without checksums cannot be verified and does not count.
+    """
+    for step in reversed([step for step in saved_steps(directory) if step < before]):
+        try:
+            if verify_checkpoint(step_directory(directory, step)).files is not None:
+                return step
+        except CheckpointRefused:
+            continue
+    return None
+
+
+def _steps(paths: Iterable[Path]) -> list[int]:
+    matches = (_STEP.fullmatch(path.name) for path in paths)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterable[_Piece]:
+    """Check names and sizes, and yield what remains to be summed up."""
+    for name, record in files.items():
+        path = directory / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
+        if size != record.bytes:
+            raise CheckpointRefused(f"{path} is damaged: it has {size} bytes, expected {record.bytes}")
+        if len(record.crc32) != _count_pieces(size):
+            raise CheckpointRefused(f"{path} is damaged: {len(record.crc32)} checksums for {size} bytes")
+        yield from (_Piece(path, index, expected) for index, expected in enumerate(record.crc32))
+
+
+def _verify_piece(piece: _Piece) -> None:
+    try:
+        actual = _sum_piece(piece.path, piece.index)
+    except OSError as error:
+        raise CheckpointRefused(f"{piece.path} cannot be read: {error.strerror or error}") from error
+    if actual != piece.expected:
+        where = f"the {PIECE >> 20} MiB from byte {piece.index * PIECE} on"
+        raise CheckpointRefused(f"{piece.path} is damaged: {where} have checksum {actual}, expected {piece.expected}")
+
+
+def _sum_piece(path: Path, index: int) -> str:
+    value, buffer = 0, memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        file.seek(index * PIECE)
+        remaining = PIECE
+        while remaining and (size := file.readinto(buffer[:remaining])):
+            value = zlib.crc32(buffer[:size], value)
+            remaining -= size
+    return f"{value:08x}"
+
+
+def _count_pieces(size: int) -> int:
+    return -(-size // PIECE)
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="checksum")

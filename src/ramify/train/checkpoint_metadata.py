@@ -1,0 +1,100 @@
+"""The metadata of a checkpoint: which tensors it holds and where, as torch's distributed checkpointing wrote it.
+
+Torch keeps it in a pickle, and an ordinary unpickler calls whatever a pickle names. The one here knows the classes that
+this metadata consists of, and refuses every other name before anything is called.
+"""
+
+import io
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from ramify.errors import CheckpointRefused
+
+METADATA = ".metadata"
+
+
+class MetadataReader(FileSystemReader):
+    """Reads the tensors of a checkpoint whose metadata has been read already; never unpickles metadata itself."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.metadata = read_metadata(path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Read the metadata of a checkpoint. Raises CheckpointRefused, and no code of the file runs."""
+    path = directory / METADATA
+    try:
+        content = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+    except OSError as error:
+        raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # damaged bytes can raise anything here; it leaves under one name
+        raise CheckpointRefused(f"{path} is damaged: {error}") from error
+    if not _is_valid(content):
+        raise CheckpointRefused(f"{path} is damaged: it does not describe tensors and where they lie")
+    return content
+
+
+def _is_valid(content: Any) -> bool:
+    if not isinstance(content, Metadata):
+        return False
+    tensors: Any = content.state_dict_metadata
+    places: Any = content.storage_data
+    return (
+        isinstance(tensors, dict)
+        and all(isinstance(name, str) and isinstance(entry, TensorStorageMetadata) for name, entry in tensors.items())
+        and isinstance(places, dict)
+        and all(isinstance(index, MetadataIndex) and _is_place(place) for index, place in places.items())
+    )
+
+
+def _is_place(place: Any) -> bool:
+    return isinstance(place, _STORAGE_INFO) and place.relative_path == PurePosixPath(place.relative_path).name
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Loads what torch's metadata consists of and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+        return _KNOWN[module, name]
+
+
+def _strided(name: str) -> torch.layout:
+    """Return the one layout that is saved; in place of a function of torch that looks up any."""
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"expected tensors of layout torch.strided, found {name}")
+    return torch.strided
+
+
+_STORAGE_INFO: Any = filesystem._StorageInfo  # pyright: ignore[reportPrivateUsage]
+_MEMORY_FORMAT: Any = metadata._MEM_FORMAT_ENCODING  # pyright: ignore[reportPrivateUsage]
+_CLASSES = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    _MEMORY_FORMAT,
+    _STORAGE_INFO,
+)
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(each.__module__, each.__qualname__): each for each in _CLASSES},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _strided,
+    # The directory it was saved in, for information only; its class moved within the standard library.
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+}
