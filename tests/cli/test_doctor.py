@@ -14,6 +14,7 @@ import pytest
 from ramify.cli import findings as look
 from ramify.cli.ask import ask
 from ramify.cli.machine import Limits, limits, usable_cores
+from ramify.model.precision import cpu_has_bfloat16
 from tests.cli.command import ramify_command
 
 EXTRAS = set(metadata("ramify").get_all("Provides-Extra") or [])
@@ -63,7 +64,19 @@ def crippled(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_everything_asked_for_is_reported(bare):
-    fixed = {"Python", "platform", "cores", "memory", "torch", "CUDA", "bubblewrap", "docker", "Node"}
+    fixed = {
+        "Python",
+        "platform",
+        "cores",
+        "memory",
+        "torch",
+        "CPU dtype",
+        "CPU operators",
+        "CUDA",
+        "bubblewrap",
+        "docker",
+        "Node",
+    }
     assert set(bare) == fixed | {f"extra {name}" for name in EXTRAS}
 
 
@@ -104,6 +117,16 @@ def test_torch_is_asked_in_a_process_of_its_own(bare):
     assert bare["torch"]["state"] == "ok"
     assert torch.__version__ in bare["torch"]["found"]
     assert (bare["CUDA"]["state"] == "ok") == torch.cuda.is_available()
+
+
+def test_the_number_type_of_the_cpu_is_reported_with_its_reason(equipped):
+    chosen = "bfloat16 (the type" if cpu_has_bfloat16() else "float32 (the checkpoint is in bfloat16, which this CPU"
+    assert f"auto is {chosen}" in equipped["CPU dtype"]["found"]
+
+
+def test_the_operators_in_c_are_reported_and_why_they_are_missing(bare):
+    assert "no C compiler" in bare["CPU operators"]["found"]  # a machine without any program
+    assert "float32 on one thread: torch (" in bare["CPU operators"]["found"]
 
 
 def test_the_doctor_itself_never_loads_torch():

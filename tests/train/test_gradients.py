@@ -11,6 +11,7 @@ from transformers import MixtralConfig, OPTConfig, Phi3Config
 
 from ramify.errors import ModelUnsupported
 from ramify.model.layout import Layout
+from ramify.model.precision import cpu_has_bfloat16
 from ramify.trace import Annotation, grow
 from ramify.train import Batch, Trainer, TrainerConfig, lay_out
 from tests.trace.forests import Attempt, Planned, Size, group
@@ -160,6 +161,8 @@ def test_random_groups_merged_cut_and_packed_give_the_flat_gradients(shape, seed
 def test_in_bfloat16_a_forest_is_as_near_to_float32_as_flat_paths_are(shape, device):
     """What is shared is rounded once instead of in every copy, which is neither better nor worse: on average, as one
     batch may be a tenth nearer or further."""
+    if device == "cpu" and not cpu_has_bfloat16():
+        pytest.skip("this CPU emulates bfloat16: the test would take minutes")
     module = policy(CONFIGS[shape]).to(device)
     for weight in module.parameters():
         weight.data = weight.data.bfloat16().float()  # one model, in whatever it computes

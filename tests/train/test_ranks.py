@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ramify.train.batches import shares
-from ramify.train.build import build_trainer, dtype_of, laying_of
+from ramify.train.build import build_trainer, choose_trainer_dtype, laying_of
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.config import TrainerConfig
 from ramify.train.parallel import Ranks, joined
@@ -37,7 +37,7 @@ def as_two(model: Path, folder: Path) -> None:
         trainer = build_trainer(model, config, ranks)
         steps = steps_of(trainer, ranks, 0, SAVED)
         Checkpoints(folder / "checkpoints", ranks).save(trainer, SAVED, {"ranks": ranks.size})
-        dtype = dtype_of(config, ranks)
+        dtype = choose_trainer_dtype(config, ranks).dtype
         Publisher(folder / "weights", ranks, policy="p", base=model, dtype=dtype).publish(trainer, 0, SAVED)
         steps += steps_of(trainer, ranks, SAVED, STEPS)
         weights = dict(gathered(trainer))

@@ -353,7 +353,7 @@ def test_the_packaged_model_is_loaded_and_says_how_it_computes():
     config = TrainerConfig(threads=1, checkpoint_activations=True)
     made = build_trainer(resolve("tiny"), config, Ranks(torch.device("cpu")), tell=said.append)
     assert made.policy.layout is Layout.FOREST
-    assert said == ["forest: shared prefixes are computed once"]
+    assert said == ["forest: shared prefixes are computed once", "dtype: float32 (the default on a CPU)"]
     assert explain(HYBRID).startswith("chains: lfm2 has conv layers")
     assert not made.step(Batch.of(0, lay_out(forests(), 100))).skipped
 

@@ -22,11 +22,13 @@ SLOW = 60.0  # seconds for torch to load from a cold disk
 
 TORCH = """
 import json, torch
+from ramify.model.precision import describe_cpu
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({
     "version": torch.__version__,
     "cuda": torch.version.cuda,
     "devices": [[device.name, device.total_memory] for device in devices],
+    "cpu": describe_cpu(),
 }))
 """
 
@@ -69,7 +71,7 @@ def system() -> list[Finding]:
 
 
 def torch() -> list[Finding]:
-    """Torch, and the GPUs it can use."""
+    """Torch, the GPUs it can use, and how it computes on the CPU."""
     train = {"enables": EXTRAS["local"], "get": "pip install 'ramify[local]'"}
     gpu = {
         "enables": "training and sampling on a GPU; a CPU is enough for tiny models only",
@@ -86,11 +88,16 @@ def torch() -> list[Finding]:
         return [useless, Finding("CUDA", "missing", "cannot be known without torch", **gpu)]
     told = json.loads(answer.text.splitlines()[-1])
     build = f"built for CUDA {told['cuda']}" if told["cuda"] else "built without CUDA"
-    loaded = Finding("torch", "ok", f"{told['version']}, {build}")
+    cpu = told["cpu"]
+    found = [
+        Finding("torch", "ok", f"{told['version']}, {build}"),
+        Finding("CPU dtype", "ok", f"auto is {cpu['dtype']}"),
+        Finding("CPU operators", "ok", f"float32 on one thread: {cpu['float32']}; bfloat16: {cpu['bfloat16']}"),
+    ]
     if not told["devices"]:
-        return [loaded, Finding("CUDA", "missing", "torch sees no device", **gpu)]
+        return [*found, Finding("CUDA", "missing", "torch sees no device", **gpu)]
     devices = ", ".join(f"{name} ({_size(memory)})" for name, memory in told["devices"])
-    return [loaded, Finding("CUDA", "ok", devices)]
+    return [*found, Finding("CUDA", "ok", devices)]
 
 
 def extras() -> list[Finding]:

@@ -17,10 +17,10 @@ from transformers.utils import logging
 from ramify.errors import ModelUnsupported, WeightsRefused
 from ramify.model.layout import longrope, own_settings
 from ramify.model.paged import paged_attention
+from ramify.model.precision import DtypeChoice, choose_dtype
 
 ATTENTION = "ramify_paged"
 SHARED = {"num_attention_heads", "num_key_value_heads", "head_dim"}  # a pool has rows of one width
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,27 @@ class LoadedModel:
     module: Any
     path: Path
     shape: Shape
-    dtype: torch.dtype
+    choice: DtypeChoice
     device: torch.device
     eos_ids: frozenset[int]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type it computes in."""
+        return self.choice.dtype
+
 
 def load(path: Path, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """Load the model directory `path`; `auto` takes the dtype of the checkpoint, and a GPU if there is one."""
+    """Load the model directory `path`; `auto` takes a GPU if there is one, and a dtype as `choose_dtype` says."""
     AttentionInterface.register(ATTENTION, paged_attention)
     logging.disable_progress_bar()
     config = read_config(path)
     shape = _shape(config)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    kind = _dtype(config) if dtype == "auto" else DTYPES[dtype]
-    module = read_model(path, config, kind, ATTENTION)
+    choice = choose_dtype(dtype, getattr(config, "dtype", None), place)
+    module = read_model(path, config, choice.dtype, ATTENTION)
     module.eval().requires_grad_(False).to(place)
-    return LoadedModel(module, path, shape, kind, place, _eos(config, module.generation_config))
+    return LoadedModel(module, path, shape, choice, place, _eos(config, module.generation_config))
 
 
 def read_config(path: Path) -> Any:
@@ -94,11 +99,6 @@ def read_model(path: Path, config: Any, dtype: torch.dtype, attention: str | Non
 def _short(error: Exception) -> str:
     """The first line of it; transformers adds pages."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _dtype(config: Any) -> torch.dtype:
-    kind = getattr(config, "dtype", None)
-    return torch.bfloat16 if kind in (torch.bfloat16, "bfloat16") else torch.float32
 
 
 def _shape(config: Any) -> Shape:

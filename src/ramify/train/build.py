@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ramify.model.layout import explain
-from ramify.model.load import DTYPES
+from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.train.batches import Laying
 from ramify.train.config import TrainerConfig
 from ramify.train.lora import add_adapters
@@ -33,7 +33,7 @@ def build_trainer(
 
     `flat` where no batch will share a prefix.
     """
-    cuda, dtype = ranks.device.type == "cuda", dtype_of(config, ranks)
+    cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
     policy = load_policy(
         path,
         find_loss(config.loss.id, config.loss.options),
@@ -41,22 +41,23 @@ def build_trainer(
         checkpoint_activations=config.checkpoint_activations,
     )
     tell(FLAT if flat else explain(policy.model.config))
+    tell(f"dtype: {choice}")
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)
         policy.to(ranks.device if ranks.size == 1 else CPU)
     if cuda if config.compile is None else config.compile:
         compile_layers(policy)
     if ranks.size == 1:
-        return Trainer(policy, config, steps=steps, dtype=dtype)
-    shard(policy, ranks, dtype)
+        return Trainer(policy, config, steps=steps, dtype=choice.dtype)
+    shard(policy, ranks, choice.dtype)
     return Trainer(policy, config, steps=steps, gather=ranks.gather)
 
 
-def dtype_of(config: TrainerConfig, ranks: Ranks) -> torch.dtype:
-    """Of the computation, and of the weights that are published: an engine then computes what was trained."""
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    return torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
+    """Choose the type of the computation and of the published weights: an engine then computes what was trained."""
+    if config.dtype == "auto" and ranks.device.type == "cpu":
+        return DtypeChoice(torch.float32, "the default on a CPU")
+    return choose_dtype(config.dtype, torch.bfloat16, ranks.device)
 
 
 def laying_of(trainer: Trainer) -> Laying:

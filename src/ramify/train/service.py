@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ramify.errors import ConfigInvalid, StorageFull
 from ramify.model.resolve import resolve
 from ramify.train.batches import Batch
-from ramify.train.build import build_trainer, dtype_of, laying_of
+from ramify.train.build import build_trainer, choose_trainer_dtype, laying_of
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.metrics import StepMetrics
 from ramify.train.parallel import Ranks
@@ -116,7 +116,7 @@ class Service:
             self.ranks,
             policy=welcome.policy,
             base=self.model,
-            dtype=dtype_of(config.trainer, self.ranks),
+            dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
         )
         checkpoints = Checkpoints(config.path / "checkpoints", self.ranks, warn=self.tell)
         return Kept(checkpoints, publisher, config.checkpoint.interval, config.checkpoint.keep_last)

@@ -24,7 +24,7 @@ from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger
 from ramify.trace import Forest
 from ramify.train.batches import Batch, Laying, lay_out, shares
-from ramify.train.build import build_trainer, dtype_of, laying_of
+from ramify.train.build import build_trainer, choose_trainer_dtype, laying_of
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.parallel import Ranks, joined
 from ramify.train.publish import Publisher
@@ -91,7 +91,7 @@ class _Run:
             self.ranks,
             policy=plan.path.name,
             base=plan.model,
-            dtype=dtype_of(config.trainer, self.ranks),
+            dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
         )
         if self.done >= self.total and (path := publisher.path(0, self.done)).exists():
             return Result(plan.path, self.done, 0, path)

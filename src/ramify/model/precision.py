@@ -1,0 +1,72 @@
+"""The number type a model is computed in, and which of our operators in C this machine has for it.
+
+Most checkpoints are stored in bfloat16. A CPU without instructions for it emulates every product, 4 to 50 times slower
+than float32, and torch logs a C++ stack on the way. So `auto` takes the checkpoint's type only where the device can
+multiply it, and float32 elsewhere; bfloat16 that is requested by name is computed, and the reason says that it is slow.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ramify.model.native import Unavailable, processor
+from ramify.model.operators import Model, Sizes, compiled
+from ramify.model.streamed import streamed
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them: the first two on x86-64, the last on Arm
+PROBE_SIZES = Sizes(heads=1, kv_heads=1, head_dim=32, hidden=32, inner=32, eps=1e-5, scaling=32**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """The type a model is computed in, and the reason in a few words."""
+
+    dtype: torch.dtype
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} ({self.reason})"
+
+
+def choose_dtype(requested: str, stored: Any, device: torch.device) -> DtypeChoice:
+    """Choose the type for weights that are `stored` in a type, a name or a torch.dtype; `requested` may be `auto`."""
+    emulated = device.type == "cpu" and not cpu_has_bfloat16()
+    if requested != "auto":
+        if emulated and requested == "bfloat16":
+            warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch's own, with a C++ stack
+            return DtypeChoice(torch.bfloat16, "requested, but this CPU emulates it: float32 is faster")
+        return DtypeChoice(DTYPES[requested], "requested")
+    if stored not in (torch.bfloat16, "bfloat16"):
+        return DtypeChoice(torch.float32, "the type of the checkpoint, or the nearest wider one")
+    if emulated:
+        return DtypeChoice(torch.float32, "the checkpoint is in bfloat16, which this CPU cannot multiply")
+    return DtypeChoice(torch.bfloat16, "the type of the checkpoint")
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU has instructions for products in bfloat16."""
+    features = [line.partition(":")[2].split() for line in processor() if line.startswith(("flags", "Features"))]
+    return any(BFLOAT16_FEATURES & set(names) for names in features)
+
+
+def describe_cpu() -> dict[str, str]:
+    """Describe for `ramify doctor` what a checkpoint in bfloat16 is computed in here, and which operators are in C."""
+    torch.set_num_threads(1)  # the float32 operators are written for one thread
+    choice = choose_dtype("auto", torch.bfloat16, torch.device("cpu"))
+    return {
+        "dtype": str(choice),
+        "float32": _operators(compiled, torch.float32),
+        "bfloat16": _operators(streamed, torch.bfloat16),
+    }
+
+
+def _operators(build: Any, dtype: torch.dtype) -> str:
+    """Build the operators for a model of one number and return their name, or why there are none."""
+    number = torch.ones(1, dtype=dtype)
+    try:
+        return build(PROBE_SIZES, Model(number, number, number, number, None, [])).note
+    except Unavailable as reason:
+        return f"torch ({reason})"

@@ -1,0 +1,56 @@
+"""`auto` computes in bfloat16 only where the device multiplies it, and says why it chose what it chose."""
+
+import pytest
+import torch
+
+from ramify.model import precision
+from ramify.model.load import load
+from ramify.model.precision import choose_dtype, cpu_has_bfloat16
+from ramify.model.resolve import resolve
+
+CPU = torch.device("cpu")
+NEOVERSE_N1 = ["Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm"]
+NEOVERSE_V1 = ["Features\t: fp asimd svei8mm svebf16 i8mm bf16 dgh rng"]
+SAPPHIRE_RAPIDS = ["model name\t: Xeon", "flags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile"]
+SKYLAKE = ["model name\t: Xeon bf16", "flags\t\t: fpu avx2 avx512f avx512bw"]
+
+
+@pytest.fixture(params=[(NEOVERSE_N1, False), (NEOVERSE_V1, True), (SAPPHIRE_RAPIDS, True), (["arm64", "arm"], False)])
+def cpu(request, monkeypatch) -> bool:
+    """A processor, and whether it multiplies bfloat16."""
+    features, able = request.param
+    monkeypatch.setattr(precision, "processor", lambda: features)
+    return able
+
+
+def test_the_cpu_is_asked_for_bfloat16(cpu):
+    assert cpu_has_bfloat16() == cpu
+
+
+def test_a_checkpoint_in_bfloat16_is_computed_in_it_only_where_the_cpu_has_it(cpu):
+    choice = choose_dtype("auto", "bfloat16", CPU)
+    assert choice.dtype == (torch.bfloat16 if cpu else torch.float32)
+    assert ("this CPU cannot multiply" in str(choice)) == (not cpu)
+
+
+def test_a_gpu_computes_in_the_type_of_the_checkpoint(cpu):
+    assert choose_dtype("auto", torch.bfloat16, torch.device("cuda")).dtype == torch.bfloat16
+
+
+def test_a_requested_type_is_kept_and_emulation_is_named(cpu):
+    assert choose_dtype("float32", "bfloat16", CPU).dtype == torch.float32
+    choice = choose_dtype("bfloat16", "float32", CPU)
+    assert choice.dtype == torch.bfloat16
+    assert ("emulates" in choice.reason) == (not cpu)
+
+
+def test_a_model_name_is_not_taken_for_a_feature(monkeypatch):
+    monkeypatch.setattr(precision, "processor", lambda: SKYLAKE)
+    assert not cpu_has_bfloat16()
+
+
+def test_the_packaged_model_is_loaded_in_what_this_cpu_computes():
+    loaded = load(resolve("tiny"), device="cpu")
+    expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    assert loaded.dtype == expected
+    assert {weight.dtype for weight in loaded.module.parameters()} == {expected}
