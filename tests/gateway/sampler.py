@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ramify.client import Completion, Sampling
+from ramify.client.stall import StallClock
 from ramify.gateway import Limits, Request, SamplingConfig, Session, TokenPolicy
 from ramify.trace import Message, Trace, Usage, VersionRun
 from tests.gateway.engine import TINY
@@ -24,7 +25,13 @@ class Sampler:
         self.gate.set()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, deadline: float = 600.0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        deadline: float = 600.0,
+        clock: StallClock | None = None,
     ) -> Completion:
         self.asked.append(sampling)
         await self.gate.wait()

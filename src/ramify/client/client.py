@@ -18,10 +18,11 @@ from ramify.client.completion import Completion, Sampling
 from ramify.client.config import ClientConfig
 from ramify.client.control import KV, Acknowledgement, Dialect, PauseMode, Unnamed, Update
 from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
-from ramify.client.load import Load, read_load
+from ramify.client.load import Load, read_load, read_steps
 from ramify.client.meet import catch_up, meet
 from ramify.client.pool import Pool, Replica, State
-from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, WeightsRefused
+from ramify.client.stall import StallClock
+from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.model.version import Version
 
 T = TypeVar("T")
@@ -105,15 +106,18 @@ class Client:
         priority: int = 0,
         cache_salt: str | None = None,
         resample: bool = False,
+        clock: StallClock | None = None,
     ) -> Completion:
         """Take one sample after `prompt`.
 
         Calls with one `session` go to one server while it is up. A lower `priority` goes first. Prompts share cached
         prefixes only with prompts of the same `cache_salt`. A request whose answer was lost on the way is sent again
-        only with `resample`: it may have been sampled, and another sample is another sample.
+        only with `resample`: it may have been sampled, and another sample is another sample. With a `clock`, which
+        learns how long the engine made no progress, a request waits for a server until its deadline.
         """
         ask = Ask(prompt, sampling, priority, cache_salt)
-        return await self._sent(session, deadline, lambda spoken: spoken.generate(ask), again=resample)
+        with contextlib.nullcontext() if clock is None else clock.waiting(self.config.stall_tolerance):
+            return await self._sent(session, deadline, lambda spoken: spoken.generate(ask), again=resample, clock=clock)
 
     async def score(
         self,
@@ -127,16 +131,23 @@ class Client:
         return await self._sent(session, deadline, lambda spoken: spoken.score(ids, cache_salt), again=True)
 
     async def _sent(
-        self, session: str | None, deadline: float, call: Callable[[Dialect], Awaitable[T]], *, again: bool
+        self,
+        session: str | None,
+        deadline: float,
+        call: Callable[[Dialect], Awaitable[T]],
+        *,
+        again: bool,
+        clock: StallClock | None = None,
     ) -> T:
         """Send to one server after another until one answers, as far as sending again is safe."""
         config, full, resent, last = self.config, set[Replica](), 0, "no server yet"
+        patience = config.patience if clock is None else deadline
         async with self._within(deadline, lambda: f"an answer of {last}"):
             while True:
-                replica = await self._pool.choose(session, full, patience=config.patience)
+                replica = await self._pool.choose(session, full, patience=patience)
                 last = replica.url
                 try:
-                    with replica.loaded():
+                    with replica.loaded(clock):
                         return await call(replica.spoken)
                 except Unsent as error:
                     self._pool.eject(replica, str(error))
@@ -271,12 +282,23 @@ class Client:
         try:
             async with self._within(self.config.health_timeout, lambda: f"{replica.url}/health"):
                 await exchange(replica.http, "GET", "/health")
+                if replica.timed:
+                    await self._follow_steps(replica)
         except (RamifyError, Unsent, Lost, Busy) as error:
             replica.failures += 1
             if replica.failures >= self.config.eject_after and replica.state is State.UP:
                 self._pool.eject(replica, f"{replica.failures} health checks failed, the last: {error}")
             raise ProviderError(str(error)) from error
         replica.failures = 0
+
+    async def _follow_steps(self, replica: Replica) -> None:
+        """Read the engine's counter of steps; an engine without one makes progress as long as it is healthy."""
+        steps: float | None = None
+        with contextlib.suppress(ProviderError, RequestInvalid):  # a server without metrics
+            steps = read_steps((await exchange(replica.http, "GET", "/metrics")).decode())
+        if steps is None or steps != replica.steps:
+            replica.record_progress()
+        replica.steps = steps
 
     async def _join(self, replica: Replica) -> None:
         """Meet a server, bring it to everybody's weights and state, and let it in."""

@@ -18,6 +18,8 @@ class ClientConfig(Config):
     """Seconds a health check may take."""
     eject_after: int = Field(default=3, ge=1)
     """Failed health checks in a row that eject a server."""
+    stall_after: float = Field(default=5.0, gt=0)
+    """Seconds without a sign of progress after which an engine counts as stalled; at least twice `health_interval`."""
     patience: float = Field(default=30.0, gt=0)
     """Seconds a request waits for a healthy server when there is none."""
     retries: int = Field(default=5, ge=0)
@@ -26,3 +28,8 @@ class ClientConfig(Config):
     """Seconds before a request is sent again when every server is full; doubled each time, up to 16 times this."""
     control_deadline: float = Field(default=120.0, gt=0)
     """Seconds for pausing, resuming, updating and probing a server."""
+
+    @property
+    def stall_tolerance(self) -> float:
+        """Seconds of silence that are no stall: progress is only seen once in `health_interval`."""
+        return max(self.stall_after, 2 * self.health_interval)

@@ -15,6 +15,7 @@ from enum import Enum
 
 from ramify.client.control import Dialect
 from ramify.client.http import Connections
+from ramify.client.stall import StallClock
 from ramify.errors import ProviderError
 
 SESSIONS = 1 << 16  # sessions whose server is remembered
@@ -40,6 +41,8 @@ class Replica:
         self.failures = 0  # health checks in a row
         self.ejections = 0
         self.look = asyncio.Event()  # set to have its health looked at now
+        self.steps: float | None = None  # the engine's counter when it was last read
+        self._clocks: dict[object, StallClock] = {}  # by request in flight
 
     @property
     def spoken(self) -> Dialect:
@@ -49,14 +52,28 @@ class Replica:
         return self.dialect
 
     @contextlib.contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Counts a request while it is in flight."""
+    def loaded(self, clock: StallClock | None = None) -> Iterator[None]:
+        """Counts a request while it is in flight; `clock` is told of the engine's progress meanwhile."""
         self.in_flight += 1
+        request = object()
+        if clock is not None:
+            self._clocks[request] = clock
         try:
             yield
             self.served += 1
         finally:
             self.in_flight -= 1
+            self._clocks.pop(request, None)
+
+    @property
+    def timed(self) -> bool:
+        """Whether a rollout's clock depends on this engine's progress."""
+        return bool(self._clocks)
+
+    def record_progress(self) -> None:
+        """The engine has just shown that it makes progress."""
+        for clock in self._clocks.values():
+            clock.record_progress()
 
 
 class Pool:

@@ -23,7 +23,7 @@ class BudgetExceeded(RamifyError, blame="policy", retryable=False):
 
 
 class RolloutDeadline(RamifyError, blame="policy", retryable=False):
-    """The rollout took longer than the time its task or harness allows.
+    """The rollout took longer than the time its task or harness allows, besides the time its engine stood still.
 
     Raise the harness timeout if agents are slow but right; look at the timing of the trace first.
     """
@@ -47,6 +47,13 @@ class ProviderError(RamifyError, blame="system", retryable=True):
     """A model server answered with an error, or not at all.
 
     Check the server's health and log; the attempt is run again.
+    """
+
+
+class EngineStalled(RamifyError, blame="system", retryable=True):
+    """The inference engine made no progress for longer than a rollout may wait for it.
+
+    Look at the engine's process and log: it is stopped, paused, hung or away; the attempt is run again.
     """
 
 

@@ -30,6 +30,6 @@ def row_of(environment: Environment, task: str, repetition: int, traces: Sequenc
 
 
 def seconds(row: Row) -> float:
-    """How long the rollout took, all phases together; the harness's time holds the model's."""
+    """How long the rollout took, all phases together; the harness's time holds the model's and the stalls."""
     timing = row.summary.get("timing", {})
-    return sum(float(timing.get(phase, 0.0)) for phase in PHASES if phase != "model")
+    return sum(float(timing.get(phase, 0.0)) for phase in PHASES if phase not in ("model", "stalled"))

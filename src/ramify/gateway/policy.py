@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ramify.client import Completion, Sampling
 from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
+from ramify.client.stall import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.gateway.budget import MOST
 from ramify.gateway.chatform import read_answer, write_messages
@@ -91,9 +92,19 @@ class Policy(Protocol):
         ...
 
     async def sample(
-        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+        self,
+        prepared: Prepared,
+        sampling: Sampling,
+        *,
+        session: str,
+        deadline: float,
+        stop: Sequence[str] = (),
+        clock: StallClock | None = None,
     ) -> Sampled:
-        """Take one sample, which ends with the token that completes one of the strings `stop`."""
+        """Take one sample, which ends with the token that completes one of the strings `stop`.
+
+        `clock` learns how long the engine made no progress, where that can be known.
+        """
         ...
 
 
@@ -101,7 +112,13 @@ class Sampler(Protocol):
     """What a `TokenPolicy` needs of a client; `ramify.client.Client` is one."""
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, deadline: float = 600.0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        deadline: float = 600.0,
+        clock: StallClock | None = None,
     ) -> Completion: ...
 
 
@@ -141,13 +158,21 @@ class TokenPolicy:
         )
 
     async def sample(
-        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+        self,
+        prepared: Prepared,
+        sampling: Sampling,
+        *,
+        session: str,
+        deadline: float,
+        stop: Sequence[str] = (),
+        clock: StallClock | None = None,
     ) -> Sampled:
         """Ask the client and read what it sampled."""
         rendered = prepared.rendered
         assert rendered is not None
         wanted = replace(sampling, stop_ids=self.renderer.stop_ids)
-        done = await self.client.generate(rendered.ids.tolist(), wanted, session=session, deadline=deadline)
+        prompt = rendered.ids.tolist()
+        done = await self.client.generate(prompt, wanted, session=session, deadline=deadline, clock=clock)
         if done.finish == "abort":
             raise ProviderError(f"{done.server} gave up a sample after {len(done.ids)} tokens")
         cut = stop_at(self.renderer.tokenizer, done.ids, stop) if stop else None
@@ -207,9 +232,16 @@ class ChatPolicy:
         return Prepared(whole, tuple(tools), spans, media=media or {})
 
     async def sample(
-        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+        self,
+        prepared: Prepared,
+        sampling: Sampling,
+        *,
+        session: str,
+        deadline: float,
+        stop: Sequence[str] = (),
+        clock: StallClock | None = None,
     ) -> Sampled:
-        """Ask the endpoint."""
+        """Ask the endpoint. Whether it makes progress, it does not say: all its time counts."""
         body: dict[str, Any] = {"model": self.name, "messages": write_messages(prepared.messages, prepared.media)}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         optional = {

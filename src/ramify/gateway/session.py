@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ramify.client import Sampling
+from ramify.client.stall import StallClock
 from ramify.errors import DeadlineExceeded, RamifyError, RequestInvalid, TokensRequired
 from ramify.gateway.asking import Asking, Askings
 from ramify.gateway.budget import Budget, Grant
@@ -64,6 +65,8 @@ class Session:
         """Calls that failed, for whoever runs an agent that does not tell."""
         self.watch: Callable[[Reply], None] | None = None
         """Called with every reply that was recorded."""
+        self.clock = StallClock()
+        """How long its calls waited for an engine that made no progress."""
         self._budget = Budget(limits)
         self._recorder = Recorder(trace)
         self._talks: dict[int, Conversations] = {}  # by policy
@@ -233,7 +236,9 @@ class Session:
         """One sample, asked for again while the failure is one that may pass."""
         for attempt in range(self.retries + 1):
             try:
-                return await policy.sample(prepared, sampling, session=self.trace.id, deadline=self.deadline, stop=stop)
+                return await policy.sample(
+                    prepared, sampling, session=self.trace.id, deadline=self.deadline, stop=stop, clock=self.clock
+                )
             except RamifyError as error:
                 if not error.retryable or attempt == self.retries:
                     raise

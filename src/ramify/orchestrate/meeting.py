@@ -41,6 +41,7 @@ async def meet(
         raise TokensRequired(f"train source {source.title}: its endpoint gives no token ids and logprobs")
     timeouts = source.timeouts
     agent = float(source.harness.get("timeout", 600.0))
+    agent += timeouts.engine_stall
     deadline = timeouts.boot + timeouts.setup + agent + timeouts.finalize + timeouts.scoring + SLACK
     compares = bool(info.group_rewards)
     return Met(Served(source.title, client, tasks, compares, deadline, source.attempts, patience, count), info)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ramify.client import Completion, Sampling
+from ramify.client.stall import StallClock
 from ramify.gateway.config import SamplingConfig
 from ramify.gateway.policy import TokenPolicy
 from ramify.infer import Engine, EngineConfig
@@ -31,7 +32,13 @@ class Player:
         self._engine, self._renderer, self._name = engine, renderer, name
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str | None = None, deadline: float = 600.0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        deadline: float = 600.0,
+        clock: StallClock | None = None,
     ) -> Completion:
         """One sample from the engine, as a client of a server would bring it."""
         wanted = Wanted(

@@ -18,16 +18,15 @@ from ramify.env import Context, Task, ToolSet, User
 from ramify.env.calling import given_up
 from ramify.errors import (
     ConfigInvalid,
-    DeadlineExceeded,
     EnvironmentFault,
     Failure,
     RamifyError,
-    RolloutDeadline,
     TokensRequired,
     ValueRefused,
 )
 from ramify.gateway.policy import Policy
 from ramify.gateway.session import Session
+from ramify.rollout.deadline import HarnessDeadline
 from ramify.rollout.environment import Environment
 from ramify.rollout.patient import PatientRuntime
 from ramify.rollout.scoring import due, score
@@ -115,7 +114,7 @@ class Attempt:
             models=env.models(),
             train=train,
             seed=_number(chance),
-            deadline=self.limit,
+            deadline=self.limit + source.timeouts.engine_stall,
             retries=source.model_retries,
         )
         self.context = Context(task, self.trace, self.runtime, random.Random(chance))
@@ -132,6 +131,7 @@ class Attempt:
         finally:
             await _surely(self._close())
         self.trace.timing.model = self.session.model_seconds
+        self.trace.timing.stalled = self.session.clock.seconds
         _seal(self.trace)
         self._tell("done")
         return Episode((self.trace,))
@@ -139,11 +139,11 @@ class Attempt:
     async def _phases(self) -> None:
         timeouts = self.env.source.timeouts
         try:
-            await self._phase("boot", timeouts.boot, self.runtime.start(self.task))
-            tools, user = await self._phase("setup", timeouts.setup, self._setup())
+            await self._phase("boot", within(timeouts.boot, "boot"), self.runtime.start(self.task))
+            tools, user = await self._phase("setup", within(timeouts.setup, "setup"), self._setup())
             try:
-                asked = self.converse(tools, user)
-                self.trace.stop = await self._phase("harness", self.limit, asked, RolloutDeadline)
+                clock = HarnessDeadline(self.limit, self.session.clock, timeouts.engine_stall)
+                self.trace.stop = await self._phase("harness", clock, self.converse(tools, user))
             except RamifyError as error:
                 if error.blame != "policy":
                     raise
@@ -155,7 +155,8 @@ class Attempt:
     async def judge(self) -> None:
         """Let the environment look at what came of it."""
         if self.env.hooks.finalize is not None:
-            await self._phase("finalize", self.env.source.timeouts.finalize, self.env.hooks.finalize(self.context))
+            limit = within(self.env.source.timeouts.finalize, "finalize")
+            await self._phase("finalize", limit, self.env.hooks.finalize(self.context))
         self._tell("scoring")
         start = time.monotonic()
         await score(self.env, self.task, self.trace, self.context)
@@ -171,14 +172,12 @@ class Attempt:
         """Let the agent work; returns why it stopped."""
         return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
 
-    async def _phase(
-        self, name: str, seconds: float, work: Coroutine[Any, Any, Any], late: type[RamifyError] = DeadlineExceeded
-    ) -> Any:
+    async def _phase(self, name: str, limit: within | HarnessDeadline, work: Coroutine[Any, Any, Any]) -> Any:
         """One phase, timed and limited; what it raises without a name of ours is the environment's fault."""
         self._tell(name)
         start = time.monotonic()
         try:
-            async with within(seconds, name, late):
+            async with limit:
                 return await work
         except RamifyError:
             raise

@@ -16,6 +16,9 @@ class TimeoutsConfig(Config):
     finalize: float = Field(default=120.0, gt=0)
     scoring: float = Field(default=300.0, gt=0)
     """For all rewards and metrics together."""
+    engine_stall: float = Field(default=600.0, gt=0)
+    """For an engine that makes no progress while the agent waits for it, all waits together. They do not count towards
+    `harness.timeout`; a rollout that has to wait longer fails as EngineStalled."""
 
 
 class SourceConfig(Config):

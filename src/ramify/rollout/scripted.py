@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ramify.client import Sampling
+from ramify.client.stall import StallClock
 from ramify.errors import EnvironmentFault
 from ramify.gateway.policy import EMPTY, Prepared, Sampled
 from ramify.render import History, Tool
@@ -33,7 +34,14 @@ class ScriptedPolicy:
         return Prepared(whole, tuple(tools), tuple(Span(message, 0, (0, 0)) for message in messages))
 
     async def sample(
-        self, prepared: Prepared, sampling: Sampling, *, session: str, deadline: float, stop: Sequence[str] = ()
+        self,
+        prepared: Prepared,
+        sampling: Sampling,
+        *,
+        session: str,
+        deadline: float,
+        stop: Sequence[str] = (),
+        clock: StallClock | None = None,
     ) -> Sampled:
         """The next reply; EnvironmentFault when there is none."""
         if self.said == len(self.replies):

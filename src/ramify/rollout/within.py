@@ -3,19 +3,19 @@
 import asyncio
 from types import TracebackType
 
-from ramify.errors import DeadlineExceeded, RamifyError
+from ramify.errors import DeadlineExceeded
 
 
 class within:  # noqa: N801 - read as a word: `async with within(...)`
-    """Raises `failure` when the block takes longer; a TimeoutError of the block's own passes as it is.
+    """Raises DeadlineExceeded when the block takes longer; a TimeoutError of the block's own passes as it is.
 
     A class and no generator: every phase of every rollout goes through here.
     """
 
-    __slots__ = ("_awaited", "_failure", "_scope", "_seconds")
+    __slots__ = ("_awaited", "_scope", "_seconds")
 
-    def __init__(self, seconds: float, awaited: str, failure: type[RamifyError] = DeadlineExceeded) -> None:
-        self._seconds, self._awaited, self._failure = seconds, awaited, failure
+    def __init__(self, seconds: float, awaited: str) -> None:
+        self._seconds, self._awaited = seconds, awaited
         self._scope = asyncio.timeout(seconds)
 
     async def __aenter__(self) -> None:
@@ -27,4 +27,4 @@ class within:  # noqa: N801 - read as a word: `async with within(...)`
         try:
             await self._scope.__aexit__(kind, error, traceback)
         except TimeoutError as late:
-            raise self._failure(f"{self._awaited} took longer than {self._seconds:g} s") from late
+            raise DeadlineExceeded(f"{self._awaited} took longer than {self._seconds:g} s") from late

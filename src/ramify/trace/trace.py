@@ -27,7 +27,7 @@ S = TypeVar("S", bound=np.generic)
 
 
 class Timing(msgspec.Struct, omit_defaults=True):
-    """Seconds spent in each phase of a rollout."""
+    """Seconds spent in each phase of a rollout; `stalled` are those its calls waited for an engine without progress."""
 
     boot: float = 0.0
     setup: float = 0.0
@@ -35,6 +35,7 @@ class Timing(msgspec.Struct, omit_defaults=True):
     harness: float = 0.0
     finalize: float = 0.0
     scoring: float = 0.0
+    stalled: float = 0.0
 
 
 class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
