@@ -1,5 +1,6 @@
 """dataset: rows of files in several forms, columns by name, rewards by name."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -165,3 +166,59 @@ def test_rows_that_cannot_be_tasks_are_named(tmp_path, text, told):
 def test_num_tasks_takes_the_first_rows(tmp_path):
     taskset = dataset(jsonl(tmp_path / "rows.jsonl"), eval_share=0, num_tasks=3, **GSM8K)
     assert questions(taskset) == [row["question"] for row in ROWS[:3]]
+
+
+# -- csv and json ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "lines.json"])
+def test_csv_and_json_files_are_read(tmp_path, name):
+    path = tmp_path / name
+    if name == "rows.csv":
+        with path.open("w", newline="", encoding="utf-8-sig") as file:  # with the mark that spreadsheets write
+            writer = csv.DictWriter(file, ["question", "answer"])
+            writer.writeheader()
+            writer.writerows(ROWS)
+    elif name == "rows.json":
+        path.write_text(json.dumps(ROWS, indent=2))
+    else:
+        jsonl(path)
+    tasks = list(dataset(path, eval_share=0, **GSM8K).load())
+    assert [(task.prompt, task.answer) for task in tasks] == [(row["question"], row["answer"]) for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.csv", "prompt,answer\na,b\nc\n", r"rows.csv:3 has 1 field, the header has 2"),
+        ("rows.csv", "prompt,answer\na,b,c\n", r"rows.csv:2 has 3 fields, the header has 2"),
+        ("rows.csv", "prompt,prompt\na,b\n", r"rows.csv has the column 'prompt' twice"),
+        ("rows.csv", "", r"rows.csv is empty: its first line has to name the columns"),
+        ("rows.json", '{"data": [{"prompt": "a"}]}', r"rows.json holds no rows: expected a list of objects"),
+        ("rows.json", '["a", {"prompt": "b"}]', r"rows.json: row 1 is not an object"),
+        ("rows.json", '[{"prompt": "a"}', r"rows.json is not JSON"),
+    ],
+)
+def test_a_csv_or_json_file_that_holds_no_rows_is_refused_with_the_place(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigInvalid, match=message):
+        list(dataset(tmp_path / name, eval_share=0).load())
+
+
+def test_a_long_field_of_a_csv_file_is_read(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"prompt,answer\n{'a' * 200_000},b\n")
+    (task,) = dataset(tmp_path / "rows.csv", eval_share=0).load()
+    assert len(task.prompt) == 200_000
+
+
+def test_notes_beside_the_data_of_a_directory_are_not_read_as_rows(tmp_path):
+    jsonl(tmp_path / "train.jsonl")
+    (tmp_path / "dataset_info.json").write_text('[{"question": "no", "answer": "no"}]')
+    (tmp_path / "index.csv").write_text("question,answer\nno,no\n")
+    assert questions(dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
+
+
+def test_a_directory_of_csv_or_json_files_is_read_without_the_notes_of_datasets(tmp_path):
+    (tmp_path / "train.json").write_text(json.dumps(ROWS))
+    (tmp_path / "dataset_info.json").write_text('{"features": {}}')
+    assert questions(dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]

@@ -1,5 +1,6 @@
 """`ramify sft`: what is learned of a conversation, in which order, and that a run killed anywhere goes on exactly."""
 
+import csv
 import json
 import os
 import time
@@ -121,7 +122,13 @@ def test_files_in_every_form_say_the_same(tmp_path):
         writer.write_table(table)
     text = [{"messages": json.dumps(TALK), "tools": json.dumps([TOOL])}, {"prompt": "hi", "completion": "it is 2"}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, text)))
-    found = [read_chats(rows(str(tmp_path / name)), data()) for name in ("a.jsonl", "a.parquet", "hub", "b.jsonl")]
+    (tmp_path / "a.json").write_text(json.dumps(plain))
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["messages", "tools", "prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(text)
+    names = ("a.jsonl", "a.parquet", "hub", "b.jsonl", "a.json", "a.csv")
+    found = [read_chats(rows(str(tmp_path / name)), data()) for name in names]
     assert all(chats == found[0] for chats in found)
 
 

@@ -9,10 +9,11 @@ from ramify.config import dry_run, parse, switch
 from ramify.errors import StorageFull
 from ramify.train.sft.config import SftConfig
 
+OWN = ("--fresh", "--dry-run")
 SHORT = {"-m": "--model.name", "-o": "--output", "-d": "--data.path"}
 USAGE = """usage: ramify sft [@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]
 
-  -d DATA     conversations: a jsonl, parquet or arrow file, a directory of them, or the id of a cached dataset
+  -d DATA     conversations: a jsonl, parquet, arrow, csv or json file, a directory of them, or a cached dataset's id
   --fresh     begin anew; the old run is moved aside
   --dry-run   read and check everything, train nothing
 
@@ -27,7 +28,7 @@ def run(args: Sequence[str]) -> int:
         print(USAGE)
     fresh, rest = switch(args, "--fresh")
     dry, rest = switch(rest, "--dry-run")
-    config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft")
+    config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft", own=OWN)
     if dry:
         from ramify.train.sft.plan import lines_of, plan_of
 

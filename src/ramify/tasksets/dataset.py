@@ -1,7 +1,7 @@
 """dataset: rows of your own, each a question with its answer.
 
-`path` is a jsonl, parquet or arrow file, a directory of them, or the id of a dataset in the local cache. Columns and
-reward are named in the config, so a file in the shape of GSM8K or MATH needs no code.
+`path` is a jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a dataset in the local cache.
+Columns and reward are named in the config, so a file in the shape of GSM8K or MATH needs no code.
 """
 
 import importlib.util

@@ -1,9 +1,10 @@
-"""The rows of a data file, or of a directory of them, as they are shared: jsonl, parquet, arrow.
+"""The rows of a data file, or of a directory of them, as they are shared: jsonl, parquet, arrow, csv, json.
 
 A Hugging Face dataset is a directory of such files, saved by `datasets` or downloaded; an id is looked up in the local
 cache and never downloaded. `datasets` itself is not needed to read one.
 """
 
+import csv
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from typing import Any
 from ramify.errors import ConfigInvalid
 
 Row = dict[str, Any]
+LONGEST_FIELD = 2**30  # characters of a field in a csv file; the module's own limit is 131,072
+NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`, beside rows
 
 
 def rows(name: str, part: str | None = None) -> Iterator[Row]:
@@ -33,12 +36,18 @@ def _files(name: str, part: str | None) -> list[Path]:
         return [path]
     directory = path if path.is_dir() else _cached(name)
     found = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
-    found = [file for file in found if not _is_made(file)]
+    found = _data_files([file for file in found if not _is_made(file)])
     chosen = [file for file in found if part is None or part in _parts(file, directory)]
     if not chosen:
         there = ", ".join(sorted({word for file in found for word in _parts(file, directory)})) or "no data files"
         raise ConfigInvalid(f"dataset: {name} has no {f'part {part!r}' if part else 'data files'}; it has {there}")
     return chosen
+
+
+def _data_files(files: list[Path]) -> list[Path]:
+    """Of the files in a directory, those that hold its rows: csv and json files are often notes beside others."""
+    rows = [file for file in files if file.suffix not in (".csv", ".json")]
+    return rows or [file for file in files if file.name not in NOTES]
 
 
 def _is_made(file: Path) -> bool:
@@ -80,6 +89,46 @@ def _jsonl(file: Path) -> Iterator[Row]:
             yield row
 
 
+def _json(file: Path) -> Iterator[Row]:
+    """A list of objects, or one object on each line."""
+    text = file.read_text(encoding="utf-8-sig")
+    try:
+        held = json.loads(text)
+    except ValueError as error:
+        if text.lstrip().startswith("{"):  # one object on each line
+            yield from _jsonl(file)
+            return
+        raise ConfigInvalid(f"dataset: {file} is not JSON: {error}") from error
+    if not isinstance(held, list):
+        found = f"an object with the keys {', '.join(held)}" if isinstance(held, dict) else type(held).__name__
+        raise ConfigInvalid(f"dataset: {file} holds no rows: expected a list of objects, found {found:.200}")
+    for number, row in enumerate(held, 1):
+        if not isinstance(row, dict):
+            raise ConfigInvalid(f"dataset: {file}: row {number} is not an object")
+        yield row
+
+
+def _csv(file: Path) -> Iterator[Row]:
+    """Fields separated by commas, all of them text; the first line names the columns."""
+    csv.field_size_limit(LONGEST_FIELD)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        try:
+            header = next(reader, None)
+            if not header:
+                raise ConfigInvalid(f"dataset: {file} is empty: its first line has to name the columns")
+            if repeated := [name for name in header if header.count(name) > 1]:
+                raise ConfigInvalid(f"dataset: {file} has the column {repeated[0]!r} twice")
+            for fields in reader:
+                if len(fields) not in (0, len(header)):
+                    count = f"{len(fields)} field{'s' if len(fields) != 1 else ''}"
+                    raise ConfigInvalid(f"dataset: {file}:{reader.line_num} has {count}, the header has {len(header)}")
+                if fields:
+                    yield dict(zip(header, fields))
+        except csv.Error as error:
+            raise ConfigInvalid(f"dataset: {file}:{reader.line_num} is not CSV: {error}") from error
+
+
 def _parquet(file: Path) -> Iterator[Row]:
     for batch in _arrow_module("pyarrow.parquet").ParquetFile(file).iter_batches():
         yield from map(_row, batch.to_pylist())
@@ -113,4 +162,6 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _jsonl,
     ".parquet": _parquet,
     ".arrow": _arrow,
+    ".csv": _csv,
+    ".json": _json,
 }

@@ -44,7 +44,7 @@ def read_chats(rows: Iterable[Row], config: DataConfig) -> list[Chat]:
 
 
 def read_chat(row: Row, config: DataConfig) -> Chat:
-    if row.get(config.messages) is not None:
+    if row.get(config.messages) not in (None, ""):  # a csv file writes nothing where a row has no value
         said = row[config.messages]
     elif config.prompt in row and config.completion in row:
         said = [*_as_messages(row[config.prompt], "user"), *_as_messages(row[config.completion], "assistant")]

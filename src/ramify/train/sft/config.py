@@ -16,7 +16,7 @@ class DataConfig(Config):
     """The conversations to learn from."""
 
     path: str
-    """A jsonl, parquet or arrow file, a directory of them, or the id of a Hugging Face dataset in the local cache."""
+    """A jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a cached Hugging Face dataset."""
     part: str | None = None
     """Which part of a directory to read, such as `train`; all of it by default."""
     messages: str = "messages"
