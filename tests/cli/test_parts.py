@@ -189,7 +189,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_wherever_it_stands(file, cap
 def test_flags_are_the_parts_own(file, capsys, command, flag, nearest):
     source = ["--source", "train/two"] if command == "env-server" else []
     assert main([command, "@", file, *source, flag, "3"]) == 2
-    assert f"unknown key; did you mean {nearest}? ({flag})" in capsys.readouterr().err
+    assert f"unknown flag {flag}; did you mean --{nearest}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "trainer", "env-server"])

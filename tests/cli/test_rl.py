@@ -148,11 +148,11 @@ def test_a_taskset_and_a_model_are_enough(tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--inference.vllm.python", "python3"], "inference.vllm: unknown key"),
+        (["--inference.vllm.python", "python3"], "inference.vllm: unknown flag --inference.vllm.python"),
         (["--inference.eager", "true"], "inference.eager: unknown key; it needs inference.engine = 'vllm'"),
         (["--train.0.pool.type", "static", "--train.0.pool.multiplex", "4"], "train.0.pool.multiplex: unknown key"),
         (["--trainer.lora.rank", "8"], "rank needs lora.enabled = true"),
-        (["--max_step", "7"], "max_step: unknown key; did you mean max_steps?"),
+        (["--max_step", "7"], "max_step: unknown flag --max_step; did you mean --max_steps?"),
         (["--train.0.sampling.temperature", "0"], "sampling.temperature: 0 cannot be trained on, expected above 0"),
         (["-m", "nowhere/model"], "model.name: model 'nowhere/model' was not found"),
     ],
@@ -188,11 +188,11 @@ def test_an_interrupt_leaves_nothing_behind_and_says_how_to_go_on(tmp_path):
     assert process.returncode == 130
     assert alive(tmp_path) == []
     again = f"ramify rl @ {tmp_path}/rl.toml -o {tmp_path} --max_steps 5"
-    assert err == f"stopped; what was committed is kept. Continue with: {again}\n"
+    assert err == f"stopped; nothing is finished yet. Begin with: {again}\n"
 
 
 def test_a_failure_has_its_name_and_the_command_to_go_on(tmp_path):
     out, err = stubbed(tmp_path, "print('DeadlineExceeded: batch 3 waited for inference'); sys.exit(1)").communicate()
     assert err.splitlines()[-1] == "DeadlineExceeded: batch 3 waited for inference"
-    assert "Continue with: ramify rl @" in err
+    assert "nothing is finished yet. Begin with: ramify rl @" in err
     assert "Traceback" not in out + err

@@ -58,9 +58,7 @@ def one(args: list[str], cls: type[Config] = Run) -> str:
 )
 def test_an_unknown_flag_is_named_with_its_nearest_key(flags, key, nearest):
     line = one(["--name", "x", *flags])
-    assert line.startswith(f"{key}: unknown key")
-    assert f"did you mean {nearest}?" in line
-    assert flags[0].split("=")[0] in line
+    assert line == f"{key}: unknown flag {flags[0].split('=')[0]}; did you mean --{nearest}?"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +161,7 @@ def test_a_rule_of_the_config_itself_reads_like_the_others():
         (["--max-steps", "1", "2"], "max_steps: takes one value"),
         (["--trainer.optim.betas"], "trainer.optim.betas: needs a value"),
         (["stray"], "'stray'"),
-        (["-x"], "'-x'"),
+        (["-x"], "unknown flag -x; --help lists the flags"),
         (["--"], "'--'"),
         (["--name.first", "x"], "name.first: name is a value, not a section"),
         (["--eval.1.tags=a"], "eval.1: eval has 1 entry (0)"),

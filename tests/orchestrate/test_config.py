@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "orchestrator": (["--orchestrator.batch_size", "100"], "batch_size must be a multiple of group_size: 100, 16"),
     "train.0.seq_len": (["--train.0.seq_len", "1024"], "1024 is longer than the run's seq_len, 512"),
-    "max_step": (["--max-step", "3"], "unknown key; did you mean max_steps?"),
+    "max_step": (["--max-step", "3"], "unknown flag --max-step; did you mean --max_steps?"),
     "train.0.curriculum.epochs": (
         ["--train.0.curriculum.type", "pools", "--train.0.curriculum.epochs", "2"],
         "train.0.curriculum with type = 'pools' has",

@@ -4,7 +4,6 @@ Nothing it finds is a failure: every optional piece may be missing on purpose, s
 what each piece would be good for.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from ramify.cli import findings
 from ramify.cli.app import COMMANDS
 from ramify.cli.findings import Finding
 from ramify.cli.paper import Paper
+from ramify.cli.parser import CommandParser
 
 PROBES = [findings.system, findings.torch, findings.extras, findings.bubblewrap, findings.docker, findings.node]
 STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
@@ -26,7 +26,7 @@ STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 def run(args: Sequence[str]) -> int:
     """Look at everything and print the report."""
-    parser = argparse.ArgumentParser(prog="ramify doctor", description=COMMANDS["doctor"].help)
+    parser = CommandParser(prog="ramify doctor", description=COMMANDS["doctor"].help)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     asked = parser.parse_args(args)
     found = examine()

@@ -14,6 +14,7 @@ from ramify.evals.config import EvalConfig
 if TYPE_CHECKING:
     from ramify.evals.run import Result
 
+OWN = ("--fresh", "--show", "--keep", "--dry-run")
 SHORT = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
@@ -38,7 +39,7 @@ def run(args: Sequence[str]) -> int:
     show, rest = switch(rest, "--show")
     keep, rest = switch(rest, "--keep")
     dry, rest = switch(rest, "--dry-run")
-    config = parse(EvalConfig, spelled_out(rest), prog="ramify eval")
+    config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", own=OWN)
     from ramify.evals.display import choose  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, run_path, with_split
 
@@ -60,7 +61,9 @@ def run(args: Sequence[str]) -> int:
     try:
         result = evaluate(config, fresh=fresh, keep=keep, display=choose())
     except KeyboardInterrupt:
-        print(f"stopped; what was finished is kept. Continue with: {again}", file=sys.stderr)
+        from ramify.cli.runs import describe_way_on
+
+        print(f"stopped; {describe_way_on(run_path(with_split(config)), again)}", file=sys.stderr)
         return 130
     except StorageFull as error:
         raise StorageFull(f"{error.message}. Continue with: {again}") from error

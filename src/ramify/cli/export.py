@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ramify.cli.parser import CommandParser
+
 
 def run(args: Sequence[str]) -> int:
     """Write the run's traces to one file."""
@@ -22,7 +24,7 @@ def run(args: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify export", description=COMMANDS["export"].help)
+    parser = CommandParser(prog="ramify export", description=COMMANDS["export"].help)
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
     parser.add_argument("--to", choices=("jsonl", "parquet"), required=True, help="the form")
     parser.add_argument("-o", dest="file", metavar="FILE", type=Path, help="by default export.FORM in the run")

@@ -5,13 +5,13 @@ so that the name is an id everywhere, and a test that plays the gold replies. Th
 minutes, so `ramify rl` shows a rising reward before anything was changed.
 """
 
-import argparse
 import importlib.util
 import keyword
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ramify.cli.parser import CommandParser
 from ramify.env import plugin
 from ramify.errors import ConfigInvalid, StorageFailed
 
@@ -122,7 +122,7 @@ def run(args: Sequence[str]) -> int:
     """Write the package and say what to do next."""
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify init", description=COMMANDS["init"].help)
+    parser = CommandParser(prog="ramify init", description=COMMANDS["init"].help)
     parser.add_argument("name", metavar="NAME", help="the taskset's id, such as letter-count")
     parser.add_argument("-o", dest="directory", metavar="DIR", type=Path, help="where to write it; ./NAME by default")
     asked = parser.parse_args(args)

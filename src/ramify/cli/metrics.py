@@ -4,6 +4,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from ramify.cli.parser import CommandParser
+
 
 def run(args: Sequence[str]) -> int:
     """Print the metrics whose names match."""
@@ -28,7 +30,7 @@ def run(args: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify metrics", description=COMMANDS["metrics"].help)
+    parser = CommandParser(prog="ramify metrics", description=COMMANDS["metrics"].help)
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
     parser.add_argument("--name", default="*", metavar="GLOB", help="only names like this, such as 'eval/*/avg'")
     parser.add_argument("--json", action="store_true", help="a list of {step, name, value}")

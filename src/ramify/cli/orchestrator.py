@@ -29,7 +29,7 @@ def run(args: Sequence[str]) -> int:
     if "--help" in args or "-h" in args:
         print(USAGE)
     dry, rest = switch(args, "--dry-run")
-    config = parse(RunConfig, spelled_out(rest), prog="ramify orchestrator")
+    config = parse(RunConfig, spelled_out(rest), prog="ramify orchestrator", own=["--dry-run"])
     if not isinstance(config.inference, ExternalConfig):
         refuse([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
     check_sinks(config)

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ramify.cli.parser import CommandParser
+
 DEFAULT = ("reward/all/mean", "eval/*/avg")
 
 
@@ -32,7 +34,7 @@ def run(args: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify plot", description=COMMANDS["plot"].help)
+    parser = CommandParser(prog="ramify plot", description=COMMANDS["plot"].help)
     parser.add_argument("run", metavar="RUN", nargs="+", help="a run's directory, or its name below outputs")
     parser.add_argument("-o", metavar="FILE", required=True, help="where the picture goes: .png, .svg or .pdf")
     parser.add_argument(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ramify.cli.parser import CommandParser
+
 if TYPE_CHECKING:
     from ramify.evals.replay import Rescored
 
@@ -46,7 +48,7 @@ async def _rescored(name: str) -> list["Rescored"]:
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify replay", description=COMMANDS["replay"].help)
+    parser = CommandParser(prog="ramify replay", description=COMMANDS["replay"].help)
     parser.add_argument("run", metavar="RUN", help="the eval's directory, or its name below outputs")
     parser.add_argument("--all", action="store_true", help="show the rollouts whose reward is the same, too")
     return parser

@@ -29,6 +29,8 @@ interrupted.
 All other keys:
 """
 
+OWN = ("--fresh", "--dry-run")
+
 
 def run(args: Sequence[str]) -> int:
     """Read the configuration, and plan or run it."""
@@ -36,7 +38,7 @@ def run(args: Sequence[str]) -> int:
         print(_usage())
     fresh, rest = switch(args, "--fresh")
     dry, rest = switch(rest, "--dry-run")
-    config = parse(RunConfig, spelled_out(rest), prog="ramify rl")
+    config = parse(RunConfig, spelled_out(rest), prog="ramify rl", own=OWN)
     if dry:
         from ramify.launch.plan import plan_of
         from ramify.launch.tables import check_tables
@@ -45,6 +47,7 @@ def run(args: Sequence[str]) -> int:
         check_tables(config)
         dry_run(config, config.path, plan.lines(), leave=plan.write)
         return 0
+    from ramify.cli.runs import describe_way_on
     from ramify.launch.dashboard import choose  # the rest is loaded here, not for help
     from ramify.launch.finished import told
     from ramify.launch.run import rl
@@ -54,8 +57,8 @@ def run(args: Sequence[str]) -> int:
     try:
         ended = rl(config, fresh=fresh, display=choose())
     except RamifyError as error:
-        if error.name != "ConfigInvalid":
-            print(f"what was committed is kept. Continue with: {again}", file=sys.stderr)
+        if error.name not in ("ConfigInvalid", "RunBusy"):
+            print(describe_way_on(config.path, again), file=sys.stderr)
         raise
     where = shlex.quote(str(ended.path))
     match ended.outcome:
@@ -66,7 +69,7 @@ def run(args: Sequence[str]) -> int:
         case Outcome.LEFT:
             print(f"left. Continue with: {again}", file=sys.stderr)
         case Outcome.INTERRUPTED:
-            print(f"stopped; what was committed is kept. Continue with: {again}", file=sys.stderr)
+            print(f"stopped; {describe_way_on(ended.path, again)}", file=sys.stderr)
     return ended.outcome.value
 
 

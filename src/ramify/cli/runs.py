@@ -6,6 +6,7 @@ from pathlib import Path
 from ramify.cli.paper import Paper
 from ramify.errors import ConfigInvalid
 from ramify.store import Row, RunStore
+from ramify.store.ledger import Ledger
 from ramify.store.store import DATABASE
 
 OUTPUTS = Path("outputs")
@@ -34,6 +35,24 @@ def pick(store: RunStore, name: str) -> Row:
     if found:
         raise ConfigInvalid(f"{name!r} is not one rollout: {', '.join(row.id for row in found[:8])}")
     raise ConfigInvalid(f"{store.path} has no rollout {name!r}; 'ramify show {store.path}' lists them")
+
+
+def describe_way_on(path: Path, command: str) -> str:
+    """Say what an ended run has kept, and the command that goes on from there."""
+    kept = _describe_kept(path)
+    return f"{kept} are kept. Continue with: {command}" if kept else f"nothing is finished yet. Begin with: {command}"
+
+
+def _describe_kept(path: Path) -> str:
+    """Return what is in a run, such as "3 steps and 40 rollouts"; "" for a run without rollouts, or without a store."""
+    if not (path / DATABASE).is_file():
+        return ""
+    with RunStore.open(path, write=False) as store:
+        ((rollouts,),) = store.select("SELECT count(*) FROM rollouts")
+        trains = store.select("SELECT 1 FROM sqlite_master WHERE name = 'groups'")
+        steps = Ledger.read(store).marks().committed if trains else 0
+    counts = {"step": steps, "rollout": rollouts}
+    return " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
 
 def paper() -> Paper:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from ramify.cli.parser import CommandParser
+
 
 def run(args: Sequence[str]) -> int:
     """List the rollouts of a run, or print the traces of one."""
@@ -34,7 +36,7 @@ def run(args: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify show", description=COMMANDS["show"].help)
+    parser = CommandParser(prog="ramify show", description=COMMANDS["show"].help)
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
     parser.add_argument(
         "rollout", metavar="ROLLOUT", nargs="?", help="its id, or how it begins; without, all are listed"

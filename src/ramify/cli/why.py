@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ramify.cli.parser import CommandParser
 from ramify.errors import ConfigInvalid
 
 EVENTS = 10  # the last so many are shown
@@ -127,7 +128,7 @@ def _audit(path: Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify why", description=COMMANDS["why"].help)
+    parser = CommandParser(prog="ramify why", description=COMMANDS["why"].help)
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
     parser.add_argument(
         "--audit", action="store_true", help="check that every group was trained once or dropped by name; exit 1 if not"

@@ -54,19 +54,32 @@ def split(cls: type, args: Sequence[str]) -> list[Argument]:
         token = rest.pop(0)
         if token.startswith("@"):
             found.append(_file((), token, rest))
+        elif is_short_flag(token):
+            while rest and not rest[0].startswith(("--", "@")):
+                rest.pop(0)
+            found.append(Unreadable("", f"unknown flag {token}; --help lists the flags"))
         elif token == "--" or not token.startswith("--"):
             found.append(Unreadable("", f"unexpected argument {token!r}: a file is '@ FILE', a flag '--key value'"))
         else:
             name, equals, word = token[2:].partition("=")
             path = tuple(name.split("."))
             words = [word] if equals else []
+            kinds = kinds_at(cls, path)
+            takes_many = not kinds or any(map(is_list, kinds))
             while not equals and rest and not rest[0].startswith(("--", "@")):
+                if words and not takes_many and is_short_flag(rest[0]):
+                    break
                 words.append(rest.pop(0))
-            if not words and not equals and rest and rest[0].startswith("@") and not is_switch(kinds_at(cls, path)):
+            if not words and not equals and rest and rest[0].startswith("@") and not is_switch(kinds):
                 found.append(_file(path, rest.pop(0), rest))
             else:
                 found.append(Flag(path, tuple(words)))
     return found
+
+
+def is_short_flag(word: str) -> bool:
+    """Whether a word looks like `-z`; -1 and -.5 are numbers."""
+    return len(word) > 1 and word[0] == "-" and word[1].isalpha()
 
 
 def _file(section: tuple[str, ...], token: str, rest: list[str]) -> File | Unreadable:

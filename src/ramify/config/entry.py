@@ -29,12 +29,14 @@ class _Said(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None) -> C:
+def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None, own: Sequence[str] = ()) -> C:
     """The configuration that `args` describe: `@ file.toml ... --key value ...`, over the defaults of `cls`.
+
+    `own` are the flags that the command has taken out of `args` itself; they are suggested for misspelt ones.
 
     Raises ConfigInvalid with every problem found. `--help` prints the keys and exits.
     """
-    return put_together(cls, arguments_of(cls, args, prog=prog))
+    return put_together(cls, arguments_of(cls, args, prog=prog), own=own)
 
 
 def arguments_of(cls: type[Config], args: Sequence[str], *, prog: str | None = None) -> list[Argument]:
@@ -44,7 +46,9 @@ def arguments_of(cls: type[Config], args: Sequence[str], *, prog: str | None = N
     return split(cls, args)
 
 
-def put_together(cls: type[C], arguments: Sequence[Argument], under: Mapping[str, Any] | None = None) -> C:
+def put_together(
+    cls: type[C], arguments: Sequence[Argument], under: Mapping[str, Any] | None = None, *, own: Sequence[str] = ()
+) -> C:
     """The configuration that files and flags describe, over the table `under`. Raises ConfigInvalid."""
     layers = Layers(cls, under)
     files = [argument for argument in arguments if isinstance(argument, File)]
@@ -62,7 +66,7 @@ def put_together(cls: type[C], arguments: Sequence[Argument], under: Mapping[str
         if not isinstance(error.__cause__, ValidationError):
             raise
         known = {key for key, _ in problems}
-        problems += [(key, text) for key, text in explain(error.__cause__, layers).items() if key not in known]
+        problems += [(key, text) for key, text in explain(error.__cause__, layers, own).items() if key not in known]
         refuse(problems)
     if problems:
         refuse(problems)

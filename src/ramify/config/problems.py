@@ -18,15 +18,18 @@ from ramify.config.schema import Key, dotted, every_key, has, is_array, is_dict,
 LONGEST = 80  # characters of a value that are shown
 
 
-def explain(error: ValidationError, layers: Layers) -> dict[str, str]:
-    """Key to problem, one per key: the arms of a union complain separately about one value."""
+def explain(error: ValidationError, layers: Layers, own: Sequence[str] = ()) -> dict[str, str]:
+    """Key to problem, one per key: the arms of a union complain separately about one value.
+
+    `own` are flags of the command that are no keys: one of them may be meant by an unknown flag.
+    """
     expected: dict[Key, list[str]] = {}
     found: dict[Key, str] = {}
     for finding in error.errors(include_url=False):
         key = _key(finding["loc"], layers.data, missing=finding["type"] == "missing")
         match finding["type"]:
             case "extra_forbidden":
-                expectation = f"unknown key; {_nearest(key, layers)}"
+                expectation = f"unknown {_name(key, layers)}; {_nearest(key, layers, own)}"
             case "missing":
                 expectation = "required, but not given"
             case "union_tag_invalid" | "union_tag_not_found":
@@ -44,7 +47,27 @@ def explain(error: ValidationError, layers: Layers) -> dict[str, str]:
         expected.setdefault(key, [])
         if expectation not in expected[key]:
             expected[key].append(expectation)
-    return {dotted(key): _sentence(parts, found.get(key), layers.origin(key)) for key, parts in expected.items()}
+    return {
+        dotted(key): _sentence(parts, found.get(key), _origin(key, parts, layers)) for key, parts in expected.items()
+    }
+
+
+def _name(key: Key, layers: Layers) -> str:
+    """What to call an unknown key: a flag where a flag set it, unless another variant of its section has that key."""
+    return f"flag {layers.origin(key)}" if _is_flag(key, layers) and not _is_of_some_variant(key, layers) else "key"
+
+
+def _is_of_some_variant(key: Key, layers: Layers) -> bool:
+    return bool(reduce(step, key, [layers.cls]))
+
+
+def _is_flag(key: Key, layers: Layers) -> bool:
+    return (layers.origin(key) or "").startswith("--")
+
+
+def _origin(key: Key, parts: list[str], layers: Layers) -> str | None:
+    """Who set the value, unless the problem says so already."""
+    return None if parts[0].startswith("unknown flag") else layers.origin(key)
 
 
 def _sentence(parts: list[str], found: str | None, origin: str | None) -> str:
@@ -73,23 +96,25 @@ def _at(key: Key, layers: Layers) -> tuple[list[Any], Any]:
     return kinds, node
 
 
-def _nearest(key: Key, layers: Layers) -> str:
+def _nearest(key: Key, layers: Layers, own: Sequence[str]) -> str:
     """The key probably meant: alike in the same section, or else of that name elsewhere."""
     *section, name = key
     kinds, table = _at(tuple(section), layers)
     here = siblings(kinds)
-    if reduce(step, key, [layers.cls]):  # some variant has this key, but not the chosen one
+    if _is_of_some_variant(key, layers):  # some variant has this key, but not the chosen one
         tag = tag_of(kinds)
         if tag not in table:  # the variant was left to the default
             owners = tags([kind for kind in kinds if step([kind], name)])
             return f"it needs {dotted((*section, tag))} = {' or '.join(map(repr, owners))}"
         return f"{dotted(section)} with {tag} = {table[tag]!r} has {', '.join(here)}"
-    if alike := difflib.get_close_matches(str(name), here, n=1, cutoff=0.6):
-        return f"did you mean {dotted((*section, alike[0]))}?"
+    dashes = "--" if _is_flag(key, layers) else ""
+    switches = [flag.removeprefix("--") for flag in own] if dashes and not section else []
+    if alike := difflib.get_close_matches(str(name), [*switches, *here], n=1, cutoff=0.6):
+        return f"did you mean {dashes}{dotted((*section, alike[0]))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(every_key(layers.cls)))}
     if alike := difflib.get_close_matches(str(name), elsewhere, n=1, cutoff=0.8):
-        return f"did you mean {dotted(elsewhere[alike[0]])}?"
-    return f"valid here: {', '.join(here)}"
+        return f"did you mean {dashes}{dotted(elsewhere[alike[0]])}?"
+    return f"valid here: {', '.join([*switches, *here])}"
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from ramify.launch.record import Record
 from ramify.launch.status import StatusClient
 from ramify.launch.supervisor import Outcome, Supervisor
 from ramify.store import naming
+from ramify.store.locks import name_holders, write_holder
 
 CLAIM = "lock"  # how the name of its lock ends
 
@@ -113,5 +114,8 @@ def _claimed(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunBusy(f"{path} is already being run by another `ramify rl`") from None
+            holders = name_holders(handle)
+            by = f", {holders}" if holders else ""
+            raise RunBusy(f"{path} is already being run by another `ramify rl`{by}") from None
+        write_holder(handle)
         yield

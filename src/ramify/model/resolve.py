@@ -4,6 +4,7 @@ A name is the model that ships with the package, a directory, or a Hugging Face 
 Nothing is downloaded: a run that silently fetches gigabytes is a surprise, and many machines cannot.
 """
 
+import difflib
 import os
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def _checked(name: str, tried: list[Path]) -> Path:
         if (directory / "config.json").is_file():
             return directory.resolve()
     reasons = "; ".join(f"{path}: {_why(path)}" for path in tried)
-    raise ModelNotFound(f"model {name!r} was not found ({reasons}). Nothing is downloaded: give a directory")
+    nearest = difflib.get_close_matches(name, PACKAGED, n=1)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else "Nothing is downloaded: give a directory"
+    raise ModelNotFound(f"model {name!r} was not found ({reasons}). {advice}")
 
 
 def _why(directory: Path) -> str:

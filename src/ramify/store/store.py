@@ -5,7 +5,6 @@ when nobody writes.
 """
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import sqlite3
@@ -18,6 +17,7 @@ import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
 from ramify.store import rows
+from ramify.store.locks import name_holders, write_holder
 from ramify.store.rows import Place, Row
 from ramify.store.segment import Segments, sync_directory
 from ramify.store.writer import Apply, Writer, naming
@@ -155,13 +155,11 @@ def locked(path: Path, *, write: bool = True) -> int:
     try:
         fcntl.flock(handle, (fcntl.LOCK_EX if write else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         if write:
-            os.truncate(handle, 0)
-            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-                os.pwrite(handle, str(os.getpid()).encode(), 0)
+            write_holder(handle)
     except BlockingIOError:
-        holder = os.pread(handle, 32, 0).decode(errors="replace").strip()
+        holders = name_holders(handle)
         os.close(handle)
-        raise RunBusy(f"{path} is in use{f' by process {holder}' if holder else ''}") from None
+        raise RunBusy(f"{path} is in use{f' by {holders}' if holders else ''}") from None
     except BaseException:
         os.close(handle)
         raise

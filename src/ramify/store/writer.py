@@ -133,10 +133,18 @@ class Writer:
 def named(error: BaseException, path: Path) -> BaseException:
     """What an error of the disk or the database is called; errors of our own code stay what they are."""
     if is_full(error):
-        return StorageFull(f"{path} has no room: {error} ({_room(path)}); what was finished is kept")
+        return StorageFull(f"{path} has no room: {error} ({_room(path)}){_kept(path)}")
     if isinstance(error, OSError | sqlite3.Error):
-        return StorageFailed(f"{path} cannot be used: {error}; what was finished is kept")
+        return StorageFailed(f"{path} cannot be used: {error}{_kept(path)}")
     return error
+
+
+def _kept(path: Path) -> str:
+    """Say that rollouts are kept where there are some: in the run that `path` is, or that it lies in."""
+    with contextlib.suppress(OSError):
+        if any(file.stat().st_size for run in (path, *path.parents[:2]) for file in run.glob("traces/*.seg")):
+            return "; what was finished is kept"
+    return ""
 
 
 def _room(path: Path) -> str:

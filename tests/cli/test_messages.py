@@ -1,0 +1,179 @@
+"""What the commands say when a command line is wrong, a run is in use, or a run ends early."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.app import main
+from ramify.cli.runs import describe_way_on
+from ramify.errors import RunBusy
+from ramify.launch.carrying import _claimed
+from ramify.store import Row, RunStore
+from ramify.store.ledger import Ledger
+from ramify.trace import Trace
+from tests.evals.scripted import scripted
+
+HOLDER = """
+import sys
+from pathlib import Path
+{imports}
+with {held}:
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+INTERRUPTED = """
+import os, signal
+import ramify as rf
+
+class Interrupted(rf.Taskset):
+    def load(self):
+        for number in range(3):
+            yield rf.Task(prompt=f"task {{number}}", number=number)
+
+    def setup(self, task):
+        if task.number == {at}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    @rf.reward
+    def one(self, trace):
+        return 1.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with scripted() as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def holder(imports: str, held: str):
+    """Another process that holds a run; yields its pid."""
+    command = [sys.executable, "-c", HOLDER.format(imports=imports, held=held)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process.pid
+    finally:
+        process.communicate("", timeout=60)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("rl reverse-text --max_step 5", "unknown flag --max_step; did you mean --max_steps?"),
+        ("rl reverse-text --fresch", "unknown flag --fresch; did you mean --fresh?"),
+        ("eval reverse-text --dryrun", "unknown flag --dryrun; did you mean --dry-run?"),
+        ("eval reverse-text -z 3", "unknown flag -z"),
+        ("eval -z 3", "unknown flag -z"),
+        ("sft --dryrun", "unknown flag --dryrun; did you mean --dry-run?"),
+        ("serve --dryrun", "unknown flag --dryrun; did you mean --dry-run?"),
+        ("why run --auditt", "unknown flag --auditt; did you mean --audit?"),
+        ("show --ful", "required: RUN"),
+        ("show --fulll", "unknown flag --fulll; did you mean --full?"),
+    ],
+)
+def test_an_unknown_flag_is_called_that_with_the_nearest_one(command, message, capsys):
+    try:
+        assert main(command.split()) == 2
+    except SystemExit as ended:  # as argparse ends a command
+        assert ended.code == 2
+    assert message in capsys.readouterr().err
+
+
+# -- models and tasksets -----------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_model_suggests_the_one_that_ships_with_the_package(capsys):
+    assert main(["eval", "reverse-text", "-m", "tinny"]) == 2
+    assert "did you mean 'tiny'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("my_env", "my_env.py"), ("my-env", "my_env.py"), ("my_env", "my_env/my_env.py")]
+)
+def test_a_taskset_without_its_suffix_suggests_the_file_that_is_there(name, file, capsys):
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text("")
+    assert main(["eval", name, "-m", "tiny"]) == 2
+    assert f"unknown taskset {name!r}; did you mean {file}?" in capsys.readouterr().err
+
+
+# -- runs in use -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_use_names_the_process_that_writes_it(tmp_path):
+    with (
+        holder("from ramify.store import RunStore", "RunStore.open(Path('run'))") as pid,
+        pytest.raises(RunBusy, match=rf"run is in use by process {pid}\b"),
+    ):
+        RunStore.open(Path("run"))
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux says who holds a lock that others share")
+def test_a_run_in_use_names_a_process_that_reads_it_and_not_the_last_writer(tmp_path):
+    RunStore.open(Path("run")).close()  # this process is the last one that wrote it
+    with (
+        holder("from ramify.store import RunStore", "RunStore.open(Path('run'), write=False)") as pid,
+        pytest.raises(RunBusy, match=rf"run is in use by process {pid}\b") as caught,
+    ):
+        RunStore.open(Path("run"))
+    assert str(os.getpid()) not in caught.value.message
+
+
+def test_a_run_that_another_supervisor_runs_names_its_process():
+    with (
+        holder("from ramify.launch.carrying import _claimed", "_claimed(Path('outputs/run'))") as pid,
+        pytest.raises(RunBusy, match=rf"by another `ramify rl`, process {pid}\b"),
+        _claimed(Path("outputs/run")),
+    ):
+        pass
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("at", "kept"), [(0, None), (2, "2 rollouts are kept")])
+def test_an_interrupted_eval_says_what_is_kept_only_if_something_is(engine, at, kept, capsys):
+    Path("env.py").write_text(INTERRUPTED.format(at=at))
+    assert main(["eval", "env.py", "-m", "tiny", "-b", engine.url, "-c", "1", "-r", "1", "--name", "run"]) == 130
+    message = capsys.readouterr().err
+    assert "ramify eval env.py" in message
+    assert kept in message if kept else "kept" not in message
+
+
+async def record_rollouts(path: Path, count: int) -> None:
+    with RunStore.open(path) as store:
+        Ledger.open(store)
+        for number in range(count):
+            await store.add(Row(f"{number}.0", task=str(number)), [Trace(id=str(number))])
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [(0, "nothing is finished yet. Begin with: ramify rl"), (2, "2 rollouts are kept. Continue with: ramify rl")],
+)
+def test_a_training_run_says_what_is_kept_only_if_something_is(count, message):
+    assert describe_way_on(Path("run"), "ramify rl") == "nothing is finished yet. Begin with: ramify rl"
+    asyncio.run(record_rollouts(Path("run"), count))
+    assert describe_way_on(Path("run"), "ramify rl") == message
+
+
+def test_a_run_that_cannot_be_made_does_not_claim_that_something_is_kept(engine, capsys):
+    Path("outputs").write_text("a file where a directory is needed")
+    assert main(["eval", "reverse-text", "-m", "tiny", "-b", engine.url, "-n", "1", "-r", "1"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("StorageFailed: outputs/") and "kept" not in message
