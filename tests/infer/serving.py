@@ -16,6 +16,7 @@ class ByteRenderer:
     """Token n is the character n + 28; ids below 4 are special. A message is its text between two of them."""
 
     stop_ids = frozenset([2])
+    longest_token = 1
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) - 28 for character in text if 4 <= ord(character) - 28 < 96]
@@ -32,14 +33,14 @@ class ByteRenderer:
 
 
 @contextlib.contextmanager
-def served(core: Core, name: str = "llama") -> Iterator[tuple[str, Engine]]:
+def served(core: Core, name: str = "llama", renderer: ByteRenderer | None = None) -> Iterator[tuple[str, Engine]]:
     """The address of a running server, and the engine behind it."""
     engine = Engine(core).start()
     ready, address, stop = threading.Event(), [], asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def main() -> None:
-        app = build_app(engine, name=name, renderer=ByteRenderer(), timeout=60.0)
+        app = build_app(engine, name=name, renderer=renderer or ByteRenderer(), timeout=60.0)
         async with serving(app, ServerConfig(port=0, shutdown=2)) as server:
             address.append(server.address)
             ready.set()

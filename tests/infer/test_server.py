@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -245,3 +248,75 @@ def test_text_streams_hold_back_what_is_not_certain():
     assert spoken.text == "é " and spoken.stopped
     open_end = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
     assert open_end.feed(b"a ST") + open_end.feed(b"X") + open_end.feed(b"S", last=True) == "a STXS"
+
+
+def test_a_text_stream_decodes_a_bounded_number_of_tokens_per_part():
+    decoded = []
+
+    def decode(ids):
+        decoded.append(len(ids))
+        return bytes(ids).decode("utf-8", "replace")
+
+    stream = TextStream(decode)
+    text = "".join(stream.feed([0xFF]) for _ in range(1000)) + stream.feed([], last=True)
+    assert text == "\ufffd" * 1000
+    assert sum(decoded) < 100 * 1000
+
+
+# -- large prompts and replies -----------------------------------------------------------------------------------------
+
+
+class SlowRenderer(ByteRenderer):
+    """Says in `reached` what it is about to do, and does it when it has a permit."""
+
+    longest_token = 64
+
+    def __init__(self) -> None:
+        self.reached: queue.Queue[str] = queue.Queue()
+        self.permits = threading.Semaphore(0)
+
+    def render(self, messages, tools):
+        self._wait("render")
+        return super().render([{"content": "short"}], tools)
+
+    def parse(self, ids, prompt):
+        self._wait("parse")
+        return super().parse(ids, prompt)
+
+    def _wait(self, step):
+        self.reached.put(step)
+        assert self.permits.acquire(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def slow(home):
+    renderer = SlowRenderer()
+    with served(build_core(home, kv_tokens=8192, queue=8, max_running=8), renderer=renderer) as (url, _):
+        yield url, renderer
+
+
+@pytest.mark.parametrize("content", ["x" * 10_000_000, [{"type": "text", "text": "x" * 10_000_000}]], ids=type)
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(slow, content):
+    url, renderer = slow
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": content}]},
+        "/v1/completions": {"prompt": "x" * 10_000_000},
+    }
+    for path, body in bodies.items():
+        response = httpx.post(url + path, json=body, timeout=20)
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "ContextOverflow"
+        assert "at least 156250 tokens" in response.json()["error"]["message"]
+    assert renderer.reached.empty()
+
+
+def test_the_server_answers_while_a_large_prompt_is_rendered_and_a_large_reply_is_parsed(slow):
+    url, renderer = slow
+    body = {"messages": [{"role": "user", "content": "x" * 20_000}], "max_tokens": 128, "n": 8, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        chat = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=body, timeout=60)
+        for step, permits in [("render", 1), ("parse", 8)]:
+            assert renderer.reached.get(timeout=30) == step
+            assert httpx.get(f"{url}/health", timeout=10).json() == {"status": "ok"}
+            renderer.permits.release(permits)
+        assert len(chat.result().json()["choices"]) == 8

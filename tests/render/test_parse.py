@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from ramify.render import Parsed, ProblemKind, TemplateRendererConfig, load_renderer
 from ramify.render.calls import FORMATS
+from ramify.render.calls.reading import MAX_PROBLEMS
+from ramify.render.reply import CallIds
 from ramify.trace import Message
 from tests.render.conversations import replies
 from tests.render.models import BY_NAME, MODELS, TOOLS, Model, directory, renderer
@@ -202,6 +205,60 @@ def test_no_text_makes_a_reader_fail_or_lose_anything(format: str, text: str):
     if not reading.calls:
         assert reading.content == text
     assert all(problem.text in text for problem in reading.problems)
+
+
+ENDLESS = {
+    "blanks": (
+        "qwen-coder",
+        "<tool_call><function=run><parameter=x>1</parameter>{}x</function></tool_call>",
+        " ",
+        200_000,
+    ),
+    "opened functions": ("qwen-coder", "{}", "<tool_call><function=run>", 20_000),
+    "closed functions": ("qwen-coder", "{}", "<tool_call><function=run>x</function>", 20_000),
+    "parameters": (
+        "qwen-coder",
+        "{}</function></tool_call>",
+        "<tool_call><function=run><parameter=x></parameter>x",
+        5_000,
+    ),
+    "opened calls": ("hermes", "{}", "<tool_call>", 100_000),
+    "opened objects": ("hermes", "{}", "<tool_call>{{", 100_000),
+    "closed calls": ("hermes", "{}", "<tool_call>{{</tool_call>", 100_000),
+    "opened lists": ("mistral", "{}", "[TOOL_CALLS][{{", 100_000),
+    "names": ("mistral", "{}", "[TOOL_CALLS] run [CALL_ID] x", 100_000),
+    "tagged": ("llama-3", "<|python_tag|>{}x", " ", 200_000),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_reply_that_repeats_itself_is_read_in_linear_time(case: str):
+    format, frame, piece, count = ENDLESS[case]
+    text = frame.format(piece.replace("{{", "{") * count)
+    start = time.thread_time()
+    reading = FORMATS[format](text, TOOLS)
+    assert time.thread_time() - start < 5  # it needs tenths of a second; in quadratic time it was 20 and more
+    assert reading.content == text
+    assert 1 <= len(reading.problems) <= MAX_PROBLEMS
+    assert "".join(problem.text for problem in reading.problems) == text
+
+
+def test_calls_before_too_many_malformed_ones_are_read():
+    good, bad = '<tool_call>{"name": "run", "arguments": {}}</tool_call>', "<tool_call>{</tool_call>"
+    reading = FORMATS["hermes"](good + bad * (MAX_PROBLEMS - 1) + good + bad + good + bad, TOOLS)
+    assert len(reading.calls) == 2
+    assert len(reading.problems) == MAX_PROBLEMS
+    assert reading.problems[-1].text == bad + good + bad
+    assert "what follows is not read" in reading.problems[-1].detail
+
+
+def test_ids_of_many_calls_cost_the_length_of_the_reply_once():
+    sampled = np.arange(1_000_000, dtype=np.int32)
+    start = time.thread_time()
+    ids = CallIds(sampled, 3)
+    assert len({ids.make(number) for number in range(10_000)}) == 10_000
+    assert time.thread_time() - start < 10  # digested for every call, the reply is 40 GB
+    assert ids.make(0) != CallIds(sampled, 4).make(0)
 
 
 # -- the formats, as models write them --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.gateway.budget import MOST
 from ramify.gateway.chatform import read_answer, write_messages
 from ramify.gateway.stopping import first_runs, stop_at
-from ramify.render import Break, History, Problem, Rendered, Renderer, Tool
+from ramify.render import Break, History, Parsed, Problem, Rendered, Renderer, Tool
+from ramify.render.offload import LARGE_TOKENS, offload
 from ramify.render.outline import Outline
 from ramify.trace import Media, Message, Span, Usage, VersionRun
 
@@ -122,6 +123,14 @@ class Sampler(Protocol):
     ) -> Completion: ...
 
 
+class ParsedSample(NamedTuple):
+    """The tokens of a sample, what they say, and whether a stop string ended it."""
+
+    ids: npt.NDArray[np.int32]
+    parsed: Parsed
+    stopped: bool
+
+
 class TokenPolicy:
     """A model behind the token client, rendered and read here: every token and logprob is known.
 
@@ -175,14 +184,10 @@ class TokenPolicy:
         done = await self.client.generate(prompt, wanted, session=session, deadline=deadline, clock=clock)
         if done.finish == "abort":
             raise ProviderError(f"{done.server} gave up a sample after {len(done.ids)} tokens")
-        cut = stop_at(self.renderer.tokenizer, done.ids, stop) if stop else None
-        ids = done.ids if cut is None else done.ids[: cut.tokens]
-        parsed = self.renderer.parse(ids, rendered)
-        if cut is not None:
-            parsed = replace(parsed, message=cut.shorten(parsed.message))
+        ids, parsed, stopped = await offload(len(done.ids) >= LARGE_TOKENS, self._parse, done.ids, rendered, stop)
         return Sampled(
             message=parsed.message,
-            finish=done.finish if cut is None else "stop",
+            finish="stop" if stopped else done.finish,
             usage=Usage(len(rendered.ids), len(ids), done.usage.cached),
             history=rendered.answered(ids, parsed),
             ids=ids,
@@ -191,6 +196,15 @@ class TokenPolicy:
             body=parsed.body,
             problems=parsed.problems,
         )
+
+    def _parse(self, sampled: npt.NDArray[np.int32], prompt: Rendered, stop: Sequence[str]) -> ParsedSample:
+        """The sample up to the first stop string, as a message."""
+        cut = stop_at(self.renderer.tokenizer, sampled, stop) if stop else None
+        if cut is None:
+            return ParsedSample(sampled, self.renderer.parse(sampled, prompt), False)
+        ids = sampled[: cut.tokens]
+        parsed = self.renderer.parse(ids, prompt)
+        return ParsedSample(ids, replace(parsed, message=cut.shorten(parsed.message)), True)
 
     def _opening(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Rendered:
         known = self._openings.get(messages)

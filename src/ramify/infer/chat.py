@@ -17,6 +17,7 @@ class TemplateChat:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self.stop_ids = frozenset(renderer.stop_ids)
+        self.longest_token = renderer.tokenizer.longest_token
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
         found = [_message(number, message) for number, message in enumerate(messages)]

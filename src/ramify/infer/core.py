@@ -27,6 +27,11 @@ KV = Literal["recompute", "keep"]
 LOOKOUT = 0.2  # seconds between two looks at the deadlines
 
 
+def overflow(tokens: str, limit: int) -> ContextOverflow:
+    """The refusal of a prompt that leaves no room for a reply."""
+    return ContextOverflow(f"the prompt has {tokens} tokens, the limit is {limit} for prompt and reply together")
+
+
 class Core:
     """A model, its cache, its queue."""
 
@@ -59,8 +64,7 @@ class Core:
         if not prompt:
             raise RequestInvalid("the prompt is empty; at least one token is needed")
         if len(prompt) >= limit:
-            said = f"the prompt has {len(prompt)} tokens, the limit is {limit} for prompt and reply together"
-            raise ContextOverflow(said)
+            raise overflow(str(len(prompt)), limit)
         if min(prompt) < 0 or max(prompt) >= vocab:
             found = next(token for token in prompt if not 0 <= token < vocab)
             raise RequestInvalid(f"the prompt holds token id {found}; the vocabulary is 0 to {vocab - 1}")

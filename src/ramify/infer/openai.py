@@ -5,7 +5,7 @@ built once, or in parts while it grows. An endpoint only reads its own fields, a
 """
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from ramify.errors import RamifyError, RequestInvalid
+from ramify.infer.core import overflow
 from ramify.infer.engine import Engine, Stream
 from ramify.infer.exchange import DONE, Job, event, gather, merge, refusal, submit, watched
 from ramify.infer.forms import ChatForm, Decode, Form, Sample, TextForm
@@ -22,6 +23,7 @@ from ramify.infer.rendering import ChatRenderer
 from ramify.infer.request import Completion
 from ramify.infer.schema import ChatBody, CompletionBody, TalkBody, read
 from ramify.infer.text import TextStream
+from ramify.render.offload import LARGE_CHARACTERS, LARGE_TOKENS, offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class Talk:
     jobs: list[Job]
     samples: list[Sample]
     logprobs: bool
+
+    def choices(self) -> list[dict[str, Any]]:
+        """All choices, when every sample has finished."""
+        return [self.whole(index) for index in range(len(self.samples))]
 
     def whole(self, index: int) -> dict[str, Any]:
         """A choice that has finished."""
@@ -56,7 +62,7 @@ class Talk:
 async def completions(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float) -> Response:
     """Continue text or token ids."""
     body = read(await http.body(), CompletionBody)
-    prompts = _prompts(body.prompt, renderer)
+    prompts = await _prompts(body.prompt, engine, renderer)
     limit = 16 if body.max_tokens is None else body.max_tokens
     form = TextForm(_decoder(renderer, body.stops))
     eos = _ends(engine, renderer)
@@ -73,7 +79,9 @@ async def chat(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None,
     if body.tool_choice not in (None, "auto", "none"):
         raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
-    prompt = renderer.render(body.messages, tools)
+    characters = _count_characters(body.messages)
+    _refuse_too_long(characters, engine, renderer)
+    prompt = await offload(characters >= LARGE_CHARACTERS, renderer.render, body.messages, tools)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = asked if asked is not None else max(1, engine.core.max_model_len - len(prompt.ids))
     top = (body.top_logprobs or 0) if body.logprobs else None
@@ -112,7 +120,8 @@ async def _answer(http: HttpRequest, engine: Engine, talk: Talk, timeout: float)
     else:
         for sample, result in zip(talk.samples, await gather(http, streams)):
             sample.take(result)
-    choices = [talk.whole(index) for index in range(len(talk.samples))]
+    large = sum(len(sample.tokens) for sample in talk.samples) >= LARGE_TOKENS
+    choices = await offload(large, talk.choices)
     answer = {**_envelope(talk, talk.form.object), "choices": choices, "usage": _count(talk, streams)}
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -135,7 +144,9 @@ async def _events(streams: list[Stream], talk: Talk) -> AsyncIterator[bytes]:
             new = sample.take(piece)
             if sample.text.stopped:
                 streams[index].cancel()
-            yield event({**envelope, "choices": [talk.part(index, new, piece)]})
+            large = sample.finish is not None and len(sample.tokens) >= LARGE_TOKENS
+            part = await offload(large, talk.part, index, new, piece)
+            yield event({**envelope, "choices": [part]})
         if talk.body.wants_usage:
             yield event({**envelope, "choices": [], "usage": _count(talk, streams)})
     except RamifyError as error:  # the status is sent already; the stream has to say it
@@ -159,7 +170,7 @@ def _count(talk: Talk, streams: list[Stream]) -> dict[str, Any]:
     }
 
 
-def _prompts(prompt: Any, renderer: ChatRenderer | None) -> list[list[int]]:
+async def _prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
     if isinstance(prompt, str) or (prompt and all(isinstance(entry, int) for entry in prompt)):
         prompt = [prompt]
     found: list[list[int]] = []
@@ -167,7 +178,8 @@ def _prompts(prompt: Any, renderer: ChatRenderer | None) -> list[list[int]]:
         if isinstance(entry, str):
             if renderer is None:
                 raise RequestInvalid("prompt: this server has no tokenizer for its model; send token ids instead")
-            found.append(renderer.encode(entry))
+            _refuse_too_long(len(entry), engine, renderer)
+            found.append(await offload(len(entry) >= LARGE_CHARACTERS, renderer.encode, entry))
         elif isinstance(entry, list):
             found.append(entry)
         else:
@@ -175,6 +187,22 @@ def _prompts(prompt: Any, renderer: ChatRenderer | None) -> list[list[int]]:
     if not found:
         raise RequestInvalid("prompt: at least one is needed")
     return found
+
+
+def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How much text the messages show the model, without the space around it, which many templates trim."""
+    contents = [message.get("content") for message in messages]
+    texts = [content for content in contents if isinstance(content, str)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    texts += [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return sum(len(text.strip()) for text in texts)
+
+
+def _refuse_too_long(characters: int, engine: Engine, renderer: ChatRenderer) -> None:
+    """Refuse a text that has too many tokens whatever they are: to render it may take longer than to answer it."""
+    tokens, limit = characters // renderer.longest_token, engine.core.max_model_len
+    if tokens >= limit:
+        raise overflow(f"at least {tokens}", limit)
 
 
 def _ends(engine: Engine, renderer: ChatRenderer | None) -> frozenset[int]:

@@ -25,6 +25,11 @@ class ChatRenderer(Protocol):
         """The tokens that end a turn."""
         ...
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token: the least number of tokens of a text follows from its length."""
+        ...
+
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
         """The prompt for the next assistant turn."""
         ...

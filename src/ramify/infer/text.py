@@ -8,6 +8,7 @@ settled up to a token that ended on a whole character, and decoding starts there
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
+MOST_UNFINISHED = 16  # tokens that may be held back for one character; beyond that its bytes are no character
 
 
 class TextStream:
@@ -35,7 +36,7 @@ class TextStream:
         self._ids.extend(ids)
         before = self._decode(self._ids[self._context : self._settled])
         whole = self._decode(self._ids[self._context :])
-        if last or not whole.endswith(UNFINISHED):
+        if last or not whole.endswith(UNFINISHED) or len(self._ids) - self._settled > MOST_UNFINISHED:
             self._held += whole[len(before) :]
             self._context, self._settled = self._settled, len(self._ids)
         return self._give(last)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.render.conversation import Break, History, Parsed, Problem, ProblemKind, Reason, Rendered, Tool
 from ramify.render.outline import Outline
-from ramify.render.reply import call_id
+from ramify.render.reply import CallIds
 from ramify.render.tokenizer import Ints, Tokenizer
 from ramify.render.writer import text_of
 from ramify.trace import Message, Span, ToolCall
@@ -72,10 +72,11 @@ class FamilyRenderer:
         found = self._renderer.parse_response(ids.tolist(), tools=_tools(prompt.tools), prompt_ids=prompt.ids.tolist())
         calls: list[ToolCall] = []
         problems: list[Problem] = []
+        call_ids = CallIds(ids, len(prompt.messages))
         content = found.content
         for number, call in enumerate(found.tool_calls):
             if call.status == "ok" and call.name:
-                id = call.id or call_id(ids, len(prompt.messages), number)
+                id = call.id or call_ids.make(number)
                 calls.append(ToolCall(id, call.name, _arguments(call.arguments)))
             else:
                 problems.append(Problem(PROBLEMS.get(call.status, ProblemKind.BAD_FORM), call.raw, str(call.status)))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ramify.errors import TemplateRefused
 from ramify.render.marks import Marks, Slot, common_prefix, extents, overlay
 from ramify.render.outline import Kind
+from ramify.render.recent import RecentCache
 from ramify.render.seams import GENERATE, NOTHING, Seam, Seams
 from ramify.render.writer import Writer
 from ramify.trace import Message
@@ -126,7 +127,7 @@ class Layouts:
     def __init__(self, writer: Writer, seams: Seams) -> None:
         self._writer = writer
         self._seams = seams
-        self._scaffolds: dict[tuple[tuple[Message, ...], bool], Scaffold] = {}
+        self._scaffolds: RecentCache[tuple[tuple[Message, ...], bool], Scaffold] = RecentCache(MOST_SCAFFOLDS)
 
     def lay_out(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generate: bool, first: int = 0
@@ -151,9 +152,7 @@ class Layouts:
         if known is None or known.tools != tools:
             text = self._writer.text(marked, tools, generate)
             known = Scaffold(tools, text, marks.slots(text))
-            if len(self._scaffolds) >= MOST_SCAFFOLDS:
-                self._scaffolds.pop(next(iter(self._scaffolds)))
-            self._scaffolds[key] = known
+            self._scaffolds.put(key, known)
         return known
 
     def _coarse(self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:

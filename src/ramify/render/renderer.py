@@ -22,6 +22,7 @@ from ramify.render.keeping import Keeping
 from ramify.render.layout import Layouts, Place
 from ramify.render.marks import Marks
 from ramify.render.outline import FILLER, Kind, Outline
+from ramify.render.recent import RecentCache
 from ramify.render.reply import ReplyReader
 from ramify.render.seams import NOTHING, Seams
 from ramify.render.template import ChatTemplate
@@ -52,7 +53,7 @@ class TemplateRenderer:
         self._layouts = Layouts(self._writer, self._seams)
         self._keeping = Keeping(self._writer)
         self._verbatim = history == "verbatim"
-        self._prompts: dict[tuple[tuple[Message, ...], bool], Rendered] = {}
+        self._prompts: RecentCache[tuple[tuple[Message, ...], bool], Rendered] = RecentCache(MOST_PROMPTS)
         self.tool_format = recognise(template, tokenizer) if tool_format == "auto" else tool_format
         self._reader = ReplyReader(
             tokenizer, self.stop_ids, self._writer.tags, FORMATS[self.tool_format], self._margins()
@@ -64,9 +65,7 @@ class TemplateRenderer:
         known = self._prompts.get(key)
         if known is None or known.tools != tuple(tools):
             known = self._render(messages, tools, generate=generate)
-            if len(self._prompts) >= MOST_PROMPTS:
-                self._prompts.pop(next(iter(self._prompts)))
-            self._prompts[key] = known
+            self._prompts.put(key, known)
         return known
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool = True) -> Rendered:

@@ -43,8 +43,9 @@ class ReplyReader:
         problems = list(reading.problems)
         if not closed:
             problems.append(Problem(ProblemKind.UNCLOSED_REASONING, reasoning or "", "the reply ends while thinking"))
+        ids = CallIds(sampled, len(prompt.messages))
         calls = tuple(
-            ToolCall(call.id or call_id(sampled, len(prompt.messages), number), call.name, call.arguments)
+            ToolCall(call.id or ids.make(number), call.name, call.arguments)
             for number, call in enumerate(reading.calls)
         )
         message = Message("assistant", reading.content, reasoning, calls)
@@ -65,6 +66,19 @@ def split_reasoning(text: str, tags: ReasoningTags, opened: bool) -> tuple[str |
     return thought.strip("\n"), said.lstrip("\n"), bool(tag)
 
 
-def call_id(sampled: Ints, turn: int, number: int) -> str:
-    """Nine letters and digits, as the strictest template wants them; other replies and turns give others."""
-    return hashlib.sha256(b"%d %d " % (turn, number) + sampled.tobytes()).hexdigest()[:9]
+class CallIds:
+    """Ids for the calls of one reply: nine letters and digits, as the strictest template wants them.
+
+    An id is a digest of the reply's tokens, of the turn and of the call's number. The tokens are digested once, so that
+    a reply of many calls costs its length.
+    """
+
+    def __init__(self, sampled: Ints, turn: int) -> None:
+        self._digest = hashlib.sha256(sampled.tobytes())
+        self._digest.update(b" %d " % turn)
+
+    def make(self, number: int) -> str:
+        """The id of call `number`."""
+        digest = self._digest.copy()
+        digest.update(b"%d" % number)
+        return digest.hexdigest()[:9]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigInvalid
+from ramify.render.offload import LARGE_CHARACTERS
 
 if TYPE_CHECKING:
     import tokenizers
@@ -40,6 +41,11 @@ class Tokenizer(Protocol):
     @property
     def added_ids(self) -> Mapping[str, int]:
         """The tokens that stand outside the text (roles, ends of turns, tool tags), by how they are written."""
+        ...
+
+    @property
+    def longest_token(self) -> int:
+        """The length of the longest token as the vocabulary spells it: a text of n characters has at least n / this."""
         ...
 
     def encode(self, text: str, *, inside: bool = False) -> Encoded:
@@ -94,12 +100,26 @@ class FileTokenizer:
 
     def encode(self, text: str, *, inside: bool = False) -> Encoded:
         anchor = self._anchor if inside else ""
-        encoding = self.backend.encode(anchor + _unicode(text), add_special_tokens=False)
+        encoding = self._encode(anchor + _unicode(text))
         skip = 1 if anchor else 0
         places = encoding.offsets[skip:]
         flat = np.fromiter(chain.from_iterable(places), np.int32, 2 * len(places))
         offsets = flat.reshape(-1, 2) - len(anchor)
         return Encoded(np.array(encoding.ids[skip:], np.int32), offsets[:, 0], offsets[:, 1])
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
+        """The library lets other threads run while it encodes a batch, and not while it encodes one text."""
+        if len(text) < LARGE_CHARACTERS:
+            return self.backend.encode(text, add_special_tokens=False)
+        return self.backend.encode_batch([text], add_special_tokens=False)[0]
+
+    @property
+    def longest_token(self) -> int:
+        return self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     def decode(self, ids: npt.ArrayLike, *, special: bool = True) -> str:
         tokens: Sequence[int] = np.asarray(ids, np.int64).tolist()

@@ -22,6 +22,9 @@ def read(text: str, tools: Sequence[Tool]) -> Reading:
             calls, at = _read_block(text, start + len(START))
             reading.call(*calls)
         except Unreadable as problem:
+            if reading.is_full:
+                reading.refuse_rest(problem, text[start:])
+                return reading
             following = text.find(START, start + len(START))
             at = following if following >= 0 else len(text)
             reading.refuse(problem, text[start:at])

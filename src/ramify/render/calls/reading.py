@@ -11,6 +11,12 @@ from typing import Any, NamedTuple
 from ramify.render.conversation import Problem, ProblemKind, Tool
 
 SPACE = re.compile(r"\s*")
+MAX_PROBLEMS = 32
+"""Malformed calls of one reply that are reported one by one.
+
+To read a call costs its own length. To find out that a call is malformed may cost the length of all text behind it, so
+the number of such calls has to be bounded for the whole reply to be read in linear time.
+"""
 _decoder = json.JSONDecoder()
 
 
@@ -55,6 +61,16 @@ class Reading:
         """A call that cannot be read: reported, and kept as text."""
         self.problems.append(Problem(problem.kind, text, problem.detail))
         self._said.append(text)
+
+    def refuse_rest(self, problem: Unreadable, text: str) -> None:
+        """Report the malformed call that `text` begins with, and keep `text` unread: the limit is reached."""
+        detail = f"{problem.detail}; the reply holds {MAX_PROBLEMS} malformed calls, what follows is not read"
+        self.refuse(Unreadable(problem.kind, detail), text)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next malformed call is the last that is reported."""
+        return len(self.problems) >= MAX_PROBLEMS - 1
 
     @property
     def content(self) -> str:

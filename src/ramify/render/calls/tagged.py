@@ -29,6 +29,9 @@ def read(text: str, tools: Sequence[Tool]) -> Reading:
             reading.call(call)
             at = stop + len(STOP)
         except Unreadable as problem:
+            if reading.is_full:
+                reading.refuse_rest(problem, text[start:])
+                return reading
             at = block_end(text, start)
             reading.refuse(problem if text.startswith(STOP, at - len(STOP)) else _unclosed(problem), text[start:at])
     reading.say(text[at:])
@@ -37,11 +40,10 @@ def read(text: str, tools: Sequence[Tool]) -> Reading:
 
 def block_end(text: str, start: int) -> int:
     """Where a call that cannot be read ends: behind its closing tag, before the next call, or with the text."""
-    stop = text.find(STOP, start)
     following = text.find(START, start + len(START))
-    if stop >= 0 and not 0 <= following < stop:
-        return stop + len(STOP)
-    return following if following >= 0 else len(text)
+    end = following if following >= 0 else len(text)
+    stop = text.find(STOP, start, end)
+    return stop + len(STOP) if stop >= 0 else end
 
 
 def _unclosed(problem: Unreadable) -> Unreadable:

@@ -1,0 +1,29 @@
+"""A small cache of what was computed last, safe to use from several threads: large prompts are rendered in one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class RecentCache(Generic[K, V]):
+    """At most `size` values by key; the oldest one makes room for a new one."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: dict[K, V] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """The value of a key, or None."""
+        return self._values.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Store a value."""
+        with self._lock:
+            if key not in self._values and len(self._values) >= self._size:
+                del self._values[next(iter(self._values))]
+            self._values[key] = value
