@@ -1,5 +1,8 @@
 """Versions appear whole, stay while somebody needs them, and are named by incarnation and step."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,23 @@ def test_versions_go_only_when_nobody_needs_them(model, tmp_path):
     assert Manifest.read(publisher.path(1, 2)).version == Version("p", 1, 2)
     publisher_of(model, tmp_path)  # what an interrupted one left is cleared
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_the_config_names_the_dtype_that_the_weights_have_and_the_umask_decides_who_may_read(model, tmp_path, stored):
+    base = Path(shutil.copytree(model, tmp_path / "base"))
+    settings = json.loads((base / "config.json").read_text())
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[stored]
+    (base / "config.json").write_text(json.dumps({**settings, "dtype": other, "torch_dtype": other}))
+    before = os.umask(0o027)
+    try:
+        published = publisher_of(base, tmp_path / "weights", getattr(torch, stored)).publish(trainer_of(model), 0, 1)
+    finally:
+        os.umask(before)
+    written = json.loads((published.path / "config.json").read_text())
+    assert written == {**settings, "dtype": stored, "torch_dtype": stored}
+    from safetensors.torch import load_file
+
+    assert {str(each.dtype) for each in load_file(published.path / "model.safetensors").values()} == {f"torch.{stored}"}
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in published.path.iterdir()}
+    assert modes == dict.fromkeys(modes, "0o640")

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from ramify.model.manifest import Manifest, check, checksum, sync, write_synced
 from ramify.model.version import Version
 
 SHARD_BYTES = 2 << 30
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+CONFIG = "config.json"
+COMPANIONS = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
         shards = list(_shards(tensors))
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            files[name] = _save(unfinished / name, shard)
+            write_tensors(unfinished / name, shard)
+            files[name] = checksum(unfinished / name)
         if len(shards) > 1:
             where = {key: name for shard, name in zip(shards, files) for key in shard}
             index = {"metadata": {}, "weight_map": where}
@@ -56,6 +59,7 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
         for name in COMPANIONS:
             if base is not None and (base / name).is_file():
                 shutil.copyfile(base / name, unfinished / name)
+        _name_dtype(unfinished / CONFIG, tensors)
         Manifest(version, files).write(unfinished)
         unfinished.rename(directory)
     except BaseException:
@@ -64,17 +68,39 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
     return directory
 
 
-def _save(path: Path, shard: Mapping[str, Tensor]) -> str:
-    """Write one file; its checksum. The library knows which OSError it met, but only says so."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file with the permissions of any new file; it is on disk when this returns.
+
+    Raises OSError: the library knows which one it met, but only mentions its number.
+    """
+    path.touch()
+    mode = path.stat().st_mode & 0o777  # as the umask has it; the library makes files that only their owner can read
     try:
-        save_file({key: value.detach().cpu().contiguous() for key, value in shard.items()}, path, {"format": "pt"})
+        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path, {"format": "pt"})
     except SafetensorError as error:
         if found := re.search(r"os error (\d+)", str(error)):
             number = int(found[1])
             raise OSError(number, os.strerror(number), str(path)) from error
         raise
+    path.chmod(mode)
     sync(path)
-    return checksum(path)
+
+
+def _name_dtype(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Make a model's config name the dtype that most of its weights are stored in."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    if not path.is_file() or not sizes:
+        return
+    config = json.loads(path.read_text("utf-8"))
+    dtype = sizes.most_common(1)[0][0]
+    for table in (config, *(value for value in config.values() if isinstance(value, dict))):
+        table.update({key: dtype for key in ("dtype", "torch_dtype") if key in table})
+    if "torch_dtype" not in config:
+        config["dtype"] = dtype
+    path.write_text(json.dumps(config, indent=2), "utf-8")
 
 
 def trainable_tensors(module: Any) -> dict[str, Tensor]:
