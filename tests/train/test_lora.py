@@ -1,5 +1,6 @@
 """LoRA trains adapters alone; what is published is the plain model with them merged."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ramify.cli import main
 from ramify.errors import ConfigInvalid
 from ramify.model import Version
 from ramify.model.load import load
@@ -17,8 +19,10 @@ from ramify.train.checkpoint import Checkpoints
 from ramify.train.config import TrainerConfig
 from ramify.train.parallel import Ranks
 from ramify.train.publish import Publisher
+from ramify.train.sft import SftConfig, train
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, VOCAB, made
+from tests.train.workers import write_model
 
 ALONE = Ranks(torch.device("cpu"))
 
@@ -91,6 +95,44 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     for name, value in plain.state_dict().items():
         assert torch.equal(engine.state_dict()[name], value)
     assert theirs.isfinite().all()
+
+
+def test_an_exported_adapter_loads_in_peft_and_gives_the_logits_of_the_published_model(tmp_path, capsys):
+    from peft import AutoPeftModelForCausalLM, PeftModel
+
+    base = write_model(tmp_path / "base")
+    rows = [{"prompt": word, "completion": word[::-1]} for word in ("hello", "moin", "salut", "ciao")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "name": "adapted",
+        "output": tmp_path,
+        "model": {"name": str(base)},
+        "data": {"path": str(tmp_path / "data.jsonl")},
+        "batch_size": 2,
+        "seq_len": 64,
+        "trainer": {"threads": 1, "optim": {"lr": 1e-2}, "lora": {"enabled": True, "rank": 4, "alpha": 8}},
+    }
+    result = train(SftConfig.model_validate(settings))
+    folder = tmp_path / "exported"
+    assert main(["export", str(result.path), "--adapter", "-o", str(folder)]) == 0
+    assert f"step 2 in {folder}" in capsys.readouterr().out
+    ids = torch.arange(30)[None] % 250
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        untrained = plain(ids).logits
+        published = AutoModelForCausalLM.from_pretrained(result.weights)(ids).logits
+        adapted = PeftModel.from_pretrained(plain, folder)(ids).logits
+        found_by_itself = AutoPeftModelForCausalLM.from_pretrained(folder)(ids).logits
+    assert (untrained - published).abs().max() > 1e-2
+    assert (adapted - published).abs().max() < 1e-4
+    assert torch.equal(found_by_itself, adapted)
+
+    assert main(["export", str(result.path), "--adapter", "-o", str(folder)]) == 2
+    assert "exists" in capsys.readouterr().err
+    flip = result.path / "checkpoints" / "step_000002" / "__0_0.distcp"
+    flip.write_bytes(flip.read_bytes()[:-1] + b"?")
+    assert main(["export", str(result.path), "--adapter"]) == 1
+    assert "CheckpointRefused" in capsys.readouterr().err
 
 
 def test_the_loss_falls(model):

@@ -34,7 +34,7 @@ COMMANDS: dict[str, Command] = {
     "plot": Command("ramify.cli.plot", "curves of one run or several, as a picture"),
     "show": Command("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),
     "replay": Command("ramify.cli.replay", "score an eval's saved rollouts again with the rewards as they are now"),
-    "export": Command("ramify.cli.export", "write a run's rollouts to one file for other tools"),
+    "export": Command("ramify.cli.export", "write a run's rollouts or its adapter for other tools"),
     "rollback": Command("ramify.cli.rollback", "continue a run from an older checkpoint, if its newest is damaged"),
     "validate": Command("ramify.cli.validate", "check every task of a taskset without a model"),
     "init": Command("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),

@@ -1,4 +1,4 @@
-"""`ramify export RUN --to jsonl|parquet`: a run for other tools."""
+"""`ramify export RUN`: a run's rollouts (--to), or the adapter it trained (--adapter), for other tools."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,8 +8,10 @@ from ramify.cli.parser import CommandParser
 
 
 def run(args: Sequence[str]) -> int:
-    """Write the run's traces to one file."""
+    """Write the run's traces to one file, or its adapter to a directory."""
     asked = _parser().parse_args(args)
+    if asked.adapter:
+        return _export_adapter(asked.run, asked.file)
     from ramify.cli.runs import open_named  # loaded here, not for help
     from ramify.store import export, naming
 
@@ -21,11 +23,28 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
+def _export_adapter(run: str, directory: Path | None) -> int:
+    from ramify.cli.runs import open_named
+    from ramify.store import naming
+    from ramify.train.adapter import export_adapter  # loads torch
+
+    with open_named(run) as store, naming(directory or store.path):
+        step, directory = export_adapter(store, directory)
+    print(
+        f"adapter of step {step} in {directory}; load it with peft.PeftModel.from_pretrained(model, {str(directory)!r})"
+    )
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify export", description=COMMANDS["export"].help)
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
-    parser.add_argument("--to", choices=("jsonl", "parquet"), required=True, help="the form")
-    parser.add_argument("-o", dest="file", metavar="FILE", type=Path, help="by default export.FORM in the run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--to", choices=("jsonl", "parquet"), help="the rollouts, in this form")
+    what.add_argument("--adapter", action="store_true", help="the adapter of a LoRA run, as a directory for peft")
+    parser.add_argument(
+        "-o", dest="file", metavar="PATH", type=Path, help="by default export.FORM or adapter-STEP in the run"
+    )
     return parser

@@ -39,6 +39,11 @@ def _why(directory: Path) -> str:
     return "has no config.json" if directory.is_dir() else "is not a directory"
 
 
+def is_hub_id(name: str) -> bool:
+    """Tell whether a name is of the form ORG/NAME and no directory here."""
+    return name.count("/") == 1 and _is_id(name) and not Path(name).exists()
+
+
 def _is_id(name: str) -> bool:
     parts = name.split("/")
     return len(parts) in (1, 2) and all(part and not part.startswith((".", "~")) for part in parts)

@@ -76,7 +76,7 @@ class Checkpoints:
             records: dict[str, FileRecord] = {}
             with self.ranks.together(), _naming(self.directory):
                 writer = FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)
-                with _one_is_one():
+                with without_single_process_warning():
                     state_dict_saver.save(dict(_tensors(trainer)), storage_writer=writer, no_dist=self.ranks.size == 1)
                 records = sum_files(sorted(aside.glob(f"__{self.ranks.rank}_*")))
             collected = {name: record for each in self.ranks.all(records) for name, record in each.items()}
@@ -110,7 +110,7 @@ class Checkpoints:
                 raise CheckpointRefused(f"{place} was written by {manifest.optimizer}, this run has {kind}")
             state = _wanted(trainer, reader.metadata.state_dict_metadata, place)
         try:
-            with _one_is_one():
+            with without_single_process_warning():
                 state_dict_loader.load(state, storage_reader=reader, no_dist=ranks.size == 1)
         except CheckpointException as error:
             raise CheckpointRefused(f"{place} cannot be read: {_first(error)}; {self._offer(step)}") from error
@@ -172,8 +172,8 @@ def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 @contextlib.contextmanager
-def _one_is_one() -> Iterator[None]:
-    """Without torch's warning that a single process is alone."""
+def without_single_process_warning() -> Iterator[None]:
+    """Silence torch's warning that a single process is alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

@@ -1,0 +1,102 @@
+"""The adapter of a LoRA run as a directory that peft loads.
+
+A checkpoint of such a run holds nothing but the adapter's matrices, in float32, so the export reads the last committed
+checkpoint and needs no model. Its matrices get the names that peft gives them; the run's configuration tells the rest.
+"""
+
+import re
+import shutil
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+
+from ramify.errors import ConfigInvalid
+from ramify.model.resolve import is_hub_id, resolve
+from ramify.model.weights import write_tensors
+from ramify.store import RunStore
+from ramify.store.ledger import Ledger
+from ramify.train.checkpoint import without_single_process_warning
+from ramify.train.checkpoint_manifest import renamed_steps, step_directory, verify_checkpoint
+from ramify.train.checkpoint_metadata import MetadataReader
+from ramify.train.config import LoraConfig
+from ramify.train.lora import ADAPTER
+
+WEIGHTS = "adapter_model.safetensors"  # the name peft looks for
+_MATRIX = re.compile(rf"model/model\.(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER}\.weight")
+
+
+def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int, Path]:
+    """Write the adapter of the last checkpoint; returns its step and the directory.
+
+    Raises ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if it is damaged.
+    """
+    run = store.path
+    name, lora = _read_config(run / "config.toml")
+    step = Ledger.read(store).marks().committed or max(renamed_steps(run / "checkpoints"), default=0)
+    if not step:
+        raise ConfigInvalid(f"{run} has no checkpoint yet: there is no adapter to export")
+    place = step_directory(run / "checkpoints", step)
+    directory = directory or run / f"adapter-{step:06}"
+    if directory.exists():
+        raise ConfigInvalid(f"{directory} exists already: remove it, or choose another with -o")
+    verify_checkpoint(place)
+    tensors = _read_matrices(place)
+    unfinished = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        write_tensors(unfinished / WEIGHTS, tensors)
+        _peft_config(name, lora, tensors).save_pretrained(str(unfinished))
+        unfinished.rename(directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return step, directory
+
+
+def _read_config(path: Path) -> tuple[str, LoraConfig]:
+    """Read what the run says about its model and its adapter."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+        name, lora = str(table["model"]["name"]), LoraConfig.model_validate(table["trainer"]["lora"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigInvalid(f"{path} does not tell how the run was trained: {error}") from error
+    if not lora.enabled:
+        raise ConfigInvalid(f"{path.parent} has no adapter: it was not trained with trainer.lora.enabled = true")
+    return name, lora
+
+
+def _read_matrices(place: Path) -> dict[str, Tensor]:
+    """Read the adapter's matrices under the names that peft gives them."""
+    reader = MetadataReader(place)
+    names: dict[str, str] = {}
+    state: dict[str, Any] = {}
+    for key, entry in reader.metadata.state_dict_metadata.items():
+        if match := _MATRIX.fullmatch(key):
+            names[key] = f"base_model.model.{match['module']}.{match['side']}.weight"
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    with without_single_process_warning():
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    return {names[key]: tensor for key, tensor in state.items()}
+
+
+def _peft_config(name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> Any:
+    try:
+        from peft import LoraConfig as PeftConfig
+    except ImportError as error:
+        raise ConfigInvalid("ramify export --adapter needs peft: pip install 'ramify[lora]'") from error
+    targets = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
+    return PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        inference_mode=True,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=name if is_hub_id(name) else str(resolve(name)),
+    )
