@@ -311,6 +311,37 @@ async def test_a_server_that_is_neither_engine_is_refused():
             await Client(fake.url, QUICK).start()
 
 
+@pytest.mark.parametrize(
+    ("models", "reason"),
+    [
+        ({"data": [{"id": "gpt", "owned_by": "openai"}]}, "owned by 'openai'"),
+        ({"data": [{"id": "gpt"}]}, "owned by None"),
+        ({"data": []}, "lists no model"),
+        (None, "has no list of models"),
+    ],
+)
+def test_an_endpoint_that_only_chats_is_refused_at_once(models, reason):
+    """None of these says how long its context is, and none will by being asked again."""
+
+    class ChatOnly(Fake):
+        async def _route(self, target, exchange):
+            if target != "/v1/models":
+                await super()._route(target, exchange)
+            elif models is None:
+                await exchange.reply({"error": {"message": "not found"}}, 404)
+            else:
+                self.paths.append(target)
+                await exchange.reply(models)
+
+    @bounded
+    async def main():
+        async with ChatOnly() as fake:
+            with pytest.raises(TokensRequired, match=reason):
+                await Client(fake.url, ClientConfig(patience=60)).start()
+
+    main()
+
+
 @bounded
 async def test_weights_of_vllm_are_labelled_and_each_token_knows_its_label():
     fake = FakeVLLM()
