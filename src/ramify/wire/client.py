@@ -195,7 +195,8 @@ class Client:
                     self._fail(PeerLost(f"{self.address} is lost: {why}"))
                 case ("forgotten", epoch):
                     self._epoch = epoch
-                    self._fail(PeerLost(f"{self.address} was started again and has forgotten the request"), epoch)
+                    why = "it was started again, or did not hear us for too long"
+                    self._fail(PeerLost(f"{self.address} has forgotten the request: {why}"), epoch)
                 case ("refused", failure):
                     self._refused = _error(failure)
                     self._met.set()

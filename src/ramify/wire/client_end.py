@@ -1,6 +1,6 @@
 """The client's end: one connection to one server, made again whenever it breaks.
 
-    MEETING --Welcome--> MET --silence, or Who--> MEETING
+    MEETING --Welcome to the last Hello--> MET --silence, or Who--> MEETING
        |
        +--Refused--> REFUSED
 
@@ -39,6 +39,7 @@ from ramify.wire.pulse import Pulse
 from ramify.wire.pump import Event, sender
 from ramify.wire.server_end import ACK_EVERY, beat
 from ramify.wire.settings import Settings
+from ramify.wire.standstill import Standstill
 
 KNOCK = 0.05  # seconds between two hellos at first
 KINDS = {Part: "part", Reply: "reply", Fail: "fail"}
@@ -69,13 +70,15 @@ class ClientEnd:
         self._session = ""
         self._lost = False
         self._said = 0.0  # when a hello or a beat was last sent
-        self._knocks = 0
+        self._knocks = 0  # since the server was last met
+        self._hellos = 0  # of all times
+        self._standstill = Standstill(settings.patience)
         self._send = sender(socket)
         self._secret, self._settings, self._pulse = secret, settings, pulse
 
     def come(self, frames: Sequence[zmq.Frame], now: float) -> None:
         try:
-            self._hear(decode(frames[0].buffer, len(frames)), frames[1:])
+            self._hear(decode(frames[0].buffer, len(frames)), frames[1:], now)
         except Malformed:
             return  # not from a server of ours; silence will tell
         self.heard = now
@@ -88,7 +91,7 @@ class ClientEnd:
 
     def tick(self, now: float) -> float:
         interval = self._settings.interval
-        self.heard = self.heard or now
+        self.heard = min(now, (self.heard or now) + self._standstill.measure(now))
         if self.state is State.REFUSED:
             return interval
         if now - self.heard > self._settings.patience and not self._lost:
@@ -111,8 +114,10 @@ class ClientEnd:
         self._flush()
         self._say(Bye())
 
-    def _hear(self, said: Said, body: Sequence[zmq.Frame]) -> None:
+    def _hear(self, said: Said, body: Sequence[zmq.Frame], now: float) -> None:
         match said:
+            case Welcome(knock=knock) if 0 < knock < self._hellos:
+                self._said = now + self._settings.interval  # the answers to later hellos are on their way
             case Welcome():
                 self._meet(said)
             case Part() | Reply() | Fail():
@@ -120,7 +125,7 @@ class ClientEnd:
             case Beat():
                 self.beat = said
                 self.link.acknowledged(min(said.got, self.link.sent))
-                if said.sent > self.link.got:
+                if said.sent > self.link.got and self.state is State.MET:
                     self._say(Again(self.link.got))
             case Again():
                 self.link.rewind(min(said.got, self.link.sent))
@@ -168,7 +173,11 @@ class ClientEnd:
             self.state, self._said, self._knocks = State.MEETING, 0.0, 0
 
     def _greet(self) -> bool:
-        return self._say(Hello(VERSION, self.client, proof(self._secret, self.client), self.link.got))
+        shown, knock = proof(self._secret, self.client), self._hellos + 1
+        if not self._say(Hello(VERSION, self.client, shown, self.link.got, self._session, knock)):
+            return False
+        self._hellos = knock
+        return True
 
     def _flush(self) -> None:
         if self.state is State.MET:

@@ -1,8 +1,9 @@
 """The headers that travel before a message's own frames.
 
     client                                 server
-    Hello(version, client, proof, got) --->
-                                       <--- Welcome(session, got)      or Refused(failure)
+    Hello(version, client, proof,
+          got, session, knock) -------->
+                                       <--- Welcome(session, got, knock)  or Refused(failure)
     Request(n, id, method, left) ------>
                                        <--- Part(n, id) ... Reply(n, id)  or Fail(n, id, failure)
     Cancel(n, id) --------------------->
@@ -32,12 +33,19 @@ class Header(msgspec.Struct, array_like=True, tag_field="kind"):
 
 
 class Hello(Header, tag=0):
-    """A client introduces itself; the version stands first in every version."""
+    """A client introduces itself; the version stands first in every version.
+
+    `got` counts frames of `session`, the last one the client knows, which the server may have forgotten meanwhile. A
+    client repeats its hello, with the next number `knock`, until the last one is answered: an earlier answer may be
+    of a session that the server has forgotten when it hears a later hello.
+    """
 
     version: int
     client: str
     proof: bytes
     got: int
+    session: str = ""
+    knock: int = 0
 
 
 class Welcome(Header, tag=1):
@@ -46,6 +54,7 @@ class Welcome(Header, tag=1):
     session: str
     got: int
     max_frame: int
+    knock: int = 0  # the hello that this answers
 
 
 class Refused(Header, tag=2):

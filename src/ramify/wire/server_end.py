@@ -35,6 +35,7 @@ from ramify.wire.message import Message
 from ramify.wire.pulse import SUSPECT, Pulse
 from ramify.wire.pump import Event, sender
 from ramify.wire.settings import Settings
+from ramify.wire.standstill import Standstill
 
 BANNED = 4096  # connections that are remembered as cut off
 ACK_EVERY = 16  # frames after which a client is told that they came
@@ -63,6 +64,7 @@ class ServerEnd:
         self._routes: dict[bytes, Session] = {}
         self._banned: OrderedDict[bytes, None] = OrderedDict()
         self._parting = False
+        self._standstill = Standstill(settings.grace)
 
     # -- turned by the pump --------------------------------------------------------------------------------------------
 
@@ -88,7 +90,9 @@ class ServerEnd:
 
     def tick(self, now: float) -> float:
         interval = self._settings.interval
+        slept = self._standstill.measure(now)
         for session in list(self.sessions.values()):
+            session.heard = min(now, session.heard + slept)
             if now - session.heard > self._settings.grace:
                 self._drop(session, f"not heard for {self._settings.grace:g} s")
             elif session.link.kept_bytes > self._settings.max_kept:
@@ -147,12 +151,11 @@ class ServerEnd:
             if len(self.sessions) >= self._settings.max_clients:
                 raise QueueFull(f"{len(self.sessions)} clients are connected already")
             session = self.sessions[hello.client] = Session(hello.client, route, now)
-            hello.got = 0  # whatever it had was of another session
         self._routes.pop(session.route, None)
         self._routes[route] = session
         session.route, session.heard = route, now
-        session.link.rewind(hello.got)
-        self._say(route, Welcome(session.name, session.link.got, self._settings.max_frame))
+        session.link.rewind(hello.got if hello.session == session.name else 0)
+        self._say(route, Welcome(session.name, session.link.got, self._settings.max_frame, hello.knock))
         self._flush(session)
 
     def _number(self, session: Session, said: Request | Cancel, body: Sequence[zmq.Frame]) -> None:
