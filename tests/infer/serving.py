@@ -41,7 +41,7 @@ def served(core: Core, name: str = "llama", renderer: ByteRenderer | None = None
 
     async def main() -> None:
         app = build_app(engine, name=name, renderer=renderer or ByteRenderer(), timeout=60.0)
-        async with serving(app, ServerConfig(port=0, shutdown=2)) as server:
+        async with serving(app, ServerConfig(port=0, shutdown=2, allowed_hosts=["engine.lab.example"])) as server:
             address.append(server.address)
             ready.set()
             await stop.wait()

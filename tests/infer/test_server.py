@@ -5,6 +5,7 @@ import contextlib
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -144,6 +145,43 @@ def test_a_bad_request_is_refused_with_its_reason(http, path, body, status, mess
     response = http.post(path, content=content)
     assert response.status_code == status
     assert message in response.text
+
+
+PAGES = [
+    {"Origin": "http://page.example"},
+    {"Origin": "http://localhost:3000"},
+    {"Origin": "null"},
+    {"Host": "page.example:8000"},
+    {"Host": "page.example:8000", "Origin": "http://page.example:8000"},
+    {"Host": "localhost.page.example"},
+    {"Host": "127.0.0.1.page.example:8000"},
+]
+PROGRAMS = [
+    {},
+    {"Host": "localhost:8000"},
+    {"Host": "LOCALHOST:8000", "Origin": "http://localhost:8000"},
+    {"Host": "node-3:8000"},
+    {"Host": "10.1.2.3:8000"},
+    {"Host": "[::1]:8000"},
+    {"Host": socket.gethostname()},
+    {"Host": "engine.lab.example:8000"},
+]
+
+
+@pytest.mark.parametrize("headers", PAGES, ids=str)
+def test_a_web_page_cannot_control_the_engine(http, server, home, headers):
+    swaps = server[1].core.counters.swaps
+    for path, body in {"/pause": {}, "/pause/": {}, "/resume": {}, "/update_weights": {"path": str(home)}}.items():
+        response = http.post(path, json=body, headers=headers, follow_redirects=True)
+        assert response.status_code == 403
+        assert response.json()["error"]["type"] == "OriginRefused"
+    assert (server[1].paused, server[1].core.counters.swaps) == (False, swaps)
+
+
+@pytest.mark.parametrize("headers", PROGRAMS, ids=str)
+def test_programs_control_the_engine_under_every_name_that_is_configured(http, headers):
+    assert http.post("/pause", headers=headers).json() == {"status": "paused"}
+    assert http.post("/resume", headers=headers).json() == {"status": "ok"}
 
 
 def test_a_full_queue_answers_503_and_nothing_is_left_behind(server):

@@ -24,6 +24,7 @@ from ramify.client.turnstile import Turnstile
 from ramify.errors import (
     ContextOverflow,
     DeadlineExceeded,
+    OriginRefused,
     ProviderError,
     QueueFull,
     RamifyError,
@@ -35,7 +36,8 @@ EXCERPT = 300  # characters of a body that are shown
 # Below uvicorn's 5 s: a connection must not be used at the moment the server closes it for being idle.
 KEEPALIVE = 2.0
 NAMED: dict[str, type[RamifyError]] = {
-    cls.name: cls for cls in (ContextOverflow, DeadlineExceeded, QueueFull, RequestInvalid, WeightsRefused)
+    cls.name: cls
+    for cls in (ContextOverflow, DeadlineExceeded, OriginRefused, QueueFull, RequestInvalid, WeightsRefused)
 }
 OVERLONG = re.compile(r"maximum (context|model) length|max_model_len|longer than the maximum", re.IGNORECASE)
 

@@ -169,6 +169,13 @@ class SecretUnknown(RamifyError, blame="system", retryable=False):
     """
 
 
+class OriginRefused(RamifyError, blame="system", retryable=False):
+    """A control request came from a web page, or under a host name that the server does not know.
+
+    Use a program instead of a page; a name that leads to the server goes into `allowed_hosts`, as the message says.
+    """
+
+
 class QueueFull(RamifyError, blame="system", retryable=True):
     """A server has as many waiting requests as it may hold.
 

@@ -111,6 +111,9 @@ class ServerConfig(Config):
     """0 lets the system choose; the address is printed."""
     model_name: str | None = None
     """What clients call the model; by default as `model.name` does."""
+    allowed_hosts: list[str] = []
+    """Host names under which `/pause`, `/resume` and `/update_weights` answer, besides `host`, addresses, names without
+    a dot and this machine's own name."""
     timeout: float = Field(default=3600.0, gt=0)
     """Seconds a request may take in all, waiting included."""
     shutdown: float = Field(default=10.0, gt=0)
@@ -141,6 +144,8 @@ class ServeConfig(Config):
         if self.inference.engine == "vllm":
             if self.server.timeout != ServerConfig().timeout:
                 raise ValueError("server.timeout needs inference.engine = 'native'; vLLM's clients bring deadlines")
+            if self.server.allowed_hosts:
+                raise ValueError("server.allowed_hosts needs inference.engine = 'native'; vLLM checks no host names")
             if self.renderer != TemplateRendererConfig():
                 raise ValueError("renderer needs inference.engine = 'native'; vLLM renders chats by itself")
         return self

@@ -26,8 +26,10 @@ from ramify.infer.exchange import ClientGone, refusal
 from ramify.infer.generate import generate
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.schema import PauseBody, UpdateBody, read
+from ramify.wire.guard import BrowserGuard
 from ramify.wire.http import HttpServer
 
+CONTROL_PATHS = ("/pause", "/resume", "/update_weights")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -105,7 +107,9 @@ async def _gone(_: HttpRequest, __: ClientGone | ClientDisconnect) -> Response:
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[HttpServer]:
     """The server while it answers. A port that is taken is one that cannot be used: ConfigInvalid."""
-    server = HttpServer(app, config.host, config.port, what="server.port", shutdown=config.shutdown)
+    hosts = [config.host, *config.allowed_hosts]
+    guarded = BrowserGuard(app, paths=CONTROL_PATHS, hosts=hosts, key="server.allowed_hosts")
+    server = HttpServer(guarded, config.host, config.port, what="server.port", shutdown=config.shutdown)
     try:
         await server.start()
     except PortTaken as error:

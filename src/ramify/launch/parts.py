@@ -26,7 +26,9 @@ def serve_part(run: RunConfig, gpus: list[Gpu] | None = None) -> Table:
     table: Table = {"model": _said(run.model), "server": {"model_name": run.model.name}}
     if isinstance(inference, ExternalConfig):
         table["inference"] = {"dtype": dtype, "max_model_len": run.seq_len}
-        if len(inference.base_url) == 1:
+        if len(inference.base_url) > 1:  # flags will say which of them this is
+            table["server"]["allowed_hosts"] = [urlsplit(url).hostname for url in inference.base_url]
+        else:
             place = urlsplit(inference.base_url[0])
             port = place.port or (443 if place.scheme == "https" else 80)
             table["server"] |= {"host": place.hostname, "port": port}

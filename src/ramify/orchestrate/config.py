@@ -123,6 +123,9 @@ class OrchestratorConfig(Config):
     """Where the trainer finds it; port 0 is any that is free, which `ramify rl` tells the trainer."""
     status: str = "http://127.0.0.1:0"
     """Where it says how the run is; port 0 is any that is free."""
+    allowed_hosts: list[str] = []
+    """Host names under which `/stop` of the status address answers, besides the host of `status`, addresses, names
+    without a dot and this machine's own name."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> "OrchestratorConfig":

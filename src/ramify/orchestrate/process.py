@@ -85,7 +85,9 @@ class Orchestrator:
             "/dropped": lambda _: run.ledger.dropped(),
             "/metrics": lambda request: telling.metrics(run, request.query_params.get("name", "*")),
         }
-        status = await stack.enter_async_context(status_server(config.orchestrator.status, answers, self.leave))
+        place, hosts = config.orchestrator.status, config.orchestrator.allowed_hosts
+        status = status_server(place, answers, self.leave, allowed_hosts=hosts)
+        await stack.enter_async_context(status)
         if self._answers is not None:
             self._answers(status.address)
         marks = run.core.marks

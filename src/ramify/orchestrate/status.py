@@ -1,6 +1,6 @@
-"""The status address: what the run is doing, for people and their tools. It only reads."""
+"""The status address: what the run is doing, for people and their tools, and `/stop`, which ends it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,13 +10,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ramify.errors import ConfigInvalid
+from ramify.wire.guard import BrowserGuard
 from ramify.wire.http import HttpServer
 
 Answer = Callable[[Request], Any]
 
 
-def status_server(address: str, answers: dict[str, Answer], stop: Callable[[], None]) -> HttpServer:
-    """A server, not yet started, that answers at `address` by path."""
+def status_server(
+    address: str, answers: dict[str, Answer], stop: Callable[[], None], *, allowed_hosts: Sequence[str] = ()
+) -> HttpServer:
+    """A server, not yet started, that answers at `address` by path. `/stop` refuses web pages."""
 
     def route(path: str, answer: Answer) -> Route:
         async def handler(request: Request) -> Response:
@@ -33,4 +36,6 @@ def status_server(address: str, answers: dict[str, Answer], stop: Callable[[], N
     place = urlsplit(address)
     if place.hostname is None or place.port is None:
         raise ConfigInvalid(f"orchestrator.status: expected http://HOST:PORT, got {address}")
-    return HttpServer(app, place.hostname, place.port, what="orchestrator.status")
+    hosts = [place.hostname, *allowed_hosts]
+    guarded = BrowserGuard(app, paths=["/stop"], hosts=hosts, key="orchestrator.allowed_hosts")
+    return HttpServer(guarded, place.hostname, place.port, what="orchestrator.status")
