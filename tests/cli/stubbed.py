@@ -19,5 +19,5 @@ if __name__ == "__main__":
             entry(Path(folder), "orchestrator", code, Role.LEADER),
         ),
     )
-    run.check_tables = lambda config: None
+    run.check_tables = lambda config: {}
     sys.exit(main(["rl", *args]))

@@ -95,7 +95,7 @@ for file in sys.argv[2:]:
     one = tables._asked(config)
     asked["sources"] |= {f"{file}.{at}": table for at, table in one["sources"].items()}
     asked["tables"] += [(kind, f"{file}.{at}", table) for kind, at, table in one["tables"]]
-print(json.dumps(tables.problems_in(asked)))
+print(json.dumps(tables.examine(asked)["problems"]))
 """
 
 

@@ -251,6 +251,11 @@ def test_every_wrong_key_of_every_plugin_is_named_at_once(tmp_path):
     assert "orchestrator.filters.0.windw: unknown key" in said
 
 
+def test_the_identity_of_every_environment_comes_back_from_the_check(tmp_path):
+    found = check_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
+    assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]
+
+
 def test_code_that_ends_its_process_is_told_of(tmp_path):
     (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
     with pytest.raises(EnvironmentFault, match="cannot be checked:\nbye"):

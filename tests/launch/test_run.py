@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from ramify.errors import ConfigInvalid, RunBusy, RunStalled
+from ramify.errors import ConfigInvalid, EnvironmentChanged, RunBusy, RunStalled
 from ramify.launch.carrying import _claimed, carry_out
 from ramify.launch.dashboard import Quiet
 from ramify.launch.plan import Plan, plan_of
@@ -17,6 +17,7 @@ from ramify.launch.process import Role
 from ramify.launch.supervisor import Outcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore
+from ramify.store.environments import Observed, record_environments
 from ramify.train import places
 from tests.launch.scripts import FOR_EVER, entry, pids
 
@@ -85,6 +86,21 @@ def test_another_run_under_the_same_name_is_refused(tmp_path):
     with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
         other = {"train": [{"taskset": {"id": "reverse-text", "max_chars": 5}}]}
         carry_out(planned(tmp_path, **other), display=Quiet())
+
+
+def test_a_changed_environment_is_refused_before_anything_is_started_also_where_all_steps_are_there(tmp_path):
+    def run(digest: str, **more):
+        environments = {"reverse-text": {"code": {"mine.py": digest}}}
+        return carry_out(planned(tmp_path, COMMITS.format(steps=3)), environments=environments, display=Quiet(), **more)
+
+    assert run("old").ran
+    with RunStore.open(tmp_path / "run") as store:  # what the orchestrator does
+        record_environments(store, {"reverse-text": Observed({"code": {"mine.py": "old"}})}, {})
+    assert not run("old").ran
+    with pytest.raises(EnvironmentChanged, match=r"reverse-text: mine\.py has changed"):
+        run("new")
+    assert len(pids(tmp_path, "orchestrator")) == 1
+    assert not run("new", accept_changes=True).ran
 
 
 def test_the_record_says_where_the_run_can_be_asked_and_what_became_of_its_processes(tmp_path):

@@ -350,7 +350,7 @@ class Judge:
     def __init__(self, failures: list[Failure]) -> None:
         self.failures, self.asked = failures, 0
 
-    async def score_group(self, task, traces, *, deadline) -> GroupScores:
+    async def score_group(self, task, traces, **_) -> GroupScores:
         self.asked += 1
         if self.failures:
             failure = self.failures.pop(0)
@@ -428,7 +428,7 @@ class Comparing:
         self.core = core
         self.asked = 0
 
-    async def score_group(self, task, traces, *, deadline) -> None:
+    async def score_group(self, task, traces, **_) -> None:
         self.asked += 1
         for number in self.core.complete()[1:]:
             await self.core.drop(number, DropReason.RUN_ENDED)

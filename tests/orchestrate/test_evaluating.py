@@ -72,7 +72,7 @@ class Env:
         trace.episode, trace.rewards["together"] = id, None
         return SimpleNamespace(episode=SimpleNamespace(traces=[trace]))
 
-    async def score_group(self, task, traces, *, deadline) -> GroupScores:
+    async def score_group(self, task, traces, **_) -> GroupScores:
         return GroupScores([{"together": (float(len(traces)), 1.0)} for _ in traces], [[] for _ in traces])
 
 

@@ -14,7 +14,7 @@ from ramify.evals.config import EvalConfig
 if TYPE_CHECKING:
     from ramify.evals.run import Result
 
-OWN = ("--fresh", "--show", "--keep", "--dry-run")
+OWN = ("--fresh", "--accept-changes", "--show", "--keep", "--dry-run")
 SHORT = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
@@ -22,6 +22,7 @@ USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS]
   ID            a taskset: a built-in name, an entry point, a dotted path, or a .py file
   --taskset.KEY VALUE     a key of the taskset itself; likewise --harness.KEY and --runtime.KEY
   --fresh       begin anew; the old run is moved aside
+  --accept-changes        go on although the environment has changed; finished rollouts are kept, the change is recorded
   --show        print the trace of every rollout at the end
   --keep        leave the work directories where they are
   --dry-run     resolve and check everything, run nothing
@@ -36,6 +37,7 @@ def run(args: Sequence[str]) -> int:
     if "--help" in args or "-h" in args:
         print(USAGE)
     fresh, rest = switch(args, "--fresh")
+    accept, rest = switch(rest, "--accept-changes")
     show, rest = switch(rest, "--show")
     keep, rest = switch(rest, "--keep")
     dry, rest = switch(rest, "--dry-run")
@@ -54,12 +56,12 @@ def run(args: Sequence[str]) -> int:
         path = run_path(config)
         dry_run(config, path, [f"would run {len(pairs)} rollouts of {config.taskset.get('id')} into {path}"])
         return 0
-    again = shlex.join(["ramify", "eval", *(arg for arg in args if arg != "--fresh")])
+    again = shlex.join(["ramify", "eval", *(arg for arg in args if arg not in ("--fresh", "--accept-changes"))])
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell has what it starts with `&` ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        result = evaluate(config, fresh=fresh, keep=keep, display=choose())
+        result = evaluate(config, fresh=fresh, accept_changes=accept, keep=keep, display=choose())
     except KeyboardInterrupt:
         from ramify.cli.runs import describe_way_on
 

@@ -18,6 +18,7 @@ USAGE = """usage: ramify orchestrator @ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [-
   FILE       the run's, as `ramify rl` takes it
   -b URL     engines that run already, in place of the run's `inference`
   --dry-run  check everything, say what would be started, start nothing
+  --accept-changes  go on although an environment has changed; the change is recorded
 
 An env server is started for every source without an `address`, and ends with this command. The trainer comes to
 `orchestrator.address`. The same command again continues the run. All keys:
@@ -29,19 +30,20 @@ def run(args: Sequence[str]) -> int:
     if "--help" in args or "-h" in args:
         print(USAGE)
     dry, rest = switch(args, "--dry-run")
-    config = parse(RunConfig, spelled_out(rest), prog="ramify orchestrator", own=["--dry-run"])
+    accept, rest = switch(rest, "--accept-changes")
+    config = parse(RunConfig, spelled_out(rest), prog="ramify orchestrator", own=["--dry-run", "--accept-changes"])
     if not isinstance(config.inference, ExternalConfig):
         refuse([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
     check_sinks(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
-        return _with_env_servers(config, dry=dry)
+        return _with_env_servers(config, dry=dry, accept=accept)
     if dry:
         print(f"would orchestrate {config.path}: {config.max_steps} steps, {len(config.train)} train sources")
         return 0
-    return _alone(config)
+    return _alone(config, accept=accept)
 
 
-def _with_env_servers(config: RunConfig, *, dry: bool) -> int:
+def _with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
     """Two kinds of processes, supervised: this one only watches."""
     from ramify.launch.carrying import carry_out
     from ramify.launch.dashboard import Lines
@@ -50,18 +52,18 @@ def _with_env_servers(config: RunConfig, *, dry: bool) -> int:
     from ramify.launch.tables import check_tables
 
     plan = orchestrator_plan(config)
-    check_tables(config)
+    environments = check_tables(config)
     if dry:
         print("\n".join(plan.lines()))
         return 0
     print(f"trainers come to {plan.orchestrator}; status at {plan.status}", flush=True)
-    ended = carry_out(plan, display=Lines())
+    ended = carry_out(plan, accept_changes=accept, environments=environments, display=Lines())
     if not ended.ran:
         print(f"{ended.path} is finished: {told(ended.steps, config)}")
     return ended.outcome.value
 
 
-def _alone(config: RunConfig) -> int:
+def _alone(config: RunConfig, *, accept: bool) -> int:
     from ramify.launch.finished import finish, steps_of, told
     from ramify.launch.record import Record, read_record
     from ramify.monitor import open_monitors, samples_of
@@ -77,7 +79,7 @@ def _alone(config: RunConfig) -> int:
         if read_record(config.path).get("status") != status:
             Record(config.path, status).write([])
 
-    if (steps := steps_of(config)) is not None:
+    if (steps := steps_of(config, accept_changes=accept or None)) is not None:  # a supervisor has said it before
         print(f"{config.path} is finished: {told(steps, config)}")
         return 0
     whole_lines()

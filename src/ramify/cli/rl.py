@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ramify.cli import short
 from ramify.config import Config, dry_run, parse, switch
-from ramify.errors import RamifyError
+from ramify.errors import ConfigInvalid, RamifyError, RunBusy
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
@@ -16,6 +16,7 @@ USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value
 
   ID            a taskset to learn, with nothing said about it but its own keys; measured on its eval split
   --fresh       begin anew; the old run is moved aside
+  --accept-changes  go on although an environment has changed; the change is recorded
   --dry-run     resolve and check everything, print the plan, start nothing
 
 The same command again continues the run, or says that it is finished. Ctrl-C ends it at once; SIGTERM and SIGUSR1 make
@@ -29,7 +30,7 @@ interrupted.
 All other keys:
 """
 
-OWN = ("--fresh", "--dry-run")
+OWN = ("--fresh", "--accept-changes", "--dry-run")
 
 
 def run(args: Sequence[str]) -> int:
@@ -37,6 +38,7 @@ def run(args: Sequence[str]) -> int:
     if "--help" in args or "-h" in args:
         print(_usage())
     fresh, rest = switch(args, "--fresh")
+    accept, rest = switch(rest, "--accept-changes")
     dry, rest = switch(rest, "--dry-run")
     config = parse(RunConfig, spelled_out(rest), prog="ramify rl", own=OWN)
     if dry:
@@ -53,11 +55,11 @@ def run(args: Sequence[str]) -> int:
     from ramify.launch.run import rl
     from ramify.launch.supervisor import Outcome
 
-    again = shlex.join(["ramify", "rl", *(arg for arg in args if arg != "--fresh")])
+    again = shlex.join(["ramify", "rl", *(arg for arg in args if arg not in ("--fresh", "--accept-changes"))])
     try:
-        ended = rl(config, fresh=fresh, display=choose())
+        ended = rl(config, fresh=fresh, accept_changes=accept, display=choose())
     except RamifyError as error:
-        if error.name not in ("ConfigInvalid", "RunBusy"):
+        if not isinstance(error, ConfigInvalid | RunBusy):
             print(describe_way_on(config.path, again), file=sys.stderr)
         raise
     where = shlex.quote(str(ended.path))

@@ -156,9 +156,10 @@ def _import(key: str, where: str) -> ModuleType:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """The module in a file, loaded once per process under a name that is the file's alone."""
+    """Load the module in a file, once per process; a file that has been edited since is another module."""
     path = path.expanduser().resolve(strict=True)
-    name = f"ramify_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()
+    name = f"ramify_plugin_{path.stem}_{digest[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

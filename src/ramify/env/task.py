@@ -48,10 +48,12 @@ class Task(BaseModel):
     @cached_property
     def identity(self) -> str:
         """What this task is called wherever it is counted."""
-        if self.key is not None:
-            return self.key
-        canonical = json.dumps(self.wire(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(canonical.encode()).hexdigest()[:IDENTITY_DIGITS]
+        return self.content if self.key is None else self.key
+
+    @cached_property
+    def content(self) -> str:
+        """A digest of all it holds, whatever its key: two tasks with equal content are the same task."""
+        return content_of(self.wire())
 
     def wire(self) -> dict[str, Any]:
         """The task as plain data; defaults are left out, so that a field added later changes no identity."""
@@ -61,3 +63,9 @@ class Task(BaseModel):
     def read(cls, wire: dict[str, Any]) -> Self:
         """The task again."""
         return cls.model_validate(wire)
+
+
+def content_of(wire: dict[str, Any]) -> str:
+    """Return the digest of a task's wire form."""
+    canonical = json.dumps(wire, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:IDENTITY_DIGITS]

@@ -79,11 +79,13 @@ class EnvClient:
         sampling: dict[str, Any] | None = None,
         attempts: int | None = None,
         watch: Watch | None = None,
+        environment: str = "",
         deadline: float = LONG,
     ) -> Ran:
         """One rollout. `watch` gets its phases and the trace as it grows; a rollout that is started again starts over.
 
-        Whoever cancels this cancels the rollout.
+        A server whose environment has another digest than `environment` raises EnvironmentChanged. Whoever cancels this
+        cancels the rollout.
         """
         ask = Run(
             task=task.wire() if isinstance(task, Task) else task,
@@ -95,6 +97,7 @@ class EnvClient:
             sampling=sampling,
             attempts=attempts,
             stream=watch is not None,
+            environment=environment,
         )
         on_part = None if watch is None else _Growing(watch).take
         answer = await self._client.call("run", Message.of(ask), deadline=deadline, on_part=on_part)
@@ -102,10 +105,10 @@ class EnvClient:
         return Ran(answer.blobs[0], done.worker, done.starts, done.crashes)
 
     async def score_group(
-        self, task: Task | dict[str, Any], traces: Sequence[Trace], *, deadline: float = LONG
+        self, task: Task | dict[str, Any], traces: Sequence[Trace], *, environment: str = "", deadline: float = LONG
     ) -> GroupScores:
         """The rewards that only all attempts at a task together have, for each trace."""
-        ask = ScoreGroup(task.wire() if isinstance(task, Task) else task)
+        ask = ScoreGroup(task.wire() if isinstance(task, Task) else task, environment)
         message = Message.of(ask, *(encode(trace) for trace in traces))
         return (await self._client.call("score_group", message, deadline=deadline)).read(GroupScores)
 

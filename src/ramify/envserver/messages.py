@@ -1,5 +1,6 @@
 """What is asked of an env server and what it answers; the traces themselves travel as blobs beside these."""
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether turns are sent as they are made."""
     start: int = 0
     """The number of its first start: a broker counts on where another worker has stopped."""
+    environment: str = ""
+    """The digest of the environment it is meant for; a server with another one refuses it."""
 
 
 class Turn(msgspec.Struct):
@@ -67,6 +70,7 @@ class ScoreGroup(msgspec.Struct):
     """All attempts at a task, to be compared; the blobs are their traces."""
 
     task: dict[str, Any]
+    environment: str = ""
 
 
 class GroupScores(msgspec.Struct):
@@ -97,6 +101,18 @@ class Info(msgspec.Struct, kw_only=True):
     metrics: list[str]
     sampling: dict[str, Any]
     limits: dict[str, int | None]
+    environment: dict[str, Any]
+    """The identity of what is served: digests of its code by file, and its configuration."""
+
+    @property
+    def digest(self) -> str:
+        """Of the environment's identity."""
+        return digest_of(self.environment)
+
+
+def digest_of(environment: dict[str, Any]) -> str:
+    """Return the digest of an environment's identity."""
+    return hashlib.sha256(msgspec.json.encode(environment, order="deterministic")).hexdigest()[:16]
 
 
 class WorkerHealth(msgspec.Struct, kw_only=True):

@@ -19,7 +19,7 @@ from ramify.envserver.config import ElasticConfig, EnvServerConfig, Picked
 from ramify.envserver.log import Log
 from ramify.envserver.messages import Death, Decision, Info, Told
 from ramify.envserver.process import State, WorkerProcess, make_folder
-from ramify.errors import RamifyError, WorkerDied
+from ramify.errors import EnvironmentChanged, RamifyError, WorkerDied
 from ramify.wire import Pulse, Settings
 
 REMEMBERED = 256  # deaths and decisions
@@ -92,7 +92,7 @@ class Pool:
     async def acquire(self) -> WorkerProcess:
         """A worker for one attempt, to be given back; waits for one in the order of asking."""
         if self.broken is not None and not self._ready():
-            raise WorkerDied(self.broken.message)
+            raise _as_raised(self.broken)
         future: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._pending += 1
@@ -137,7 +137,7 @@ class Pool:
             future = self._waiting.popleft()
             if not future.done():
                 self._pending -= 1
-                future.set_exception(WorkerDied(error.message))
+                future.set_exception(_as_raised(error))
 
     # -- how many ------------------------------------------------------------------------------------------------------
 
@@ -228,9 +228,10 @@ class Pool:
         told = Told(id=worker.id, source=self._source, config=config.model_dump(mode="json"), secret="")
         try:
             await worker.boot(told, settings, private_temp=not self._kept, deadline=config.boot_timeout)
+            self._check_environment(worker)
         except (RamifyError, OSError) as error:
+            worker.state = State.LOST  # first: one that was ready for a moment must be given no work
             await worker.bury()
-            worker.state = State.LOST
             self.workers.pop(worker.id, None)
             self._failed(worker, error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}"))
             return
@@ -240,6 +241,17 @@ class Pool:
         self.log.event(f"{worker.id} is ready, process {worker.pid}, after {worker.age:.1f} s")
         self._first.set()
         self._assign()
+
+    def _check_environment(self, worker: WorkerProcess) -> None:
+        """Refuse a worker that has loaded another version of the environment than those before it."""
+        if self.info is None or worker.info is None or worker.info.environment == self.info.environment:
+            return
+        before, now = (info.environment.get("code", {}) for info in (self.info, worker.info))
+        files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
+        raise EnvironmentChanged(
+            f"the environment was changed while it was in use: {', '.join(files) or 'its configuration'}; "
+            f"bring it back, or stop the run and give the same command again to see what may be done"
+        )
 
     def _failed(self, worker: WorkerProcess, error: RamifyError) -> None:
         """A worker did not boot."""
@@ -283,3 +295,8 @@ class Pool:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.log.event("".join(traceback.format_exception(error)))
+
+
+def _as_raised(broken: RamifyError) -> RamifyError:
+    """Return what an attempt is told that no worker can take."""
+    return type(broken)(broken.message) if isinstance(broken, EnvironmentChanged) else WorkerDied(broken.message)

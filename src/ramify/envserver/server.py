@@ -15,10 +15,10 @@ import msgspec
 
 from ramify.envserver.config import ADDRESS, EnvServerConfig
 from ramify.envserver.log import Log
-from ramify.envserver.messages import Cancel, Done, Health, Run, Stats, Turn
+from ramify.envserver.messages import Cancel, Done, Health, Run, ScoreGroup, Stats, Turn
 from ramify.envserver.pool import Pool
 from ramify.envserver.process import WorkerProcess
-from ramify.errors import PeerLost, RamifyError, RequestCancelled, WorkerDied
+from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
 from ramify.wire import Message, Pulse, Request, Server
 
 INNOCENT = 10  # times `crashes` that a rollout may be moved without being to blame
@@ -34,7 +34,7 @@ class EnvServer:
             "info": self._info,
             "tasks": self._forwarded,
             "run": self._run,
-            "score_group": self._forwarded,
+            "score_group": self._score_group,
             "cancel": self._cancel,
             "health": self._health,
             "stats": self._stats,
@@ -160,9 +160,23 @@ class EnvServer:
                 self.pool.release(worker)
         raise WorkerDied(f"{self.config.crashes} workers were lost under {method}; the last {worker.reason}")
 
+    async def _score_group(self, request: Request) -> Message:
+        self._check_environment(request.read(ScoreGroup).environment)
+        return await self._forwarded(request)
+
+    def _check_environment(self, expected: str) -> None:
+        """Refuse a request that is meant for another version of the environment: this server was started later."""
+        info = self.pool.info
+        if expected and info is not None and info.digest != expected:
+            raise EnvironmentChanged(
+                f"the environment of {self.picked.name} was changed while it was in use: the run began with {expected} "
+                f"and the env server has {info.digest}; give the same command again to see what differs"
+            )
+
     async def _run(self, request: Request) -> Message:
         if self._closing:
             raise PeerLost("the env server is closing")
+        self._check_environment(request.read(Run).environment)
         ask, this = request.read(Run), asyncio.current_task()
         assert this is not None
         same = self._runs.setdefault(ask.id, set())

@@ -129,6 +129,7 @@ class Worker:
             metrics=[hook.name for hook in env.hooks.metrics],
             sampling=env.sampler,
             limits=env.limits.model_dump(),
+            environment=env.identity,
         )
 
     async def run(self, request: Request) -> Message:

@@ -190,6 +190,13 @@ class ConfigInvalid(RamifyError, blame="system", retryable=False):
     """
 
 
+class EnvironmentChanged(ConfigInvalid):
+    """The code, configuration or tasks of an environment are not those that a run's stored rollouts came from.
+
+    The message lists what differs: bring it back, begin anew with `--fresh`, or go on with `--accept-changes`.
+    """
+
+
 class TemplateRefused(RamifyError, blame="system", retryable=False):
     """The model's chat template cannot be run, or refuses the conversation it was given.
 

@@ -11,6 +11,7 @@ from ramify.evals.plan import Pair
 from ramify.evals.summary import row_of
 from ramify.rollout import Environment, score_group
 from ramify.store import Row, RunStore
+from ramify.store.summary import REVISION, UNRECORDED
 
 
 async def score_groups(
@@ -25,6 +26,7 @@ async def score_groups(
             episodes = [store.read(pair.id) for pair in counted]
             await score_group(environment, counted[0].task, [traces[0] for traces in episodes])
             for pair, traces in zip(counted, episodes, strict=True):
-                row = row_of(environment, pair.key, pair.repetition, traces)
+                revision = rows[pair.id].summary.get(REVISION, UNRECORDED)
+                row = row_of(environment, pair.key, pair.repetition, traces, revision)
                 await store.add(row, traces)
                 rows[pair.id] = row

@@ -1,6 +1,7 @@
 """The table at the end of an eval."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median_high
 
@@ -13,6 +14,7 @@ from ramify.evals.progress import by_task, error_counts, means
 from ramify.evals.stats import Estimate, clustered_mean, ladder, passes
 from ramify.evals.summary import PHASES, seconds
 from ramify.store import Row
+from ramify.store.summary import REVISION, UNRECORDED
 
 
 def report(rows: Sequence[Row], *, threshold: float) -> RenderableType:
@@ -47,6 +49,8 @@ def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Est
 def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     counted = [row for row in rows if row.failure is None]
     yield "rollouts", f"{len(counted)} counted, {len(rows) - len(counted)} failed"
+    if mixed := mixed_revisions(rows):
+        yield "revisions", f"{mixed}: the environment was changed between them"
     for table in ("rewards", "metrics"):
         for name, value in sorted(means(rows, table).items()):
             yield name, f"{value:.3f}"
@@ -60,6 +64,22 @@ def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         times = {phase: _mean([row.summary.get("timing", {}).get(phase, 0.0) for row in rows]) for phase in PHASES}
         told = ", ".join(f"{phase} {value:.2f}s" for phase, value in times.items() if value >= 0.005)
         yield "timing", f"{told or 'nothing measurable'} (means; slowest rollout {clock(max(map(seconds, rows)))})"
+
+
+def mixed_revisions(rows: Sequence[Row]) -> str:
+    """Say how many rollouts came from which revision of the environment; nothing where all came from one."""
+    by_source: dict[str, Counter[int]] = {}
+    for row in rows:
+        by_source.setdefault(row.source, Counter())[row.summary.get(REVISION, UNRECORDED)] += 1
+    told: list[str] = []
+    for source, counts in by_source.items():
+        if len(counts) > 1:
+            names = {
+                number: "an unrecorded revision" if number == UNRECORDED else f"revision {number}" for number in counts
+            }
+            parts = ", ".join(f"{counts[number]} of {names[number]}" for number in sorted(counts))
+            told.append(f"{source}: {parts}" if source else parts)
+    return "; ".join(told)
 
 
 def _interval(estimate: Estimate, low: float, high: float) -> str:

@@ -21,8 +21,10 @@ from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import row_of
 from ramify.rollout import Environment
 from ramify.store import Row, RunStore, default_name, naming, open_run
+from ramify.store.environments import Observed, find_changes, record_environments, refuse_changes
 from ramify.trace import Trace
 
+SOURCE = ""  # what the rows of an eval call their only source
 WORK = "work"  # where the work directories that are kept lie in the run
 
 
@@ -47,26 +49,36 @@ class Result:
 
 
 def evaluate(
-    config: EvalConfig | Mapping[str, Any], *, fresh: bool = False, keep: bool = False, display: Display | None = None
+    config: EvalConfig | Mapping[str, Any],
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    keep: bool = False,
+    display: Display | None = None,
 ) -> Result:
-    """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories."""
+    """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories.
+
+    An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
+    """
     checked = config if isinstance(config, EvalConfig) else check(EvalConfig, dict(config), at="eval")
-    return asyncio.run(evaluation(checked, fresh=fresh, keep=keep, display=display or Quiet()))
+    shown = display or Quiet()
+    return asyncio.run(evaluation(checked, fresh=fresh, accept_changes=accept_changes, keep=keep, display=shown))
 
 
-async def evaluation(config: EvalConfig, *, fresh: bool, keep: bool, display: Display) -> Result:
+async def evaluation(config: EvalConfig, *, fresh: bool, accept_changes: bool, keep: bool, display: Display) -> Result:
     """The same, inside a loop."""
     config = with_split(config)
     path = run_path(config)
     environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep=keep)
     pairs = pairs_of(environment, config)
     check_server(config)
-    with open_run(path, config.identity, fresh=fresh) as store:
+    with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
+        revision = _check_environment(store, environment, pairs, config, accept=accept_changes)
         with naming(path):
             write(config, path / "config.toml")
             if keep:
                 (path / WORK).mkdir(exist_ok=True)
-        rows = {row.id: row for row in store.rows(source="")}
+        rows = {row.id: row for row in store.rows(source=SOURCE)}
         todo = missing(pairs, rows)
         known = {pair.id: rows[pair.id] for pair in pairs if pair.id in rows and rows[pair.id].failure is None}
         progress = Progress(environment.name, len(pairs), known)
@@ -76,7 +88,7 @@ async def evaluation(config: EvalConfig, *, fresh: bool, keep: bool, display: Di
                     answering(config, path, display.say) as found,
                     running(config, environment, found, path) as runs,
                 ):
-                    filling = Filling(config, environment, store, runs, progress, display)
+                    filling = Filling(config, environment, store, runs, progress, display, revision)
                     async with _watched(found.engine), _shown(progress, display):
                         await filling.fill(todo)
             await score_groups(environment, store, pairs, progress.rows)
@@ -95,6 +107,8 @@ class Filling:
     runs: Runs
     progress: Progress
     display: Display
+    revision: int
+    """Of the environment."""
 
     async def fill(self, pairs: Sequence[Pair]) -> None:
         """Run them all; the first failure that is not a rollout's own ends them and is raised."""
@@ -111,7 +125,7 @@ class Filling:
         for pair in waiting:
             self.progress.begin(pair.id)
             traces = await self._run(pair)
-            row = row_of(self.environment, pair.key, pair.repetition, traces)
+            row = row_of(self.environment, pair.key, pair.repetition, traces, self.revision)
             await self.store.add(row, traces)
             self.progress.end(row)
             self.display.ended(row, self.progress)
@@ -121,6 +135,23 @@ class Filling:
             self.progress.watch(pair.id, phase, len(trace.calls))
 
         return await self.runs(pair, watch)
+
+
+def _check_environment(
+    store: RunStore, environment: Environment, pairs: Sequence[Pair], config: EvalConfig, *, accept: bool
+) -> int:
+    """Return the revision of the environment; raise EnvironmentChanged where it is a new one that nobody accepted."""
+    tasks = [pair.task for pair in pairs if pair.repetition == 0]
+    observed = Observed(
+        environment.identity,
+        {number: task.content for number, task in enumerate(tasks)},
+        {number: task.identity for number, task in enumerate(tasks)},
+        size=len(tasks) if len(tasks) < config.num_tasks else None,
+    )
+    changes = find_changes(store, {SOURCE: observed})
+    if not accept:
+        refuse_changes(store, changes)
+    return record_environments(store, {SOURCE: observed}, changes)[SOURCE]
 
 
 def with_split(config: EvalConfig) -> EvalConfig:

@@ -56,7 +56,9 @@ async def _in_workers(
     config: EvalConfig, environment: Environment, found: Answering, path: Path
 ) -> AsyncIterator[Runs]:
     from ramify.envserver import EnvClient, EnvServerChild, EnvServerConfig
+    from ramify.envserver.messages import digest_of
 
+    expected = digest_of(environment.identity)
     urls = config.inference.base_url if isinstance(config.inference, ExternalConfig) else [found.engine_url]
     source = environment.source.model_dump(mode="json")
     if environment.runtime_config.keep:
@@ -87,6 +89,7 @@ async def _in_workers(
                     group=pair.key,
                     attempt=pair.repetition,
                     seed=pair.seed(config.sampling.seed or 0),
+                    environment=expected,
                     watch=watch,
                 )
             except WorkerDied as error:

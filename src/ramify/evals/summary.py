@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ramify.rollout import Environment, system_failure
 from ramify.store import Row
-from ramify.store.summary import summary_of
+from ramify.store.summary import REVISION, summary_of
 from ramify.trace import Timing, Trace
 
 PHASES = Timing.__struct_fields__
@@ -15,7 +15,7 @@ def rollout_id(task: str, repetition: int) -> str:
     return f"{task}.{repetition}"
 
 
-def row_of(environment: Environment, task: str, repetition: int, traces: Sequence[Trace]) -> Row:
+def row_of(environment: Environment, task: str, repetition: int, traces: Sequence[Trace], revision: int) -> Row:
     """The index row of a rollout. The first agent's reward is the rollout's."""
     failures = (system_failure(environment, trace) for trace in traces)
     failure = next((found for found in failures if found is not None), None)
@@ -25,7 +25,7 @@ def row_of(environment: Environment, task: str, repetition: int, traces: Sequenc
         repetition=repetition,
         reward=traces[0].reward,
         failure=None if failure is None else failure.name,
-        summary=summary_of(traces, failure),
+        summary={**summary_of(traces, failure), REVISION: revision},
     )
 
 

@@ -5,9 +5,10 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ramify.errors import ProviderError, RunBusy
 from ramify.launch.dashboard import EVERY, Display
@@ -36,11 +37,23 @@ class Ended:
     """Of a run that is finished: fewer than `max_steps` where no task was left."""
 
 
-def carry_out(plan: Plan, *, fresh: bool = False, display: Display, nursery: Nursery | None = None) -> Ended:
-    """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done."""
+def carry_out(
+    plan: Plan,
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    environments: Mapping[str, dict[str, Any]] | None = None,
+    display: Display,
+    nursery: Nursery | None = None,
+) -> Ended:
+    """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done.
+
+    `environments` are the identities of those sources whose code is here; changes are refused unless accepted.
+    """
     config, path = plan.config, plan.config.path
     with _claimed(path):
-        if (steps := steps_of(config, fresh=fresh)) is not None:
+        steps = steps_of(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
+        if steps is not None:
             return Ended(path, Outcome.FINISHED, ran=False, steps=steps)
         with naming(path):
             plan.write()

@@ -1,10 +1,12 @@
 """Whether a run has all its steps, or all that its tasks are enough for, which its directory remembers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ramify.launch.process import KILLING, PATIENCE
 from ramify.orchestrate.config import RunConfig
 from ramify.store import open_run
+from ramify.store.environments import ACCEPT_CHANGES, Observed, find_changes, refuse_changes
 from ramify.store.ledger import Ledger
 
 FINISHED = "finished"  # the fact that says up to which step
@@ -12,13 +14,26 @@ EXHAUSTED = "exhausted"  # the fact that says which curricula had no task left t
 READERS = 60.0  # seconds for whoever reads a run that has just ended
 
 
-def steps_of(config: RunConfig, *, fresh: bool = False) -> int | None:
-    """The steps of a run that is finished; None for any other.
+def steps_of(
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    accept_changes: bool | None = None,
+    environments: Mapping[str, dict[str, Any]] | None = None,
+) -> int | None:
+    """Return the steps of a run that is finished; None for any other.
 
-    Its directory is made or checked; `fresh` moves an old one aside.
+    Its directory is made or checked; `fresh` moves an old one aside. `environments` are the identities of those sources
+    whose code is here: a change is refused before anything is started, unless `accept_changes`, which the orchestrator
+    then finds in the store; None leaves what is stored there.
     """
     killed = PATIENCE + KILLING  # for the processes of a supervisor that was killed
-    with open_run(config.path, config.identity, fresh=fresh, patience=killed) as store:
+    with open_run(config.path, config.identity, fresh=fresh, accept_changes=accept_changes, patience=killed) as store:
+        if not accept_changes:
+            observed = {name: Observed(identity) for name, identity in (environments or {}).items()}
+            refuse_changes(store, find_changes(store, observed))
+        if accept_changes is not None:
+            store.remember(ACCEPT_CHANGES, accept_changes)
         done, exhausted = store.fact(FINISHED), store.fact(EXHAUSTED)
     if done is None or (done < config.max_steps and exhausted != _curricula(config)):
         return None

@@ -14,13 +14,28 @@ if TYPE_CHECKING:
     from ramify.launch.dashboard import Display
 
 
-def rl(config: RunConfig | Mapping[str, Any], *, fresh: bool = False, display: "Display | None" = None) -> "Ended":
-    """Train, or go on training, until `max_steps`. Raises what went wrong under its name. `fresh` begins anew."""
+def rl(
+    config: RunConfig | Mapping[str, Any],
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    display: "Display | None" = None,
+) -> "Ended":
+    """Train, or go on training, until `max_steps`. Raises what went wrong under its name. `fresh` begins anew.
+
+    An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
+    """
     checked = config if isinstance(config, RunConfig) else check(RunConfig, dict(config), at="run")
     plan = plan_of(checked)
     with nursery(plan.entries) as found:  # it loads while we load the rest and check
         from ramify.launch.carrying import carry_out
         from ramify.launch.dashboard import Quiet
 
-        check_tables(checked)
-        return carry_out(plan, fresh=fresh, display=display or Quiet(), nursery=found)
+        return carry_out(
+            plan,
+            fresh=fresh,
+            accept_changes=accept_changes,
+            environments=check_tables(checked),
+            display=display or Quiet(),
+            nursery=found,
+        )

@@ -18,8 +18,11 @@ DEADLINE = 120.0  # seconds for all plugins to be imported
 TAIL = 2000  # characters of what went wrong that are shown
 
 
-def check_tables(config: RunConfig) -> None:
-    """Refuse, with ConfigInvalid, tables that their plugins refuse."""
+def check_tables(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Refuse, with ConfigInvalid, tables that their plugins refuse.
+
+    Returns the identity of each environment that was loaded, by the name under which the run's store knows the source.
+    """
     command = [sys.executable, "-m", "ramify.launch.tables"]
     try:
         done = subprocess.run(
@@ -29,9 +32,12 @@ def check_tables(config: RunConfig) -> None:
         raise DeadlineExceeded(f"the environments were not loaded within {DEADLINE:g} s, to check their keys") from None
     if done.returncode != 0:
         raise EnvironmentFault(f"the environments cannot be checked:\n{(done.stderr or done.stdout)[-TAIL:].strip()}")
-    problems = json.loads(done.stdout.splitlines()[-1])
-    if problems:
-        refuse([(key, text) for key, text in problems])
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found["problems"]:
+        refuse([(key, text) for key, text in found["problems"]])
+    titles = {f"train.{number}": source.title for number, source in enumerate(config.train)}
+    titles |= {f"eval.{number}": f"eval/{source.title}" for number, source in enumerate(config.eval)}
+    return {titles[at]: identity for at, identity in found["environments"].items()}
 
 
 def _asked(config: RunConfig) -> dict[str, Any]:
@@ -49,15 +55,16 @@ def _asked(config: RunConfig) -> dict[str, Any]:
     return {"sources": sources, "tables": tables}
 
 
-def problems_in(asked: dict[str, Any]) -> list[tuple[str, str]]:
-    """Each problem with its key; runs in the process of its own."""
+def examine(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return each problem with its key, and the identity of each source; runs in the process of its own."""
     from ramify.env import plugin
     from ramify.rollout import Environment, SourceConfig
 
     problems: list[tuple[str, str]] = []
+    environments: dict[str, dict[str, Any]] = {}
     for at, table in asked["sources"].items():
         try:
-            Environment.load(SourceConfig(**table))
+            environments[at] = Environment.load(SourceConfig(**table)).identity
         except ConfigInvalid as error:
             problems += [_below(at, key, text) for key, text in _listed(error.message)]
     for kind, at, table in asked["tables"]:
@@ -65,7 +72,7 @@ def problems_in(asked: dict[str, Any]) -> list[tuple[str, str]]:
             plugin.settle(kind, table, at=at)
         except ConfigInvalid as error:
             problems += _listed(error.message)
-    return problems
+    return {"problems": problems, "environments": environments}
 
 
 def _below(at: str, key: str, text: str) -> tuple[str, str]:
@@ -83,4 +90,4 @@ def _listed(message: str) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    print(f"\n{json.dumps(problems_in(json.load(sys.stdin)))}")
+    print(f"\n{json.dumps(examine(json.load(sys.stdin)))}")

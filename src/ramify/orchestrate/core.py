@@ -56,9 +56,8 @@ class Core:
         again and calls `restart_trainer`. Until then the history is all that counts as applied.
         """
         core = cls(ledger, mix, sources, rules, Admission(shape, last_step=last_step))
-        known = ledger.sources()
+        check_task_counts(ledger, sources)
         for source in sources.values():
-            _check_tasks(source, known.get(source.name))
             await ledger.declare(source.name, source.epoch)
         mix.restore(ledger.states)
         core._issued = ledger.issued()
@@ -319,13 +318,16 @@ class Core:
         return Row(rollout_id(number, attempt), task, attempt, group.source, reward, summary=summary or {})
 
 
-def _check_tasks(source: Source, before: int | None) -> None:
-    """Raise ConfigInvalid where an epoch that has begun cannot be ended, because its tasks are others by now."""
-    if before is not None and source.epoch is not None and source.epoch != before:
-        raise ConfigInvalid(
-            f"train source {source.name}: its taskset has {source.epoch} tasks, and had {before} when the run was "
-            f"started last; bring them back, or begin anew with another --name or --fresh"
-        )
+def check_task_counts(ledger: Ledger, sources: Mapping[str, Source]) -> None:
+    """Raise ConfigInvalid where an epoch that has begun cannot be ended, because its tasks are more or fewer by now."""
+    known = ledger.sources()
+    for source in sources.values():
+        before = known.get(source.name)
+        if before is not None and source.epoch is not None and source.epoch != before:
+            raise ConfigInvalid(
+                f"train source {source.name}: its taskset has {source.epoch} tasks, and had {before} when the run was "
+                f"started last; bring them back, or begin anew with another --name or --fresh"
+            )
 
 
 def _told(failure: Failure | None) -> str:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ramify.errors import Failure, RamifyError
+from ramify.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.evals.stats import clustered_mean, ladder, passes
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.sampling import Served, seed_of
 from ramify.orchestrate.weights import Weights
 from ramify.store import Row, RunStore
 from ramify.store.journal import Metric
-from ramify.store.summary import summary_of
+from ramify.store.summary import REVISION, summary_of
 from ramify.trace import Trace
 
 AT_ONCE = 64  # rollouts of an eval
@@ -100,7 +100,8 @@ class Evaluating:
                 with contextlib.suppress(RamifyError):  # it was told, and a reward that is due counts as missing
                     await served.compare(counted, lambda failure: self._failed(f"eval/{name}", failure))
             for repetition, traces in episodes.items():
-                await self._store.add(_row(name, step, number, repetition, traces), traces)
+                row = _row(name, step, number, repetition, traces, served.revision)
+                await self._store.add(row, traces)
             found[str(number)] += [trace for trace in counted if trace.reward is not None]
 
         async with asyncio.TaskGroup() as together:
@@ -119,12 +120,15 @@ class Evaluating:
                     group=id,
                     attempt=repetition,
                     seed=seed_of(self._seed, seed),
+                    environment=served.environment,
                     deadline=served.deadline,
                 )
                 traces = list(ran.episode.traces)
                 if (failure := _failure(traces)) is not None:
                     self._failed(f"eval/{served.name}", failure)
                 return traces
+            except EnvironmentChanged:
+                raise
             except RamifyError as error:
                 self._failed(f"eval/{served.name}", failure := Failure.of(error))
                 if not failure.retryable:
@@ -138,7 +142,7 @@ def _failure(traces: Sequence[Trace]) -> Failure | None:
     return next((error for trace in traces for error in trace.errors if error.blame == "system"), None)
 
 
-def _row(name: str, step: int, number: int, repetition: int, traces: Sequence[Trace]) -> Row:
+def _row(name: str, step: int, number: int, repetition: int, traces: Sequence[Trace], revision: int) -> Row:
     failure = _failure(traces)
     return Row(
         traces[0].episode,
@@ -147,7 +151,7 @@ def _row(name: str, step: int, number: int, repetition: int, traces: Sequence[Tr
         f"eval/{name}",
         traces[0].reward,
         None if failure is None else failure.name,
-        {**summary_of(traces, failure), "step": step},
+        {**summary_of(traces, failure), "step": step, REVISION: revision},
     )
 
 

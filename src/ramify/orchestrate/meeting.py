@@ -3,7 +3,7 @@
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import Info
@@ -11,6 +11,8 @@ from ramify.errors import PeerLost, RamifyError, TokensRequired, WorkerDied
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.sampling import Served
 from ramify.orchestrate.tasks import MANY, TaskBook
+from ramify.store import RunStore
+from ramify.store.environments import Observed, task_numbers
 
 LOOK = 0.05  # seconds between two looks at a server that is not ready
 SLACK = 600.0  # seconds an attempt may wait for a worker beyond what it may take
@@ -22,6 +24,10 @@ class Met:
 
     served: Served
     info: Info
+
+    def of_revision(self, revision: int) -> "Met":
+        """Return the same source, with the revision of its environment."""
+        return Met(replace(self.served, revision=revision), self.info)
 
 
 async def meet(
@@ -44,7 +50,24 @@ async def meet(
     agent += timeouts.engine_stall
     deadline = timeouts.boot + timeouts.setup + agent + timeouts.finalize + timeouts.scoring + SLACK
     compares = bool(info.group_rewards)
-    return Met(Served(source.title, client, tasks, compares, deadline, source.attempts, patience, count), info)
+    served = Served(
+        source.title, client, tasks, compares, deadline, source.attempts, patience, count, environment=info.digest
+    )
+    return Met(served, info)
+
+
+async def observe(met: Met, store: RunStore, name: str, limit: int | None) -> Observed:
+    """Return the environment of a source as it is now, to be compared with what `store` remembers under `name`.
+
+    All tasks of a source that has an end are compared, up to `limit`; of any other, those that were issued.
+    """
+    count = met.served.count
+    if count is None and limit is None:
+        numbers = task_numbers(store, name)
+    else:
+        numbers = range(min(each for each in (count, limit) if each is not None))
+    contents, keys = await met.served.tasks.contents(numbers)
+    return Observed(met.info.environment, contents, keys, size=count)
 
 
 async def _ready(

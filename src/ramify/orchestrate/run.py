@@ -21,18 +21,20 @@ from ramify.model.resolve import resolve
 from ramify.model.version import Version
 from ramify.orchestrate.concurrency import Concurrency
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.core import Core
+from ramify.orchestrate.core import Core, check_task_counts
 from ramify.orchestrate.evaluating import Evaluating
 from ramify.orchestrate.judging import Rules, Source
-from ramify.orchestrate.meeting import Met, meet
+from ramify.orchestrate.meeting import Met, meet, observe
 from ramify.orchestrate.parts import Parts, load_mix, load_parts
 from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.sampling import Sampling
 from ramify.orchestrate.service import TrainerService
 from ramify.orchestrate.weights import Weights
 from ramify.store import open_run
+from ramify.store.environments import ACCEPT_CHANGES, find_changes, record_environments, refuse_changes
 from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger
+from ramify.store.states import DropReason, State
 
 READERS = 30.0  # seconds for whoever began to read the run while nobody ran it: `why`, `show`, `export`
 
@@ -73,8 +75,11 @@ class Run:
         )
         known = {"patience": patience, "secret": config.secret}
         train = {source.title: await meet(source, stack, **known) for source in config.train}
-        evals = {source.title: (source, (await meet(source, stack, **known)).served) for source in config.eval}
-        self.core = await self._core(parts, train)
+        evals = {source.title: await meet(source, stack, **known) for source in config.eval}
+        sources = self._sources(parts, train)
+        check_task_counts(self.ledger, sources)
+        await self._check_environments(train, evals)
+        self.core = await self._core(parts, sources, {name: met.served.count for name, met in train.items()})
         self.core.patience.restore(self.ledger, config.orchestrator.patience)
         self.first, self.next = self.core.marks.committed, self.core.admission.step
         """The step this process begins at, and the first whose batch nobody has been told of."""
@@ -91,7 +96,7 @@ class Run:
             failed=self.progress.trouble,
         )
         self.evaluating = Evaluating(
-            evals,
+            {source.title: (source, evals[source.title].served) for source in config.eval},
             self.weights,
             self.store,
             seed=config.seed,
@@ -111,10 +116,30 @@ class Run:
         if self.core.marks.committed == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.sampling.open.set()  # the weights the run begins with; any later start waits for its trainer's
 
-    async def _core(self, parts: Parts, train: Mapping[str, Met]) -> Core:
+    async def _check_environments(self, train: dict[str, Met], evals: dict[str, Met]) -> None:
+        """Compare every source with what the run remembers of it, and give each its revision.
+
+        Raises EnvironmentChanged for changes that the user did not accept. After those that he did, groups that are not
+        scored yet are dropped: their attempts would be scored by two versions.
+        """
+        limits = {f"eval/{source.title}": source.num_tasks for source in self.config.eval}
+        met = {**train, **{f"eval/{name}": one for name, one in evals.items()}}
+        observed = {name: await observe(one, self.store, name, limits.get(name)) for name, one in met.items()}
+        changes = find_changes(self.store, observed)
+        if not self.store.fact(ACCEPT_CHANGES):
+            refuse_changes(self.store, changes)
+        for group in self.ledger.open_groups():
+            if group.source in changes and group.state is not State.SCORED:
+                detail = f"the environment of {group.source} was changed"
+                await self.ledger.drop(group.number, DropReason.CANCELLED, detail)
+        revisions = record_environments(self.store, observed, changes)
+        self.store.remember(ACCEPT_CHANGES, False)
+        for sources, prefix in ((train, ""), (evals, "eval/")):
+            sources |= {name: one.of_revision(revisions[f"{prefix}{name}"]) for name, one in sources.items()}
+
+    def _sources(self, parts: Parts, train: Mapping[str, Met]) -> dict[str, Source]:
         config = self.config
-        counts = {name: met.served.count for name, met in train.items()}
-        sources = {
+        return {
             source.title: Source(
                 name=source.title,
                 algorithm=parts.algorithms[source.title],
@@ -122,10 +147,13 @@ class Run:
                 tries=source.attempts,
                 temperature=source.sampling.temperature,
                 group_rewards=frozenset(train[source.title].info.group_rewards),
-                epoch=counts[source.title] if source.curriculum.type == "shuffle" else None,
+                epoch=train[source.title].served.count if source.curriculum.type == "shuffle" else None,
             )
             for source in config.train
         }
+
+    async def _core(self, parts: Parts, sources: Mapping[str, Source], counts: dict[str, int | None]) -> Core:
+        config = self.config
         rules = Rules(_vocabulary(config.model.name), config.seq_len, parts.filters, config.orchestrator.min_group)
         shape = config.orchestrator.shape
         return await Core.open(self.ledger, load_mix(config, counts), sources, rules, shape, last_step=config.max_steps)

@@ -10,9 +10,11 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ramify.env.task import content_of
 from ramify.envserver.client import EnvClient
-from ramify.errors import Failure, RamifyError
+from ramify.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.orchestrate.core import Core
 from ramify.orchestrate.dispatch import Order
 from ramify.orchestrate.groups import Standing
@@ -20,7 +22,7 @@ from ramify.orchestrate.judging import rollout_id
 from ramify.orchestrate.tasks import TaskBook
 from ramify.store.ledger import Group
 from ramify.store.states import DropReason
-from ramify.store.summary import summary_of
+from ramify.store.summary import REVISION, UNRECORDED, summary_of
 from ramify.trace import Trace
 
 PAUSE = 1.0  # seconds before an attempt is sent again to a server that did not answer
@@ -39,6 +41,8 @@ class Served:
     tries: int  # how often an attempt is made
     patience: float  # seconds for its server to be back
     count: int | None = None  # of its tasks; None if there is no end of them
+    environment: str = ""  # the digest of the environment that the run was checked against
+    revision: int = UNRECORDED  # of the environment
 
     async def pause(self, failure: Failure) -> None:
         """Before the next try. A server without workers, or gone, is waited for: that is one failure, not many."""
@@ -54,7 +58,9 @@ class Served:
         """The rewards that only the whole group has, asked for as often as an attempt may be made."""
         for left in reversed(range(self.tries)):
             try:
-                found = await self.client.score_group(traces[0].task, traces, deadline=self.deadline)
+                found = await self.client.score_group(
+                    traces[0].task, traces, environment=self.environment, deadline=self.deadline
+                )
                 if (unscored := next((failure for each in found.errors for failure in each), None)) is not None:
                     raise unscored.error()  # a reward that did not run: without it the group is worth nothing
             except RamifyError as error:
@@ -139,6 +145,8 @@ class Sampling:
         core, attempt = self._core, order.attempt
         try:
             task = await source.tasks.get(group.task)
+            if source.count is None and attempt == 0:
+                core.ledger.store_task(group.source, group.task, content_of(task))
             ran = await source.client.run(
                 task,
                 id=rollout_id(group.number, attempt),
@@ -147,9 +155,12 @@ class Sampling:
                 seed=seed_of(self._seed, group.number),
                 train=True,
                 attempts=1,
+                environment=source.environment,
                 deadline=source.deadline,
             )
             traces = list(ran.episode.traces)
+        except EnvironmentChanged:
+            raise  # no attempt can succeed any more, and those to come would be of another environment
         except RamifyError as error:
             self._failed(group.source, failure := Failure.of(error))
             await source.pause(failure)  # also where it is not tried again: the next group would fail as soon
@@ -157,7 +168,7 @@ class Sampling:
         else:
             for error in (error for trace in traces for error in trace.errors if error.blame == "system"):
                 self._failed(group.source, error)
-            came = core.back(group.number, attempt, traces, summary_of(traces), ran.data)
+            came = core.back(group.number, attempt, traces, self._summary(group, traces), ran.data)
             standing = await asyncio.shield(came)
         if standing is Standing.COMPLETE and group.number not in self._settling:
             await self._settle(group.number)
@@ -179,15 +190,20 @@ class Sampling:
         if source.compares:
             try:
                 await source.compare(traces, lambda failure: self._failed(source.name, failure))
+            except EnvironmentChanged:
+                raise
             except RamifyError as error:
                 await self._core.drop(number, DropReason.UNSCORED, f"{error.name}: {error.message}")
                 return
         episodes = {trace.attempt: [other for other in traces if other.attempt == trace.attempt] for trace in traces}
-        changed = {attempt: summary_of(each) for attempt, each in episodes.items()} if source.compares else None
-        if (judged := await self._core.settle(number, changed)) is not None:
+        changed = {attempt: self._summary(group, each) for attempt, each in episodes.items()}
+        if (judged := await self._core.settle(number, changed if source.compares else None)) is not None:
             self._settled(group, traces, judged.member is not None, judged.fired)
         if await self._core.cut():
             self.cut.set()
+
+    def _summary(self, group: Group, traces: Sequence[Trace]) -> dict[str, Any]:
+        return {**summary_of(traces), REVISION: self.sources[group.source].revision}
 
     def _cancel(self, number: int) -> None:
         for key in [key for key in self._tasks if key[0] == number]:

@@ -1,8 +1,10 @@
 """The tasks of a source by their number, fetched from its env server in pages as they are needed."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
+from ramify.env.task import content_of
 from ramify.envserver.client import EnvClient
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
@@ -31,6 +33,23 @@ class TaskBook:
                     raise ConfigInvalid(f"{self.name}: its taskset has no tasks")
                 return start
         return None
+
+    async def contents(self, numbers: Iterable[int]) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the content digest of tasks by their number, and the keys of those that have one.
+
+        A number that the source does not have any more is left out.
+        """
+        contents: dict[int, str] = {}
+        keys: dict[int, str] = {}
+        for number in numbers:
+            try:
+                task = await self.get(number)
+            except EnvironmentFault:
+                continue
+            contents[number] = content_of(task)
+            if task.get("key"):
+                keys[number] = str(task["key"])
+        return contents, keys
 
     async def get(self, number: int) -> dict[str, Any]:
         """The wire form of a task."""

@@ -13,6 +13,7 @@ from typing import Any
 from ramify.client.turnstile import Turnstile
 from ramify.config import Config
 from ramify.env import Hooks, Task, Taskset, hooks_of, plugin
+from ramify.env.code_digest import code_digests
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.gateway.config import Limits
 from ramify.gateway.policy import ChatPolicy, Policy
@@ -72,6 +73,20 @@ class Environment:
     @property
     def name(self) -> str:
         return self.source.name or str(self.source.taskset.get("id", ""))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its rollouts depend on besides the model and the task, as plain data: code, by file, and configuration.
+
+        Defaults are left out, so that a key that is added later changes no identity; those of a plugin of the user's
+        own are part of its code.
+        """
+        plugins = (type(self.taskset), type(self.harness), self.runtime_class)
+        config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}
+        return {
+            "code": {file: digest for cls in plugins for file, digest in code_digests(cls).items()},
+            **{name: part.model_dump(mode="json", exclude_defaults=True) for name, part in config.items()},
+        }
 
     @property
     def wants_endpoint(self) -> bool:

@@ -2,61 +2,77 @@
 
 One rule for all commands: the same command again continues its run. What makes it the same is the run's *identity*; all
 else (how many, how fast, where the server is) may change from one start to the next. A run whose identity differs would
-mix results that cannot be compared, so it is refused, with the difference shown.
+mix results that cannot be compared, so it is refused, with the difference shown; the user may accept it, unless it is
+another model. `ramify.store.environments` does the same for what no configuration says: the environments' code.
 """
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigInvalid, RunBusy
-from ramify.store.store import RunStore, locked
+from ramify.store.differences import difference
+from ramify.store.environments import ACCEPTED, WAYS_ON
+from ramify.store.journal import Journal
+from ramify.store.store import OPENING, RunStore, locked
 
 IDENTITY = "identity"
+MODEL = "model"  # the key of an identity whose change cannot be accepted
+OTHER_RUN = "give it another --name, or --fresh to move the old one aside and begin anew"
 POLL = 0.1  # seconds between two looks at a run that somebody holds
 
 
-def open_run(path: Path, identity: Mapping[str, Any], *, fresh: bool = False, patience: float = 0.0) -> RunStore:
-    """The run at `path`, new or continued. Raises ConfigInvalid if it is another run.
+def open_run(
+    path: Path,
+    identity: Mapping[str, Any],
+    *,
+    fresh: bool = False,
+    accept_changes: bool | None = None,
+    patience: float = 0.0,
+) -> RunStore:
+    """Open the run at `path`, new or continued. Raises ConfigInvalid if it is another run.
 
-    Somebody may hold it for a moment, to read it or because he is about to end: `patience` is the seconds he gets
-    before this raises RunBusy.
+    `accept_changes` goes on with another identity and records the change; None means that the command cannot do so.
+    Another process may hold the run for a moment, to read it or because it is about to end: `patience` is the seconds
+    it gets before this raises RunBusy.
     """
     end = time.monotonic() + patience
     while True:
         try:
-            return _opened(path, identity, fresh)
+            return _opened(path, identity, fresh, accept_changes)
         except RunBusy:
             if time.monotonic() >= end:
                 raise
         time.sleep(POLL)
 
 
-def _opened(path: Path, identity: Mapping[str, Any], fresh: bool) -> RunStore:
+def _opened(path: Path, identity: Mapping[str, Any], fresh: bool, accept: bool | None) -> RunStore:
     if fresh and path.exists():
         set_aside(path)
     store = RunStore.open(path)
     try:
-        _identify(store, dict(identity))
+        _identify(store, dict(identity), accept)
     except BaseException:
         store.close()
         raise
     return store
 
 
-def _identify(store: RunStore, identity: dict[str, Any]) -> None:
-    """Remember what the run is, or check that it is the same; raises ConfigInvalid if it is not."""
-    known = store.fact(IDENTITY)
+def _identify(store: RunStore, identity: dict[str, Any], accept: bool | None) -> None:
+    """Store the identity of a new run, or check that it is the same; raise ConfigInvalid if it is not."""
+    known: dict[str, Any] | None = store.fact(IDENTITY)
     if known is None:
         store.remember(IDENTITY, identity)
-    elif changed := list(difference(known, identity)):
-        lines = "".join(f"\n  {line}" for line in changed)
-        raise ConfigInvalid(
-            f"{store.path} is another run; what differs:{lines}\n"
-            f"give it another --name, or --fresh to move the old one aside and begin anew"
-        )
+    elif changes := list(difference(known, identity)):
+        same_model = known.get(MODEL) == identity.get(MODEL)
+        if not (accept and same_model):
+            lines = "".join(f"\n  {line}" for line in changes)
+            ways = f"give it another --name; or {WAYS_ON}" if accept is False and same_model else OTHER_RUN
+            raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{ways}")
+        Journal(store).note(ACCEPTED, changes=changes).result(OPENING)
+        store.remember(IDENTITY, identity)
 
 
 def set_aside(path: Path) -> Path:
@@ -70,18 +86,3 @@ def set_aside(path: Path) -> Path:
     finally:
         os.close(lock)
     return aside
-
-
-def difference(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """One line for each key whose value is not the same."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted({*old, *new}):
-            inner = f"{key}.{name}" if key else str(name)
-            if name not in old:
-                yield f"{inner}: was not set, now {new[name]!r}"
-            elif name not in new:
-                yield f"{inner}: was {old[name]!r}, now not set"
-            else:
-                yield from difference(old[name], new[name], inner)
-    elif old != new:
-        yield f"{key}: was {old!r}, now {new!r}"

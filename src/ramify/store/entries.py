@@ -30,7 +30,6 @@ TABLES = (
         PRIMARY KEY (incarnation, step)) WITHOUT ROWID""",
     "CREATE TABLE IF NOT EXISTS metrics (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL)",
     "CREATE INDEX IF NOT EXISTS metrics_by_name ON metrics (name, step)",
-    "CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, fields BLOB NOT NULL)",
 )
 
 

@@ -68,6 +68,11 @@ class Ledger:
 
         await self._change(apply)
 
+    def store_task(self, source: str, number: int, content: str) -> None:
+        """Queue the content digest of a task that was issued; it is durable before any rollout of the task is."""
+        values = (source, number, content)
+        self.store.change(lambda c, _: _run(c, "INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", *values))
+
     async def retry(self, number: int, attempt: int, failure: str) -> None:
         """An attempt is run again, because what ended it was not the policy's doing."""
 

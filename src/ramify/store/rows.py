@@ -27,6 +27,10 @@ CREATE TABLE IF NOT EXISTS rollouts (
     stop INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS rollouts_by_task ON rollouts (source, task, repetition);
+CREATE TABLE IF NOT EXISTS tasks (
+    source TEXT NOT NULL, number INTEGER NOT NULL, content TEXT NOT NULL, PRIMARY KEY (source, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, fields BLOB NOT NULL);
 """
 
 

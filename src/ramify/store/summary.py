@@ -9,6 +9,9 @@ import msgspec
 from ramify.errors import Failure
 from ramify.trace import Trace
 
+REVISION = "revision"  # the key that says which revision of its source's environment a rollout came from
+UNRECORDED = 0  # the revision of rollouts that were stored before revisions were
+
 
 def summary_of(traces: Sequence[Trace], failure: Failure | None = None) -> dict[str, Any]:
     """The rollout in numbers; `failure` is the system's, if that ended it."""

@@ -1,0 +1,122 @@
+"""Digests of the source files that an environment consists of.
+
+A rollout is worth no more than the code that scored it, so a run remembers that code: the module of a plugin, and all
+modules of the same package that it imports, directly or not. Imports are read from the source text, including those
+inside functions, so the result does not depend on what has been executed so far. Modules that are imported by a
+computed name, data files, and other packages are not covered. Of Ramify itself only the built-in tasksets count.
+"""
+
+import ast
+import hashlib
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType
+
+import ramify
+
+DIGITS = 16
+RAMIFY = Path(ramify.__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The modules below `root` whose dotted name begins with `prefix`; an empty prefix admits all but Ramify's."""
+
+    root: Path
+    prefix: tuple[str, ...] = ()
+
+    def files(self, name: tuple[str, ...]) -> Iterator[Path]:
+        """Yield the files that importing `name` executes: its packages' `__init__.py`, then the module."""
+        if name[: len(self.prefix)] != self.prefix or (not self.prefix and name[:1] == ("ramify",)):
+            return
+        for depth in range(max(1, len(self.prefix)), len(name) + 1):
+            place = self.root.joinpath(*name[:depth])
+            for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+                if file.is_file():
+                    yield file
+
+
+BUILT_IN = Scope(RAMIFY, ("ramify", "tasksets"))
+
+
+@cache  # per class: the digests are those of the code that was loaded, also where its file is edited later
+def code_digests(plugin: type) -> dict[str, str]:
+    """Return the digest of every source file of a plugin, by its path relative to the root of its package."""
+    module = sys.modules.get(plugin.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return {plugin.__qualname__: _digest(_source_of(plugin).encode())}
+    path = Path(file).resolve()
+    scopes = _scopes(plugin.__module__, path)
+    if not scopes:
+        return {}
+    found: dict[str, str] = {}
+    waiting = [path]
+    while waiting:
+        current = waiting.pop()
+        scope = next(scope for scope in scopes if current.is_relative_to(scope.root))
+        name = current.relative_to(scope.root).as_posix()
+        if name in found:
+            continue
+        data = current.read_bytes()
+        found[name] = _digest(data)
+        package = current.relative_to(scope.root).parts[:-1]
+        waiting += [file for target in _imports(data, package) for each in scopes for file in each.files(target)]
+    return dict(sorted(found.items()))
+
+
+def _scopes(name: str, path: Path) -> list[Scope]:
+    """Return where the modules of a plugin's own package lie; nothing for a plugin that Ramify itself brings."""
+    parts = tuple(name.split("."))
+    if parts[0] == "ramify":
+        return [BUILT_IN] if parts[:2] == BUILT_IN.prefix else []
+    if len(parts) > 1 or path.name == "__init__.py":  # a module of a package
+        return [Scope(path.parents[len(parts) - (path.name != "__init__.py")], parts[:1]), BUILT_IN]
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    package = [Scope(root, path.relative_to(root).parts[:1])] if root != path.parent else []
+    installed = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib")}
+    beside = Scope(path.parent, (path.stem,) if path.parent in installed else ())
+    return [beside, *package, BUILT_IN]
+
+
+def _imports(data: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the dotted names that a source file imports; `package` is where its relative imports begin."""
+    try:
+        tree = ast.parse(data)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            yield from ((*base, alias.name) for alias in node.names)  # a name, or a module of that name
+
+
+def _source_of(plugin: type) -> str:
+    """Return the source of a class that was typed into a session, as far as it is known."""
+    functions = [value for cls in plugin.__mro__ for value in vars(cls).values() if _is_own(value, plugin)]
+    try:
+        return "\n".join(inspect.getsource(function) for function in functions)
+    except OSError:
+        return "\n".join(f"{each.__qualname__} {each.__code__.co_code.hex()} {_constants(each)}" for each in functions)
+
+
+def _is_own(value: object, plugin: type) -> bool:
+    return isinstance(value, FunctionType) and value.__module__ == plugin.__module__
+
+
+def _constants(function: FunctionType) -> list[str]:
+    return [repr(value) for value in function.__code__.co_consts if not isinstance(value, CodeType)]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGITS]

@@ -1,0 +1,132 @@
+"""What a run remembers of the environments its rollouts came from.
+
+A mean over rollouts that were scored by two versions of a reward means nothing. So a run stores, for each source, the
+identity of its environment (digests of its code, its configuration) and the content of its tasks by their number, and
+compares them whenever it is continued. A change is refused; where the user accepts it, it is recorded as a new
+*revision* of the source, and every row says which revision its rollout came from.
+
+A run that was stored before identities were recorded has no revision: it is continued, and what is found then becomes
+revision 1. The rows before it are of an unrecorded revision.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ramify.errors import EnvironmentChanged
+from ramify.store.differences import difference
+from ramify.store.store import OPENING, RunStore
+
+ENVIRONMENTS = "environments"  # the fact that holds identity and revision of each source
+ACCEPT_CHANGES = "accept changes"  # the fact that says whether the next start of the run may record changes
+ACCEPTED = "changes accepted"  # the kind of the event
+SHOWN = 5  # changed tasks that are listed one by one
+WAYS_ON = (
+    "--fresh moves the old run aside and begins anew; --accept-changes keeps what is there, goes on with the new "
+    "version and records the change"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """An environment as it is now."""
+
+    identity: dict[str, Any]
+    """Digests of its files under `code`, and its configuration."""
+    tasks: Mapping[int, str] = field(default_factory=dict[int, str])
+    """The content digest of tasks by their number; not necessarily of all of them."""
+    names: Mapping[int, str] = field(default_factory=dict[int, str])
+    """What tasks are called, where that is known."""
+    size: int | None = None
+    """How many tasks there are, where that is known."""
+
+
+def find_changes(store: RunStore, sources: Mapping[str, Observed]) -> dict[str, list[str]]:
+    """Return a line for each difference from what the run remembers, by source; sources without one are left out."""
+    known = store.fact(ENVIRONMENTS) or {}
+    lines = {name: list(_changes(store, name, known[name], now)) for name, now in sources.items() if name in known}
+    return {name: found for name, found in lines.items() if found}
+
+
+def refuse_changes(store: RunStore, changes: Mapping[str, Sequence[str]]) -> None:
+    """Raise EnvironmentChanged if there are changes."""
+    if changes:
+        lines = "".join(f"\n  {line}" for line in labelled(changes))
+        raise EnvironmentChanged(
+            f"{store.path} holds rollouts of another version of its environment; what differs:{lines}\n{WAYS_ON}"
+        )
+
+
+def record_environments(
+    store: RunStore, sources: Mapping[str, Observed], changes: Mapping[str, Sequence[str]]
+) -> dict[str, int]:
+    """Store what was observed, and the changes as an event, in one transaction; return the revision of each source."""
+    known: dict[str, Any] = store.fact(ENVIRONMENTS) or {}
+    revisions = {name: known.get(name, {"revision": 1})["revision"] + (name in changes) for name in sources}
+    for name, now in sources.items():
+        known[name] = {"identity": now.identity, "revision": revisions[name]}
+    fact = msgspec.msgpack.encode(known)
+    tasks = [(name, number, content) for name, now in sources.items() for number, content in now.tasks.items()]
+    event = {"changes": labelled(changes), "revisions": {name: revisions[name] for name in changes}}
+
+    def apply(connection: sqlite3.Connection, _: object) -> None:
+        connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (ENVIRONMENTS, fact))
+        for name, now in sources.items():
+            if now.size is not None:
+                connection.execute("DELETE FROM tasks WHERE source = ? AND number >= ?", (name, now.size))
+        connection.executemany("INSERT OR REPLACE INTO tasks VALUES (?, ?, ?)", tasks)
+        if changes:
+            values = (time.time(), ACCEPTED, msgspec.msgpack.encode(event))
+            connection.execute("INSERT INTO events VALUES (?, ?, ?)", values)
+
+    store.change(apply).result(OPENING)
+    return revisions
+
+
+def task_numbers(store: RunStore, source: str) -> list[int]:
+    """Return the numbers of the tasks of a source whose content is stored."""
+    return [
+        number for (number,) in store.select("SELECT number FROM tasks WHERE source = ? ORDER BY number", (source,))
+    ]
+
+
+def labelled(changes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return all lines, each with the name of its source where it has one."""
+    return [f"{name}: {line}" if name else line for name, lines in changes.items() for line in lines]
+
+
+def _changes(store: RunStore, name: str, known: Mapping[str, Any], now: Observed) -> Iterator[str]:
+    before: dict[str, Any] = dict(known["identity"])
+    after = dict(now.identity)
+    yield from _changed_files(before.pop("code", {}), after.pop("code", {}))
+    yield from difference(before, after)
+    yield from _changed_tasks(store, name, now)
+
+
+def _changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for file in sorted({*before, *after}):
+        if file not in after:
+            yield f"{file} is no longer imported (it was {before[file]})"
+        elif file not in before:
+            yield f"{file} is new ({after[file]})"
+        elif before[file] != after[file]:
+            yield f"{file} has changed (it was {before[file]}, now {after[file]})"
+
+
+def _changed_tasks(store: RunStore, name: str, now: Observed) -> Iterator[str]:
+    stored = store.select("SELECT number, content FROM tasks WHERE source = ? ORDER BY number", (name,))
+    lines: list[str] = []
+    for number, content in stored:
+        if number not in now.tasks:
+            if now.size is not None and number >= now.size:
+                lines.append(f"task {number} is gone: there are {now.size}")
+        elif now.tasks[number] != content:
+            called = f" ({now.names[number]})" if number in now.names else ""
+            lines.append(f"task {number}{called} has changed (it was {content}, now {now.tasks[number]})")
+    yield from lines[:SHOWN]
+    if len(lines) > SHOWN:
+        yield f"and {len(lines) - SHOWN} more of its tasks"

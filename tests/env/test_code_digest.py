@@ -1,0 +1,100 @@
+"""Which files are an environment's code: its module and what it imports of its own package, and nothing else."""
+
+import importlib
+import sys
+
+import pytest
+
+from ramify.env import plugin
+from ramify.env.code_digest import code_digests
+from ramify.rollout import Environment, SourceConfig
+
+TASKSET = "import ramify as rf\n{imports}\nclass Mine(rf.Taskset):\n    def load(self):\n        return []\n"
+
+
+def write(folder, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.fixture
+def importable(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_module_of_a_package_counts_with_what_it_imports_of_that_package(importable):
+    write(
+        importable,
+        {
+            "mine/__init__.py": "",
+            "mine/env.py": TASKSET.format(imports="import json\nfrom .scoring import score\nimport other"),
+            "mine/scoring/__init__.py": "def score():\n    from mine import words\n",
+            "mine/words.py": "from .scoring import extra\n",
+            "mine/scoring/extra.py": "",
+            "mine/unused.py": "",
+            "other.py": "",
+        },
+    )
+    (importable / "mine" / "scoring" / "__init__.py").write_text(
+        "from . import extra\ndef score():\n    from mine import words\n"
+    )
+    found = code_digests(importlib.import_module("mine.env").Mine)
+    assert list(found) == [
+        "mine/__init__.py",
+        "mine/env.py",
+        "mine/scoring/__init__.py",
+        "mine/scoring/extra.py",
+        "mine/words.py",
+    ]
+
+
+def test_a_file_counts_with_the_modules_beside_it_and_no_others(importable):
+    write(importable, {"env.py": TASKSET.format(imports="import helpers, numpy"), "helpers.py": "", "unused.py": ""})
+    assert list(code_digests(plugin.find("taskset", str(importable / "env.py")))) == ["env.py", "helpers.py"]
+
+
+def test_a_file_that_was_edited_is_loaded_again_with_another_digest(importable):
+    path = importable / "env.py"
+    path.write_text(TASKSET.format(imports=""))
+    first = plugin.find("taskset", str(path))
+    assert plugin.find("taskset", str(path)) is first
+    before = code_digests(first)
+    path.write_text(TASKSET.format(imports="# edited"))
+    second = plugin.find("taskset", str(path))
+    assert code_digests(second) != before
+    assert code_digests(first) == before  # what was loaded is what counts
+
+
+def test_of_ramify_only_the_built_in_tasksets_count(importable):
+    built_in = Environment.load(SourceConfig(taskset={"id": "reverse-text"})).identity["code"]
+    assert "ramify/tasksets/reverse_text.py" in built_in
+    assert all(name.startswith("ramify/tasksets/") for name in built_in)
+    write(
+        importable, {"env.py": TASKSET.format(imports="from ramify.tasksets.wordle import Wordle\nimport ramify.env")}
+    )
+    found = code_digests(plugin.find("taskset", f"{importable / 'env.py'}:Mine"))
+    assert {"env.py", "ramify/tasksets/wordle.py"} <= set(found)
+    assert not any(name.startswith("ramify/env") for name in found)
+
+
+def test_a_harness_of_the_users_own_belongs_to_the_environment(importable):
+    text = "from ramify.harness.chat import ChatHarness\nclass Patient(ChatHarness):\n    pass\n"
+    write(importable, {"env.py": TASKSET.format(imports=""), "agent.py": text})
+    source = SourceConfig(taskset={"id": str(importable / "env.py")}, harness={"id": str(importable / "agent.py")})
+    assert set(Environment.load(source).identity["code"]) == {"env.py", "agent.py"}
+
+
+def test_a_class_that_was_typed_into_a_session_is_known_by_its_functions():
+    def typed(reward: str) -> type:
+        names: dict = {"__name__": "session"}
+        exec(f"class Mine:\n    def any(self):\n        return {reward}\n", names)
+        return names["Mine"]
+
+    one, same, other = typed("1.0"), typed("1.0"), typed("0.5")
+    assert code_digests(one) == code_digests(same)
+    assert code_digests(one) != code_digests(other)

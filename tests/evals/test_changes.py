@@ -1,0 +1,173 @@
+"""An eval whose environment has changed since its rollouts were sampled: shown, refused, or recorded."""
+
+import re
+
+import pytest
+
+import ramify as rf
+from ramify.errors import ConfigInvalid, EnvironmentChanged
+from ramify.evals import EvalConfig
+from ramify.evals.report import report
+from ramify.store import Journal, RunStore
+from tests.evals.scripted import scripted
+
+ENVIRONMENT = """
+import ramify as rf
+from scoring import FULL_MARKS
+
+class Words(rf.Taskset):
+    def load(self):
+        for number, word in enumerate({words!r}):
+            yield rf.Task(prompt=word, key=f"task-{{number}}")
+
+    @rf.reward
+    def any(self, trace):
+        return {reward}
+"""
+WORDS = ("one", "two", "three", "four")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with scripted() as engine:
+        yield engine
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """Writes an environment, a file with a module beside it; keywords say what it consists of."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scoring.py").write_text("FULL_MARKS = 1.0\n")
+
+    def write(reward: str = "FULL_MARKS", words: tuple[str, ...] = WORDS):
+        path = tmp_path / "words.py"
+        path.write_text(ENVIRONMENT.format(reward=reward, words=words))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def evaluate(engine, tmp_path):
+    def run(path, num_tasks: int = 2, accept_changes: bool = False, **more):
+        base = {
+            "taskset": {"id": str(path)},
+            "inference": {"engine": "external", "base_url": [engine.url]},
+            "output": tmp_path / "outputs",
+            "name": "run",
+            "num_tasks": num_tasks,
+            "repetitions": 1,
+            "attempts": 1,
+        }
+        return rf.evaluate(EvalConfig.model_validate({**base, **more}), accept_changes=accept_changes)
+
+    return run
+
+
+def rewards(result) -> list[float | None]:
+    return [row.reward for row in result.rows]
+
+
+def text_of(result) -> str:
+    from ramify.cli.runs import paper
+
+    console = paper()
+    with console.capture() as captured:
+        console.print(report(result.rows, threshold=1.0))
+    return captured.get()
+
+
+def test_a_changed_reward_is_refused_and_the_file_named(environment, evaluate, engine):
+    evaluate(environment())
+    engine.asked.clear()
+    with pytest.raises(EnvironmentChanged, match=r"words\.py has changed") as refused:
+        evaluate(environment(reward="0.5"))
+    assert "--fresh" in refused.value.message
+    assert "--accept-changes" in refused.value.message
+    assert engine.asked == []
+    assert rewards(evaluate(environment())) == [1.0, 1.0]  # brought back, it is the same run again
+
+
+def test_half_old_half_new_is_refused_where_rollouts_are_missing(environment, evaluate):
+    evaluate(environment())
+    with pytest.raises(EnvironmentChanged, match=r"words\.py has changed"):
+        evaluate(environment(reward="0.5"), num_tasks=4)
+
+
+def test_a_module_beside_the_environment_belongs_to_it(environment, evaluate, tmp_path):
+    path = environment()
+    evaluate(path)
+    (tmp_path / "scoring.py").write_text("FULL_MARKS = 0.25\n")
+    environment(reward="FULL_MARKS * 1")  # another module, so that its imports are looked at again
+    with pytest.raises(EnvironmentChanged, match=r"scoring\.py has changed"):
+        evaluate(path)
+
+
+def test_a_changed_task_is_refused_and_named_although_its_key_is_the_same(environment, evaluate, tmp_path):
+    data = tmp_path / "words.txt"
+    data.write_text("one two three")
+    path = tmp_path / "filed.py"
+    path.write_text(
+        ENVIRONMENT.format(reward="FULL_MARKS", words=()).replace(
+            "()", f"__import__('pathlib').Path({str(data)!r}).read_text().split()"
+        )
+    )
+    evaluate(path)
+    data.write_text("one 2 three")
+    with pytest.raises(EnvironmentChanged, match=r"task 1 \(task-1\) has changed"):
+        evaluate(path)
+    data.write_text("one")
+    with pytest.raises(EnvironmentChanged, match=r"task 1 is gone"):
+        evaluate(path)
+    data.write_text("one two three four five")
+    assert len(evaluate(path, num_tasks=5).rows) == 5
+
+
+def test_an_accepted_change_keeps_what_is_there_and_is_recorded(environment, evaluate):
+    evaluate(environment())
+    result = evaluate(environment(reward="0.5"), num_tasks=4, accept_changes=True)
+    assert rewards(result) == [1.0, 1.0, 0.5, 0.5]
+    assert re.search(r"revisions\s+2 of revision 1, 2 of revision 2", text_of(result))
+    with RunStore.open(result.path, write=False) as store:
+        (event,) = Journal(store).events("changes accepted")
+        assert any("words.py has changed" in line for line in event.fields["changes"])
+    again = evaluate(environment(reward="0.5"), num_tasks=4)
+    assert (again.ran, rewards(again)) == (0, rewards(result))
+
+
+def test_without_a_change_nothing_is_said_of_revisions(environment, evaluate):
+    assert "revision" not in text_of(evaluate(environment()))
+
+
+def test_a_changed_key_of_the_taskset_can_be_accepted_and_another_model_cannot(evaluate, engine):
+    from tests.evals.environments import __file__ as file
+
+    evaluate(f"{file}:Echo")
+    changed = {"taskset": {"id": f"{file}:Echo", "size": 5}}
+    with pytest.raises(ConfigInvalid, match=r"taskset\.size: was not set, now 5"):
+        evaluate("", **changed)
+    assert len(evaluate("", accept_changes=True, **changed).rows) == 2
+    with pytest.raises(ConfigInvalid, match=r"model: was 'tiny', now 'other'"):
+        evaluate("", accept_changes=True, model={"name": "other"}, **changed)
+
+
+def test_a_run_from_before_digests_were_stored_goes_on_and_its_rollouts_are_told_apart(environment, evaluate):
+    path = evaluate(environment()).path
+    with RunStore.open(path) as store:  # as an earlier version has left it
+
+        def forget(connection, _):
+            connection.execute("DELETE FROM facts WHERE key = 'environments'")
+            connection.execute("DELETE FROM tasks")
+
+        store.change(forget).result(10)
+        rows = store.rows()
+        import asyncio
+        from dataclasses import replace
+
+        for row in rows:
+            summary = {key: value for key, value in row.summary.items() if key != "revision"}
+            asyncio.run(store.add(replace(row, summary=summary), store.read(row.id)))
+    result = evaluate(environment(reward="0.5"), num_tasks=4)
+    assert re.search(r"revisions\s+2 of an unrecorded revision, 2 of revision 1", text_of(result))
+    with pytest.raises(EnvironmentChanged):
+        evaluate(environment(), num_tasks=4)
