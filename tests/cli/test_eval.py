@@ -14,7 +14,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.store import RunStore
-from tests.cli.command import COMMAND
+from tests.cli.command import COMMAND, ramify_command
 from tests.evals import environments
 from tests.evals.scripted import scripted
 
@@ -290,6 +290,83 @@ def test_replay_scores_again_with_the_rewards_as_they_are_now(engine, capsys):
     assert ["mean", "0.250", "0.333", "3", "rollouts"] in lines
     assert engine.asked == []
     assert outcome(Path("outputs/run"))["k1.0"][2] == 0.25  # the run stays as it is
+
+
+STATEFUL = """
+import ramify as rf
+
+
+class World:
+    pass
+
+
+class Stateful(rf.Taskset):
+    def load(self):
+        return [rf.Task(prompt=f"word {n}", key=f"k{n}") for n in range(2)]
+
+    def setup(self, task, state):
+        state.seen = {("a", 1): {3, 4}, task.key: [1.5, None, b"x"]}
+        state.task = task.key
+
+    def finalize(self, state):
+        state.seen["end"] = True
+        __OTHER__
+
+    @rf.reward
+    def score(self, task, state):
+        assert state.seen == {("a", 1): {3, 4}, task.key: [1.5, None, b"x"], "end": True}
+        return __VALUE__
+
+    @rf.metric
+    def box(self, runtime):
+        return float(runtime.identity is not None)
+"""
+
+
+def stateful(other: str = "", value: str = "0.25") -> None:
+    Path("stateful.py").write_text(STATEFUL.replace("__OTHER__", other or "pass").replace("__VALUE__", value))
+
+
+def replayed(engine, capsys, other: str = "") -> str:
+    """What `replay` says in a new process, after an eval of one code and an edit of its reward."""
+    stateful(other)
+    assert main(["eval", "stateful.py", "-b", engine.url, "-r", "1", "--name", "run"]) == 0
+    stateful(other, "float(state.task == 'k1')")
+    capsys.readouterr()
+    done = ramify_command("replay", "run")
+    return done.stdout + done.stderr
+
+
+def test_replay_gives_rewards_the_state_that_the_rollout_ended_with(engine, capsys):
+    lines = [line.split() for line in replayed(engine, capsys).splitlines()]
+    assert ["k0.0", "0.250", "0.000"] in lines and ["k1.0", "0.250", "1.000"] in lines
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ("state.world = World()", "`score` uses `state`, which was not saved: state.world is a World"),
+        (
+            "state.text = 'x' * 2_000_000",
+            "`score` uses `state`, which was not saved: it is larger than 1,000,000 characters",
+        ),
+    ],
+)
+def test_replay_says_why_a_state_could_not_be_saved(engine, capsys, other, reason):
+    output = " ".join(replayed(engine, capsys, other).split())  # the table breaks lines
+    assert output.count(reason) == 2 and "AttributeError" not in output
+
+
+def test_replay_refuses_rewards_that_need_what_ended_with_the_rollout(engine, capsys):
+    stateful()
+    assert main(["eval", "stateful.py", "-b", engine.url, "-n", "1", "-r", "1", "--name", "run"]) == 0
+    text = (
+        Path("stateful.py").read_text().replace("def score(self, task, state)", "def score(self, task, state, runtime)")
+    )
+    Path("stateful.py").write_text(text)
+    done = ramify_command("replay", "run")
+    assert done.returncode == 2
+    assert "`score` uses `runtime`, which ended with the rollout" in done.stderr
 
 
 # -- the engine that comes with it ------------------------------------------------------------------------------------

@@ -65,3 +65,79 @@ def test_what_cannot_be_loaded_is_a_problem_of_the_command_line(tmp_path, capsys
     for told, args in refused.items():
         assert main(["validate", *args]) == 2
         assert told in capsys.readouterr().err
+
+
+SHOP = """
+import ramify as rf
+
+
+class Shop(rf.Taskset):
+    def load(self):
+        for name, gold in GOLD.items():
+            yield rf.Task(key=name, prompt="Sell two apples, then a pear.", gold=gold)
+
+    def setup(self, state):
+        state.sold = {}
+
+    @rf.tool
+    def sell(self, item: str, count: int = 1, *, state) -> str:
+        state.sold[item] = state.sold.get(item, 0) + count
+        return f"sold {count}"
+
+    def user(self):
+        return Customer()
+
+    def gold(self, task):
+        return task.gold
+
+    @rf.reward
+    def sold(self, state, trace):
+        return float(state.sold == {"apple": 2, "pear": 1} and trace.last_reply == "You are welcome.")
+
+
+class Customer(rf.User):
+    def respond(self, turn):
+        return {1: "Now the pear.", 2: "Thanks."}.get(turn)
+
+
+def call(item, count):
+    return {"name": "sell", "arguments": {"item": item, "count": count}}
+
+
+APPLES = '{"item": "apple", "count": 2}'
+WELCOME = "You are welcome."
+GOLD = {
+    "plain": [{"tool_calls": [call("apple", 2)]}, "Sold.", {"tool_calls": [call("pear", 1)]}, "Sold.", WELCOME],
+    "together": [{"content": "At once.", "tool_calls": [call("apple", 2), call("pear", 1)]}, "Sold.", "Too.", WELCOME],
+    "openai": [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "sell", "arguments": APPLES}},
+                {"id": "b", "type": "function", "function": call("pear", 1)},
+            ],
+        },
+        {"role": "assistant", "content": "Sold."},
+        {"content": "Sold too."},
+        WELCOME,
+    ],
+    "single": {"content": WELCOME},
+    "misspelt": [{"content": "hm", "tool_call": []}],
+    "user": [{"role": "user", "content": "hm"}],
+    "nameless": [{"tool_calls": [{"arguments": {}}]}],
+}
+"""
+
+
+def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(tmp_path):
+    (tmp_path / "shop.py").write_text(SHOP)
+    done = ramify_command("validate", str(tmp_path / "shop.py"))
+    lines = {words[1]: line for line in done.stdout.splitlines() if len(words := line.split()) > 3}
+    for name in ("plain", "together", "openai"):
+        assert lines[name].startswith("ok") and "gold 1" in lines[name], lines[name]
+    output = " ".join(done.stdout.split())  # the table breaks lines
+    assert "the script has 1 reply, and the conversation goes on" in output
+    assert "gold[0]: unknown key 'tool_call'; did you mean 'tool_calls'?" in output
+    assert "gold[0]: role 'user', expected 'assistant'" in output
+    assert "gold[0].tool_calls[0] needs a name" in output

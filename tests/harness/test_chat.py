@@ -190,3 +190,24 @@ def test_a_server_that_cannot_be_opened_is_the_systems_fault():
     trace = attempt(environment(Adding, harness=harness), ["ok"], TASK)
     assert names(trace) == ["SandboxError"]
     assert "'box'" in trace.errors[0].message
+
+
+class Guided(Adding):
+    def user(self):
+        return Guide(["go on", "and now"])
+
+
+def test_turn_counts_the_replies_that_the_user_has_heard_not_those_that_call_tools():
+    trace = attempt(environment(Guided), [call("add", a=1, b=2), "three", call("add", a=3, b=4), "seven", "bye"])
+    heard = [text for role, text in said(trace) if role == "user"]
+    assert heard == ["go", "go on (three, 1)", "and now (seven, 2)"]
+
+
+class Opening(OneTask):
+    def user(self):
+        return Guide(["hello", "and now"])
+
+
+def test_turn_is_0_where_the_user_opens_the_conversation():
+    trace = attempt(environment(Opening), ["three", "bye"], rf.Task(key="opened"))
+    assert [text for role, text in said(trace) if role == "user"] == ["hello (None, 0)", "and now (three, 1)"]

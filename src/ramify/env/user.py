@@ -22,8 +22,12 @@ class User:
     """A scripted user: a subclass says what it answers."""
 
     respond: Any
-    """`def respond(self, reply, turn, ...) -> str | Message | None`, sync or async. It names what it wants of `reply`
-    (the text of the agent's last reply, None at the start), `turn` (replies so far) and the fields of `Context`."""
+    """`def respond(self, reply, turn, ...) -> str | Message | None`, sync or async. It names what it wants of
+
+    - `reply`: the text of the agent's last reply, None where the user opens the conversation;
+    - `turn`: how many replies the user has heard, this one included. It is 0 where the user opens the conversation, 1
+      at the first reply. A reply that calls tools is answered by the tools: the user does not hear it;
+    - the fields of `Context`."""
 
     async def speak(self, context: Context, *, reply: str | None, turn: int) -> Message | None:
         """What the user says next, None when it has nothing more to say."""

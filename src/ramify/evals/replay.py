@@ -1,14 +1,17 @@
 """Saved rollouts under the rewards as they are now. Nothing is sampled, and the run stays as it is."""
 
+import random
 import tomllib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from ramify.config import parse
-from ramify.errors import ConfigInvalid
+from ramify.env import Context, Task
+from ramify.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.evals.config import EvalConfig
 from ramify.rollout import Environment, score, score_group
 from ramify.rollout.scoring import due
+from ramify.rollout.state import SCORING_STATE, load_state
 from ramify.store import Row, RunStore
 from ramify.trace import Trace
 
@@ -37,16 +40,41 @@ async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Res
     for row in store.rows(source=""):
         if row.failure is None:
             groups.setdefault(row.task, []).append(row)
+    check_replayable(environment)
     for rows in groups.values():
         traces = [store.read(row.id)[0] for row in rows]
         task = environment.taskset.task_type.read(traces[0].task)
         for trace in traces:
             trace.rewards, trace.errors = due(environment), []
-            await score(environment, task, trace)
+            await _score_again(environment, task, trace)
         if environment.hooks.group_rewards:
             await score_group(environment, task, traces)
         for row, trace in zip(rows, traces, strict=True):
             yield Rescored(row.id, row.reward, trace.reward, _failure(trace))
+
+
+def check_replayable(environment: Environment) -> None:
+    """Refuse, with ConfigInvalid, rewards that use what ended with the rollout."""
+    for hook in environment.hooks.rewards:
+        if gone := sorted({"runtime", "endpoint"} & hook.asks):
+            raise ConfigInvalid(
+                f"`{hook.name}` uses `{gone[0]}`, which ended with the rollout: it cannot be computed again. "
+                "Read what it needs in `finalize` and put it into `state`, which is saved"
+            )
+
+
+async def _score_again(environment: Environment, task: Task, trace: Trace) -> None:
+    """Run the rewards as they are now, with the state as it was. Metrics are not run: nobody is shown them."""
+    context = Context(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
+    users = [hook.name for hook in environment.hooks.rewards if "state" in hook.asks]
+    if users:
+        found = trace.info.get(SCORING_STATE, {"refused": "no reward used it when the rollout ran"})
+        if "saved" not in found:
+            reason = f"`{users[0]}` uses `state`, which was not saved: {found['refused']}"
+            trace.errors.append(Failure.of(EnvironmentFault(reason)))
+            return
+        context.state = load_state(found["saved"])
+    await score(environment, context, metrics=False)
 
 
 def _failure(trace: Trace) -> str | None:

@@ -73,6 +73,7 @@ class _Conversation:
         self._context, self._session = context, session
         self._tools, self._user, self._stops = tools, user, stops
         self._malformed, self._malformed_limit = 0, malformed_limit
+        self._heard = 0  # replies that the user was told
 
     async def run(self) -> str:
         messages, media = opening(self._context.task)
@@ -131,7 +132,9 @@ class _Conversation:
             raise ConfigInvalid(
                 f"task {self._context.task.identity} has no prompt, and `user` gave nobody to speak first"
             )
-        return await self._user.speak(self._context, reply=reply, turn=self._session.turns)
+        if reply is not None:
+            self._heard += 1
+        return await self._user.speak(self._context, reply=reply, turn=self._heard)
 
     def _shown_in(self, messages: Sequence[Message]) -> dict[str, Media]:
         """The images that tools put into their answers; the trace has their bytes."""

@@ -12,6 +12,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ramify.env import Context, Task, ToolSet, User
@@ -30,6 +31,7 @@ from ramify.rollout.deadline import HarnessDeadline
 from ramify.rollout.environment import Environment
 from ramify.rollout.patient import PatientRuntime
 from ramify.rollout.scoring import due, score
+from ramify.rollout.state import SCORING_STATE, save_state
 from ramify.rollout.within import within
 from ramify.trace import Episode, Trace
 from ramify.trace.plain import plain
@@ -118,7 +120,7 @@ class Attempt:
             retries=source.model_retries,
         )
         self.context = Context(task, self.trace, self.runtime, random.Random(chance))
-        self._gateway, self._watch = gateway, watch
+        self._gateway, self._watch, self._train = gateway, watch, train
         if watch is not None:
             self.session.watch = lambda _: watch("turn", self.trace)
 
@@ -159,7 +161,9 @@ class Attempt:
             await self._phase("finalize", limit, self.env.hooks.finalize(self.context))
         self._tell("scoring")
         start = time.monotonic()
-        await score(self.env, self.task, self.trace, self.context)
+        if not self._train and any("state" in hook.asks for hook in self.env.hooks.rewards):
+            self.trace.info[SCORING_STATE] = _saved(self.context.state)
+        await score(self.env, self.context)
         self.trace.timing.scoring = time.monotonic() - start
 
     async def _setup(self) -> tuple[ToolSet, User | None]:
@@ -223,6 +227,14 @@ async def _surely(work: Coroutine[Any, Any, None]) -> None:
     if cancelled is not None:
         raise cancelled
     task.result()
+
+
+def _saved(state: SimpleNamespace) -> dict[str, str]:
+    """The state as `ramify replay` finds it, or why it cannot be saved."""
+    try:
+        return {"saved": save_state(state)}
+    except ValueRefused as error:
+        return {"refused": error.message}
 
 
 def _seal(trace: Trace) -> None:

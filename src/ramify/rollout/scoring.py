@@ -21,17 +21,14 @@ def due(env: Environment) -> dict[str, Any]:
     return {hook.name: None for hook in (*env.hooks.rewards, *env.hooks.group_rewards)}
 
 
-async def score(env: Environment, task: Task, trace: Trace, context: Context | None = None) -> None:
-    """Run all rewards and metrics of one rollout. Failures are added to the trace, nothing is raised.
-
-    Without the rollout's own context (a saved trace is scored again) hooks get an empty state and no box.
-    """
-    context = context or Context(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
+async def score(env: Environment, context: Context, *, metrics: bool = True) -> None:
+    """Run all rewards of one rollout, and its metrics. Failures are added to the trace, nothing is raised."""
+    trace = context.trace
     try:
         async with within(env.source.timeouts.scoring, "scoring"):
             for hook in env.hooks.rewards:
                 await _scored(hook, context, trace.rewards, lambda value, hook=hook: (value, hook.weight))
-            for hook in env.hooks.metrics:
+            for hook in env.hooks.metrics if metrics else ():
                 await _scored(hook, context, trace.metrics, lambda value: value)
     except RamifyError as error:
         trace.errors.append(Failure.of(error))

@@ -5,7 +5,6 @@ everything right fails here: a setup that raises, a tool that does not answer, a
 that a perfect agent does not get.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,9 @@ from ramify.env import Task, ToolSet, User
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.rollout.attempt import Attempt
 from ramify.rollout.environment import Environment
+from ramify.rollout.gold import read_gold
 from ramify.rollout.scripted import ScriptedPolicy
-from ramify.trace import Message, Trace
+from ramify.trace import Trace
 
 if TYPE_CHECKING:
     from ramify.gateway import Gateway
@@ -61,7 +61,7 @@ class _Validation(Attempt):
             return UNPLAYED
         policy = self.session.policy
         assert isinstance(policy, ScriptedPolicy)
-        policy.replies = _replies(gold)
+        policy.replies = read_gold(gold)
         stop = await super().converse(tools, user)
         if policy.said < len(policy.replies):
             said = f"{policy.said} of {len(policy.replies)} gold replies were played before the rollout ended"
@@ -95,11 +95,3 @@ def _accept(answer: Any) -> None:
         raise EnvironmentFault(f"validate: {answer}")
     if answer is False:
         raise EnvironmentFault("validate returned False")
-
-
-def _replies(gold: Any) -> list[str | Message]:
-    replies: Sequence[Any] = [gold] if isinstance(gold, str | Message) else list(gold)
-    for reply in replies:
-        if not isinstance(reply, str | Message):
-            raise EnvironmentFault(f"gold: expected str or Message, found a {type(reply).__qualname__}")
-    return list(replies)

@@ -1,0 +1,75 @@
+"""The state of a rollout as text: what its hooks shared, saved so that its rewards can be computed again later.
+
+A reward may compare types (`state.position == (1, 2)`), so a state is saved exactly or not at all: values, lists,
+tuples, sets and dicts come back as what they were. Objects are refused by name: to make one again would mean to run
+code that may have changed since.
+"""
+
+import base64
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from ramify.errors import ValueRefused
+from ramify.trace.plain import DEEPEST
+
+SCORING_STATE = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
+LARGEST = 1_000_000  # characters and values of a state that is saved
+
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def save_state(state: SimpleNamespace) -> str:
+    """Return the state as text. Raises ValueRefused, with the place, for what cannot be saved."""
+    tagger = _Tagger()
+    tagged = {name: tagger.tag(value, f"state.{name}") for name, value in vars(state).items()}
+    try:
+        return json.dumps(tagged)
+    except ValueError as error:  # an int of more digits than Python writes
+        raise ValueRefused(f"state: {error}") from error
+
+
+def load_state(text: str) -> SimpleNamespace:
+    """Return the state that was saved."""
+    return SimpleNamespace(**{name: _untag(value) for name, value in json.loads(text).items()})
+
+
+class _Tagger:
+    """Writes values as JSON: containers as [type, content], everything else as itself. It stops at `LARGEST`."""
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def tag(self, value: Any, place: str, depth: int = 0) -> Any:
+        if depth == DEEPEST:
+            raise ValueRefused(f"{place} is nested more than {DEEPEST} deep")
+        kind = type(value)  # of a subclass nobody knows what else it is
+        self._size += 1 + (len(value) if kind in (str, bytes) else 0)
+        if self._size > LARGEST:
+            raise ValueRefused(f"it is larger than {LARGEST:,} characters")
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is bytes:
+            return ["bytes", base64.b64encode(value).decode()]
+        if kind is dict:
+            inner = [
+                (self.tag(key, place, depth + 1), self.tag(value[key], f"{place}[{key!r}]", depth + 1)) for key in value
+            ]
+            return ["dict", inner]
+        if kind in _SEQUENCES.values():
+            return [kind.__name__, [self.tag(item, f"{place}[{at}]", depth + 1) for at, item in enumerate(value)]]
+        raise ValueRefused(
+            f"{place} is a {kind.__qualname__}, and only values, lists, tuples, sets and dicts are saved"
+        )
+
+
+def _untag(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "dict":
+        return {_untag(key): _untag(item) for key, item in content}
+    return _SEQUENCES[kind](map(_untag, content))
