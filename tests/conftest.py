@@ -13,6 +13,8 @@ settings.register_profile("bounded", max_examples=50, deadline=None, derandomize
 settings.register_profile("full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=CLOCK)
 settings.load_profile("full" if os.environ.get("RAMIFY_FULL") else "bounded")
 
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
+
 
 @pytest.fixture
 def small_disk(request, tmp_path):

@@ -197,7 +197,7 @@ def test_a_plan_for_another_machine_is_dry(tmp_path):
     said = "\n".join(plan_of(config(tmp_path, launch={"gpus": "split"}, **asked), dry=True, gpus=[]).lines())
     assert "GPU 1 (not on this machine)" in said
     assert "600,000,000 parameters, guessed from its name" in said
-    with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' was not found"):
+    with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' is not in the local cache"):
         plan_of(config(tmp_path, **asked), gpus=[])
 
 

@@ -43,7 +43,7 @@ COMMANDS: dict[str, Command] = {
     "trainer": Command("ramify.cli.trainer", "the trainer alone: batches from an orchestrator, or recorded ones"),
     "serve": Command("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
     "env-server": Command("ramify.cli.env_server", "serve a source of rollouts from worker processes"),
-    "model": Command("ramify.cli.model", "the models that ship with Ramify: list, show, build"),
+    "model": Command("ramify.cli.model", "models: list, show, fetch from the hub, build"),
     "doctor": Command("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
 }
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ramify.cli.paper import Paper
 from ramify.errors import ConfigInvalid, ModelNotFound, WeightsRefused
-from ramify.model.resolve import PACKAGED, resolve
+from ramify.model.resolve import PACKAGED, fetch_model, resolve
 
 FIGURES = {
     "well_formed": "reverse-text: well-formed replies",
@@ -55,9 +55,9 @@ class About:
 
 
 def run(args: Sequence[str]) -> int:
-    """List, show or build."""
+    """List, show, fetch or build."""
     asked = _parser().parse_args(args)
-    return {"list": _list, "show": _show, "build": _build}[asked.action](asked)
+    return {"list": _list, "show": _show, "fetch": _fetch, "build": _build}[asked.action](asked)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--measure", action="store_true", help="measure the figures now (a minute for tiny)")
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
+    fetch = actions.add_parser("fetch", help="download a model from the Hugging Face hub into its local cache")
+    fetch.add_argument("name", metavar="NAME", help="ORG/NAME")
     build = actions.add_parser("build", help="train a packaged model from its recipe")
     build.add_argument("name", metavar="NAME", choices=PACKAGED, help=" or ".join(PACKAGED))
     build.add_argument("--seed", type=int, default=0, help="0 is the model that ships")
@@ -160,6 +162,11 @@ def _show(asked: argparse.Namespace) -> int:
     console.print(table)
     if "figures" not in about.record:
         console.print("figures: not measured; --measure does it now")
+    return 0
+
+
+def _fetch(asked: argparse.Namespace) -> int:
+    print(fetch_model(asked.name))
     return 0
 
 

@@ -11,7 +11,7 @@ from ramify.cli.short import spelled_out
 from ramify.config import parse_part, refuse, switch
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.launch.parts import serve_part
-from ramify.model.resolve import resolve
+from ramify.model.resolve import fetch_model, resolve
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 
@@ -38,6 +38,8 @@ def run(args: Sequence[str]) -> int:
     if whole is not None and isinstance(whole.inference, ExternalConfig) and not said:
         urls = ", ".join(whole.inference.base_url)
         refuse([("server", f"the run has several engines, {urls}; say which, with --server.host and --server.port")])
+    if not dry:
+        fetch_model(config.model.name)
     if config.inference.engine == "vllm":
         return _vllm(config, config.inference, dry=dry)
     if dry:

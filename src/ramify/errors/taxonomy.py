@@ -116,7 +116,7 @@ class TokenizerMismatch(RamifyError, blame="system", retryable=False):
 class ModelNotFound(RamifyError, blame="system", retryable=False):
     """A model's name leads to no directory with a model in it.
 
-    Give a directory, a packaged model, or an id that is in the local cache; the message says what was tried.
+    Give a directory, a packaged model, or a Hugging Face id; the message says what was tried and how to get it.
     """
 
 

@@ -16,7 +16,7 @@ from ramify.evals.engine import EngineChild
 from ramify.gateway.policy import Policy
 from ramify.gateway.reaching import reach
 from ramify.infer.config import ExternalConfig, ServeConfig
-from ramify.model.resolve import resolve
+from ramify.model.resolve import fetch_model, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,14 @@ def _check_port(host: str, port: int) -> None:
         raise ConfigInvalid(said) from error
 
 
-def _directory(config: EvalConfig) -> Path:
+def fetch_served_model(config: EvalConfig) -> None:
+    """Download the model if it would have to be served here and is a hub id that is not in the cache."""
+    if not isinstance(config.inference, ExternalConfig):
+        _directory(config, fetch_model)
+
+
+def _directory(config: EvalConfig, find: Callable[[str], Path] = resolve) -> Path:
     try:
-        return resolve(config.model.name)
+        return find(config.model.name)
     except ModelNotFound as error:
         raise ConfigInvalid(f"model.name: {error.message}") from error

@@ -14,7 +14,7 @@ from ramify.evals.display import EVERY, Display, Quiet
 from ramify.evals.engine import EngineChild
 from ramify.evals.groups import score_groups
 from ramify.evals.plan import Pair, missing, pairs_of
-from ramify.evals.policies import answering, check_server
+from ramify.evals.policies import answering, check_server, fetch_served_model
 from ramify.evals.progress import Progress, by_task
 from ramify.evals.running import Runs, running
 from ramify.evals.stats import Estimate, clustered_mean
@@ -61,6 +61,7 @@ def evaluate(
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
     checked = config if isinstance(config, EvalConfig) else check(EvalConfig, dict(config), at="eval")
+    fetch_served_model(checked)  # before the loop: a download blocks, and Ctrl-C should end it
     shown = display or Quiet()
     return asyncio.run(evaluation(checked, fresh=fresh, accept_changes=accept_changes, keep=keep, display=shown))
 

@@ -12,7 +12,7 @@ class ModelConfig(Config):
     """The model to serve."""
 
     name: str = "tiny"
-    """A packaged model, a directory, or a Hugging Face id that is in the local cache."""
+    """A packaged model, a directory, or a Hugging Face id, which is downloaded if it is not in the local cache."""
 
 
 class EngineConfig(Config):

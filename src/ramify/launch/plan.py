@@ -24,7 +24,7 @@ from ramify.launch.newest import newest_kept
 from ramify.launch.parts import env_part, serve_part, trainer_part
 from ramify.launch.ports import HOST, settled, source_addresses
 from ramify.launch.process import Entry, Role
-from ramify.model.resolve import resolve
+from ramify.model.resolve import fetch_model, resolve
 from ramify.orchestrate.config import RunConfig, RunSourceConfig
 from ramify.train.service_config import ServiceConfig
 
@@ -251,7 +251,7 @@ def _external(config: RunConfig) -> list[tuple[str, str]]:
 
 def _check_model(config: RunConfig, *, dry: bool) -> None:
     try:
-        resolve(config.model.name)
+        resolve(config.model.name) if dry else fetch_model(config.model.name)
     except ModelNotFound as error:
         if not dry:
             refuse([("model.name", error.message)], cause=error)

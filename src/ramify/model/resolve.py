@@ -1,11 +1,15 @@
-"""From the name of a model to its directory, without a network.
+"""From the name of a model to its directory.
 
-A name is the model that ships with the package, a directory, or a Hugging Face id that is already in the local cache.
-Nothing is downloaded: a run that silently fetches gigabytes is a surprise, and many machines cannot.
+A name is the model that ships with the package, a directory, or a Hugging Face id. `resolve` only looks at this
+machine. `fetch_model` downloads an id of the form ORG/NAME that is not in the local cache: commands that are about to
+load the model call it, dry runs and those that only ask a server do not.
 """
 
 import difflib
+import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ramify.errors import ModelNotFound
@@ -23,14 +27,50 @@ def resolve(name: str) -> Path:
     return _checked(name, tried)
 
 
+def fetch_model(name: str, *, say: Callable[[str], None] | None = None) -> Path:
+    """Return the directory of the model `name` with all of its weights, downloaded if it is a hub id and not here.
+
+    `say` is given lines about the download; by default they go to standard error. Raises ModelNotFound.
+    """
+    try:
+        directory = resolve(name)
+    except ModelNotFound:
+        if not is_hub_id(name):
+            raise
+    else:
+        if not is_hub_id(name) or _has_weights(directory):
+            return directory
+    from ramify.model.hub import download
+
+    return _checked(name, [download(name, _cache(), say=say or _print)])
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _has_weights(directory: Path) -> bool:
+    """Tell whether a snapshot in the cache is complete: a download may have been interrupted."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            return False
+        return all((directory / file).is_file() for file in files)
+    return any(path.is_file() for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern))
+
+
 def _checked(name: str, tried: list[Path]) -> Path:
     for directory in tried:
         if (directory / "config.json").is_file():
             return directory.resolve()
     reasons = "; ".join(f"{path}: {_why(path)}" for path in tried)
     nearest = difflib.get_close_matches(name, PACKAGED, n=1)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else "Nothing is downloaded: give a directory"
-    raise ModelNotFound(f"model {name!r} was not found ({reasons}). {advice}")
+    advice = f"did you mean {nearest[0]!r}?" if nearest else "give a directory, or a Hugging Face id ORG/NAME"
+    if is_hub_id(name):
+        advice = f"'ramify model fetch {name}' downloads it"
+    raise ModelNotFound(f"model {name!r} was not found ({reasons}): {advice}")
 
 
 def _why(directory: Path) -> str:
@@ -49,10 +89,14 @@ def _is_id(name: str) -> bool:
     return len(parts) in (1, 2) and all(part and not part.startswith((".", "~")) for part in parts)
 
 
+def _cache() -> Path:
+    """Return the directory of the local Hugging Face cache."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+
+
 def _cached(name: str) -> Path:
     """Where the local Hugging Face cache keeps the main revision of `name`."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    entry = cache / f"models--{name.replace('/', '--')}"
+    entry = _cache() / f"models--{name.replace('/', '--')}"
     main = entry / "refs" / "main"
     return entry / "snapshots" / main.read_text().strip() if main.is_file() else entry / "snapshots"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ramify.errors import ConfigInvalid, StorageFull
-from ramify.model.resolve import resolve
+from ramify.model.resolve import fetch_model
 from ramify.train.batches import Batch
 from ramify.train.build import build_trainer, choose_trainer_dtype, laying_of
 from ramify.train.checkpoint import Checkpoints
@@ -53,7 +53,7 @@ class Service:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.source, self.ranks, self.tell, self.stopped = config, source, ranks, tell, stopped
-        self.model = resolve(config.model.name)
+        self.model = fetch_model(config.model.name)
         self.keep, self.flat = keep, flat
 
     def run(self) -> int:

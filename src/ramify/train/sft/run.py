@@ -19,6 +19,7 @@ import torch
 
 from ramify.config import write
 from ramify.errors import RamifyError, StorageFull
+from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, naming, open_run
 from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger
@@ -54,6 +55,7 @@ class Result:
 
 def train(config: SftConfig, *, fresh: bool = False, display: Display | None = None) -> Result:
     """Run, or go on. Every rank calls it; the first one writes and shows."""
+    fetch_model(config.model.name)
     plan = plan_of(config)
     with joined(config.trainer) as ranks, contextlib.ExitStack() as stack:
         shown = stack.enter_context(display if display is not None and ranks.first else Quiet())

@@ -1,0 +1,95 @@
+"""Downloading a model from the Hugging Face hub into its local cache.
+
+The library `huggingface_hub` does the work: it resumes what was interrupted, locks against other processes and shows
+progress bars in a terminal. This module chooses the files, reports progress where there is no terminal, and turns every
+failure into one line that says how to get the model here.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ramify.errors import ModelNotFound
+
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+OTHER_FORMATS = ["original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "metal/*"]
+INTERVAL = 10.0  # seconds between two lines where there is no terminal
+TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+def download(name: str, cache: Path, *, say: Callable[[str], None]) -> Path:
+    """Download the model `name` (ORG/NAME) into `cache`; returns its directory. Raises ModelNotFound."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE:
+        raise _not_here(name, "HF_HUB_OFFLINE is set")
+    from huggingface_hub import constants, snapshot_download  # takes a second, and few starts need it
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+    say(f"downloading {name} from {endpoint} into {cache}")
+    started = time.monotonic()
+    try:
+        with _reporting(name, cache / f"models--{name.replace('/', '--')}", say):
+            place = Path(
+                snapshot_download(
+                    name, cache_dir=cache, endpoint=endpoint, allow_patterns=FILES, ignore_patterns=OTHER_FORMATS
+                )
+            )
+    except GatedRepoError as error:
+        terms = f"accept its terms at {endpoint}/{name}, then log in with 'hf auth login'"
+        raise ModelNotFound(f"model {name!r} needs permission: {terms}") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        advice = "check the name; for a private model log in with 'hf auth login'"
+        raise ModelNotFound(f"model {name!r} is no directory here and not on {endpoint}: {advice}") from error
+    except Exception as error:  # the library passes on whatever its HTTP client, its cache or the disk raised
+        raise _not_here(name, f"{endpoint}: {_first_line(error)}") from error
+    say(f"downloaded {name} in {time.monotonic() - started:.0f} s")
+    return place
+
+
+def _not_here(name: str, reason: str) -> ModelNotFound:
+    """Say in one line how to bring the model here by other means."""
+    local = name.rpartition("/")[2]
+    bring = f"where there is a network run 'hf download {name} --local-dir {local}', copy {local} here"
+    return ModelNotFound(
+        f"model {name!r} is not in the local cache and cannot be downloaded ({reason}): {bring}, and give -m {local}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Describe the failure that came first: the library wraps the connection's own in paragraphs of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _reporting(name: str, entry: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Say every few seconds how much has arrived; in a terminal the library's own bars do so."""
+    if sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(INTERVAL):
+            say(f"downloading {name}: {_size(entry / 'blobs') / 1e6:.0f} MB so far")
+
+    thread = threading.Thread(target=report, name="download progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for path in directory.glob("*"):
+        with contextlib.suppress(OSError):  # renamed when it was complete
+            total += path.stat().st_size
+    return total
