@@ -20,6 +20,7 @@ from tests.evals.scripted import scripted
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 ECHO = f"{environments.__file__}:Echo"
+UNREWARDED = f"{environments.__file__}:Unrewarded"
 QUICK = ["--attempts", "1", "--model_retries", "0"]
 
 
@@ -62,6 +63,18 @@ def test_it_runs_says_what_it_found_and_is_finished_the_second_time(engine, caps
     assert main([*command[:8], "-r", "3", "--name", "run"]) == 0
     assert "is finished" not in capsys.readouterr().out
     assert len(engine.asked) == 3
+
+
+def test_a_taskset_without_any_reward_has_no_score_and_says_so(engine, capsys):
+    command = ["eval", UNREWARDED, "-m", "tiny", "-b", engine.url, "-n", "2", "-r", "1", "--name", "run"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "has no reward, so its rollouts get no score; mark a method of the taskset with @rf.reward" in said
+    assert "no score: the taskset has no reward" in said
+    assert "0.000" not in said
+    assert "length" in said
+    with RunStore.open(Path("outputs/run"), write=False) as store:
+        assert [row.reward for row in store.rows()] == [None, None]
 
 
 def test_the_address_may_end_in_v1(engine):

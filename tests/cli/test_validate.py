@@ -31,11 +31,37 @@ class Mixed(rf.Taskset):
         return float(trace.last_reply == task.answer)
 """
 
+UNGOLDEN = """
+import ramify as rf
+
+
+class Endless(rf.User):
+    def respond(self):
+        return "go on"
+
+
+class Ungolden(rf.Taskset):
+    def load(self):
+        yield rf.Task(key="raises", prompt="one?", strict=True)
+        yield rf.Task(key="goes-on", prompt="two?", strict=False)
+
+    def user(self, task):
+        return None if task.strict else Endless()
+
+    @rf.reward
+    def right(self, task, trace):
+        return float(trace.last_reply.split()[0] == "1") if task.strict else 1.0
+
+    @rf.group_reward
+    def best(self, traces):
+        return [0.0 for _ in traces]
+"""
+
 
 def test_a_built_in_taskset_is_sound():
     done = ramify_command("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "20 tasks, 20 sound, 0 failed; 20 with gold replies" in done.stdout
+    assert "20 tasks, 20 sound, 0 checked in part, 0 failed" in done.stdout
 
 
 def test_each_task_is_reported_and_one_that_fails_decides(tmp_path):
@@ -49,9 +75,30 @@ def test_each_task_is_reported_and_one_that_fails_decides(tmp_path):
     assert "earn 0" in lines["unpaid"]
     assert "EnvironmentFault: setup: KeyError: 'corpus'" in lines["raises"]
     assert "five is odd" in lines["refused"]
-    assert lines["silent"].startswith("ok")
-    assert "no gold" in lines["silent"]
-    assert "6 tasks, 2 sound, 4 failed" in done.stdout
+    assert lines["silent"].startswith("partly")
+    assert "no gold, an empty reply 0" in lines["silent"]
+    assert "whether a right one earns anything was not checked" in " ".join(done.stdout.split())
+    assert "6 tasks, 1 sound, 1 checked in part, 4 failed" in done.stdout
+
+
+def test_the_rewards_of_tasks_without_gold_run_and_what_is_not_checked_is_named(tmp_path, capsys):
+    (tmp_path / "ungolden.py").write_text(UNGOLDEN)
+    assert main(["validate", str(tmp_path / "ungolden.py")]) == 1
+    said = capsys.readouterr().out
+    lines = {words[1]: line for line in said.splitlines() if len(words := line.split()) > 3}
+    assert lines["raises"].startswith("failed")
+    assert "EnvironmentFault: right: IndexError: list index out of range" in lines["raises"]
+    assert "partly  goes-on" in said
+    assert "not checked: best, which compare the rollouts of a group" in said
+    assert "2 tasks, 0 sound, 1 checked in part, 1 failed" in said
+
+
+def test_a_taskset_without_any_reward_is_not_sound(tmp_path, capsys):
+    (tmp_path / "silent.py").write_text(UNGOLDEN.replace("@rf.reward", "").replace("@rf.group_reward", ""))
+    assert main(["validate", str(tmp_path / "silent.py")]) == 1
+    said = capsys.readouterr().out
+    assert "has no reward: no rollout can be scored, and rl refuses it; mark a method" in said
+    assert "sound" not in said
 
 
 def test_what_cannot_be_loaded_is_a_problem_of_the_command_line(tmp_path, capsys):

@@ -77,3 +77,10 @@ def talk(key: str) -> None:
     logging.getLogger("x").info("logged %s", key)
     print(f"printed {key}")
     subprocess.run(["sh", "-c", f"echo shouted {key} >&2"], check=True)
+
+
+class Unrewarded(rf.Taskset):
+    """A taskset that nobody can learn from."""
+
+    def load(self) -> Iterator[rf.Task]:
+        yield rf.Task(prompt="say anything")

@@ -1,6 +1,7 @@
 """What an env server offers, and its log."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ramify.envserver import EnvServerConfig
+from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import ConfigInvalid, RequestInvalid
+from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
+from ramify.orchestrate.meeting import meet
 from tests.envserver.stage import configured, task, until
 
 
@@ -137,3 +140,17 @@ def test_a_source_is_picked_by_name_and_what_is_inert_is_refused():
         EnvServerConfig.model_validate(
             {"train": [{"taskset": {"id": "a"}, "pool": {"type": "static", "multiplex": 3}}], "inference": inference}
         )
+
+
+def test_a_server_without_any_reward_is_refused_before_it_is_trained_on(engine, tmp_path):
+    """An env server that somebody else started: the run has not seen its taskset before."""
+
+    async def connect(kind: type) -> None:
+        served = configured(engine.url, tmp_path, cls="Unrewarded", pool={"type": "static", "workers": 1})
+        async with EnvServer(served) as server, contextlib.AsyncExitStack() as stack:
+            source = kind(name="silent", taskset={"id": "elsewhere"}, address=server.address)
+            await meet(source, stack, patience=60.0, secret=None)
+
+    asyncio.run(connect(EvalSourceConfig))
+    with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):
+        asyncio.run(connect(TrainSourceConfig))

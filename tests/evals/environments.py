@@ -52,3 +52,15 @@ class Compared(Echo):
     @rf.group_reward(weight=0.5)
     def rank(self, traces: list[rf.Trace]) -> list[float]:
         return [float(position) for position in range(len(traces))]
+
+
+class Unrewarded(rf.Taskset):
+    """Tasks that nobody scores."""
+
+    def load(self) -> Iterator[rf.Task]:
+        for number in range(4):
+            yield rf.Task(prompt=f"word {number}", key=f"task-{number}")
+
+    @rf.metric
+    def length(self, trace: rf.Trace) -> float:
+        return float(len(trace.last_reply))

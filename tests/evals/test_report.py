@@ -1,6 +1,11 @@
 """Which scores the table at the end shows."""
 
+import math
+
+from ramify.evals.bounds import reward_bounds
+from ramify.evals.progress import by_task
 from ramify.evals.report import figures
+from ramify.evals.stats import clustered_mean
 from ramify.store import Row
 
 
@@ -31,3 +36,33 @@ def test_tasks_of_two_sources_are_apart_where_their_names_are_the_same():
         for number in range(2)
     ]
     assert next(name for name, *_ in figures(rows, threshold=1.0)) == "avg@2"
+
+
+def scored(task: int, number: int, reward: float, *, source: str = "", **parts: tuple[float, float]) -> Row:
+    """A rollout whose reward is composed of `parts`: (score, weight) by name."""
+    tables = {
+        "rewards": {name: score for name, (score, _) in parts.items()},
+        "weights": {name: weight for name, (_, weight) in parts.items()},
+    }
+    id = f"{source}{task}.{number}"
+    return Row(id=id, task=str(task), repetition=number, source=source, reward=reward, summary=tables if parts else {})
+
+
+def test_intervals_stay_in_the_range_of_the_rewards():
+    """The table once said 0.939 with an interval up to 1.05, and 0.02 with one from -0.06."""
+    rows = [scored(task, number, 1.0 - (task == number == 0)) for task in range(3) for number in range(2)]
+    for name, estimate in figures(rows, threshold=1.0):
+        low, high = estimate.interval()
+        assert 0.0 <= low <= estimate.mean <= high <= 1.0, name
+    assert clustered_mean(by_task(rows).values()).interval()[1] > 1.0
+
+
+def test_the_range_of_a_weighted_sum_is_that_of_its_parts():
+    rows = [scored(0, 0, 0.9, right=(0.7, 1.0), form=(1.0, 0.2)), scored(1, 0, 0.0, right=(0.0, 1.0), form=(0.0, 0.2))]
+    assert reward_bounds(rows) == (0.0, 1.2)
+    assert reward_bounds([*rows, scored(2, 0, -1.0, source="b", ends=(-1.0, 1.0))]) == (-1.0, 1.2)
+    assert reward_bounds([scored(0, 0, 0.5, right=(1.0, 1.0), length=(0.5, -1.0))]) == (-1.0, 1.0)
+    assert reward_bounds([scored(0, 0, 0.5), scored(1, 0, -0.25)]) == (-1.0, 1.0)
+    assert reward_bounds([scored(0, 0, 7.0, points=(7.0, 1.0))]) == (-math.inf, math.inf)
+    assert reward_bounds([scored(0, 0, 0.5, points=(7.0, 0.0), right=(0.5, 1.0))]) == (0.0, 1.0)
+    assert reward_bounds([]) == (-math.inf, math.inf)

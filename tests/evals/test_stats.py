@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.evals.stats import clustered_mean, ladder, pass_all, pass_at, passes
+from ramify.evals.stats import clustered_mean, ladder, pass_all, pass_at, passes, student_quantile
 
 SAMPLES = st.lists(st.booleans(), min_size=1, max_size=8)
 
@@ -42,19 +42,52 @@ def test_repeating_a_sample_adds_nothing_to_what_is_known():
     assert once.error == pytest.approx(0.5 / math.sqrt(3))
 
 
-def test_about_95_of_100_intervals_hold_the_truth():
-    rng, inside = random.Random(0), 0
+# (tasks, first parameter of a Beta over the tasks, the second, levels of the reward), with the mean a / (a + b).
+COVERAGE = [(40, 1.0, 1.0, 1), (10, 1.0, 1.0, 1), (10, 1.8, 0.2, 1), (20, 1.94, 0.06, 1), (8, 2.4, 0.6, 4)]
+
+
+@pytest.mark.parametrize(("tasks", "a", "b", "levels"), COVERAGE)
+def test_about_95_of_100_intervals_hold_the_truth_and_none_leaves_the_range(tasks, a, b, levels):
+    rng, inside, truth = random.Random(0), 0, a / (a + b)
+
+    def score(chance: float) -> float:
+        return sum(rng.random() < chance for _ in range(levels)) / levels
+
     for _ in range(1000):
-        chances = [rng.random() for _ in range(40)]
-        found = clustered_mean([[float(rng.random() < p) for _ in range(4)] for p in chances]).interval()
-        inside += found[0] <= 0.5 <= found[1]
-    assert 920 <= inside <= 970
+        chances = [rng.betavariate(a, b) for _ in range(tasks)]
+        low, high = clustered_mean([[score(p) for _ in range(4)] for p in chances], 0.0, 1.0).interval()
+        assert 0.0 <= low < high <= 1.0
+        inside += low <= truth <= high
+    assert 925 <= inside <= 990
+
+
+@given(st.lists(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 1.0]), min_size=1, max_size=4), min_size=2, max_size=12))
+def test_an_interval_holds_its_mean_and_scales_with_the_range(groups):
+    estimate = clustered_mean(groups, -1.0, 1.0)
+    low, high = estimate.interval()
+    assert -1.0 <= low <= estimate.mean <= high <= 1.0
+    tenfold = clustered_mean([[10 * value for value in group] for group in groups], -10.0, 10.0).interval()
+    assert tenfold == pytest.approx((10 * low, 10 * high), abs=1e-9)
+
+
+def test_without_a_range_the_interval_is_students():
+    low, high = clustered_mean([[0.0], [10.0], [5.0]]).interval()
+    assert (low, high) == pytest.approx((5 - 4.3027 * 5 / math.sqrt(3), 5 + 4.3027 * 5 / math.sqrt(3)), rel=1e-3)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (30, 2.042)])
+def test_quantiles_are_those_of_the_tables(freedom, quantile):
+    assert student_quantile(freedom) == pytest.approx(quantile, rel=2e-3)
 
 
 def test_one_task_has_no_interval_and_none_has_no_mean():
     assert clustered_mean([[0.5, 1.0]]).interval() is None
     assert clustered_mean([[], []]) is None
-    assert clustered_mean([[1.0], [1.0]]).interval(0, 1) == (1.0, 1.0)
+
+
+def test_ten_passes_of_ten_do_not_prove_that_all_pass():
+    low, high = clustered_mean([[1.0]] * 10, 0.0, 1.0).interval()
+    assert (low, high) == (pytest.approx(0.661, abs=0.01), 1.0)
 
 
 def test_what_is_shown():

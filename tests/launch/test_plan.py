@@ -256,6 +256,16 @@ def test_the_identity_of_every_environment_comes_back_from_the_check(tmp_path):
     assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]
 
 
+def test_a_taskset_without_any_reward_may_be_evaluated_but_not_trained_on(tmp_path):
+    (tmp_path / "silent.py").write_text(
+        "import ramify as rf\nclass Silent(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='say')\n"
+    )
+    silent = [{"taskset": {"id": str(tmp_path / "silent.py")}}]
+    check_tables(config(tmp_path, eval=silent))
+    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*silent.py has no reward.*@rf.reward"):
+        check_tables(config(tmp_path, train=silent, eval=[]))
+
+
 def test_code_that_ends_its_process_is_told_of(tmp_path):
     (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
     with pytest.raises(EnvironmentFault, match="cannot be checked:\nbye"):

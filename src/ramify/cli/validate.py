@@ -1,11 +1,12 @@
 """`ramify validate ID`: is every task sound? Found out without a model.
 
-Each task is set up, its `validate` hook is run, and its gold replies, where it has some, are played through the chat
-harness and scored. A task fails if anything raises, or if its gold replies earn nothing.
+Each task is set up, its `validate` hook is run, and its gold replies are played through the chat harness and scored. A
+task fails if anything raises, or if its gold replies earn nothing. A task without gold replies is checked in part: its
+rewards run on an empty reply, and the report says so. A taskset without any reward fails.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -14,6 +15,8 @@ from ramify.config import Config, parse
 from ramify.rollout.config import TimeoutsConfig
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from ramify.env import Task
     from ramify.rollout import Environment, Verdict
 
@@ -24,7 +27,9 @@ USAGE = """usage: ramify validate ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key
   ID            a taskset: a built-in name, an entry point, a dotted path, or a .py file
   --taskset.KEY VALUE     a key of the taskset itself; likewise --runtime.KEY
 
-Exit code 0 if every task is sound, 1 if one is not, 2 if the taskset cannot be loaded. All keys:
+A task is sound if its gold replies earn something. Without gold replies the rewards run on an empty reply, and the
+task is checked in part. Exit code 0 if no task failed, 1 if one did or there is no reward at all, 2 if the taskset
+cannot be loaded. All keys:
 """
 
 
@@ -57,7 +62,7 @@ def run(args: Sequence[str]) -> int:
     tasks = first_tasks(env, config.num_tasks or MOST)
     verdicts = asyncio.run(_verdicts(env, tasks, config))
     _report(env, verdicts, capped=config.num_tasks is None and len(tasks) == MOST)
-    return 1 if any(verdict.problem is not None for verdict in verdicts) else 0
+    return 1 if any(verdict.problem is not None for verdict in verdicts) or not env.has_rewards else 0
 
 
 async def _verdicts(env: "Environment", tasks: Sequence["Task"], config: ValidateConfig) -> list["Verdict"]:
@@ -75,24 +80,51 @@ async def _verdicts(env: "Environment", tasks: Sequence["Task"], config: Validat
 
 
 def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) -> None:
-    from rich.table import Table
+    from ramify.cli.paper import Paper
+    from ramify.env.marks import MARK_A_REWARD
+
+    console = Paper(highlight=False, soft_wrap=True)
+    for line in _lines(verdicts):
+        console.print(line)
+    failed = sum(verdict.problem is not None for verdict in verdicts)
+    gold = sum(verdict.has_gold and verdict.problem is None for verdict in verdicts)
+    in_part = len(verdicts) - failed - gold
+    if not env.has_rewards:
+        console.print(f"{env.name} has no reward: no rollout can be scored, and rl refuses it; {MARK_A_REWARD}")
+        console.print(f"{env.name}: {len(verdicts)} tasks, {len(verdicts) - failed} without a problem, {failed} failed")
+        return
+    if in_part:
+        console.print("checked in part: there are no gold replies, so the rewards ran on an empty reply; whether a")
+        console.print(
+            "right one earns anything was not checked. A `gold` method of the taskset gives the right replies."
+        )
+    if env.hooks.group_rewards:
+        names = ", ".join(hook.name for hook in env.hooks.group_rewards)
+        console.print(f"not checked: {names}, which compare the rollouts of a group")
+    counts = f"{gold} sound, {in_part} checked in part, {failed} failed"
+    capped_at = f" (the first {MOST} tasks; -n says otherwise)" if capped else ""
+    console.print(f"{env.name}: {len(verdicts)} tasks, {counts}{capped_at}")
+
+
+def _lines(verdicts: Sequence["Verdict"]) -> Iterator["Text"]:
+    """One line for each task, and below it what else its problem says."""
     from rich.text import Text
 
-    from ramify.cli.paper import Paper
-
-    table = Table.grid(padding=(0, 2, 0, 0))
+    task_width = max((len(verdict.task) for verdict in verdicts), default=0)
+    reward_width = max((len(_earned(verdict)) for verdict in verdicts), default=0)
     for verdict in verdicts:
-        state = Text("ok", "green") if verdict.problem is None else Text("failed", "red")
-        earned = "no gold" if verdict.reward is None else f"gold {verdict.reward:.3g}"
-        table.add_row(state, Text(verdict.task), Text(earned), f"{verdict.seconds:.2f} s", Text(verdict.problem or ""))
-    failed = sum(verdict.problem is not None for verdict in verdicts)
-    gold = sum(verdict.reward is not None for verdict in verdicts)
-    console = Paper(highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(
-        f"{env.name}: {len(verdicts)} tasks, {len(verdicts) - failed} sound, {failed} failed; {gold} with gold replies"
-        + (f" (the first {MOST} tasks; -n says otherwise)" if capped else "")
-    )
+        passed = ("ok", "green") if verdict.has_gold else ("partly", "yellow")
+        word, style = passed if verdict.problem is None else ("failed", "red")
+        first, *others = (verdict.problem or "").splitlines() or [""]
+        facts = f"  {verdict.task:<{task_width}}  {_earned(verdict):<{reward_width}}  {verdict.seconds:.2f} s  {first}"
+        yield Text.assemble((f"{word:<6}", style), facts.rstrip())
+        for line in others:
+            yield Text(f"        {line}")
+
+
+def _earned(verdict: "Verdict") -> str:
+    what = "gold" if verdict.has_gold else "no gold, an empty reply"
+    return "" if verdict.reward is None else f"{what} {verdict.reward:.3g}"
 
 
 def _spelled_out(args: Sequence[str]) -> list[str]:

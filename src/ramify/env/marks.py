@@ -9,6 +9,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ATTRIBUTE = "__ramify_mark__"
 
+MARK_A_REWARD = "mark a method of the taskset with @rf.reward"  # the advice where a taskset has none
+
 
 class Kind(StrEnum):
     """What a marked function is."""

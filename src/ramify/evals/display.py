@@ -151,7 +151,7 @@ def page_of(progress: Progress) -> RenderableType:
 def spread(estimate: Estimate | None) -> str:
     """A mean with its standard error."""
     if estimate is None:
-        return "none yet"
+        return "none"
     return f"{estimate.mean:.3f}" if estimate.error is None else f"{estimate.mean:.3f}±{estimate.error:.3f}"
 
 

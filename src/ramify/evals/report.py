@@ -1,6 +1,5 @@
 """The table at the end of an eval."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median_high
@@ -9,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ramify.evals.bounds import reward_bounds
 from ramify.evals.clock import clock
 from ramify.evals.progress import by_task, error_counts, means
 from ramify.evals.stats import Estimate, clustered_mean, ladder, passes
@@ -20,30 +20,34 @@ from ramify.store.summary import REVISION, UNRECORDED
 def report(rows: Sequence[Row], *, threshold: float) -> RenderableType:
     """Scores with their intervals, then what happened on the way."""
     scores = Table("score", "mean", "95 % interval", "tasks", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name, estimate, low, high in figures(rows, threshold=threshold):
-        scores.add_row(name, f"{estimate.mean:.3f}", _interval(estimate, low, high), str(estimate.tasks))
+    for name, estimate in figures(rows, threshold=threshold):
+        scores.add_row(name, f"{estimate.mean:.3f}", _interval(estimate), str(estimate.tasks))
     facts = Table.grid(padding=(0, 2, 0, 0))
     for name, value in _facts(rows):
         facts.add_row(name, value)
+    if rows and not scores.row_count:
+        scored = any(row.summary.get("rewards") for row in rows)
+        head = Text("no score: " + ("no rollout has its rewards" if scored else "the taskset has no reward"))
+        return Group(head, Text(), facts)
     return Group(scores, Text(), facts)
 
 
-def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Estimate, float, float]]:
-    """(name, estimate, least and most possible): avg@k, then pass@k and pass^k for each k worth showing: one that half
-    of the tasks can tell. A training run meets some tasks more often than others, so its mean is of no k."""
+def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
+    """(name, estimate): avg@k, then pass@k and pass^k for each k worth showing: one that half of the tasks can tell. A
+    training run meets some tasks more often than others, so its mean is of no k."""
     rewards = by_task(rows)
-    mean = clustered_mean(rewards.values())
+    mean = clustered_mean(rewards.values(), *reward_bounds(rows))
     if mean is None:
         return
     counts = [len(group) for group in rewards.values()]
     most, half = max(counts), median_high(counts)
-    yield f"avg@{most}" if half == most else "avg", mean, -math.inf, math.inf
+    yield f"avg@{most}" if half == most else "avg", mean
     for k in ladder(most):
         found = passes(rewards.values(), k, threshold)
         if found is not None and k <= half:
-            yield f"pass@{k}", found[0], 0.0, 1.0
+            yield f"pass@{k}", found[0]
             if k > 1:
-                yield f"pass^{k}", found[1], 0.0, 1.0
+                yield f"pass^{k}", found[1]
 
 
 def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -82,8 +86,8 @@ def mixed_revisions(rows: Sequence[Row]) -> str:
     return "; ".join(told)
 
 
-def _interval(estimate: Estimate, low: float, high: float) -> str:
-    found = estimate.interval(low, high)
+def _interval(estimate: Estimate) -> str:
+    found = estimate.interval()
     return "one task: unknown" if found is None else f"{found[0]:.3f} to {found[1]:.3f}"
 
 

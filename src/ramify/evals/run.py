@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ramify.config import check, write
+from ramify.env.marks import MARK_A_REWARD
 from ramify.errors import ProviderError
+from ramify.evals.bounds import reward_bounds
 from ramify.evals.config import EvalConfig
 from ramify.evals.display import EVERY, Display, Quiet
 from ramify.evals.engine import EngineChild
@@ -39,8 +41,8 @@ class Result:
 
     @property
     def reward(self) -> Estimate | None:
-        """The mean reward, clustered by task."""
-        return clustered_mean(by_task(self.rows).values())
+        """The mean reward, clustered by task; None if no rollout has one."""
+        return clustered_mean(by_task(self.rows).values(), *reward_bounds(self.rows))
 
     @property
     def all_failed(self) -> bool:
@@ -73,6 +75,8 @@ async def evaluation(config: EvalConfig, *, fresh: bool, accept_changes: bool, k
     environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep=keep)
     pairs = pairs_of(environment, config)
     check_server(config)
+    if not environment.has_rewards:
+        display.say(f"warning: {environment.name} has no reward, so its rollouts get no score; {MARK_A_REWARD}")
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
         revision = _check_environment(store, environment, pairs, config, accept=accept_changes)
         with naming(path):

@@ -58,13 +58,18 @@ def _asked(config: RunConfig) -> dict[str, Any]:
 def examine(asked: dict[str, Any]) -> dict[str, Any]:
     """Return each problem with its key, and the identity of each source; runs in the process of its own."""
     from ramify.env import plugin
+    from ramify.env.marks import MARK_A_REWARD
     from ramify.rollout import Environment, SourceConfig
 
     problems: list[tuple[str, str]] = []
     environments: dict[str, dict[str, Any]] = {}
     for at, table in asked["sources"].items():
         try:
-            environments[at] = Environment.load(SourceConfig(**table)).identity
+            environment = Environment.load(SourceConfig(**table))
+            environments[at] = environment.identity
+            if at.startswith("train.") and not environment.has_rewards:
+                text = f"{environment.name} has no reward, so nothing can be learned; {MARK_A_REWARD}"
+                problems.append((f"{at}.taskset", text))
         except ConfigInvalid as error:
             problems += [_below(at, key, text) for key, text in _listed(error.message)]
     for kind, at, table in asked["tables"]:

@@ -102,7 +102,7 @@ class Evaluating:
             for repetition, traces in episodes.items():
                 row = _row(name, step, number, repetition, traces, served.revision)
                 await self._store.add(row, traces)
-            found[str(number)] += [trace for trace in counted if trace.reward is not None]
+            found[str(number)] += [trace for trace in counted if None not in trace.rewards.values()]
 
         async with asyncio.TaskGroup() as together:
             for number in range(tasks):
@@ -159,13 +159,14 @@ def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]
     rewards = {task: [trace.reward for trace in traces if trace.reward is not None] for task, traces in found.items()}
     mean = clustered_mean(rewards.values())
     values: dict[str, float] = {
-        f"{prefix}/missing": float(sum(len(each) < config.repetitions for each in rewards.values()))
+        f"{prefix}/missing": float(sum(len(each) < config.repetitions for each in found.values()))
     }
-    if mean is None:
+    if not any(found.values()):
         return values
-    values[f"{prefix}/avg"] = mean.mean
-    if mean.error is not None:
-        values[f"{prefix}/error"] = mean.error
+    if mean is not None:
+        values[f"{prefix}/avg"] = mean.mean
+        if mean.error is not None:
+            values[f"{prefix}/error"] = mean.error
     for k in ladder(config.repetitions):
         if (both := passes(rewards.values(), k, config.threshold)) is not None:
             values[f"{prefix}/pass@{k}"], values[f"{prefix}/pass^{k}"] = both[0].mean, both[1].mean

@@ -5,9 +5,10 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+from ramify.env.marks import MARK_A_REWARD
 from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import Info
-from ramify.errors import PeerLost, RamifyError, TokensRequired, WorkerDied
+from ramify.errors import ConfigInvalid, PeerLost, RamifyError, TokensRequired, WorkerDied
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.sampling import Served
 from ramify.orchestrate.tasks import MANY, TaskBook
@@ -33,7 +34,7 @@ class Met:
 async def meet(
     source: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack, *, patience: float, secret: str | None
 ) -> Met:
-    """Connect for as long as `stack` lives. Raises PeerLost, WorkerDied or TokensRequired."""
+    """Connect for as long as `stack` lives. Raises PeerLost, WorkerDied, TokensRequired or ConfigInvalid."""
     assert source.address is not None
     end = time.monotonic() + patience
     try:
@@ -45,6 +46,10 @@ async def meet(
     info, count = await _ready(source, client, tasks, end)
     if isinstance(source, TrainSourceConfig) and not info.trainable:
         raise TokensRequired(f"train source {source.title}: its endpoint gives no token ids and logprobs")
+    if isinstance(source, TrainSourceConfig) and not (info.rewards or info.group_rewards):
+        raise ConfigInvalid(
+            f"train source {source.title}: its taskset has no reward, so nothing can be learned; {MARK_A_REWARD}"
+        )
     timeouts = source.timeouts
     agent = float(source.harness.get("timeout", 600.0))
     agent += timeouts.engine_stall

@@ -89,6 +89,11 @@ class Environment:
         }
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether a rollout can be scored at all."""
+        return bool(self.hooks.rewards or self.hooks.group_rewards)
+
+    @property
     def wants_endpoint(self) -> bool:
         """Whether its code reaches the policy over HTTP, so that a rollout needs a gateway.
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ramify.client import Sampling
 from ramify.client.stall import StallClock
-from ramify.errors import EnvironmentFault
+from ramify.errors import EnvironmentFault, RamifyError
 from ramify.gateway.policy import EMPTY, Prepared, Sampled
 from ramify.render import History, Tool
 from ramify.render.outline import Outline
@@ -12,14 +12,15 @@ from ramify.trace import Media, Message, Span, Usage
 
 
 class ScriptedPolicy:
-    """Answers with these replies, one after another."""
+    """Answers with these replies, one after another. A call after the last one raises `exhausted`."""
 
     name = "scripted"
     trainable = False
     max_model_len = None
 
-    def __init__(self, replies: Sequence[str | Message] = ()) -> None:
-        self.replies = list(replies)
+    def __init__(self, replies: Sequence[str | Message] = (), exhausted: type[RamifyError] = EnvironmentFault) -> None:
+        self.replies: list[str | Message] = list(replies)
+        self.exhausted = exhausted
         self.said = 0
 
     def prepare(
@@ -43,10 +44,10 @@ class ScriptedPolicy:
         stop: Sequence[str] = (),
         clock: StallClock | None = None,
     ) -> Sampled:
-        """The next reply; EnvironmentFault when there is none."""
+        """The next reply."""
         if self.said == len(self.replies):
             count = "1 reply" if self.said == 1 else f"{self.said} replies"
-            raise EnvironmentFault(f"the script has {count}, and the conversation goes on")
+            raise self.exhausted(f"the script has {count}, and the conversation goes on")
         reply = self.replies[self.said]
         self.said += 1
         message = Message("assistant", reply) if isinstance(reply, str) else reply

@@ -2,14 +2,15 @@
 
 The same attempt as any other, with a script in the place of the policy. So whatever would fail in a rollout that does
 everything right fails here: a setup that raises, a tool that does not answer, a reward that cannot be computed, or one
-that a perfect agent does not get.
+that a perfect agent does not get. For a task without gold replies the script is one empty reply: its rewards run, but
+whether a right answer earns anything is not known.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ramify.env import Task, ToolSet, User
-from ramify.errors import ConfigInvalid, EnvironmentFault
+from ramify.errors import BudgetExceeded, ConfigInvalid, EnvironmentFault
 from ramify.rollout.attempt import Attempt
 from ramify.rollout.environment import Environment
 from ramify.rollout.gold import read_gold
@@ -18,8 +19,6 @@ from ramify.trace import Trace
 
 if TYPE_CHECKING:
     from ramify.gateway import Gateway
-
-UNPLAYED = "no gold replies"  # the stop of an attempt that was only set up
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,9 @@ class Verdict:
     problem: str | None
     """What is wrong with it; None if nothing is."""
     reward: float | None
-    """What the gold replies earned; None where there are none."""
+    """What the replies earned; None where the rewards did not run."""
+    has_gold: bool
+    """Whether gold replies were played; otherwise an empty reply was."""
     seconds: float
     trace: Trace
 
@@ -42,25 +43,30 @@ async def validate(env: Environment, task: Task, *, gateway: "Gateway | None" = 
     try:
         env.check(task)
     except ConfigInvalid as error:
-        return Verdict(identity, error.message, None, 0.0, one.trace)
+        return Verdict(identity, error.message, None, False, 0.0, one.trace)
     await one.run()
     timing = one.trace.timing
     seconds = timing.boot + timing.setup + timing.harness + timing.finalize + timing.scoring
-    return Verdict(identity, one.problem(), one.reward(), seconds, one.trace)
+    return Verdict(identity, one.problem(), one.reward(), one.has_gold, seconds, one.trace)
 
 
 class _Validation(Attempt):
-    """An attempt by a perfect agent."""
+    """An attempt by a perfect agent, or by a silent one where nobody knows what a perfect one says."""
+
+    has_gold = False
 
     async def converse(self, tools: ToolSet, user: User | None) -> str:
         hooks = self.env.hooks
         if hooks.validate is not None:
             _accept(await hooks.validate(self.context))
         gold = None if hooks.gold is None else await hooks.gold(self.context)
-        if gold is None:
-            return UNPLAYED
         policy = self.session.policy
         assert isinstance(policy, ScriptedPolicy)
+        if gold is None:
+            policy.replies = [""]
+            policy.exhausted = BudgetExceeded
+            return await super().converse(tools, user)
+        self.has_gold = True
         policy.replies = read_gold(gold)
         stop = await super().converse(tools, user)
         if policy.said < len(policy.replies):
@@ -68,12 +74,8 @@ class _Validation(Attempt):
             raise EnvironmentFault(f"{said} ({stop})")
         return stop
 
-    async def judge(self) -> None:
-        if self.trace.stop != UNPLAYED:
-            await super().judge()
-
     def reward(self) -> float | None:
-        """What the gold replies earned; the rewards of a group are not theirs."""
+        """What the replies earned; the rewards of a group are not theirs."""
         entries = [self.trace.rewards[hook.name] for hook in self.env.hooks.rewards]
         if not entries or any(entry is None for entry in entries):
             return None
@@ -81,10 +83,11 @@ class _Validation(Attempt):
 
     def problem(self) -> str | None:
         """What is wrong."""
-        if self.trace.errors:
-            return "; ".join(f"{error.name}: {error.message}" for error in self.trace.errors)
+        errors = [error for error in self.trace.errors if self.has_gold or error.blame == "system"]
+        if errors:
+            return "; ".join(f"{error.name}: {error.message}" for error in errors)
         reward = self.reward()
-        if reward is not None and reward <= 0:
+        if self.has_gold and reward is not None and reward <= 0:
             return f"the gold replies earn {reward:g}; a perfect agent should earn something"
         return None
 

@@ -24,6 +24,7 @@ def summary_of(traces: Sequence[Trace], failure: Failure | None = None) -> dict[
         "input": sum(call.usage.prompt for call in calls),
         "output": sum(call.usage.completion for call in calls),
         "rewards": {name: None if entry is None else entry[0] for name, entry in first.rewards.items()},
+        "weights": {name: entry[1] for name, entry in first.rewards.items() if entry is not None},
         "metrics": dict(first.metrics),
         "errors": dict(Counter(error.name for trace in traces for error in trace.errors)),
         "message": "" if failure is None else failure.message.strip().partition("\n")[0],

@@ -124,8 +124,8 @@ class Trace(Header, kw_only=True, eq=False):
 
     @property
     def reward(self) -> float | None:
-        """The weighted sum of the rewards; None while one of them is due."""
-        if any(entry is None for entry in self.rewards.values()):
+        """The weighted sum of the rewards; None while one of them is due, and where there is none at all."""
+        if not self.rewards or any(entry is None for entry in self.rewards.values()):
             return None
         return float(sum(entry[0] * entry[1] for entry in self.rewards.values() if entry is not None))
 
