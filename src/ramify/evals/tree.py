@@ -5,6 +5,7 @@ a branch leaves another, the reason stands in front of it.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -19,29 +20,38 @@ STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow
 def tree_of(trace: Trace, *, full: bool = False) -> RenderableType:
     """The whole trace; `full` shows every message to its end."""
     reasons = {fork["node"]: _reason(fork) for fork in trace.info.get("forks", [])}
+    untrained = {entry["node"]: str(entry["reason"]) for entry in trace.info.get("untrained", [])}
     tree = Tree(_title(trace))
     roots = [node.index for node in trace.nodes if node.parent < 0]
-    _grow(tree, trace, roots, reasons, full)
-    return Group(tree, *_scores(trace))
+    _grow(tree, trace, roots, Remarks(reasons, untrained), full)
+    return Group(tree, *_scores(trace), *_left_out(trace, untrained))
 
 
-def _grow(tree: Tree, trace: Trace, starts: list[int], reasons: Mapping[int, str], full: bool) -> None:
+class Remarks(NamedTuple):
+    """What is said about nodes beside their messages: why a branch forked there, why a call is not trained."""
+
+    forks: Mapping[int, str]
+    untrained: Mapping[int, str]
+
+
+def _grow(tree: Tree, trace: Trace, starts: list[int], remarks: Remarks, full: bool) -> None:
     """Add the subtrees that begin at `starts`. No recursion: a conversation may fork a thousand times."""
     pending = [(tree, starts)]
     while pending:
         level, nodes = pending.pop()
         for start in nodes:
-            inner = level.add(Text(reasons.get(start, "first"), style="magenta")) if len(nodes) > 1 else level
+            inner = level.add(Text(remarks.forks.get(start, "first"), style="magenta")) if len(nodes) > 1 else level
             index, following = start, [start]
             while len(following) == 1:
                 index = following[0]
-                inner.add(_line(trace.nodes[index], full, "" if len(nodes) > 1 else reasons.get(index, "")))
+                fork = "" if len(nodes) > 1 else remarks.forks.get(index, "")
+                inner.add(_line(trace.nodes[index], full, fork, remarks.untrained.get(index, "")))
                 following = trace.nodes[index].children
             if following:
                 pending.append((inner, following))
 
 
-def _line(node: Node, full: bool, reason: str) -> Text:
+def _line(node: Node, full: bool, reason: str, untrained: str) -> Text:
     message = node.message
     sampled = node.sampled[1] - node.sampled[0]
     counts = f"{len(node.tokens)} tokens" + (f", {sampled} sampled" if sampled else "")
@@ -50,7 +60,9 @@ def _line(node: Node, full: bool, reason: str) -> Text:
         if not len(node.tokens):
             counts = f"{usage.prompt} in, {usage.completion} out by the server's count"
         counts += f", {node.call.finish}"
-        if not node.trainable:
+        if untrained:
+            counts += f", not trained: {untrained}"
+        elif not node.trainable:
             counts += f", by {node.call.served or 'another model'}"
     line = Text.assemble(
         (message.role, f"bold {STYLES.get(message.role, 'white')}"), " ", (f"[{node.index}] {counts}", "dim")
@@ -75,6 +87,14 @@ def _scores(trace: Trace) -> list[Text]:
         lines.append(Text(f"stop {trace.stop}"))
     lines += [Text(f"{error.name}: {error.message}", style="red") for error in trace.errors]
     return lines
+
+
+def _left_out(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
+    """How many calls are not trained; each of them says why."""
+    if not untrained:
+        return []
+    nodes = ", ".join(f"[{node}]" for node in untrained)
+    return [Text(f"{len(untrained)} of {len(trace.calls)} calls are left out of training: {nodes}", style="dim")]
 
 
 def _title(trace: Trace) -> Text:

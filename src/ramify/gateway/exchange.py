@@ -34,6 +34,8 @@ class Request:
     """How often the client says it has sent this request before."""
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
     """What the media parts of the messages show, by hash."""
+    remote: bool = False
+    """Whether it came over the endpoint; False for the harness in this process."""
 
 
 @dataclass(frozen=True, slots=True)

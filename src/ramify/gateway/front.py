@@ -125,6 +125,7 @@ async def _read(http: HttpRequest, dialect: Dialect, session: Session) -> Asked:
         after=None if asked.continues is None else session.node_of(asked.continues),
         retry=http.headers.get("idempotency-key"),
         retries=int(sent) if sent.isdecimal() else 0,
+        remote=True,
     )
     return replace(asked, request=request)
 

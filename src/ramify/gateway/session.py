@@ -24,6 +24,7 @@ from ramify.gateway.conversations import Conversations, Said
 from ramify.gateway.exchange import Finish, Reply, Request
 from ramify.gateway.policy import Policy, Prepared, Sampled
 from ramify.gateway.recording import Recorder
+from ramify.gateway.selection import SelectedCall
 from ramify.gateway.wishes import call_seed, effective, recorded, stop_strings
 from ramify.render import History
 from ramify.trace import Call, Media, Trace
@@ -65,6 +66,10 @@ class Session:
         """Calls that failed, for whoever runs an agent that does not tell."""
         self.watch: Callable[[Reply], None] | None = None
         """Called with every reply that was recorded."""
+        self.agent_runs = True
+        """Whether calls are the agent's; False before and after its time, when hooks may call."""
+        self.calls: list[SelectedCall] = []
+        """The trainable calls that were recorded, with what decides whether they are trained."""
         self.clock = StallClock()
         """How long its calls waited for an engine that made no progress."""
         self._budget = Budget(limits)
@@ -182,7 +187,7 @@ class Session:
         return reply.history
 
     async def _call(self, request: Request, policy: Policy, end: Said) -> Reply:
-        start = time.time()
+        start, by_agent = time.time(), self.agent_runs
         self._enter()
         try:
             async with asyncio.timeout(self.deadline) as scope:
@@ -204,7 +209,10 @@ class Session:
                         start,
                         time.time(),
                     )
-                    return self._record(policy, end, prepared, sampled, call, grant)
+                    reply = self._record(policy, end, prepared, sampled, call, grant)
+                    if policy.trainable and policy is self.policy:
+                        self._note_call(request, end, reply.node, by_agent=by_agent)
+                    return reply
                 finally:
                     self._budget.settle(grant)
         except TimeoutError as error:
@@ -218,6 +226,13 @@ class Session:
             raise
         finally:
             self._exit()
+
+    def _note_call(self, request: Request, end: Said, node: int, *, by_agent: bool) -> None:
+        """Keep what decides whether a recorded call is trained."""
+        last = end.last
+        opening = tuple(end.since(None)) if last is None else ()
+        continues = None if last is None else last.node
+        self.calls.append(SelectedCall(node, opening, continues, bool(request.tools), request.remote, by_agent))
 
     def _wishes(self, request: Request, end: Said) -> Sampling:
         seed = call_seed(self.seed, end.digest, end.started)

@@ -26,7 +26,9 @@ class Harness(ABC):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a trace says about its agent."""
-        return self.config.model_dump(mode="json", exclude_defaults=True, include={"timeout"}) | {"id": self.config.id}
+        return self.config.model_dump(mode="json", exclude_defaults=True, include={"timeout", "train"}) | {
+            "id": self.config.id
+        }
 
     def check(self, hooks: Hooks, runtime: Runtime) -> None:
         """Refuse, with ConfigInvalid, a taskset or runtime that this harness can do nothing with."""

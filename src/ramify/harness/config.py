@@ -1,5 +1,7 @@
 """What a harness can be told; importable without anything that runs."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from ramify.config import Config
@@ -22,6 +24,8 @@ class HarnessConfig(Config):
     id: str = "chat"
     timeout: float = Field(default=600.0, gt=0)
     """Seconds the agent has for a task that does not say otherwise."""
+    train: Literal["main", "all"] = "main"
+    """Which calls are trained: those of the agent's conversations about the task, or every call of the policy."""
     models: dict[str, ServedModel] = {}
     """Models that the agent may ask for by these names; every other name is answered by the policy."""
 

@@ -27,6 +27,14 @@ def opening(task: Task) -> tuple[list[Message], dict[str, Media]]:
     return messages, media
 
 
+def prompt_texts(task: Task) -> list[str]:
+    """Return the texts that the user says in the task's prompt."""
+    if isinstance(task.prompt, str):
+        return [task.prompt]
+    contents = [message.get("content") for message in task.prompt or () if message.get("role") == "user"]
+    return [content for content in contents if isinstance(content, str)]
+
+
 def _message(plain: Mapping[str, Any], media: dict[str, Media]) -> Message:
     if plain["role"] not in ROLES:
         raise ValueError(f"role {plain['role']!r}, expected one of {', '.join(ROLES)}")

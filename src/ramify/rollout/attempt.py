@@ -26,7 +26,9 @@ from ramify.errors import (
     ValueRefused,
 )
 from ramify.gateway.policy import Policy
+from ramify.gateway.selection import left_out
 from ramify.gateway.session import Session
+from ramify.harness.opening import prompt_texts
 from ramify.rollout.deadline import HarnessDeadline
 from ramify.rollout.environment import Environment
 from ramify.rollout.patient import PatientRuntime
@@ -119,6 +121,7 @@ class Attempt:
             deadline=self.limit + source.timeouts.engine_stall,
             retries=source.model_retries,
         )
+        self.session.agent_runs = False
         self.context = Context(task, self.trace, self.runtime, random.Random(chance))
         self._gateway, self._watch, self._train = gateway, watch, train
         if watch is not None:
@@ -134,6 +137,7 @@ class Attempt:
             await _surely(self._close())
         self.trace.timing.model = self.session.model_seconds
         self.trace.timing.stalled = self.session.clock.seconds
+        self._leave_out_calls()
         _seal(self.trace)
         self._tell("done")
         return Episode((self.trace,))
@@ -153,6 +157,12 @@ class Attempt:
             await self.judge()
         except RamifyError as error:
             self._note(error)
+
+    def _leave_out_calls(self) -> None:
+        """Mark the calls that are not trained."""
+        if self.env.harness.config.train == "main":
+            for node, reason in sorted(left_out(self.session.calls, prompt_texts(self.task)).items()):
+                self.trace.leave_out(node, reason)
 
     async def judge(self) -> None:
         """Let the environment look at what came of it."""
@@ -174,7 +184,11 @@ class Attempt:
 
     async def converse(self, tools: ToolSet, user: User | None) -> str:
         """Let the agent work; returns why it stopped."""
-        return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
+        self.session.agent_runs = True
+        try:
+            return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
+        finally:
+            self.session.agent_runs = False
 
     async def _phase(self, name: str, limit: within | HarnessDeadline, work: Coroutine[Any, Any, Any]) -> Any:
         """One phase, timed and limited; what it raises without a name of ours is the environment's fault."""

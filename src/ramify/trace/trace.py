@@ -116,6 +116,11 @@ class Trace(Header, kw_only=True, eq=False):
         paths = (graph.slices(leaf) for leaf in self.leaves)
         return [Flat(_joined(ids, path), _joined(mask, path), _joined(logprobs, path)) for path in paths]
 
+    def leave_out(self, node: int, reason: str) -> None:
+        """Keep a call from being trained; `info["untrained"]` has the reason."""
+        self.graph.nodes.view["trainable"][node] = False
+        self.info["untrained"] = [*self.info.get("untrained", []), {"node": node, "reason": reason}]
+
     @property
     def calls(self) -> list[int]:
         """Nodes that the policy sampled."""
