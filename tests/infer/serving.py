@@ -21,6 +21,9 @@ class ByteRenderer:
     def encode(self, text: str) -> list[int]:
         return [ord(character) - 28 for character in text if 4 <= ord(character) - 28 < 96]
 
+    def spell(self, token: int) -> str:
+        return chr(token + 28) if token >= 4 else f"<{token}>"
+
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(token + 28) for token in ids if token >= 4)
 

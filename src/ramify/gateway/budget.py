@@ -76,7 +76,9 @@ class Budget:
         for name, most in (("seq_len", limits.seq_len), ("the model's length", longest)):
             if most is not None:
                 if length >= most:
-                    raise ContextOverflow(f"the prompt has {length} tokens, and {name} is {most}")
+                    raise ContextOverflow(
+                        f"This model's maximum context length is {most} tokens ({name}); the prompt has {length} tokens"
+                    )
                 wanted = min(wanted, most - length)
         held_in = sum(grant.input for grant in self._held)
         held_out = sum(grant.output for grant in self._held)

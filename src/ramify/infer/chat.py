@@ -10,6 +10,8 @@ from ramify.infer.rendering import Prompt
 from ramify.render import Rendered, Renderer
 from ramify.trace import Message, ToolCall
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 class TemplateChat:
     """The server's `ChatRenderer` over any `ramify.render.Renderer`."""
@@ -25,6 +27,8 @@ class TemplateChat:
             rendered = self._renderer.render(found, tools or ())
         except TemplateRefused as error:
             raise RequestInvalid(f"messages: {error.message}") from error
+        except RecursionError as error:
+            raise RequestInvalid("messages or tools: nested too deeply for the chat template") from error
         return Prompt(rendered.ids.tolist(), rendered)
 
     def parse(self, ids: Sequence[int], prompt: Prompt) -> dict[str, Any]:
@@ -43,6 +47,9 @@ class TemplateChat:
     def encode(self, text: str) -> list[int]:
         return self._renderer.tokenizer.encode(text).ids.tolist()
 
+    def spell(self, token: int) -> str:
+        return self._renderer.tokenizer.decode([token])
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._renderer.tokenizer.decode(list(ids), special=False)
 
@@ -50,8 +57,8 @@ class TemplateChat:
 def _message(number: int, said: Mapping[str, Any]) -> Message:
     key = f"messages.{number}"
     role = said.get("role")
-    if not isinstance(role, str):
-        raise RequestInvalid(f"{key}.role: expected a string, got {role!r}")
+    if role not in ROLES:
+        raise RequestInvalid(f"{key}.role: expected one of {', '.join(ROLES)}, got {role!r}")
     calls = said.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RequestInvalid(f"{key}.tool_calls: expected a list, got {calls!r}")

@@ -17,7 +17,7 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.metrics import Counters
 from ramify.infer.request import Request, Sampling
 from ramify.infer.runner import Runner, scored, wanted
-from ramify.infer.sampler import logprobs_of, sample
+from ramify.infer.sampler import logprobs_of, sample, top_logprobs_of
 from ramify.infer.scheduler import Chunk, Scheduler
 from ramify.model.load import LoadedModel
 from ramify.model.version import Version
@@ -29,7 +29,9 @@ LOOKOUT = 0.2  # seconds between two looks at the deadlines
 
 def overflow(tokens: str, limit: int) -> ContextOverflow:
     """The refusal of a prompt that leaves no room for a reply."""
-    return ContextOverflow(f"the prompt has {tokens} tokens, the limit is {limit} for prompt and reply together")
+    # Clients that shorten a conversation know an overflow by the first words.
+    most = f"This model's maximum context length is {limit} tokens, for prompt and reply together"
+    return ContextOverflow(f"{most}; the prompt has {tokens} tokens. Shorten it, or serve a larger max_model_len.")
 
 
 class Core:
@@ -152,6 +154,8 @@ class Core:
                 targets = request.prompt[chunk.start + 1 : chunk.stop + 1]
                 found = logprobs_of(rows[: len(targets)], torch.tensor(targets, device=rows.device))
                 request.prompt_logprobs[chunk.start + 1 :] = found.tolist()
+                top = top_logprobs_of(rows[: len(targets)], request.sampling.prompt_top_logprobs)
+                request.prompt_top[chunk.start + 1 :] = top
             if chunk.last:
                 rest.append(rows[-1:])
         return torch.cat(rest) if rest else logits[:0]

@@ -82,6 +82,7 @@ class Stream:
             finish=finish,
             top=request.top[start:stop],
             prompt_logprobs=request.prompt_logprobs if start == 0 else [],
+            prompt_top=request.prompt_top if start == 0 else [],
             cached=request.cached,
         )
 

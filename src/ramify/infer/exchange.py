@@ -127,6 +127,12 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+def status_of(error: RamifyError) -> int:
+    """The status that a failure's name decides."""
+    return STATUS.get(type(error), 500)
+
+
 def refusal(error: RamifyError) -> dict[str, Any]:
-    """A failure with its name, and the status that the name decides."""
-    return {"error": {"message": error.message, "type": error.name, "code": STATUS.get(type(error), 500)}}
+    """A failure with its name; its code is the status, or the word by which clients know that a prompt is too long."""
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else status_of(error)
+    return {"error": {"message": error.message, "type": error.name, "code": code}}

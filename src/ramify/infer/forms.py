@@ -5,7 +5,7 @@ This is all that the two endpoints in OpenAI's shape differ in. Everything else 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from ramify.infer.rendering import ChatRenderer, Prompt
 from ramify.infer.request import Completion
@@ -13,6 +13,14 @@ from ramify.infer.text import TextStream
 
 Decode = Callable[[Sequence[int]], str]
 Rivals = list[list[tuple[int, float]]]
+
+
+class Shown(NamedTuple):
+    """Tokens that an answer shows, with their logprobs and rivals; the first token of a prompt has neither."""
+
+    tokens: list[int]
+    logprobs: list[float] | list[float | None]
+    top: Rivals
 
 
 @dataclass(slots=True)
@@ -24,6 +32,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: Rivals = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top: Rivals = field(default_factory=list)
     finish: str | None = None
 
     def take(self, part: Completion) -> str:
@@ -31,6 +41,8 @@ class Sample:
         self.tokens += part.tokens
         self.logprobs += part.logprobs
         self.top += part.top
+        self.prompt_logprobs += part.prompt_logprobs
+        self.prompt_top += part.prompt_top
         new = self.text.feed(part.tokens, last=part.finish is not None)
         self.finish = "stop" if self.text.stopped else part.finish
         return new
@@ -42,6 +54,7 @@ class Form(Protocol):
     prefix: ClassVar[str]
     object: ClassVar[str]
     chunk: ClassVar[str]
+    prompt_logprobs_in_choice: ClassVar[bool]
 
     @property
     def decode(self) -> Decode:
@@ -56,7 +69,15 @@ class Form(Protocol):
         """What a sample has grown by."""
         ...
 
-    def logprobs(self, tokens: list[int], logprobs: list[float], top: Rivals) -> dict[str, Any]:
+    def shown(self, sample: Sample) -> Shown:
+        """The tokens of a finished sample that have logprobs in the answer."""
+        ...
+
+    def count(self, sample: Sample) -> int:
+        """How many sampled tokens the answer shows."""
+        ...
+
+    def logprobs(self, tokens: list[int], logprobs: Sequence[float | None], top: Rivals) -> dict[str, Any]:
         """The logprobs of some of its tokens."""
         ...
 
@@ -68,22 +89,52 @@ class TextForm:
     prefix: ClassVar[str] = "cmpl"
     object: ClassVar[str] = "text_completion"
     chunk: ClassVar[str] = "text_completion"
+    prompt_logprobs_in_choice: ClassVar[bool] = True
 
     decode: Decode
+    echo: bool = False
+    """Whether the answer begins with the prompt."""
+    only_prompt: bool = False
+    """Whether the answer ends with it too."""
 
     def whole(self, sample: Sample) -> dict[str, Any]:
-        return {"text": sample.text.text, "finish_reason": sample.finish}
+        prompt = self.decode(sample.prompt) if self.echo else ""
+        if self.only_prompt:
+            return {"text": prompt, "finish_reason": "length"}
+        return {"text": prompt + sample.text.text, "finish_reason": sample.finish}
+
+    def shown(self, sample: Sample) -> Shown:
+        sampled = Shown([], [], []) if self.only_prompt else Shown(sample.tokens, sample.logprobs, sample.top)
+        if not self.echo:
+            return sampled
+        return Shown(
+            sample.prompt + sampled.tokens,
+            [*sample.prompt_logprobs, *sampled.logprobs],
+            sample.prompt_top + sampled.top,
+        )
+
+    def count(self, sample: Sample) -> int:
+        return 0 if self.only_prompt else len(sample.tokens)
 
     def part(self, sample: Sample, new: str, *, first: bool) -> dict[str, Any]:
         return {"text": new, "finish_reason": sample.finish}
 
-    def logprobs(self, tokens: list[int], logprobs: list[float], top: Rivals) -> dict[str, Any]:
-        spelled = [{self.decode([other]): value for other, value in row} for row in top]
+    def logprobs(self, tokens: list[int], logprobs: Sequence[float | None], top: Rivals) -> dict[str, Any]:
+        spelled = [self._rivals(*each) for each in zip(tokens, logprobs, top)]
         return {
             "tokens": [self.decode([token]) for token in tokens],
             "token_logprobs": logprobs,
             "top_logprobs": spelled,
         }
+
+    def _rivals(self, token: int, logprob: float | None, row: list[tuple[int, float]]) -> dict[str, float] | None:
+        """The likeliest tokens by their text, and the token itself; of two with one text the likelier is shown."""
+        if logprob is None:
+            return None
+        rivals: dict[str, float] = {}
+        for other, value in [*row, (token, logprob)]:
+            rivals.setdefault(self.decode([other]), value)
+        return rivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +144,7 @@ class ChatForm:
     prefix: ClassVar[str] = "chatcmpl"
     object: ClassVar[str] = "chat.completion"
     chunk: ClassVar[str] = "chat.completion.chunk"
+    prompt_logprobs_in_choice: ClassVar[bool] = False
 
     renderer: ChatRenderer
     prompt: Prompt
@@ -122,7 +174,13 @@ class ChatForm:
             call.setdefault("index", number)
         return {"delta": delta, "finish_reason": whole["finish_reason"]}
 
-    def logprobs(self, tokens: list[int], logprobs: list[float], top: Rivals) -> dict[str, Any]:
+    def shown(self, sample: Sample) -> Shown:
+        return Shown(sample.tokens, sample.logprobs, sample.top)
+
+    def count(self, sample: Sample) -> int:
+        return len(sample.tokens)
+
+    def logprobs(self, tokens: list[int], logprobs: Sequence[float | None], top: Rivals) -> dict[str, Any]:
         return {
             "content": [
                 {**self._spelled(token, logprob), "top_logprobs": [self._spelled(*other) for other in row]}
@@ -130,6 +188,6 @@ class ChatForm:
             ]
         }
 
-    def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
+    def _spelled(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self.decode([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -47,7 +47,7 @@ async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Resp
         "choices": [choice(index, result, logprobs=wanted) for index, result in enumerate(results)],
     }
     if knobs.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = _prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
+        answer["prompt_logprobs"] = spell_prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
     usage = sum(len(result.tokens) for result in results)
     answer["usage"] = {
         "prompt_tokens": len(body.token_ids),
@@ -80,7 +80,7 @@ def entries(part: Completion) -> list[dict[str, Any]]:
     return written
 
 
-def _prompt_logprobs(prompt: list[int], logprobs: list[float | None]) -> list[dict[str, Any] | None]:
+def spell_prompt_logprobs(prompt: list[int], logprobs: list[float | None]) -> list[dict[str, Any] | None]:
     """As vLLM spells them: a table from token id to logprob for each position, none for the first."""
     return [None if logprob is None else {str(token): {"logprob": logprob}} for token, logprob in zip(prompt, logprobs)]
 

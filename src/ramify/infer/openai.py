@@ -5,8 +5,8 @@ built once, or in parts while it grows. An endpoint only reads its own fields, a
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -15,15 +15,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from ramify.errors import RamifyError, RequestInvalid
-from ramify.infer.core import overflow
 from ramify.infer.engine import Engine, Stream
 from ramify.infer.exchange import DONE, Job, event, gather, merge, refusal, submit, watched
-from ramify.infer.forms import ChatForm, Decode, Form, Sample, TextForm
+from ramify.infer.forms import ChatForm, Decode, Form, Sample, Shown, TextForm
+from ramify.infer.generate import spell_prompt_logprobs
+from ramify.infer.prompts import read_prompts, render_chat
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.request import Completion
 from ramify.infer.schema import ChatBody, CompletionBody, TalkBody, read
 from ramify.infer.text import TextStream
-from ramify.render.offload import LARGE_CHARACTERS, LARGE_TOKENS, offload
+from ramify.render.offload import LARGE_TOKENS, offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class Talk:
     def whole(self, index: int) -> dict[str, Any]:
         """A choice that has finished."""
         sample = self.samples[index]
-        written = {"index": index, **self.form.whole(sample), **self._tokens(sample)}
+        written = {"index": index, **self.form.whole(sample), **self._tokens(self.form.shown(sample))}
+        if self.body.prompt_logprobs is not None and self.form.prompt_logprobs_in_choice:
+            written["prompt_logprobs"] = spell_prompt_logprobs(sample.prompt, sample.prompt_logprobs)
         return {**written, "prompt_token_ids": sample.prompt} if self.body.return_token_ids else written
 
     def part(self, index: int, new: str, piece: Completion) -> dict[str, Any]:
@@ -54,7 +57,7 @@ class Talk:
         first = len(sample.tokens) == len(piece.tokens)
         return {"index": index, **self.form.part(sample, new, first=first), **self._tokens(piece)}
 
-    def _tokens(self, said: Sample | Completion) -> dict[str, Any]:
+    def _tokens(self, said: Shown | Completion) -> dict[str, Any]:
         spelled = self.form.logprobs(said.tokens, said.logprobs, said.top) if self.logprobs else None
         return {"logprobs": spelled, "token_ids": said.tokens} if self.body.return_token_ids else {"logprobs": spelled}
 
@@ -62,11 +65,13 @@ class Talk:
 async def completions(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float) -> Response:
     """Continue text or token ids."""
     body = read(await http.body(), CompletionBody)
-    prompts = await _prompts(body.prompt, engine, renderer)
+    prompts = await read_prompts(body.prompt, engine, renderer)
     limit = 16 if body.max_tokens is None else body.max_tokens
-    form = TextForm(_decoder(renderer, body.stops))
+    only_prompt = body.echo and limit == 0  # the engine samples at least one token; it is left out of the answer
+    form = TextForm(_decoder(renderer, body.stops), body.echo, only_prompt)
     eos = _ends(engine, renderer)
-    return await _answer(http, engine, _talk(engine, body, form, prompts, eos, limit, body.logprobs), timeout)
+    talk = _talk(engine, body, form, prompts, eos, 1 if only_prompt else limit, body.logprobs)
+    return await _answer(http, engine, talk, timeout)
 
 
 async def chat(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float) -> Response:
@@ -74,14 +79,10 @@ async def chat(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None,
     body = read(await http.body(), ChatBody)
     if renderer is None:
         raise RequestInvalid("this server has no renderer for its model, so it cannot chat; send token ids instead")
-    if not body.messages:
-        raise RequestInvalid("messages: at least one is needed")
     if body.tool_choice not in (None, "auto", "none"):
         raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
-    characters = _count_characters(body.messages)
-    _refuse_too_long(characters, engine, renderer)
-    prompt = await offload(characters >= LARGE_CHARACTERS, renderer.render, body.messages, tools)
+    prompt = await render_chat(body.messages, tools, engine, renderer)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = asked if asked is not None else max(1, engine.core.max_model_len - len(prompt.ids))
     top = (body.top_logprobs or 0) if body.logprobs else None
@@ -101,6 +102,8 @@ def _talk(
     """All samples that are asked for; with logprobs, and those of `top` rivals, unless that is None."""
     copies = range(body.copies)
     samplings = [body.sampling(eos=eos, max_tokens=max_tokens, top_logprobs=top or 0, copy=copy) for copy in copies]
+    if body.echo and top is not None:
+        samplings = [replace(each, prompt_logprobs=True, prompt_top_logprobs=top) for each in samplings]
     salt = body.cache_salt or ""
     jobs = [Job(prompt, sampling, salt, body.priority) for prompt in prompts for sampling in samplings]
     samples = [Sample(job.prompt, TextStream(form.decode, body.stops)) for job in jobs]
@@ -123,6 +126,9 @@ async def _answer(http: HttpRequest, engine: Engine, talk: Talk, timeout: float)
     large = sum(len(sample.tokens) for sample in talk.samples) >= LARGE_TOKENS
     choices = await offload(large, talk.choices)
     answer = {**_envelope(talk, talk.form.object), "choices": choices, "usage": _count(talk, streams)}
+    if talk.body.prompt_logprobs is not None and not talk.form.prompt_logprobs_in_choice:
+        first = talk.samples[0]
+        answer["prompt_logprobs"] = spell_prompt_logprobs(first.prompt, first.prompt_logprobs)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
@@ -160,7 +166,7 @@ def _envelope(talk: Talk, kind: str) -> dict[str, Any]:
 
 def _count(talk: Talk, streams: list[Stream]) -> dict[str, Any]:
     prompt = sum(len(prompt) for prompt in {id(job.prompt): job.prompt for job in talk.jobs}.values())
-    sampled = sum(len(sample.tokens) for sample in talk.samples)
+    sampled = sum(talk.form.count(sample) for sample in talk.samples)
     cached = {"cached_tokens": max((stream.request.cached for stream in streams), default=0)}
     return {
         "prompt_tokens": prompt,
@@ -168,41 +174,6 @@ def _count(talk: Talk, streams: list[Stream]) -> dict[str, Any]:
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": cached,
     }
-
-
-async def _prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
-    if isinstance(prompt, str) or (prompt and all(isinstance(entry, int) for entry in prompt)):
-        prompt = [prompt]
-    found: list[list[int]] = []
-    for entry in prompt:
-        if isinstance(entry, str):
-            if renderer is None:
-                raise RequestInvalid("prompt: this server has no tokenizer for its model; send token ids instead")
-            _refuse_too_long(len(entry), engine, renderer)
-            found.append(await offload(len(entry) >= LARGE_CHARACTERS, renderer.encode, entry))
-        elif isinstance(entry, list):
-            found.append(entry)
-        else:
-            raise RequestInvalid("prompt: expected text, token ids, or a list of either")
-    if not found:
-        raise RequestInvalid("prompt: at least one is needed")
-    return found
-
-
-def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How much text the messages show the model, without the space around it, which many templates trim."""
-    contents = [message.get("content") for message in messages]
-    texts = [content for content in contents if isinstance(content, str)]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    texts += [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    return sum(len(text.strip()) for text in texts)
-
-
-def _refuse_too_long(characters: int, engine: Engine, renderer: ChatRenderer) -> None:
-    """Refuse a text that has too many tokens whatever they are: to render it may take longer than to answer it."""
-    tokens, limit = characters // renderer.longest_token, engine.core.max_model_len
-    if tokens >= limit:
-        raise overflow(f"at least {tokens}", limit)
 
 
 def _ends(engine: Engine, renderer: ChatRenderer | None) -> frozenset[int]:

@@ -42,6 +42,10 @@ class ChatRenderer(Protocol):
         """Plain text as token ids, special tokens recognised."""
         ...
 
+    def spell(self, token: int) -> str:
+        """One token as it is written, special or not."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, without special tokens."""
         ...

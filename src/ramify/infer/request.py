@@ -60,6 +60,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    prompt_top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         cold = f"0, which is greedy, or a number of at least {COLDEST:g}"
@@ -74,6 +75,7 @@ class Sampling:
             ("top_k", self.top_k >= -1, "at least 0 (0 or -1 is off)", self.top_k),
             ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]", self.min_p),
             ("max_tokens", self.max_tokens >= 1, "at least 1", self.max_tokens),
+            ("prompt_top_logprobs", 0 <= self.prompt_top_logprobs <= 20, "0 to 20", self.prompt_top_logprobs),
             ("top_logprobs", 0 <= self.top_logprobs <= 20, "0 to 20", self.top_logprobs),
             *(("logit_bias", abs(by) <= HEAVIEST, f"-{HEAVIEST:g} to {HEAVIEST:g}", by) for _, by in self.logit_bias),
         ]
@@ -109,6 +111,7 @@ class Request:
     versions: list[tuple[Version, int]] = field(default_factory=list)  # and the sampled token each begins at
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are in the cache
     cached: int = 0  # tokens found there when it was first admitted
     blocks: list["Block"] = field(default_factory=list)
@@ -129,7 +132,7 @@ class Request:
         self.seed = random.getrandbits(64) if self.sampling.seed is None else self.sampling.seed & (1 << 64) - 1
         self.plain = self.sampling.plain
         if self.sampling.prompt_logprobs:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs, self.prompt_top = [None], [[]]
 
     @property
     def order(self) -> tuple[int, int]:
@@ -172,4 +175,5 @@ class Completion:
     finish: FinishReason | None
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     cached: int = 0

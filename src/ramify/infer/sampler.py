@@ -86,6 +86,15 @@ def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
     return scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)
 
 
+def top_logprobs_of(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The `count` likeliest tokens of each row with their logprobs; those equal what `logprobs_of` gives for them."""
+    if not count:
+        return [[] for _ in range(len(logits))]
+    scores = logits.float()
+    values, tokens = (scores - scores.logsumexp(-1, keepdim=True)).topk(count)
+    return [list(zip(*row)) for row in zip(tokens.tolist(), values.tolist())]
+
+
 def _scores(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Biased logits over temperature, float32, never the caller's own memory."""
     scores = logits.to(torch.float32, copy=True)

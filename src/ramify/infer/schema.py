@@ -5,7 +5,7 @@ and is not supported is refused by name, never ignored.
 """
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -13,10 +13,13 @@ from ramify.errors import RequestInvalid
 from ramify.infer.request import Sampling
 
 B = TypeVar("B")
+CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
 class Knobs(msgspec.Struct, kw_only=True):
     """What all ways to ask for tokens have in common."""
+
+    can_echo: ClassVar[bool] = False
 
     temperature: float | None = None
     top_p: float | None = None
@@ -37,6 +40,11 @@ class Knobs(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     best_of: int | None = None
     response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
     echo: bool = False
     suffix: str | None = None
 
@@ -80,8 +88,11 @@ class Knobs(msgspec.Struct, kw_only=True):
                 raise RequestInvalid(f"{name}: only {neutral} is supported, got {getattr(self, name)}")
         if self.response_format not in (None, {"type": "text"}):
             raise RequestInvalid("response_format: only text is supported")
-        if self.echo or self.suffix:
-            raise RequestInvalid("echo and suffix are not supported")
+        for name in CONSTRAINTS:
+            if getattr(self, name) is not None:
+                raise RequestInvalid(f"{name}: constrained decoding is not supported; leave it out, or use vLLM")
+        if self.suffix or (self.echo and not self.can_echo):
+            raise RequestInvalid(f"{'suffix' if self.suffix else 'echo'}: not supported here")
         if self.prompt_logprobs not in (None, 0, 1):
             raise RequestInvalid(
                 f"prompt_logprobs: only those of the prompt's own tokens, 0 or 1, not {self.prompt_logprobs}"
@@ -116,6 +127,12 @@ class TalkBody(Knobs, kw_only=True):
     cache_salt: str | None = None
     priority: int = 0
 
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
+        for name in ("echo", "prompt_logprobs"):
+            if self.stream and getattr(self, name) not in (None, False):
+                raise RequestInvalid(f"{name}: not supported in a stream; ask with stream = false")
+
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
@@ -125,6 +142,7 @@ class TalkBody(Knobs, kw_only=True):
 class CompletionBody(TalkBody, kw_only=True):
     """`POST /v1/completions`."""
 
+    can_echo: ClassVar[bool] = True
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
 
@@ -138,6 +156,22 @@ class ChatBody(TalkBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
 
 
 class PauseBody(msgspec.Struct):
@@ -157,6 +191,8 @@ def read(data: bytes, kind: type[B]) -> B:
     """The body as `kind`, or what is wrong with it."""
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
+    except RecursionError as error:
+        raise RequestInvalid("the body cannot be used: it is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError names the field
         raise RequestInvalid(f"the body cannot be used: {error}") from error
 

@@ -8,21 +8,24 @@ import asyncio
 import contextlib
 import gc
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ramify import __version__
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError, RequestInvalid
-from ramify.infer import openai
+from ramify.infer import openai, tokens
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
-from ramify.infer.exchange import ClientGone, refusal
+from ramify.infer.exchange import ClientGone, refusal, status_of
 from ramify.infer.generate import generate
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.schema import PauseBody, UpdateBody, read
@@ -30,23 +33,45 @@ from ramify.wire.guard import BrowserGuard
 from ramify.wire.http import HttpServer
 
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights")
+KINDS = {404: "not_found_error", 405: "method_not_allowed"}
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None, timeout: float = 3600.0) -> Starlette:
     """The application around a started engine."""
+    started = int(time.time())
 
     async def health(_: HttpRequest) -> Response:
         if engine.failure is not None:
             return JSONResponse({"status": "failed", "reason": engine.failure.message}, 503)
         return JSONResponse({"status": "paused" if engine.paused else "ok"})
 
-    async def models(_: HttpRequest) -> Response:
+    def card() -> dict[str, Any]:
         policy, incarnation, step = engine.core.version
         version = {"policy": policy, "incarnation": incarnation, "step": step}
-        card = {"id": name, "object": "model", "owned_by": "ramify", "max_model_len": engine.core.max_model_len}
-        how = {"version": version, "operators": engine.core.runner.operators}
-        return JSONResponse({"object": "list", "data": [{**card, **how}]})
+        length, operators = engine.core.max_model_len, engine.core.runner.operators
+        model = {"id": name, "object": "model", "created": started, "owned_by": "ramify", "max_model_len": length}
+        return {**model, "version": version, "operators": operators}
+
+    async def models(_: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    async def model(http: HttpRequest) -> Response:
+        if http.path_params["name"] != name:
+            raise HTTPException(404, f"this server has one model, {name}")
+        return JSONResponse(card())
+
+    async def version(_: HttpRequest) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def tokenize(http: HttpRequest) -> Response:
+        return await tokens.tokenize(http, engine, renderer)
+
+    async def detokenize(http: HttpRequest) -> Response:
+        return await tokens.detokenize(http, renderer)
+
+    async def tokenizer_info(_: HttpRequest) -> Response:
+        return await tokens.tokenizer_info(engine, renderer)
 
     async def metrics(_: HttpRequest) -> Response:
         return PlainTextResponse(engine.metrics(), media_type="text/plain; version=0.0.4")
@@ -79,29 +104,58 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
     async def chat(http: HttpRequest) -> Response:
         return await openai.chat(http, engine, renderer, timeout=timeout)
 
-    gets: dict[str, Handler] = {"/health": health, "/v1/models": models, "/metrics": metrics}
+    gets: dict[str, Handler] = {
+        "/health": health,
+        "/v1/models": models,
+        "/v1/models/{name:path}": model,
+        "/metrics": metrics,
+        "/version": version,
+        "/tokenizer_info": tokenizer_info,
+    }
     posts: dict[str, Handler] = {
         "/inference/v1/generate": generate_,
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
         "/pause": pause,
         "/resume": resume,
         "/update_weights": update_weights,
     }
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]  # most wanted first
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
-    handlers: dict[Any, Any] = {RamifyError: _refused, ClientGone: _gone, ClientDisconnect: _gone}
+    handlers: dict[Any, Any] = {
+        RamifyError: _refused,
+        ClientGone: _gone,
+        ClientDisconnect: _gone,
+        HTTPException: _unknown,
+        Exception: _failed,
+    }
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
 async def _refused(_: HttpRequest, error: RamifyError) -> Response:
-    body = refusal(error)
-    status = body["error"]["code"]
-    return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 503 else None)
+    status = status_of(error)
+    return JSONResponse(refusal(error), status, headers={"Retry-After": "1"} if status == 503 else None)
 
 
 async def _gone(_: HttpRequest, __: ClientGone | ClientDisconnect) -> Response:
     return Response(status_code=499)
+
+
+async def _unknown(http: HttpRequest, error: HTTPException) -> Response:
+    """A path or a method that nobody serves, or a model that is not here."""
+    kind = KINDS.get(error.status_code, "invalid_request_error")
+    said = {"message": f"{http.method} {http.url.path}: {error.detail}", "type": kind, "code": error.status_code}
+    return JSONResponse({"error": said}, error.status_code, headers=error.headers)
+
+
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    """A fault of the server's own. Starlette raises it again for the log, whereupon uvicorn closes the connection."""
+    said = f"{http.method} {http.url.path} failed: {type(error).__name__}: {error}; the server's log has the traceback"
+    return JSONResponse(
+        {"error": {"message": said, "type": "UnknownFailure", "code": 500}}, 500, {"Connection": "close"}
+    )
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,67 @@
+"""Text and conversations to token ids: refused if they cannot fit, encoded beside the event loop if they are large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ramify.errors import RequestInvalid
+from ramify.infer.core import overflow
+from ramify.infer.engine import Engine
+from ramify.infer.rendering import ChatRenderer, Prompt
+from ramify.render.offload import LARGE_CHARACTERS, offload
+
+
+async def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    engine: Engine,
+    renderer: ChatRenderer,
+) -> Prompt:
+    """The prompt for the next assistant turn."""
+    if not messages:
+        raise RequestInvalid("messages: at least one is needed")
+    characters = _count_characters(messages)
+    _refuse_too_long(characters, engine, renderer)
+    return await offload(characters >= LARGE_CHARACTERS, renderer.render, messages, tools)
+
+
+async def encode_text(text: str, engine: Engine, renderer: ChatRenderer) -> list[int]:
+    """The tokens of a text."""
+    _refuse_too_long(len(text), engine, renderer)
+    return await offload(len(text) >= LARGE_CHARACTERS, renderer.encode, text)
+
+
+async def read_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
+    """The prompts of `/v1/completions`: one text or list of token ids, or a list of either."""
+    if isinstance(prompt, str) or (prompt and all(isinstance(entry, int) for entry in prompt)):
+        prompt = [prompt]
+    prompts: list[list[int]] = []
+    for entry in prompt:
+        if isinstance(entry, str):
+            if renderer is None:
+                raise RequestInvalid("prompt: this server has no tokenizer for its model; send token ids instead")
+            prompts.append(await encode_text(entry, engine, renderer))
+        elif isinstance(entry, list):
+            prompts.append(entry)
+        else:
+            raise RequestInvalid("prompt: expected text, token ids, or a list of either")
+    if not prompts:
+        raise RequestInvalid("prompt: at least one is needed")
+    return prompts
+
+
+def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How much text the messages show the model, without the space around it, which many templates trim."""
+    contents = [message.get("content") for message in messages]
+    texts = [content for content in contents if isinstance(content, str)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    texts += [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return sum(len(text.strip()) for text in texts)
+
+
+def _refuse_too_long(characters: int, engine: Engine, renderer: ChatRenderer) -> None:
+    """Refuse a text that has too many tokens whatever they are: to render it may take longer than to answer it."""
+    tokens, limit = characters // renderer.longest_token, engine.core.max_model_len
+    if tokens >= limit:
+        raise overflow(f"at least {tokens}", limit)

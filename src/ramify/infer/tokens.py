@@ -1,0 +1,63 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokens that the other endpoints make of text, in vLLM's shape.
+
+No special tokens are added to a text, because `/v1/completions` adds none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ramify.errors import RequestInvalid
+from ramify.infer.engine import Engine
+from ramify.infer.prompts import encode_text, render_chat
+from ramify.infer.rendering import ChatRenderer
+from ramify.infer.schema import DetokenizeBody, TokenizeBody, read
+from ramify.render.offload import LARGE_TOKENS, offload
+
+
+async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None) -> Response:
+    """The tokens of a text, or of the prompt for a conversation."""
+    body = read(await http.body(), TokenizeBody)
+    known = _require(renderer)
+    if body.add_special_tokens:
+        raise RequestInvalid("add_special_tokens: this server adds none to a text, so only false is supported")
+    if body.messages is not None:
+        ids = (await render_chat(body.messages, body.tools, engine, known)).ids
+    elif body.prompt is not None:
+        ids = await encode_text(body.prompt, engine, known)
+    else:
+        raise RequestInvalid("prompt or messages: one of them is needed")
+    strings = [known.spell(id) for id in ids] if body.return_token_strs else None
+    length = engine.core.max_model_len
+    return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
+
+
+async def detokenize(http: HttpRequest, renderer: ChatRenderer | None) -> Response:
+    """The text of some tokens."""
+    body = read(await http.body(), DetokenizeBody)
+    known = _require(renderer)
+    if any(not 0 <= token < 2**31 for token in body.tokens):
+        raise RequestInvalid("tokens: expected token ids")
+    text = await offload(len(body.tokens) >= LARGE_TOKENS, known.decode, body.tokens)
+    return _json({"prompt": text})
+
+
+async def tokenizer_info(engine: Engine, renderer: ChatRenderer | None) -> Response:
+    """The token that ends a text, as evaluation tools ask for it."""
+    known = _require(renderer)
+    ends = sorted(engine.core.model.eos_ids) or sorted(known.stop_ids)
+    return _json({"eos_token": known.spell(ends[0]) if ends else None})
+
+
+def _require(renderer: ChatRenderer | None) -> ChatRenderer:
+    if renderer is None:
+        raise RequestInvalid("this server has no tokenizer for its model, so it knows no text; send token ids")
+    return renderer
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,191 @@
+"""What evaluation tools and client libraries expect beyond chat: scoring, tokens, names, errors in JSON."""
+
+import httpx
+import msgspec
+import pytest
+
+from ramify.infer.chat import TemplateChat
+from ramify.model.resolve import resolve
+from ramify.model.version import Version
+from ramify.render import load_renderer
+from tests.infer.llama import build_core, publish_as, write_llama
+from tests.infer.serving import ByteRenderer, served
+
+
+class FailingRenderer(ByteRenderer):
+    """Fails in a way that nobody has foreseen."""
+
+    def render(self, messages, tools):
+        if messages[0]["content"] == "fail":
+            raise LookupError("nobody has foreseen this")
+        return super().render(messages, tools)
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory):
+    home = tmp_path_factory.mktemp("models")
+    source = write_llama(home / "source", seed=3, positions=256)
+    directory = publish_as(home / "v1", source, Version("llama", 0, 1))
+    with (
+        served(build_core(directory, kv_tokens=4096, max_running=4), name="org/llama", renderer=FailingRenderer()) as (
+            url,
+            _,
+        ),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield client
+
+
+def complete(http, **fields):
+    response = http.post("/v1/completions", json={"seed": 1, "ignore_eos": True, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+# -- scoring a prompt --------------------------------------------------------------------------------------------------
+
+
+def test_echo_puts_the_prompt_and_its_logprobs_before_the_reply(http):
+    (choice,) = complete(http, prompt="hello", max_tokens=2, logprobs=2, echo=True)["choices"]
+    (plain,) = complete(http, prompt="hello", max_tokens=2, logprobs=2)["choices"]
+    ids = ByteRenderer().encode("hello")
+    body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
+    scores = http.post("/inference/v1/generate", json=body).json()["prompt_logprobs"]
+    assert choice["text"] == "hello" + plain["text"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [*"hello", *plain["logprobs"]["tokens"]]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    expected = [score[str(id)]["logprob"] for id, score in zip(ids[1:], scores[1:], strict=True)]
+    assert logprobs["token_logprobs"][1:5] == pytest.approx(expected, abs=1e-4)
+    assert logprobs["token_logprobs"][5:] == pytest.approx(plain["logprobs"]["token_logprobs"], abs=1e-4)
+    for token, value, top in zip(logprobs["tokens"][1:], logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:]):
+        assert 2 <= len(top) <= 3 and top[token] == value  # the token itself is always there
+        assert max(top.values()) >= value
+
+
+def test_echo_alone_scores_without_a_reply_and_marks_greedy_tokens_exactly(http):
+    (greedy,) = complete(http, prompt=[5, 6], max_tokens=6, temperature=0, return_token_ids=True)["choices"]
+    path = [5, 6, *greedy["token_ids"]]
+    answer = complete(http, prompt=[path, [5, 6, 7]], max_tokens=0, temperature=0, logprobs=1, echo=True)
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [8, 3]
+    assert answer["usage"]["completion_tokens"] == 0
+    scored = answer["choices"][0]["logprobs"]
+    assert all(
+        value == max(top.values()) for value, top in zip(scored["token_logprobs"][2:], scored["top_logprobs"][2:])
+    )
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert complete(http, prompt="hello", max_tokens=0, echo=True)["choices"][0]["text"] == "hello"
+
+
+def test_prompt_logprobs_are_given_where_they_are_asked_for(http):
+    (choice,) = complete(http, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=1)["choices"]
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None and [list(row) for row in rest] == [["6"], ["7"]]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    assert len(http.post("/v1/chat/completions", json=body).json()["prompt_logprobs"]) == 5
+    assert "prompt_logprobs" not in complete(http, prompt=[5, 6, 7], max_tokens=1)["choices"][0]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+DEEP = b'{"prompt": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+DEEP_TOOL = (
+    b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"]}"
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "type", "message"),
+    [
+        ("GET", "/nothing", None, 404, "not_found_error", "GET /nothing"),
+        ("GET", "/v1/models/other", None, 404, "not_found_error", "org/llama"),
+        ("GET", "/v1/completions", None, 405, "method_not_allowed", "GET /v1/completions"),
+        ("POST", "/health", b"{}", 405, "method_not_allowed", "POST /health"),
+        ("POST", "/v1/completions", DEEP, 400, "RequestInvalid", "nested"),
+        ("POST", "/v1/chat/completions", DEEP_TOOL, 400, "RequestInvalid", "nested"),
+        ("POST", "/tokenize", {"prompt": "x", "add_special_tokens": True}, 400, "RequestInvalid", "add_special_tokens"),
+        ("POST", "/tokenize", {}, 400, "RequestInvalid", "prompt or messages"),
+        ("POST", "/v1/completions", {"prompt": "x", "echo": True, "stream": True}, 400, "RequestInvalid", "echo"),
+        ("POST", "/v1/completions", {"prompt": "x", "prompt_logprobs": 5}, 400, "RequestInvalid", "prompt_logprobs"),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": "x", "prompt_logprobs": 1, "stream": True},
+            400,
+            "RequestInvalid",
+            "prompt_logprobs",
+        ),
+        ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "RequestInvalid", "max_tokens"),
+        ("POST", "/v1/completions", {"prompt": "x", "presence_penalty": 1}, 400, "RequestInvalid", "presence_penalty"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [{"content": "x"}], "response_format": {"type": "json_object"}},
+            400,
+            "RequestInvalid",
+            "response_format",
+        ),
+        ("POST", "/v1/chat/completions", {"messages": [{"content": "x"}], "echo": True}, 400, "RequestInvalid", "echo"),
+        ("POST", "/v1/completions", {"prompt": "x", "guided_json": {}}, 400, "RequestInvalid", "guided_json"),
+        ("POST", "/v1/chat/completions", {"messages": [{"content": "fail"}]}, 500, "UnknownFailure", "LookupError"),
+    ],
+)
+def test_every_refusal_is_json_with_its_reason(http, method, path, body, status, type, message):
+    content = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+    response = http.request(method, path, content=content)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == (type, status)
+    assert message in error["message"]
+    assert http.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5] * 300}),
+        ("/v1/completions", {"prompt": "x" * 300}),
+        ("/v1/chat/completions", {"messages": [{"content": "x" * 255}]}),
+        ("/inference/v1/generate", {"token_ids": [5] * 300}),
+    ],
+)
+def test_context_overflow_has_the_code_and_the_words_that_clients_look_for(http, path, body):
+    response = http.post(path, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("ContextOverflow", "context_length_exceeded")
+    assert "This model's maximum context length is 256 tokens" in error["message"]
+
+
+# -- names and tokens --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_described_under_its_name(http):
+    (card,) = http.get("/v1/models").json()["data"]
+    assert http.get("/v1/models/org/llama").json() == card
+    assert isinstance(card["created"], int)
+
+
+def test_it_says_its_version(http):
+    from ramify import __version__
+
+    assert http.get("/version").json() == {"version": __version__}
+
+
+def test_text_becomes_the_tokens_that_a_completion_would_use_and_back(http):
+    answer = http.post("/tokenize", json={"prompt": "hello", "return_token_strs": True}).json()
+    ids = ByteRenderer().encode("hello")
+    assert answer == {"count": 5, "max_model_len": 256, "tokens": ids, "token_strs": [*"hello"]}
+    assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello"}
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert chat["tokens"] == ByteRenderer().render([{"content": "hi"}], None).ids
+    assert http.get("/tokenizer_info").json()["eos_token"] == "<2>"
+
+
+def test_unknown_roles_are_refused_by_name():
+    from ramify.errors import RequestInvalid
+
+    chat = TemplateChat(load_renderer(resolve("tiny")))
+    with pytest.raises(RequestInvalid, match=r"messages\.1\.role: expected .*, got 'wizard'"):
+        chat.render([{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}], None)
+    assert chat.spell(chat.render([{"role": "user", "content": "x"}], None).ids[0]).startswith("<")
