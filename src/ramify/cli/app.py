@@ -29,7 +29,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "rl": Command("ramify.cli.rl", "train a model on environments, all processes included; again to continue"),
     "eval": Command("ramify.cli.eval", "run a taskset with a model and see how well it does; again to continue"),
-    "why": Command("ramify.cli.why", "what a run is waiting for, or how it ended; --audit checks its ledger"),
+    "why": Command("ramify.cli.why", "what a run is waiting for, or how it ended; --audit checks its files and ledger"),
     "metrics": Command("ramify.cli.metrics", "the numbers of a run, while it lives and afterwards"),
     "plot": Command("ramify.cli.plot", "curves of one run or several, as a picture"),
     "show": Command("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),

@@ -6,8 +6,8 @@ from pathlib import Path
 from ramify.cli.paper import Paper
 from ramify.errors import ConfigInvalid
 from ramify.store import Row, RunStore
+from ramify.store.index import DATABASE, check_file
 from ramify.store.ledger import Ledger
-from ramify.store.store import DATABASE
 
 OUTPUTS = Path("outputs")
 WIDTH = 120  # columns where there is no terminal to ask
@@ -19,8 +19,9 @@ def open_named(name: str) -> RunStore:
 
 
 def run_path(name: str) -> Path:
-    """The run's directory."""
+    """Return the run's directory. Raises RunDamaged for one that has lost its index."""
     for path in (Path(name), OUTPUTS / name):
+        check_file(path)
         if (path / DATABASE).is_file():
             return path
     raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUTS / name} is a directory with a {DATABASE}")

@@ -6,25 +6,30 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ramify.cli.parser import CommandParser
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, RamifyError
+
+if TYPE_CHECKING:
+    from ramify.store import RunStore
 
 EVENTS = 10  # the last so many are shown
 TAIL = 5  # lines of each log
 
 
 def run(args: Sequence[str]) -> int:
-    """Ask the run, or read what it left behind; with --audit, check its ledger."""
+    """Ask the run, or read what it left behind; with --audit, check its files and its ledger."""
     asked = _parser().parse_args(args)
     from ramify.cli.runs import run_path  # loaded here, not for help
     from ramify.launch.asking import live
 
     path = run_path(asked.run)
-    _check_kind(path)
     if asked.audit:
         return _audit(path)
+    _check_kind(path)
     client = live(path)
     if client is not None:
         _alive(client.ask("/status"), client.ask("/why"), client.ask("/dropped"))
@@ -109,20 +114,35 @@ def _tail(log: Path) -> list[str]:
 
 
 def _audit(path: Path) -> int:
-    from ramify.launch.asking import is_finished
+    """Print what is wrong with the run's files and its ledger; return the exit code."""
     from ramify.store import RunStore
-    from ramify.store.audit import audit
-    from ramify.store.ledger import Ledger
+    from ramify.store.integrity import check_storage
 
     with RunStore.open(path, write=False) as store:
-        ledger = Ledger.read(store)
-        problems = audit(ledger, finished=is_finished(store))
-        groups, marks = len(ledger.groups()), ledger.marks()
+        problems = check_storage(store)
+        try:
+            told, lines = _audit_ledger(store)
+        except (RamifyError, msgspec.MsgspecError, ValueError, TypeError) as error:
+            told, lines = "no ledger", [f"the ledger cannot be read: {type(error).__name__}: {error}"]
+    problems += lines
     for problem in problems:
         print(problem)
     verdict = "nothing is lost, nothing counts twice" if not problems else f"{len(problems)} problems"
-    print(f"{path}: {groups} groups, {marks.committed} steps: {verdict}")
+    print(f"{path}: {told}: {verdict}")
     return 1 if problems else 0
+
+
+def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
+    """Return how much the ledger holds and what is wrong with it; a run of `ramify eval` has none."""
+    from ramify.launch.asking import is_finished
+    from ramify.store.audit import audit
+    from ramify.store.ledger import Ledger
+
+    if not Ledger.is_in(store):
+        return f"{len(store.rows())} rollouts", []
+    ledger = Ledger.read(store)
+    told = f"{len(ledger.groups())} groups, {ledger.marks().committed} steps"
+    return told, audit(ledger, finished=is_finished(store))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,6 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="ramify why", description=COMMANDS["why"].help)
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
     parser.add_argument(
-        "--audit", action="store_true", help="check that every group was trained once or dropped by name; exit 1 if not"
+        "--audit",
+        action="store_true",
+        help="check the database and the checksum of every stored trace, and that every group was trained once or "
+        "dropped by name; exit 1 if not",
     )
     return parser

@@ -281,6 +281,13 @@ class StorageFailed(RamifyError, blame="system", retryable=False):
     """
 
 
+class RunDamaged(RamifyError, blame="system", retryable=False):
+    """A run's directory holds traces, checkpoints or weights, but its index is missing or has lost its contents.
+
+    Nothing was changed: restore `run.sqlite` from a copy, or begin anew with `--fresh`, which deletes nothing.
+    """
+
+
 class RunBusy(RamifyError, blame="system", retryable=True):
     """The run directory is held by another process.
 

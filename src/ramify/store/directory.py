@@ -51,7 +51,7 @@ def open_run(
 def _opened(path: Path, identity: Mapping[str, Any], fresh: bool, accept: bool | None) -> RunStore:
     if fresh and path.exists():
         set_aside(path)
-    store = RunStore.open(path)
+    store = RunStore.open(path, required=IDENTITY)
     try:
         _identify(store, dict(identity), accept)
     except BaseException:

@@ -39,10 +39,15 @@ class Ledger:
         store.change(_create).result(OPENING)
         return cls(store)
 
+    @staticmethod
+    def is_in(store: RunStore) -> bool:
+        """Whether the run has a ledger: it trains, or has trained."""
+        return bool(store.select("SELECT 1 FROM sqlite_master WHERE name = 'groups'"))
+
     @classmethod
     def read(cls, store: RunStore) -> Self:
         """The ledger of a run that is open to be read. Raises ConfigInvalid if the run never trained."""
-        if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'groups'"):
+        if not cls.is_in(store):
             raise ConfigInvalid(f"{store.path} has no ledger: it is no training run")
         return cls(store)
 

@@ -8,6 +8,7 @@ known length is cut before the next frame is written.
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -88,6 +89,29 @@ class Segments:
         if len(packed) != length or zlib.crc32(packed) != checksum:
             raise TraceCorrupt(f"{path}: bytes [{place.start}, {place.stop}) are not the frame that was written there")
         return zstandard.ZstdDecompressor().decompress(packed)
+
+    def verify(self, known: dict[int, int]) -> Iterator[tuple[Place, str]]:
+        """Yield every frame of the segments, with what is wrong with it; all frames count, also superseded ones."""
+        for number, length in sorted(known.items()):
+            try:
+                data = self._path(number).read_bytes()
+            except OSError as error:
+                yield Place(number, 0, length), f"{self._path(number)} cannot be read: {error.strerror}"
+                continue
+            yield from self._verify(number, data, length)
+
+    def _verify(self, number: int, data: bytes, length: int) -> Iterator[tuple[Place, str]]:
+        start = 0
+        while start < length:
+            size, checksum = HEAD.unpack_from(data, start) if start + HEAD.size <= len(data) else (0, 0)
+            stop = start + HEAD.size + size
+            place = Place(number, start, stop)
+            if not size or stop > min(length, len(data)):
+                yield place, f"{self._path(number)}: no frame ends where the one at byte {start} should, of {length}"
+                return
+            broken = zlib.crc32(data[start + HEAD.size : stop]) != checksum
+            yield place, f"{self._path(number)}: bytes [{start}, {stop}) do not match their checksum" if broken else ""
+            start = stop
 
     def close(self) -> None:
         """Close the segment that is written to."""

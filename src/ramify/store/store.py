@@ -17,13 +17,14 @@ import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
 from ramify.store import rows
+from ramify.store.index import DATABASE, TRACES, check_contents, check_file
 from ramify.store.locks import name_holders, write_holder
 from ramify.store.rows import Place, Row
 from ramify.store.segment import Segments, sync_directory
 from ramify.store.writer import Apply, Writer, naming
 from ramify.trace import Episode, Trace, decode_episode, encode_episode
 
-DATABASE, LOCK, TRACES = "run.sqlite", "run.lock", "traces"
+LOCK = "run.lock"
 OPENING = 60.0  # seconds for a change that is waited for without a loop
 
 Kept = Sequence[Trace] | bytes | memoryview  # a rollout's traces, or its episode as it was encoded
@@ -34,12 +35,17 @@ class RunStore:
 
     def __init__(self, path: Path, lock: int, segments: Segments, reader: sqlite3.Connection, write: bool) -> None:
         self.path = path
-        self._lock, self._segments, self._reader = lock, segments, reader
+        self._lock, self.segments, self._reader = lock, segments, reader
         self._writer = Writer(path, segments, lambda: _connect(path)) if write else None
 
     @classmethod
-    def open(cls, path: Path, *, write: bool = True) -> Self:
-        """Open the run at `path`: to write, made if it is not there, torn ends cut; or only to read."""
+    def open(cls, path: Path, *, write: bool = True, required: str | None = None) -> Self:
+        """Open the run at `path`: to write, made if it is not there, torn ends cut; or only to read.
+
+        Raises RunDamaged where the directory holds results and the index knows nothing of them: it has no tables, or
+        not the fact called `required`, which whoever makes the run stores first.
+        """
+        check_file(path)
         if not write and not (path / DATABASE).is_file():
             raise ConfigInvalid(f"{path} is no run: it has no {DATABASE}")
         with naming(path):
@@ -48,6 +54,7 @@ class RunStore:
             lock = locked(path, write=write)
             try:
                 reader = _connect(path)
+                check_contents(path, reader, required)
                 segments = Segments(path / TRACES)
                 if write:
                     reader.executescript(rows.SCHEMA)
@@ -107,7 +114,7 @@ class RunStore:
             place = rows.place_of(self._reader, id)
         if place is None:
             raise KeyError(id)
-        data = self._segments.read(place)
+        data = self.segments.read(place)
         try:
             return decode_episode(data).traces
         except TraceCorrupt as error:

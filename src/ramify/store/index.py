@@ -1,0 +1,55 @@
+"""The index of a run, `run.sqlite`, and whether it can be the one of the directory it lies in.
+
+Whatever the index does not know is cut away when a run is opened: an unfinished write never happened. An index that was
+lost or emptied would therefore take all traces and checkpoints with it. So a directory that holds results beside an
+index that knows nothing is refused before anything in it is touched.
+"""
+
+import sqlite3
+from pathlib import Path
+
+from ramify.errors import RunDamaged
+
+DATABASE, TRACES = "run.sqlite", "traces"
+
+
+def check_file(path: Path) -> None:
+    """Raise RunDamaged where the directory holds results, and the index is missing or empty."""
+    file = path / DATABASE
+    if not file.is_file():
+        _refuse(path, "is missing")
+    elif not file.stat().st_size:
+        _refuse(path, "is empty")
+
+
+def check_contents(path: Path, connection: sqlite3.Connection, required: str | None) -> None:
+    """Raise RunDamaged where the directory holds results, and the index has no tables or lacks the required fact."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
+        _refuse(path, "has no tables")
+    elif required and not connection.execute("SELECT 1 FROM facts WHERE key = ?", (required,)).fetchone():
+        _refuse(path, "has lost its contents")
+
+
+def describe_results(path: Path) -> str:
+    """Say what a directory holds that a run has made; nothing where it holds none."""
+    counts = {
+        "trace segment": sum(file.stat().st_size > 0 for file in path.glob(f"{TRACES}/*.seg")),
+        "checkpoint": sum(1 for _ in path.glob("checkpoints/step_*")),
+        "version of the weights": sum(1 for _ in path.glob("weights/*/*.safetensors")),
+    }
+    named = {name: f"{count} {name if count == 1 else _plural(name)}" for name, count in counts.items() if count}
+    return ", ".join(named.values())
+
+
+def _plural(name: str) -> str:
+    head, _, rest = name.partition(" of ")
+    return f"{head}s of {rest}" if rest else f"{head}s"
+
+
+def _refuse(path: Path, what: str) -> None:
+    if results := describe_results(path):
+        raise RunDamaged(
+            f"{path / DATABASE} {what}, but the directory holds {results}; nothing was changed. Restore the file (and "
+            f"{DATABASE}-wal, if there is one) from a copy of the run; or give the command with --fresh, which moves "
+            f"the directory aside and begins anew. Weights in it can still be used as a model, with -m PATH"
+        )

@@ -1,0 +1,59 @@
+"""Whether the files of a run are whole: its database, and every frame of its trace segments.
+
+SQLite checks its pages and indexes; a value that was changed inside a page it cannot notice. So the audit compares what
+the tables say with what they point to: every frame has its checksum, every rollout its frame, every row the reward of
+its trace. `ramify.store.audit` asks whether the ledger's rows agree with each other.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from ramify.errors import RamifyError, StorageFailed
+from ramify.store.index import DATABASE
+from ramify.store.rows import Place, Row
+from ramify.store.store import RunStore
+
+
+def check_storage(store: RunStore) -> list[str]:
+    """Return a line for everything that is damaged; nothing for a run that is whole."""
+    problems = list(_check_database(store))
+    try:
+        return problems + list(_check_traces(store))
+    except (RamifyError, msgspec.MsgspecError, ValueError, TypeError) as error:
+        return [*problems, f"{store.path}: the index cannot be read: {error}"]
+
+
+def _check_database(store: RunStore) -> Iterator[str]:
+    try:
+        found = [line for (line,) in store.select("PRAGMA integrity_check")]
+    except StorageFailed as error:
+        found = [error.message]
+    yield from (f"{store.path / DATABASE}: {line}" for line in found if line != "ok")
+
+
+def _check_traces(store: RunStore) -> Iterator[str]:
+    known: dict[int, int] = dict(store.select("SELECT number, length FROM segments"))
+    places = {id: Place(*place) for id, *place in store.select("SELECT id, segment, start, stop FROM rollouts")}
+    whole: set[Place] = set()
+    for place, problem in store.segments.verify(known):
+        if problem:
+            yield problem
+        else:
+            whole.add(place)
+    for row in store.rows():
+        if places[row.id] not in whole:
+            yield f"rollout {row.id}: its place in the segments, {tuple(places[row.id])}, holds no whole frame"
+        elif problem := _check_row(store, row):
+            yield problem
+
+
+def _check_row(store: RunStore, row: Row) -> str | None:
+    """Compare a row with the trace it points to."""
+    try:
+        trace = store.read(row.id)[0]
+    except (RamifyError, IndexError) as error:
+        return f"rollout {row.id}: its traces cannot be read: {error}"
+    if trace.reward != row.reward:
+        return f"rollout {row.id}: the index has reward {row.reward}, its trace {trace.reward}"
+    return None

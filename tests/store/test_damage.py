@@ -1,0 +1,162 @@
+"""Damage to a run's files is refused or reported by name, and nothing is deleted because of it."""
+
+import asyncio
+import sqlite3
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.app import main
+from ramify.errors import RunDamaged
+from ramify.store import Ledger, RunStore, open_run
+from ramify.store.integrity import check_storage
+from ramify.store.ledger import Group
+from tests.store.rollouts import rollout
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
+IDENTITY = {"model": "tiny"}
+
+
+def fill(path: Path, rollouts: int = 3) -> None:
+    async def add(store: RunStore) -> None:
+        ledger = Ledger.open(store)
+        await ledger.declare("reverse", 100)
+        for number in range(rollouts):
+            await ledger.issue(Group(number, "reverse", number, 1))
+            await ledger.sampled(number, 0, *rollout(number, text="a reply " * 50))
+
+    with open_run(path, IDENTITY) as store:
+        asyncio.run(add(store))
+
+
+@pytest.fixture
+def run():
+    """A training run with rollouts and a checkpoint."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        path = Path(folder) / "run"
+        fill(path)
+        (path / "checkpoints" / "step_000002").mkdir(parents=True)
+        (path / "checkpoints" / "step_000002" / "weights").write_bytes(b"weights")
+        (path / "config.toml").write_text("[[train]]\n")
+        yield path
+
+
+def remove(path: Path) -> None:
+    for file in path.glob("run.sqlite*"):
+        file.unlink()
+
+
+def empty(path: Path) -> None:
+    remove(path)
+    (path / "run.sqlite").touch()
+
+
+def drop_tables(path: Path) -> None:
+    remove(path)
+    sqlite3.connect(path / "run.sqlite").executescript("CREATE TABLE other (x); DROP TABLE other; VACUUM").close()
+
+
+def delete_rows(path: Path) -> None:
+    connection = sqlite3.connect(path / "run.sqlite", isolation_level=None)
+    for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+        connection.execute(f"DELETE FROM {table}")
+    connection.close()
+
+
+def results(path: Path) -> dict[str, bytes]:
+    files = [*path.glob("traces/*"), *path.glob("checkpoints/*/*")]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("damage", [remove, empty, drop_tables, delete_rows])
+def test_an_index_that_lost_its_contents_is_refused_and_nothing_is_touched(run, damage):
+    damage(run)
+    before = results(run)
+    assert any(before.values())
+    with pytest.raises(RunDamaged) as refused:
+        open_run(run, IDENTITY)
+    assert "1 trace segment, 1 checkpoint" in refused.value.message
+    assert "--fresh" in refused.value.message
+    assert results(run) == before
+    with open_run(run, IDENTITY, fresh=True) as store:
+        assert store.rows() == []
+    assert results(run.with_name("run.old-1")) == before
+
+
+@pytest.mark.parametrize("damage", [remove, empty, drop_tables])
+def test_readers_say_so_too(run, damage, capsys):
+    damage(run)
+    with pytest.raises(RunDamaged):
+        RunStore.open(run, write=False)
+    for command in (["show"], ["why"], ["why", "--audit"], ["metrics"]):
+        assert main([command[0], str(run), *command[1:]]) == 1
+        assert "RunDamaged" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_before_its_first_commit_is_continued(tmp_path):
+    with open_run(tmp_path / "run", IDENTITY):
+        pass
+    (tmp_path / "run" / "traces" / "000000.seg").write_bytes(b"a frame that no row points to")
+    with open_run(tmp_path / "run", IDENTITY) as store:
+        assert (store.path / "traces" / "000000.seg").stat().st_size == 0
+
+
+# -- the audit ---------------------------------------------------------------------------------------------------------
+
+
+def audit(run: Path, capsys) -> tuple[int, str]:
+    code = main(["why", str(run), "--audit"])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_the_audit_of_a_whole_run_finds_nothing(run, capsys):
+    assert audit(run, capsys)[0] == 0
+
+
+def test_the_audit_of_an_eval_looks_at_its_files(run, capsys):
+    (run / "config.toml").write_text("[taskset]\n")
+    assert audit(run, capsys)[0] == 0
+
+
+def test_a_changed_byte_anywhere_in_a_segment_is_found(run):
+    path = run / "traces" / "000000.seg"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), max(1, len(whole) // 40)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with RunStore.open(run, write=False) as store:
+            assert any("000000.seg" in line for line in check_storage(store)), at
+    path.write_bytes(whole[:-1])
+    with RunStore.open(run, write=False) as store:
+        assert any("000000.seg" in line for line in check_storage(store))
+    path.write_bytes(whole)
+
+
+def test_a_frame_that_no_rollout_points_to_any_more_is_checked_too(run):
+    with RunStore.open(run) as store:
+        asyncio.run(store.add(*rollout(0, text="another reply")))
+    path = run / "traces" / "000000.seg"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])  # of the rollout that was replaced
+    with RunStore.open(run, write=False) as store:
+        assert check_storage(store)
+        assert all(store.read(row.id) for row in store.rows())
+
+
+def test_a_page_of_the_database_that_is_lost_is_found(run, capsys):
+    sqlite3.connect(run / "run.sqlite").execute("PRAGMA wal_checkpoint(TRUNCATE)").connection.close()
+    path = run / "run.sqlite"
+    whole = path.read_bytes()
+    for page in range(1, len(whole) // 4096):
+        path.write_bytes(whole[: page * 4096] + bytes(4096) + whole[(page + 1) * 4096 :])
+        code, said = audit(run, capsys)
+        assert code == 1, page
+        assert "Traceback" not in said
+
+
+def test_a_reward_of_the_index_that_is_not_the_trace_s_is_found(run, capsys):
+    sqlite3.connect(run / "run.sqlite", isolation_level=None).execute("UPDATE rollouts SET reward = 9 WHERE id = 'r1'")
+    code, said = audit(run, capsys)
+    assert code == 1
+    assert "rollout r1: the index has reward 9.0, its trace 0.5" in said
