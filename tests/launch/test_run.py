@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from ramify.errors import ConfigInvalid, EnvironmentChanged, RunBusy, RunStalled
-from ramify.launch.carrying import _claimed, carry_out
+from ramify.launch.carrying import carry_out, claim
 from ramify.launch.dashboard import Quiet
 from ramify.launch.plan import Plan, plan_of
 from ramify.launch.process import Role
@@ -119,7 +119,7 @@ def test_the_record_says_where_the_run_can_be_asked_and_what_became_of_its_proce
 
 
 def test_a_run_has_one_supervisor(tmp_path):
-    with _claimed(tmp_path / "run"):
+    with claim(tmp_path / "run"):
         pass
     lock = str(tmp_path / ".run.lock")
     other = subprocess.Popen(

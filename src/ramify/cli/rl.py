@@ -43,10 +43,10 @@ def run(args: Sequence[str]) -> int:
     config = parse(RunConfig, spelled_out(rest), prog="ramify rl", own=OWN)
     if dry:
         from ramify.launch.plan import plan_of
-        from ramify.launch.tables import check_tables
+        from ramify.launch.preflight import check_start
 
         plan = plan_of(config, dry=True)
-        check_tables(config)
+        check_start(config, fresh=fresh, accept_changes=accept)
         dry_run(config, config.path, plan.lines(), leave=plan.write)
         return 0
     from ramify.cli.runs import describe_way_on

@@ -51,7 +51,7 @@ def carry_out(
     `environments` are the identities of those sources whose code is here; changes are refused unless accepted.
     """
     config, path = plan.config, plan.config.path
-    with _claimed(path):
+    with claim(path):
         steps = steps_of(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
         if steps is not None:
             return Ended(path, Outcome.FINISHED, ran=False, steps=steps)
@@ -118,8 +118,8 @@ def _logged(file: Path, say: Callable[[str], None]) -> Iterator[Callable[[str], 
 
 
 @contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[None]:
-    """One supervisor for a run: held beside the directory, which may be moved, until this process is gone."""
+def claim(path: Path) -> Iterator[None]:
+    """Hold the run for one supervisor. The lock lies beside the directory, which may be moved. Raises RunBusy."""
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path.parent / f".{path.name}.{CLAIM}", os.O_RDWR | os.O_CREAT, 0o644)

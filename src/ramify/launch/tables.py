@@ -8,26 +8,30 @@ import json
 import re
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ramify.config import refuse
-from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault
+from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
 from ramify.orchestrate.config import RunConfig
+
+if TYPE_CHECKING:
+    from ramify.rollout import Environment
 
 DEADLINE = 120.0  # seconds for all plugins to be imported
 TAIL = 2000  # characters of what went wrong that are shown
 
 
-def check_tables(config: RunConfig) -> dict[str, dict[str, Any]]:
+def check_tables(config: RunConfig, *, start: bool = False) -> dict[str, dict[str, Any]]:
     """Refuse, with ConfigInvalid, tables that their plugins refuse.
 
+    With `start`, also refuse what the processes of the run would refuse when they start: a source whose first task
+    cannot be had, and a loss that cannot be imported.
     Returns the identity of each environment that was loaded, by the name under which the run's store knows the source.
     """
     command = [sys.executable, "-m", "ramify.launch.tables"]
+    asked = json.dumps({**_asked(config), "start": start}, default=str)
     try:
-        done = subprocess.run(
-            command, input=json.dumps(_asked(config), default=str), capture_output=True, text=True, timeout=DEADLINE
-        )
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         raise DeadlineExceeded(f"the environments were not loaded within {DEADLINE:g} s, to check their keys") from None
     if done.returncode != 0:
@@ -52,7 +56,7 @@ def _asked(config: RunConfig) -> dict[str, Any]:
         tables.append(("algorithm", f"train.{number}.algorithm", {"id": "grpo", **source.algorithm}))
     for number, table in enumerate(config.orchestrator.filters):
         tables.append(("filter", f"orchestrator.filters.{number}", table))
-    return {"sources": sources, "tables": tables}
+    return {"sources": sources, "tables": tables, "loss": config.trainer.loss.model_dump(mode="json")}
 
 
 def examine(asked: dict[str, Any]) -> dict[str, Any]:
@@ -72,12 +76,40 @@ def examine(asked: dict[str, Any]) -> dict[str, Any]:
                 problems.append((f"{at}.taskset", text))
         except ConfigInvalid as error:
             problems += [_below(at, key, text) for key, text in _listed(error.message)]
+            continue
+        if asked.get("start"):
+            problems += [(f"{at}.taskset", text) for text in _problems_of_first_task(environment)]
     for kind, at, table in asked["tables"]:
         try:
             plugin.settle(kind, table, at=at)
         except ConfigInvalid as error:
             problems += _listed(error.message)
+    if asked.get("start"):
+        problems += _problems_of_loss(asked["loss"])
     return {"problems": problems, "environments": environments}
+
+
+def _problems_of_first_task(environment: "Environment") -> list[str]:
+    try:
+        task = next(environment.tasks(), None)
+        if task is None:
+            return ["has no tasks"]
+        environment.check(task)
+    except RamifyError as error:
+        return [error.message]
+    except Exception as error:  # noqa: BLE001 - `load` is anybody's code
+        return [f"load raised {type(error).__name__}: {error}"]
+    return []
+
+
+def _problems_of_loss(loss: dict[str, Any]) -> list[tuple[str, str]]:
+    from ramify.train.losses import find_loss
+
+    try:
+        find_loss(loss["id"], loss["options"])
+    except ConfigInvalid as error:
+        return [("trainer.loss", error.message)]
+    return []
 
 
 def _below(at: str, key: str, text: str) -> tuple[str, str]:

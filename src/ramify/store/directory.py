@@ -62,17 +62,25 @@ def _opened(path: Path, identity: Mapping[str, Any], fresh: bool, accept: bool |
 
 def _identify(store: RunStore, identity: dict[str, Any], accept: bool | None) -> None:
     """Store the identity of a new run, or check that it is the same; raise ConfigInvalid if it is not."""
-    known: dict[str, Any] | None = store.fact(IDENTITY)
-    if known is None:
-        store.remember(IDENTITY, identity)
-    elif changes := list(difference(known, identity)):
-        same_model = known.get(MODEL) == identity.get(MODEL)
-        if not (accept and same_model):
-            lines = "".join(f"\n  {line}" for line in changes)
-            ways = f"give it another --name; or {WAYS_ON}" if accept is False and same_model else OTHER_RUN
-            raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{ways}")
+    changes = check_identity(store, identity, accept)
+    if changes:
         Journal(store).note(ACCEPTED, changes=changes).result(OPENING)
+    if changes or store.fact(IDENTITY) is None:
         store.remember(IDENTITY, identity)
+
+
+def check_identity(store: RunStore, identity: Mapping[str, Any], accept: bool | None) -> list[str]:
+    """Return the accepted differences to the run that is there; raise ConfigInvalid for one that is not accepted."""
+    known: dict[str, Any] | None = store.fact(IDENTITY)
+    changes = [] if known is None else list(difference(known, dict(identity)))
+    if known is None or not changes:
+        return []
+    same_model = known.get(MODEL) == identity.get(MODEL)
+    if accept and same_model:
+        return changes
+    lines = "".join(f"\n  {line}" for line in changes)
+    ways = f"give it another --name; or {WAYS_ON}" if accept is False and same_model else OTHER_RUN
+    raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{ways}")
 
 
 def set_aside(path: Path) -> Path:

@@ -1,0 +1,90 @@
+"""`ramify rl --dry-run` refuses what the run would refuse when its processes start."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.app import main
+from ramify.store import open_run
+
+TASKSETS = """
+import ramify as rf
+
+
+class Sound(rf.Taskset):
+    def load(self):
+        yield rf.Task(prompt="one?", answer="1")
+
+    @rf.reward
+    def right(self, task, trace):
+        return float(trace.last_reply == task.answer)
+
+
+class Raising(Sound):
+    def load(self):
+        raise RuntimeError("the corpus is not there")
+
+
+class Empty(Sound):
+    def load(self):
+        return []
+
+
+class Promptless(Sound):
+    def load(self):
+        yield rf.Task(answer="1")
+"""
+ADDRESS = "orchestrator.address: tcp://0.0.0.0:5555 can be reached from other machines"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAMIFY_SECRET", raising=False)
+    Path("envs.py").write_text(TASKSETS)
+
+
+def test_tasks_and_losses_that_cannot_be_loaded_are_refused_together(capsys):
+    names = ("Sound", "Raising", "Empty", "Promptless")
+    sources = "".join(f'[[train]]\nname = "{name}"\ntaskset = {{ id = "envs.py:{name}" }}\n' for name in names)
+    Path("run.toml").write_text(f'{sources}[trainer.loss]\nid = "nowhere.loss"\n')
+    assert main(["rl", "@", "run.toml", "--dry-run"]) == 2
+    message = capsys.readouterr().err
+    assert "train.1.taskset: load raised RuntimeError: the corpus is not there" in message
+    assert "train.2.taskset: has no tasks" in message
+    assert "train.3.taskset: task " in message and "has no prompt" in message
+    assert "trainer.loss: loss 'nowhere.loss' cannot be imported" in message
+    assert "train.0" not in message
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-m", "tinny"], "did you mean 'tiny'?"),
+        (["--orchestrator.address", "tcp://0.0.0.0:5555"], ADDRESS),
+        (["--renderer.type", "family", "--renderer.name", "nonsense"], "renderer: "),
+    ],
+)
+def test_what_a_process_of_the_run_would_refuse_is_refused(args, message, capsys):
+    assert main(["rl", "envs.py:Sound", *args, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_directory_that_holds_another_run_is_refused_unless_it_is_moved_aside(capsys):
+    path = Path("outputs/run")
+    open_run(path, {"model": "another"}).close()
+    before = sorted(file.name for file in path.iterdir())
+    assert main(["rl", "envs.py:Sound", "--name", "run", "--dry-run"]) == 2
+    message = capsys.readouterr().err
+    assert "outputs/run is another run; what differs:" in message and "model: was 'another'" in message
+    assert main(["rl", "envs.py:Sound", "--name", "run", "--fresh", "--dry-run"]) == 0
+    assert sorted(file.name for file in path.iterdir()) == before
+
+
+def test_a_run_that_is_running_is_refused(capsys):
+    Path("outputs").mkdir()
+    with Path("outputs/.run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["rl", "envs.py:Sound", "--name", "run", "--dry-run"]) == 1
+    assert "RunBusy: outputs/run is already being run" in capsys.readouterr().err
