@@ -4,17 +4,24 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from ramify.cli.app import main
+from ramify.launch.liveness import process_state
 from ramify.monitor.figure import smooth
 from ramify.store import RunStore
 from ramify.store.journal import Journal, Metric
 from ramify.store.ledger import Group, Ledger
 from ramify.store.states import DropReason
+from tests.launch.scripts import until
 from tests.launch.status import answering
 
+ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n"
 
 
@@ -109,6 +116,50 @@ def test_a_run_whose_database_is_held_and_that_does_not_answer_is_busy(run, caps
     with RunStore.open(run):
         assert main(["why", "run"]) == 1
     assert "RunBusy" in capsys.readouterr().err
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from ramify.orchestrate.snapshot import write_snapshot
+from ramify.store import RunStore
+from tests.launch.status import DROPPED, STATUS, WHY
+path = Path(sys.argv[1])
+with RunStore.open(path):
+    write_snapshot(path, {**STATUS, "run": str(path)}, WHY, DROPPED)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_why_shows_the_last_state_of_an_orchestrator_that_does_not_answer(run, capsys):
+    log = run / "logs" / "orchestrator.log"
+    log.parent.mkdir()
+    log.write_text("step 6: reward 0.625\n")
+    (run / "run.json").write_text(json.dumps({"processes": {"orchestrator": {"log": str(log)}}}))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert main(["why", "run"]) == 0
+        assert f"does not answer at its status address: process {holder.pid}, running\n" in capsys.readouterr().out
+        holder.send_signal(signal.SIGSTOP)
+        until(lambda: process_state(holder.pid) == "stopped")
+        assert main(["why", "run"]) == 0
+        said = capsys.readouterr().out
+        assert f"process {holder.pid}, stopped\ncontinue it with: kill -CONT {holder.pid}\nits last state, " in said
+        assert "run step=7/20" in said
+        assert "2 scored groups" in said
+        assert "dropped groups: 37 × filtered: zero_advantage" in said
+        assert "step 6: reward 0.625" in said
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert main(["why", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "is not running, and not finished" in said
+    assert f"the orchestrator, process {holder.pid}, is gone; last state, " in said
 
 
 def test_curves_are_drawn(run, tmp_path, capsys):

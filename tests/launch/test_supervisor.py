@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,73 @@ def test_a_command_that_is_not_there_says_so(tmp_path):
     object.__setattr__(absent, "command", ("torchrun-that-is-not-there",))
     with pytest.raises(ProcessDied, match="torchrun-that-is-not-there cannot be started"):
         supervised([absent, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)], restarts=0)
+
+
+# -- silence -------------------------------------------------------------------------------------------------------
+
+ANSWERS = """
+import http.server, signal
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+server = http.server.HTTPServer(("127.0.0.1", {port}), Handler)
+server.handle_request()
+"""
+STOPS = "if len(open(DIR + '/orchestrator.pids').readlines()) == 1: os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def stopping(tmp_path, port: int, code: str):
+    """A leader that answers once and then runs `code`."""
+    address = f"http://127.0.0.1:{port}/health"
+    more = {"address": address, "hang_timeout": 0.6, "last_state": lambda: "last state: step=3/4"}
+    return entry(tmp_path, "orchestrator", f"{ANSWERS.format(port=port)}\n{code}", Role.LEADER, **more)
+
+
+def test_a_leader_that_stops_answering_is_named_killed_and_started_again(tmp_path, free_port):
+    said, seen = [], []
+    leader = stopping(tmp_path, free_port, STOPS)
+    assert supervised([leader], said=said, changed=seen.append) is Outcome.FINISHED
+    first = pids(tmp_path, "orchestrator")[0]
+    silent = rf"orchestrator \(process {first}, stopped\) has not answered at {leader.address} for \d+ s"
+    assert re.fullmatch(silent, said[0])
+    assert said[1] == "last state: step=3/4"
+    assert re.fullmatch(
+        r"orchestrator did not answer for \d+ s and was killed; started again in 0.5 s \(1 of 3\)", said[2]
+    )
+    states = [process.state for (process,) in seen]
+    assert states.index(State.READY) < states.index(State.SILENT) < states.index(State.ENDED)
+    assert alive(tmp_path) == []
+
+
+def test_a_leader_that_always_stops_answering_ends_the_run_by_name(tmp_path, free_port):
+    leader = stopping(tmp_path, free_port, "os.kill(os.getpid(), signal.SIGSTOP)")
+    with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed, after 0 restarts"):
+        supervised([leader], restarts=0)
+    assert alive(tmp_path) == []
+
+
+def test_a_leader_that_answers_again_in_time_is_left_alone(tmp_path, free_port):
+    """It is stopped until it was seen to be silent, for half of the time that it may be."""
+    answers = ANSWERS.format(port=free_port) + "import threading\nthreading.Thread(target=server.serve_forever).start()"
+    code = f"{answers}\n{after('continued')}server.shutdown()"
+    said, states = [], []
+
+    def changed(seen):
+        states.append(seen[0].state)
+        if states[-1] is State.READY and State.SILENT not in states:
+            os.kill(seen[0].pid, signal.SIGSTOP)
+        elif states[-1] is State.SILENT:
+            os.kill(seen[0].pid, signal.SIGCONT)
+        elif State.SILENT in states:
+            (tmp_path / "continued").touch()
+
+    more = {"address": f"http://127.0.0.1:{free_port}/health", "hang_timeout": 6.0}
+    leader = entry(tmp_path, "orchestrator", code, Role.LEADER, **more)
+    assert supervised([leader], said=said, changed=changed) is Outcome.FINISHED
+    assert said == []
+    assert len(pids(tmp_path, "orchestrator")) == 1
 
 
 # -- starts and readiness ------------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ def test_another_model_is_another_run(finished):
     assert said.returncode == 2 and "temperature" in said.stderr
 
 
+WATCHED = ["--launch.hang_timeout", "10"]
+
+
 def processes(parent: int) -> dict[str, list[psutil.Process]]:
     """The processes of a run by what they are."""
     found: dict[str, list[psutil.Process]] = {}
@@ -62,12 +65,13 @@ def committed(home: Path) -> int:
     return 0
 
 
-def test_processes_are_killed_and_nothing_is_lost_or_counted_twice(tmp_path):
+def test_processes_are_killed_or_stopped_and_nothing_is_lost_or_counted_twice(tmp_path):
+    """The orchestrator is stopped: `why` says so meanwhile, and the supervisor kills it and starts another one."""
     home = write(tmp_path, steps=4 * KILLS if FULL else 8, off_policy=2)
     rng = random.Random(7)
     roles = ["trainer", "orchestrator", "serve", "env-server", "worker"]
     with (home / "said.txt").open("w") as said:
-        run = subprocess.Popen(command("rl", "@", "rl.toml"), cwd=home, stdout=said, stderr=said)
+        run = subprocess.Popen(command("rl", "@", "rl.toml", *WATCHED), cwd=home, stdout=said, stderr=said)
         try:
             end = time.monotonic() + (DEADLINE if not FULL else 3000)
             killed: list[str] = []
@@ -76,14 +80,20 @@ def test_processes_are_killed_and_nothing_is_lost_or_counted_twice(tmp_path):
                 time.sleep(0.05)
                 if len(killed) < KILLS and committed(home) >= 2 * (len(killed) + 1):
                     role = roles[len(killed) % 2] if not FULL else rng.choice(roles)
-                    for victim in processes(run.pid).get(role, [])[:1]:
-                        victim.send_signal(signal.SIGKILL)
+                    for victim in processes(run.pid).get(role, [])[-1:]:  # the command, and not what holds it
+                        victim.send_signal(signal.SIGKILL if role != "orchestrator" else signal.SIGSTOP)
                         killed.append(role)
+                        if role == "orchestrator":
+                            described = ask("why", "outputs/run", cwd=home).stdout
+                            assert f": process {victim.pid}, stopped\n" in described, described
+                            assert "outputs/run step=" in described
         finally:
             run.kill()
             run.wait()
     text = (home / "said.txt").read_text()
     assert run.returncode == 0, text[-3000:]
     assert len(killed) == KILLS, (killed, text[-3000:])
+    assert text.count("stopped) has not answered at http://") == killed.count("orchestrator")
+    assert text.count("last state, ") == killed.count("orchestrator")
     audit = ask("why", "outputs/run", "--audit", cwd=home)
     assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -1,4 +1,7 @@
-"""`ramify why RUN`: what a run is waiting for, since when, on whom; or how one that is over ended."""
+"""`ramify why RUN`: what a run is waiting for, since when, on whom; or how one that is over ended.
+
+A run that lives is asked. One whose orchestrator holds the run but does not answer is described by what it wrote last.
+"""
 
 import argparse
 import time
@@ -11,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.parser import CommandParser
-from ramify.errors import ConfigInvalid, RamifyError
+from ramify.errors import ConfigInvalid, RamifyError, RunBusy
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ramify.store import RunStore
 
 EVENTS = 10  # the last so many are shown
@@ -33,8 +38,11 @@ def run(args: Sequence[str]) -> int:
     client = live(path)
     if client is not None:
         _alive(client.ask("/status"), client.ask("/why"), client.ask("/dropped"))
-    else:
+        return 0
+    try:
         _over(path)
+    except RunBusy as busy:
+        _silent(path, busy)
     return 0
 
 
@@ -76,11 +84,35 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str
     console.print(table)
 
 
+def _silent(path: Path, busy: RunBusy) -> None:
+    """Describe a run that is held by an orchestrator that does not answer; raise `busy` if it left no state."""
+    import platform
+
+    from ramify.cli.runs import paper
+    from ramify.launch.liveness import process_state
+    from ramify.launch.record import read_record
+    from ramify.orchestrate.snapshot import read_snapshot
+
+    snapshot = read_snapshot(path)
+    if snapshot is None:
+        raise busy
+    here = snapshot.host == platform.node()
+    state = process_state(snapshot.pid) if here else f"on {snapshot.host}"
+    address = read_record(path).get("status") or "its status address"
+    print(f"the orchestrator of {path} does not answer at {address}: process {snapshot.pid}, {state}")
+    if state == "stopped":
+        print(f"continue it with: kill -CONT {snapshot.pid}")
+    print(f"its last state, written {snapshot.age:.0f} s ago:")
+    _alive(snapshot.status, snapshot.waits, snapshot.dropped)
+    _print_tails(path, paper())
+
+
 def _over(path: Path) -> None:
     """From the files alone: how far it came, what happened last, how each process ended."""
     from ramify.cli.runs import paper
     from ramify.launch.asking import is_finished
-    from ramify.launch.record import read_record
+    from ramify.launch.last_state import describe_last_state
+    from ramify.orchestrate.snapshot import read_snapshot
     from ramify.store import RunStore
     from ramify.store.journal import Journal
     from ramify.store.ledger import Ledger
@@ -100,10 +132,20 @@ def _over(path: Path) -> None:
         told = " ".join(f"{key}={value}" for key, value in event.fields.items())
         console.print(f"{at} {event.kind} {told}", markup=False, soft_wrap=True)
     if not done:
-        for name, process in read_record(path).get("processes", {}).items():
-            console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
-            for line in _tail(Path(process["log"])):
-                console.print(f"  {line}", markup=False, soft_wrap=True)
+        if (snapshot := read_snapshot(path)) is not None:
+            state = f"the orchestrator, process {snapshot.pid}, is gone; {describe_last_state(path)}"
+            console.print(state, markup=False, soft_wrap=True)
+        _print_tails(path, console)
+
+
+def _print_tails(path: Path, console: "Console") -> None:
+    """Print the last lines of each process's log."""
+    from ramify.launch.record import read_record
+
+    for name, process in read_record(path).get("processes", {}).items():
+        console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
+        for line in _tail(Path(process["log"])):
+            console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _tail(log: Path) -> list[str]:

@@ -20,6 +20,7 @@ from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, Serve
 from ramify.launch.devices import Gpu, Shares, share
 from ramify.launch.estimate import Model, Need
 from ramify.launch.fit import ASSUMED, GIB, check_memory, need_on, shares_of
+from ramify.launch.last_state import describe_last_state
 from ramify.launch.newest import newest_kept
 from ramify.launch.parts import env_part, serve_part, trainer_part
 from ramify.launch.ports import HOST, settled, source_addresses
@@ -187,6 +188,10 @@ class _Planner:
             self.path / "logs" / "orchestrator.log",
             Role.LEADER,
             env=self.shares.rest.env,
+            address=f"{self.places['orchestrator.status']}/health",
+            deadline=2 * self.config.launch.start_deadline,  # it waits for engines first, and then for env servers
+            hang_timeout=self.config.launch.hang_timeout,
+            last_state=lambda: describe_last_state(self.path),
         )
 
     def _trainer(self) -> Entry:

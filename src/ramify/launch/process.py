@@ -1,8 +1,8 @@
 """One process of a run: what is to be started, and one life of it.
 
-    STARTING -> READY -> ENDED
-        |                  ^
-        +------------------+   it exited, or was let go
+    STARTING -> READY <-> SILENT
+        |         |         |
+        +---------+---------+--> ENDED   it exited, or was let go
 
 It runs on a leash, in a session of its own (Ctrl-C is for the supervisor alone), and writes to its log, which keeps
 what earlier lives have written. Its end is seen at once, through a process handle.
@@ -50,6 +50,7 @@ class State(Enum):
     WAITING = "waiting"  # for others, or for its next start
     STARTING = "starting"
     READY = "ready"
+    SILENT = "silent"  # it answered before, and does not now
     ENDED = "ended"
 
 
@@ -68,6 +69,10 @@ class Entry:
     """Where it answers once it is ready (`http://...`, `tcp://...`); without, it is ready when it is there."""
     deadline: float = 600.0
     """Seconds until it has to answer."""
+    hang_timeout: float | None = None
+    """Seconds without an answer after which it is killed and started again; None leaves a silent process alone."""
+    last_state: Callable[[], str] | None = None
+    """Says what is known of it when it does not answer."""
     prepare: Callable[[], None] | None = None
     """Done before each start."""
     loads: tuple[str, ...] = ()
@@ -80,6 +85,8 @@ class Process:
     def __init__(self, entry: Entry, *, patience: float = PATIENCE, nursery: Nursery | None = None) -> None:
         self.entry, self.patience, self.state, self.pid = entry, patience, State.STARTING, 0
         self.since = time.monotonic()
+        self.silence: float | None = None
+        """Seconds for which it did not answer before it was killed for that."""
         self._nursery = nursery
         self._line: socket.socket | None = None
         """To its leash, which lets it live for as long as this is open."""
@@ -173,6 +180,13 @@ class Process:
         if self.pid and self.state is not State.ENDED:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    async def kill(self) -> None:
+        """Kill it, and after a few seconds also what holds it, which may be stopped as well. `ended` tells the end."""
+        self.signal(signal.SIGKILL)
+        await asyncio.sleep(KILLING)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._leash, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Let it go, and return when nothing of it is left."""

@@ -5,14 +5,14 @@ from ramify.wire.address import listens
 PATIENCE = 2.0  # seconds for one answer
 
 
-async def answers(address: str) -> bool:
-    """`http://...`: it says 200. `tcp://...`: it takes a connection."""
+async def answers(address: str, *, patience: float = PATIENCE) -> bool:
+    """`http://...`: it says 200 within `patience` seconds. `tcp://...`: it takes a connection."""
     if not address.startswith("http"):
         return await listens(address)
     import httpx  # loaded where somebody is asked
 
     try:
-        async with httpx.AsyncClient(timeout=PATIENCE, trust_env=False, verify=False) as http:
+        async with httpx.AsyncClient(timeout=patience, trust_env=False, verify=False) as http:
             return (await http.get(address)).status_code == 200
     except httpx.HTTPError:
         return False

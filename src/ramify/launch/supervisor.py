@@ -6,6 +6,7 @@ process is let go at once, and none outlives this call.
 
 - An exit by signal, or with an exception nobody named, is a crash: the process is started again, within its budget. The
   same exception several times in a row is a bug, and ends the run before the budget does.
+- A process with a `hang_timeout` that no longer answers for so long is killed, which is a crash like any other.
 - A named failure that is not retryable, and any named failure of the leader, ends the run under that name.
 - SIGTERM and SIGUSR1 are passed to the leader, which makes a checkpoint and exits with 75, within `grace` seconds.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, registry
+from ramify.launch.liveness import process_state, wait_for_silence
 from ramify.launch.nursery import Nursery
 from ramify.launch.process import PATIENCE, Entry, Process, Role, State, how, is_signal
 from ramify.launch.restarts import Budget
@@ -28,6 +30,7 @@ from ramify.launch.restarts import Budget
 UNUSABLE = 2  # the exit code of a command whose configuration cannot be used
 LEFT = 75  # of a run that was asked to leave, and can be continued
 SAME = 3  # lives in a row that end alike, after which another would too
+ALIVE = (State.STARTING, State.READY, State.SILENT)
 NAMED = re.compile(r"([A-Z]\w+): (.*)")
 
 
@@ -131,20 +134,32 @@ class Supervisor:
         await life.start()
         self._tell()
         ending = asyncio.create_task(life.ended())
-        readying = asyncio.create_task(life.ready())
+        watching = asyncio.create_task(self._watch(life))
         try:
-            await asyncio.wait({ending, readying}, return_when=asyncio.FIRST_COMPLETED)
-            if readying.done() and not ending.done():
-                readying.result()
-                self._tell()
+            await asyncio.wait({ending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                watching.result()
             code = await ending
         finally:
-            for task in (ending, readying):
+            for task in (ending, watching):
                 task.cancel()
-            await asyncio.gather(ending, readying, return_exceptions=True)
+            await asyncio.gather(ending, watching, return_exceptions=True)
         await life.stop()
         self._tell()
         return code, life
+
+    async def _watch(self, life: Process) -> None:
+        """Wait until a process answers, and kill it if it stops answering. Raises DeadlineExceeded if it never does."""
+        await life.ready()
+        self._tell()
+        if life.entry.hang_timeout is None:
+            return
+        life.silence = await wait_for_silence(life, self._tell)
+        where = f"process {life.pid}, {process_state(life.pid)}"
+        self._say(f"{life.entry.name} ({where}) has not answered at {life.entry.address} for {life.silence:.0f} s")
+        if life.entry.last_state is not None:
+            self._say(life.entry.last_state())
+        await life.kill()
 
     def _goes_on(self, life: Process, code: int) -> bool:
         """Whether there is to be another life; what decides the run is decided here."""
@@ -158,7 +173,7 @@ class Supervisor:
         if failure is not None and (entry.role is Role.LEADER or not failure.retryable):
             raise failure
         if self._leaving is not None and entry.role is Role.LEADER:
-            self._say(f"{entry.name} {how(code)} before a checkpoint was made; the last one holds")
+            self._say(f"{entry.name} {_how(life, code)} before a checkpoint was made; the last one holds")
             self._decide(Outcome.LEFT)
             return False
         return True
@@ -169,8 +184,10 @@ class Supervisor:
         delay = budget.spend() if alike < SAME else None
         if delay is None:
             often = f"{alike} times in a row in the same way" if alike >= SAME else f"after {budget.total} restarts"
-            raise ProcessDied(f"{entry.name} {how(code)}, {often}; the end of {entry.log}:\n{life.tail()}")
-        self._say(f"{entry.name} {how(code)}; started again in {delay:g} s ({budget.total} of {budget.restarts})")
+            raise ProcessDied(f"{entry.name} {_how(life, code)}, {often}; the end of {entry.log}:\n{life.tail()}")
+        self._say(
+            f"{entry.name} {_how(life, code)}; started again in {delay:g} s ({budget.total} of {budget.restarts})"
+        )
         life.state, life.since = State.WAITING, time.monotonic()
         self._tell()
         await asyncio.sleep(delay)
@@ -195,7 +212,7 @@ class Supervisor:
     async def _leave(self) -> None:
         leader = next(entry for entry in self.entries if entry.role is Role.LEADER)
         life = self._lives.get(leader.name)
-        if life is not None and life.state in (State.STARTING, State.READY):
+        if life is not None and life.state in ALIVE:
             life.signal(signal.SIGTERM)
             await asyncio.sleep(self.grace)
         self._say("no checkpoint was made; the last one holds")
@@ -218,7 +235,7 @@ class Supervisor:
         restarts = self._budgets[entry.name].total
         if life is None:
             return Seen(entry.name, State.WAITING, 0, restarts, 0.0, entry.address, str(entry.log))
-        pid = life.pid if life.state in (State.STARTING, State.READY) else 0
+        pid = life.pid if life.state in ALIVE else 0
         return Seen(entry.name, life.state, pid, restarts, now - life.since, entry.address, str(entry.log))
 
     @contextlib.contextmanager
@@ -236,6 +253,13 @@ class Supervisor:
         finally:
             for number in handlers:
                 loop.remove_signal_handler(number)
+
+
+def _how(life: Process, code: int) -> str:
+    """Say how a life ended."""
+    if life.silence is None:
+        return how(code)
+    return f"did not answer for {life.silence:.0f} s and was killed"
 
 
 def failure_in(tail: str) -> RamifyError | None:

@@ -150,6 +150,8 @@ class LaunchConfig(Config):
     """Train source i listens at base + i, eval source i at base + 1000 + i; 0 takes any free port."""
     start_deadline: float = Field(default=600.0, gt=0)
     """Seconds until every process has to be ready."""
+    hang_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without an answer after which the orchestrator counts as hung: it is killed and started again."""
     restarts: int = Field(default=10, ge=0)
     """Processes that may be started again before the run gives up."""
     grace: float = Field(default=120.0, gt=0)

@@ -58,6 +58,7 @@ class Orchestrator:
                             "weights": run.weights.run(),
                             "watchdog": watching.watch(run),
                             "patience": watching.watch_patience(run),
+                            "snapshots": watching.write_snapshots(run),
                             "load": watching.follow_load(run),
                             "cutting": watching.follow_cuts(run, self._show),
                             "evals": watching.evaluate(run),
@@ -80,6 +81,7 @@ class Orchestrator:
         server = Server(run.service.handlers, config.orchestrator.address, secret=config.secret, name="orchestrator")
         await stack.enter_async_context(server)
         answers = {
+            "/health": lambda _: {"ok": True},
             "/status": lambda _: telling.status(run),
             "/why": lambda _: telling.why(run),
             "/dropped": lambda _: run.ledger.dropped(),

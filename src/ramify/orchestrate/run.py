@@ -29,6 +29,7 @@ from ramify.orchestrate.parts import Parts, load_mix, load_parts
 from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.sampling import Sampling
 from ramify.orchestrate.service import TrainerService
+from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.weights import Weights
 from ramify.store import open_run
 from ramify.store.environments import ACCEPT_CHANGES, find_changes, record_environments, refuse_changes
@@ -68,6 +69,7 @@ class Run:
         self.store = open_run(config.path, config.identity, patience=READERS)
         stack.callback(self.store.close)
         self.ledger, self.journal = Ledger.open(self.store), Journal(self.store)
+        self._snapshot_start()
         self.progress = Progress(self.journal, self._log)
         patience = config.launch.start_deadline
         self.client: Client = await stack.enter_async_context(
@@ -115,6 +117,17 @@ class Run:
         )
         if self.core.marks.committed == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.sampling.open.set()  # the weights the run begins with; any later start waits for its trainer's
+
+    def _snapshot_start(self) -> None:
+        """Say on disk that this process is starting: nobody answers until engines and env servers are there."""
+        status = {
+            "run": str(self.config.path),
+            "step": self.ledger.marks().committed,
+            "max_steps": self.config.max_steps,
+            "state": "starting",
+        }
+        wait = {"who": "orchestrator", "waits_for": "engines and env servers", "since_s": 0.0}
+        write_snapshot(self.config.path, status, [{**wait, "deadline_s": self.config.launch.start_deadline}])
 
     async def _check_environments(self, train: dict[str, Met], evals: dict[str, Met]) -> None:
         """Compare every source with what the run remembers of it, and give each its revision.

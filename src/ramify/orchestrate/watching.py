@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from ramify.errors import EnvironmentFault, Failure, NoTrainableGroups, RunStalled
 from ramify.orchestrate.concurrency import Load
 from ramify.orchestrate.run import Run
-from ramify.orchestrate.telling import why
+from ramify.orchestrate.snapshot import write_snapshot
+from ramify.orchestrate.telling import status, why
 from ramify.store.ledger import StoredBatch
 from ramify.trace import Trace
 
 LOOK = 1.0  # seconds between two looks at the engines' load and at the run's progress
+SNAPSHOT_INTERVAL = 2.0  # seconds between two snapshots of the run's state
 FAULTS = 64  # attempts that the code of an environment may fail before one has come through
 
 Show = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
@@ -64,6 +66,13 @@ async def watch(run: Run) -> None:
             with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
                 (run.config.path / "stalled.txt").write_text(report + "\n")
             raise RunStalled(report)
+
+
+async def write_snapshots(run: Run) -> None:
+    """Keep the last known state of the run on disk, for the time when this process does not answer."""
+    while True:
+        write_snapshot(run.config.path, status(run), why(run), run.ledger.dropped())
+        await asyncio.sleep(SNAPSHOT_INTERVAL)
 
 
 async def watch_patience(run: Run) -> None:

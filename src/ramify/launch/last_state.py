@@ -1,0 +1,15 @@
+"""The last known state of a run in one line, for people who wait for an orchestrator that does not answer."""
+
+from pathlib import Path
+
+from ramify.orchestrate.snapshot import read_snapshot
+
+
+def describe_last_state(path: Path) -> str:
+    """Return what the orchestrator of the run at `path` wrote last about itself."""
+    from ramify.launch.dashboard import line_of  # brings rich
+
+    snapshot = read_snapshot(path)
+    if snapshot is None:
+        return f"{path} has no status.json: nothing is known of its last state"
+    return f"last state, {snapshot.age:.0f} s ago: {line_of(snapshot.status)}"

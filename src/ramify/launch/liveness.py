@@ -1,0 +1,54 @@
+"""Whether a process answers, and what the system says about one that does not.
+
+A process that is stopped (SIGSTOP, a debugger) or hangs in its event loop has no exit code to react to. The supervisor
+asks it now and then, and kills it once it has been silent for too long; its end is then handled like a crash.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import psutil
+
+from ramify.launch.process import Process, State
+from ramify.launch.ready import answers
+
+LONGEST = 5.0  # seconds for one answer, and between two questions
+QUESTIONS = 3  # without an answer before a process counts as silent: a supervisor that was stopped itself asks first
+
+
+async def wait_for_silence(life: Process, changed: Callable[[], None]) -> float:
+    """Return the seconds for which a process was silent, once they exceed its `hang_timeout`.
+
+    `changed` is called whenever the process becomes silent or answers again.
+    """
+    entry = life.entry
+    assert entry.hang_timeout is not None
+    pause = min(entry.hang_timeout / (4 * QUESTIONS), LONGEST)  # so that silence is seen at half of the time
+    unanswered, since = 0, time.monotonic()
+    while True:
+        await asyncio.sleep(pause)
+        asked = time.monotonic()
+        if await answers(entry.address, patience=pause):
+            unanswered = 0
+        else:
+            unanswered += 1
+            since = asked if unanswered == 1 else since
+        state = State.SILENT if unanswered >= QUESTIONS else State.READY
+        if life.state is not state and life.state is not State.ENDED:
+            life.state, life.since = state, time.monotonic()
+            changed()
+        silence = time.monotonic() - since
+        if unanswered >= QUESTIONS and silence >= entry.hang_timeout:
+            return silence
+
+
+def process_state(pid: int) -> str:
+    """Return `stopped`, `running` or `gone`."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return "stopped"
+    return "gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else "running"

@@ -1,0 +1,51 @@
+"""`status.json`: the last known state of a run, for the time when its orchestrator does not answer.
+
+The orchestrator replaces the file every few seconds while it lives. A process that is stopped or hangs can no longer be
+asked, and it holds the run's lock, so nobody else may open the run's tables; this file needs neither.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "status.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What `/status`, `/why` and `/dropped` would have answered at Unix seconds `time`."""
+
+    time: float
+    host: str
+    pid: int
+    status: dict[str, Any]
+    waits: list[dict[str, Any]]
+    dropped: str = ""
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was written."""
+        return max(0.0, time.time() - self.time)
+
+
+def write_snapshot(path: Path, status: dict[str, Any], waits: Sequence[dict[str, Any]] = (), dropped: str = "") -> None:
+    """Replace the snapshot of the run at `path`. A disk that cannot be written leaves the old one."""
+    snapshot = Snapshot(time.time(), platform.node(), os.getpid(), status, list(waits), dropped)
+    part = path / f".{FILE}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # the run has other ways to find out that its disk is full
+        part.write_text(json.dumps(asdict(snapshot)), encoding="utf-8")
+        part.replace(path / FILE)
+
+
+def read_snapshot(path: Path) -> Snapshot | None:
+    """Return the last snapshot of the run at `path`; None if there is none that can be read."""
+    try:
+        return Snapshot(**json.loads((path / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
