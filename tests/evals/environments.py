@@ -1,6 +1,9 @@
 """A taskset for evals, as a user would write it, in a file."""
 
+import re
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import ramify as rf
 
@@ -37,6 +40,34 @@ class Echo(rf.Taskset):
             trace.info["notes"] = []
             trace.info["notes"].append({1, 2})
         return float(len(trace.last_reply))
+
+
+class BlockingConfig(Config):
+    where: str = ""
+    """What never returns: `load`, `setup` or `regex`."""
+    begun: str = ""
+    """A file that is made when it begins."""
+
+
+class Blocking(Echo):
+    """The same, with code that blocks for ever, as a download or a pattern can."""
+
+    config: BlockingConfig
+
+    def load(self) -> Iterator[rf.Task]:
+        if self.config.where == "load":
+            self._block()
+        yield from super().load()
+
+    async def setup(self) -> None:
+        if self.config.where == "setup":
+            self._block()
+        if self.config.where == "regex":
+            re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter lock
+
+    def _block(self) -> None:
+        Path(self.config.begun).touch()
+        time.sleep(900)
 
 
 class Writing(Echo):

@@ -15,7 +15,7 @@ class Endless:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    async def tasks(self, start: int, count: int) -> TaskPage:
+    async def tasks(self, start: int, count: int, *, deadline: float) -> TaskPage:
         self.asked.append(start // PAGE)
         found = [TaskEntry(str(number), {"prompt": str(number)}) for number in range(start, start + count)]
         return TaskPage(found, end=False)

@@ -1,5 +1,6 @@
 """`ramify eval ID -m MODEL`: run a taskset, see what it says about the model, continue where it was left."""
 
+import asyncio
 import shlex
 import signal
 import sys
@@ -44,14 +45,15 @@ def run(args: Sequence[str]) -> int:
     config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", own=OWN)
     from ramify.evals.display import choose  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, run_path, with_split
+    from ramify.evals.watchdog import Watchdog
 
     if dry:
-        from ramify.evals.plan import pairs_of
+        from ramify.evals.loading import load_pairs
         from ramify.evals.policies import check_server
         from ramify.rollout import Environment
 
         config = with_split(config)
-        pairs = pairs_of(Environment.load(config.source), config)
+        pairs = asyncio.run(load_pairs(Environment.load(config.source), config))
         check_server(config)
         path = run_path(config)
         dry_run(config, path, [f"would run {len(pairs)} rollouts of {config.taskset.get('id')} into {path}"])
@@ -60,8 +62,15 @@ def run(args: Sequence[str]) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell has what it starts with `&` ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    advice = (
+        f"what was finished is kept. Continue with: {again}\n"
+        "--workers 1 runs rollouts in a process of their own, which is replaced when it hangs"
+    )
     try:
-        result = evaluate(config, fresh=fresh, accept_changes=accept, keep=keep, display=choose())
+        with Watchdog(config.hang_timeout, advice) as watchdog:
+            result = evaluate(
+                config, fresh=fresh, accept_changes=accept, keep=keep, display=choose(), watchdog=watchdog
+            )
     except KeyboardInterrupt:
         from ramify.cli.runs import describe_way_on
 

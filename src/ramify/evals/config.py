@@ -27,6 +27,8 @@ class EvalConfig(SourceConfig):
     """Rollouts at the same time (-c)."""
     workers: int = Field(default=0, ge=0)
     """Worker processes that rollouts run in; 0 runs them in this one."""
+    hang_timeout: float = Field(default=30.0, gt=0)
+    """Seconds for which code of the environment may block the event loop, here or in a worker."""
     threshold: float = 1.0
     """The reward from which a rollout passes, for pass@k and pass^k."""
     model: ModelConfig = ModelConfig()

@@ -15,17 +15,20 @@ from ramify.evals.config import EvalConfig
 from ramify.evals.display import EVERY, Display, Quiet
 from ramify.evals.engine import EngineChild
 from ramify.evals.groups import score_groups
-from ramify.evals.plan import Pair, missing, pairs_of
+from ramify.evals.loading import load_pairs
+from ramify.evals.plan import Pair, missing
 from ramify.evals.policies import answering, check_server, fetch_served_model
 from ramify.evals.progress import Progress, by_task
 from ramify.evals.running import Runs, running
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import row_of
+from ramify.evals.watchdog import Watchdog
 from ramify.rollout import Environment
 from ramify.store import Row, RunStore, default_name, naming, open_run
 from ramify.store.environments import Observed, find_changes, record_environments, refuse_changes
 from ramify.trace import Trace
 
+IMPORTING = 120.0  # seconds for the code of an environment to be imported, as many as a worker has to boot
 SOURCE = ""  # what the rows of an eval call their only source
 WORK = "work"  # where the work directories that are kept lie in the run
 
@@ -57,23 +60,39 @@ def evaluate(
     accept_changes: bool = False,
     keep: bool = False,
     display: Display | None = None,
+    watchdog: Watchdog | None = None,
 ) -> Result:
     """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories.
 
-    An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
+    An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`. A
+    command has a `watchdog`, which may end the process; a program should have none.
     """
     checked = config if isinstance(config, EvalConfig) else check(EvalConfig, dict(config), at="eval")
     fetch_served_model(checked)  # before the loop: a download blocks, and Ctrl-C should end it
-    shown = display or Quiet()
-    return asyncio.run(evaluation(checked, fresh=fresh, accept_changes=accept_changes, keep=keep, display=shown))
+    options = {"fresh": fresh, "accept_changes": accept_changes, "keep": keep}
+
+    async def watched() -> Result:
+        with watchdog.watching() if watchdog is not None else contextlib.nullcontext():
+            return await evaluation(checked, **options, display=display or Quiet(), watchdog=watchdog)
+
+    return asyncio.run(watched())
 
 
-async def evaluation(config: EvalConfig, *, fresh: bool, accept_changes: bool, keep: bool, display: Display) -> Result:
+async def evaluation(
+    config: EvalConfig,
+    *,
+    fresh: bool,
+    accept_changes: bool,
+    keep: bool,
+    display: Display,
+    watchdog: Watchdog | None = None,
+) -> Result:
     """The same, inside a loop."""
     config = with_split(config)
     path = run_path(config)
-    environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep=keep)
-    pairs = pairs_of(environment, config)
+    with watchdog.allowing(IMPORTING) if watchdog is not None else contextlib.nullcontext():
+        environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep=keep)
+    pairs = await load_pairs(environment, config)
     check_server(config)
     if not environment.has_rewards:
         display.say(f"warning: {environment.name} has no reward, so its rollouts get no score; {MARK_A_REWARD}")

@@ -73,6 +73,7 @@ async def _in_workers(
             "api_key_env": config.api_key_env,
             "output": path,
             "queue": max(EnvServerConfig.model_fields["queue"].default, config.concurrency),
+            "hang_timeout": config.hang_timeout,
             "grace": 0.0,
         }
     )

@@ -42,7 +42,7 @@ async def meet(
     except PeerLost as error:
         raise PeerLost(f"the orchestrator waits for the env server of {source.title}: {error.message}") from error
     stack.push_async_callback(client.close)
-    tasks = TaskBook(source.title, client)
+    tasks = TaskBook(source.title, client, deadline=source.timeouts.load)
     info, count = await _ready(source, client, tasks, end)
     if isinstance(source, TrainSourceConfig) and not info.trainable:
         raise TokensRequired(f"train source {source.title}: its endpoint gives no token ids and logprobs")

@@ -16,8 +16,8 @@ PAGES = -(-MANY // PAGE)  # that are remembered: all of a source that has an end
 class TaskBook:
     """What the numbers of a source's tasks stand for."""
 
-    def __init__(self, name: str, client: EnvClient) -> None:
-        self.name, self._client = name, client
+    def __init__(self, name: str, client: EnvClient, *, deadline: float = 300.0) -> None:
+        self.name, self._client, self._deadline = name, client, deadline
         self._pages: dict[int, list[dict[str, Any]]] = {}
         self._turning = asyncio.Lock()
 
@@ -25,7 +25,7 @@ class TaskBook:
         """How many tasks there are; None if there are more than `most`."""
         start = 0
         while start < most:
-            page = await self._client.tasks(start, PAGE)
+            page = await self._client.tasks(start, PAGE, deadline=self._deadline)
             self._pages[start // PAGE] = [entry.task for entry in page.tasks]
             start += len(page.tasks)
             if page.end:
@@ -57,7 +57,7 @@ class TaskBook:
         if page not in self._pages:
             async with self._turning:
                 if page not in self._pages:
-                    found = await self._client.tasks(page * PAGE, PAGE)
+                    found = await self._client.tasks(page * PAGE, PAGE, deadline=self._deadline)
                     self._pages[page] = [entry.task for entry in found.tasks]
                     while len(self._pages) > PAGES:
                         del self._pages[next(iter(self._pages))]  # the one that came first

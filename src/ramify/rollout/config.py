@@ -11,6 +11,8 @@ from ramify.gateway.config import Limits, SamplingConfig
 class TimeoutsConfig(Config):
     """Seconds for each phase around the agent; the agent's own limit is `harness.timeout`."""
 
+    load: float = Field(default=300.0, gt=0)
+    """For `load` to give the tasks that are asked for."""
     boot: float = Field(default=120.0, gt=0)
     setup: float = Field(default=120.0, gt=0)
     finalize: float = Field(default=120.0, gt=0)

@@ -1,0 +1,32 @@
+"""The tasks of an eval, loaded in a thread: `load` may block, and its deadline has to hold all the same."""
+
+import sys
+import threading
+import traceback
+
+from ramify.env.crew import in_thread
+from ramify.errors import DeadlineExceeded
+from ramify.evals.config import EvalConfig
+from ramify.evals.plan import Pair, pairs_of
+from ramify.rollout import Environment
+from ramify.rollout.within import within
+
+
+async def load_pairs(environment: Environment, config: EvalConfig) -> list[Pair]:
+    """Return what `pairs_of` does. Raises DeadlineExceeded, with the stack of `load`, after `timeouts.load` seconds."""
+    seconds, thread = config.timeouts.load, 0
+
+    def load() -> list[Pair]:
+        nonlocal thread
+        thread = threading.get_ident()
+        return pairs_of(environment, config)
+
+    what = f"load of taskset {environment.name}"
+    try:
+        async with within(seconds, what):
+            return await in_thread(load, {})
+    except DeadlineExceeded as error:
+        frame = sys._current_frames().get(thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        message = f"{what} took longer than {seconds:g} s (timeouts.load); it stands at:\n{stack}"
+        raise DeadlineExceeded(message.rstrip()) from error
