@@ -357,3 +357,32 @@ async def test_a_call_on_a_closed_client_fails_at_once():
         pass
     with pytest.raises(ProviderError, match="closed"):
         await client.generate([1, 2], Sampling(max_tokens=1))
+
+
+def choice(*ids: int) -> dict:
+    entries = [{"logprob": -0.5} for _ in ids]
+    versions = [["fake", 0, 1, len(ids)]] if ids else []
+    head = {"token_ids": list(ids), "finish_reason": "length", "logprobs": {"content": entries}}
+    return {**head, "policy_versions": versions, "weight_versions": []}
+
+
+@pytest.mark.parametrize("kind", [Fake, FakeVLLM])
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ([], "0 choices"),
+        ([choice(7), choice(8)], "2 choices"),
+        ([choice(7, -1)], "token id -1"),
+        ([choice(2**40)], f"token id {2**40}"),
+    ],
+)
+def test_an_answer_that_no_sampler_gives_is_the_engines_failure(kind, choices, reason):
+    @bounded
+    async def main():
+        fake = kind()
+        async with connected(fake) as client:
+            fake.behaviour = lambda fake, exchange: exchange.reply({"choices": choices})
+            with pytest.raises(ProviderError, match=reason):
+                await client.generate([1], SAMPLING)
+
+    main()

@@ -1,11 +1,13 @@
 """A session in process: what is recorded, what forks and why, how a call is sampled, and when it is made again."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, RequestInvalid, TemplateRefused
-from ramify.gateway import Request, SamplingConfig, Session
+from ramify.gateway import Limits, Request, SamplingConfig, Session, TokenPolicy
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
 from tests.gateway.engine import TINY, check_tokens
 from tests.gateway.sampler import Sampler, session_of, user
@@ -349,3 +351,21 @@ def test_an_unknown_place_and_an_empty_request_are_refused():
         asyncio.run(session.ask(user("a", after=4)))
     with pytest.raises(RequestInvalid, match="messages"):
         asyncio.run(session.ask(Request(())))
+
+
+def test_a_token_that_the_vocabulary_does_not_hold_is_the_engines_failure():
+    class Odd(Sampler):
+        async def generate(self, prompt, sampling, **options):
+            done = await super().generate(prompt, sampling, **options)
+            return replace(done, ids=np.append(done.ids[:-1], np.int32(10**6)))
+
+    session = Session(
+        Trace(id="t"),
+        TokenPolicy(Odd(["hm"]), TINY, "tiny", vocabulary=512),
+        sampling=SamplingConfig(),
+        limits=Limits(),
+        retries=0,
+    )
+    with pytest.raises(ProviderError, match="1000000"):
+        asyncio.run(session.ask(user("hi")))
+    assert len(session.trace.nodes) == 0

@@ -7,6 +7,7 @@ import pytest
 
 import ramify as rf
 from ramify.errors import ConfigInvalid
+from ramify.trace import Media, TextPart
 from tests.rollout.stage import TASK, OneTask, attempt, call, environment, names, said
 
 SERVER = """
@@ -211,3 +212,15 @@ class Opening(OneTask):
 def test_turn_is_0_where_the_user_opens_the_conversation():
     trace = attempt(environment(Opening), ["three", "bye"], rf.Task(key="opened"))
     assert [text for role, text in said(trace) if role == "user"] == ["hello (None, 0)", "and now (three, 1)"]
+
+
+def test_an_image_that_a_tool_returns_is_described_to_a_model_without_eyes():
+    class Painter(OneTask):
+        @rf.tool
+        def paint(self) -> list[TextPart | Media]:
+            """Paint something."""
+            return [TextPart("here: "), Media.of(b"not really a picture", "image/jpeg")]
+
+    trace = attempt(environment(Painter), [call("paint"), "nice"])
+    assert names(trace) == []
+    assert ("tool", "here: [an image: image/jpeg, 20 bytes; you cannot see images]") in said(trace)

@@ -17,6 +17,7 @@ from ramify.errors import ProviderError, TokensRequired
 from ramify.trace import Usage
 
 S = TypeVar("S")
+LARGEST_ID = 2**31  # token ids are stored in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,13 @@ def decode(data: bytes | str, kind: type[S], server: str) -> S:
         raise ProviderError(f"{server} answered something unexpected ({error}): {shown}") from error
 
 
+def only_choice(answer: Answer, server: str) -> Choice:
+    """The one choice that was asked for."""
+    if len(answer.choices) != 1:
+        raise ProviderError(f"{server} answered {len(answer.choices)} choices, one was asked for")
+    return answer.choices[0]
+
+
 def sampled(choice: Choice, server: str) -> tuple[list[int], list[float]]:
     """Token ids and logprobs, one for each; a server that gives no such thing cannot be trained on."""
     if choice.token_ids is None or choice.logprobs is None or choice.logprobs.content is None:
@@ -108,6 +116,9 @@ def sampled(choice: Choice, server: str) -> tuple[list[int], list[float]]:
     logprobs = [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
         raise ProviderError(f"{server} answered {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
+    odd = next((token for token in choice.token_ids if not 0 <= token < LARGEST_ID), None)
+    if odd is not None:
+        raise ProviderError(f"{server} answered token id {odd}, which no vocabulary holds")
     return choice.token_ids, logprobs
 
 

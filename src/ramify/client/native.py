@@ -6,7 +6,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.client.answers import Answer, Ask, decode, prompt_logprobs, sampled, usage
+from ramify.client.answers import Answer, Ask, decode, only_choice, prompt_logprobs, sampled, usage
 from ramify.client.completion import Completion, Finish, Sampling
 from ramify.client.control import Card, PauseMode, Update
 from ramify.client.http import Connections, exchange
@@ -31,7 +31,7 @@ class Native:
     async def generate(self, ask: Ask) -> Completion:
         """Take one sample."""
         answer = decode(await exchange(self._http, "POST", GENERATE, ask.body()), Answer, self.url)
-        (choice,) = answer.choices
+        choice = only_choice(answer, self.url)
         ids, logprobs = sampled(choice, self.url)
         runs = tuple(VersionRun(*run) for run in choice.policy_versions or ())
         if sum(run.count for run in runs) != len(ids):

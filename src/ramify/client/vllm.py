@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.client.answers import Answer, Ask, Span, decode, sampled, usage
+from ramify.client.answers import Answer, Ask, Span, decode, only_choice, sampled, usage
 from ramify.client.completion import Completion
 from ramify.client.control import Card, PauseMode, Unnamed, Update
 from ramify.client.http import Busy, Connections, Lost, Unsent, exchange
@@ -91,7 +91,7 @@ class VLLM:
         self._check(ask.prompt)
         body = {**ask.body(), "cache_salt": self.salt(ask.salt)}
         answer = decode(await exchange(self._http, "POST", GENERATE, body), Answer, self.url)
-        (choice,) = answer.choices
+        choice = only_choice(answer, self.url)
         ids, logprobs = sampled(choice, self.url)
         runs = self._runs(choice.weight_versions or [], len(ids))
         finish = finish_of(choice.finish_reason, self.url)

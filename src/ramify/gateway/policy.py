@@ -78,6 +78,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def sees_images(self) -> bool:
+        """Whether it can be shown images."""
+        ...
+
+    @property
     def max_model_len(self) -> int | None:
         """Most tokens of prompt and reply together, where that is known."""
         ...
@@ -134,14 +139,24 @@ class ParsedSample(NamedTuple):
 class TokenPolicy:
     """A model behind the token client, rendered and read here: every token and logprob is known.
 
-    The last opening prompts are remembered: all attempts at a task begin with the same one.
+    The last opening prompts are remembered: all attempts at a task begin with the same one. `vocabulary` is the number
+    of tokens the model has, where that is known: a sample with any other token is the engine's failure.
     """
 
     trainable = True
+    sees_images = False
 
-    def __init__(self, client: Sampler, renderer: Renderer, name: str, *, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        client: Sampler,
+        renderer: Renderer,
+        name: str,
+        *,
+        max_model_len: int | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
         self.client, self.renderer, self.name = client, renderer, name
-        self.max_model_len = max_model_len
+        self.max_model_len, self.vocabulary = max_model_len, vocabulary
         self._openings: OrderedDict[tuple[Message, ...], Rendered] = OrderedDict()
 
     def prepare(
@@ -184,6 +199,8 @@ class TokenPolicy:
         done = await self.client.generate(prompt, wanted, session=session, deadline=deadline, clock=clock)
         if done.finish == "abort":
             raise ProviderError(f"{done.server} gave up a sample after {len(done.ids)} tokens")
+        if self.vocabulary is not None and len(done.ids) and int(done.ids.max()) >= self.vocabulary:
+            raise ProviderError(f"{done.server} sampled token id {done.ids.max()}; {self.name} has {self.vocabulary}")
         ids, parsed, stopped = await offload(len(done.ids) >= LARGE_TOKENS, self._parse, done.ids, rendered, stop)
         return Sampled(
             message=parsed.message,
@@ -220,6 +237,7 @@ class ChatPolicy:
     """Any OpenAI-compatible chat endpoint. It gives no tokens, so its replies are recorded but cannot be trained on."""
 
     trainable = False
+    sees_images = True  # the endpoint says so if it does not
 
     def __init__(
         self, base_url: str, model: str, api_key: str = "", *, max_model_len: int | None = None, connect: float = 5.0

@@ -44,7 +44,9 @@ async def reach(
             client = await stack.enter_async_context(Client(urls))
             length = cards[0][0].get("max_model_len")
             longest = length if isinstance(length, int) else None
-            return TokenPolicy(client, load_renderer(resolve(model), renderer), model, max_model_len=longest)
+            path = resolve(model)
+            how_many = _vocabulary(path)
+            return TokenPolicy(client, load_renderer(path, renderer), model, max_model_len=longest, vocabulary=how_many)
         except (TokensRequired, LogprobMismatch) as error:
             why = error.message
     if how == "tokens":
@@ -58,6 +60,15 @@ async def reach(
     policy = ChatPolicy(f"{urls[0]}/v1", model, key)
     stack.push_async_callback(policy.close)
     return policy
+
+
+def _vocabulary(path: Path) -> int | None:
+    """The number of tokens of the model in a directory; None where its config does not say."""
+    try:
+        config = msgspec.json.decode((path / "config.json").read_bytes())
+        return int(config["vocab_size"])
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _no_tokens(how: How, model: str, cards: list[list[dict[str, Any]]]) -> str | None:

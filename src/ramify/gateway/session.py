@@ -21,6 +21,7 @@ from ramify.gateway.budget import Budget, Grant
 from ramify.gateway.canonical import fingerprint
 from ramify.gateway.config import Limits, SamplingConfig
 from ramify.gateway.conversations import Conversations, Said
+from ramify.gateway.description import describe_tool_images
 from ramify.gateway.exchange import Finish, Reply, Request
 from ramify.gateway.policy import Policy, Prepared, Sampled
 from ramify.gateway.recording import Recorder
@@ -160,16 +161,19 @@ class Session:
         if talk is None:
             talk = self._talks[id(policy)] = Conversations()
         self._media.update(request.media)
+        messages = request.messages
+        if not policy.sees_images:
+            messages = describe_tool_images(messages, self._media)
         if request.after is None:
-            if not request.messages:
+            if not messages:
                 raise RequestInvalid("messages: at least one is needed")
-            return policy, talk.reach(talk.root, request.messages, request.tools)
+            return policy, talk.reach(talk.root, messages, request.tools)
         said = self._replies.get(request.after)
         if said is None:
             raise RequestInvalid(f"after: node {request.after} is no reply of this session")
         if said.root is talk.root:
-            return policy, talk.reach(said, request.messages, request.tools)
-        return policy, talk.reach(talk.root, [*said.since(None), *request.messages], request.tools)
+            return policy, talk.reach(said, messages, request.tools)
+        return policy, talk.reach(talk.root, [*said.since(None), *messages], request.tools)
 
     def _prepare(self, policy: Policy, end: Said, request: Request) -> Prepared:
         last = end.last

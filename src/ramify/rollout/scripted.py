@@ -16,6 +16,7 @@ class ScriptedPolicy:
 
     name = "scripted"
     trainable = False
+    sees_images = True
     max_model_len = None
 
     def __init__(self, replies: Sequence[str | Message] = (), exhausted: type[RamifyError] = EnvironmentFault) -> None:

@@ -46,6 +46,8 @@ class Asked:
     """Whether a streamed answer ends with token counts."""
     custom: frozenset[str] = frozenset()
     """Tools that take free text instead of arguments."""
+    namespaced: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Tools that the client knows by a namespace and a name, by the one name that the model knows."""
     continues: str | None = None
     """The call whose reply the messages follow, where the client does not repeat what came before."""
 

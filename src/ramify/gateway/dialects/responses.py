@@ -1,7 +1,8 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
 A conversation is a list of items there: reasoning, text and each tool call of one reply are separate, and become one
-message again here. Nothing is stored beyond the session, but `previous_response_id` works within it.
+message again here. Nothing is stored beyond the session, but `previous_response_id` works within it. A tool may lie in
+a namespace, by which its calls are known to the client; the model knows it by one name, `NAMESPACE__NAME`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Responses:
             reader.say("system", body["instructions"])
         given = body.get("input")
         reader.take([{"role": "user", "content": given}] if isinstance(given, str) else given or [])
-        tools = body.get("tools") or ()
+        tools, namespaced = _flatten(body.get("tools") or ())
         request = Request(
             messages=tuple(reader.messages),
             tools=read_tools(tools, body.get("tool_choice"), _tool),
@@ -46,7 +47,7 @@ class Responses:
         )
         custom = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
         call = str(earlier).removeprefix("resp_") if earlier else None
-        return Asked(request, bool(body.get("stream")), custom=custom, continues=call)
+        return Asked(request, bool(body.get("stream")), custom=custom, namespaced=namespaced, continues=call)
 
     def write(self, asked: Asked, reply: Reply) -> dict[str, Any]:
         return _response(asked, reply, _items(asked, reply))
@@ -106,7 +107,7 @@ class _Items(Reader):
                 content = item.get("content") or ""
                 said += [{"type": "text", "text": content}] if isinstance(content, str) else content
             elif kind in CALLS:
-                calls.append(ToolCall(item["call_id"], item["name"], _arguments(item)))
+                calls.append(ToolCall(item["call_id"], _flat_name(item), _arguments(item)))
             elif kind in RESULTS:
                 finish()
                 self.say("tool", item.get("output"), tool_call_id=item["call_id"])
@@ -123,6 +124,31 @@ def _arguments(item: Mapping[str, Any]) -> str:
     if item["type"] == "custom_tool_call":
         return msgspec.json.encode({"input": item.get("input") or ""}).decode()
     return str(item.get("arguments") or "{}")
+
+
+def _flatten(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, tuple[str, str]]]:
+    """The tools with those of namespaces under one name each, and what these names stand for."""
+    flat: list[Mapping[str, Any]] = []
+    namespaced: dict[str, tuple[str, str]] = {}
+    for tool in tools:
+        if tool.get("type") != "namespace":
+            flat.append(tool)
+            continue
+        for inner in tool.get("tools") or ():
+            name = _flat_name({"namespace": tool["name"], "name": inner["name"]})
+            namespaced[name] = (tool["name"], inner["name"])
+            flat.append({**inner, "name": name})
+    names = [tool["name"] for tool in flat if "name" in tool]
+    for name in namespaced:
+        if names.count(name) > 1:
+            raise RequestInvalid(f"tools: two of them are called {name!r} with their namespace; rename one")
+    return flat, namespaced
+
+
+def _flat_name(named: Mapping[str, Any]) -> str:
+    """The one name of a tool or a call that may have a namespace."""
+    namespace = named.get("namespace")
+    return f"{namespace}__{named['name']}" if namespace else named["name"]
 
 
 def _tool(tool: Mapping[str, Any]) -> Sequence[Tool]:
@@ -176,7 +202,10 @@ def _items(asked: Asked, reply: Reply) -> list[dict[str, Any]]:
         head = {"type": "message", "id": f"msg_{reply.call}", "role": "assistant", "status": "completed"}
         items.append({**head, "content": [part]})
     for number, call in enumerate(said.tool_calls):
-        head = {"id": f"fc_{reply.call}_{number}", "call_id": call.id, "name": call.name, "status": "completed"}
+        namespace, name = asked.namespaced.get(call.name, (None, call.name))
+        head = {"id": f"fc_{reply.call}_{number}", "call_id": call.id, "name": name, "status": "completed"}
+        if namespace is not None:
+            head["namespace"] = namespace
         if call.name in asked.custom:
             items.append({"type": "custom_tool_call", **head, "input": _free_text(call)})
         else:
