@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.errors import ModelUnsupported
+from ramify.errors import ModelUnsupported, RamifyError
 from ramify.infer.graphs import Graphs
 from ramify.infer.metrics import Counters
 from ramify.infer.request import Request
 from ramify.infer.scheduler import Chunk
+from ramify.model.agreement import TOKENS, compare, disagreement, logprobs_of, own_logprobs, trial_ids
 from ramify.model.fused import fuse, own_code
-from ramify.model.load import LoadedModel
+from ramify.model.load import ATTENTION, LoadedModel
 from ramify.model.operators import CHUNK, Compiled
 from ramify.model.paged import KVPool, Step, Tile
 
@@ -73,18 +74,29 @@ class Runner:
         self.hold = 0 if self.compiled else HOLD_BYTES  # compiled attention reads the pool itself
         self.graphs = Graphs(self.fused, self.pool) if self.fused and model.device.type == "cuda" else None
         self._last: Batch | None = None
-        if self.fused is None:
-            self._try()
+        if self.fused is None:  # else `fuse` has compared it with the code of a family that is known
+            self._check_model(min(TOKENS, blocks * block_size, shape.max_positions))
 
     @torch.no_grad()
-    def _try(self) -> None:
-        """One token by the model's own code: what it cannot do is known now, not when somebody asks."""
-        zero = self._put([0])
-        step = Step(self.pool, zero, [Tile(0, 1, 1, 1, zero, zero.unsqueeze(1))])
-        self.forward(zero, zero, step, zero)
+    def _check_model(self, count: int) -> None:
+        """Raise ModelUnsupported unless a few tokens through the paged cache get the logprobs of the model itself."""
+        module, ids = self.model.module, trial_ids(self.model.module.config, count)
+        place = torch.arange(count, device=self.model.device)
+        blocks = torch.arange(-(-count // self.block_size), device=self.model.device)
+        step = Step(self.pool, place, [Tile(0, count, 1, count, blocks, place.unsqueeze(0))])
+        ids = ids.to(self.model.device)
+        try:
+            logits = self.forward(ids, place, step, place)
+        except (RamifyError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model that is put together in another way fails anywhere
+            raise disagreement("engine", module, error) from error
         if step.layer < len(self.pool.layers) - 1:
-            kind = type(self.model.module).__name__
-            raise ModelUnsupported(f"{kind} computes attention by itself, so it cannot read the paged cache")
+            raise ModelUnsupported(
+                f"{type(module).__name__} computes attention by itself, so it cannot read the paged cache"
+            )
+        if count > 1:
+            compare("engine", module, own_logprobs(module, ids, ATTENTION), logprobs_of(logits[:-1], ids[1:]))
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
         """Compute the chunks. Returns them in the order of their rows, and the logits of the rows asked for.

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ramify.errors import ModelUnsupported
+from ramify.errors import ModelUnsupported, RamifyError
+from ramify.model.agreement import compare, disagreement, logprobs_of, own_logprobs, trial_ids
 from ramify.model.layout import Layout, layout_for, longrope
 from ramify.model.load import read_config, read_model
 from ramify.model.rewrite import compiler_for
-from ramify.model.tree import ATTENTION, windows_of
+from ramify.model.tree import ATTENTION, BLOCK, windows_of
+from ramify.trace import Annotation, Call, Forest, Message, Sample, Trace, grow
 from ramify.train.head import score
 from ramify.train.losses import Loss, ce, ref_kl
-from ramify.train.rows import Row
+from ramify.train.rows import Row, row_of
 
 
 class Seen(NamedTuple):
@@ -66,6 +68,13 @@ class Policy(nn.Module):
 
     def score(self, row: Row) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
+        hidden, told = self.hidden(row), row.told
+        head = self.model.get_output_embeddings()
+        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), told.token, told.temperature)
+        return (logprob[told.pair], entropy[told.pair]) if len(told.pair) else (logprob, entropy)
+
+    def hidden(self, row: Row) -> Tensor:
+        """Return what the head reads to score each pair of the row, [pairs, width]."""
         if self.longest is not None and row.forest.position.max(initial=0) >= self.longest:
             said = f"longrope turns all tokens of a row by other angles where one stands at {self.longest} or beyond"
             raise ModelUnsupported(f"{said}; lower seq_len")
@@ -73,11 +82,8 @@ class Policy(nn.Module):
         if more and row.ids.is_cuda:
             _make_room()
         found = self.model.get_decoder()(input_ids=row.ids, position_ids=row.position, use_cache=False, **more)
-        told = row.told  # not before the layers were begun
-        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, told.source)
-        head = self.model.get_output_embeddings()
-        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), told.token, told.temperature)
-        return (logprob[told.pair], entropy[told.pair]) if len(told.pair) else (logprob, entropy)
+        source = row.told.source  # not before the layers were begun
+        return found.last_hidden_state.flatten(0, 1).index_select(0, source)
 
 
 def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False) -> Policy:
@@ -90,6 +96,37 @@ def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activa
     if checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), _again())})
     return policy
+
+
+@torch.no_grad()
+def check_policy(policy: Policy) -> None:
+    """Raise ModelUnsupported unless the policy scores a few tokens as the model itself does. Call before sharding."""
+    model, device = policy.model, policy.model.device
+    ids = trial_ids(model.config)
+    expected = own_logprobs(model, ids.to(device), attention_for(policy.layout))
+    try:
+        length = BLOCK if device.type == "cuda" else None
+        row = row_of(_chain(ids), layout=policy.layout, device=device, windows=policy.windows, length=length)
+        hidden, head = policy.hidden(row), model.get_output_embeddings()  # plain products: nothing is compiled for this
+        logits = nn.functional.linear(hidden, head.weight, getattr(head, "bias", None))
+        actual = logprobs_of(logits, row.told.token)[row.told.pair]
+    except (RamifyError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model that is put together in another way fails anywhere
+        raise disagreement("trainer", model, error) from error
+    compare("trainer", model, expected, actual)
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise ModelUnsupported(f"{type(model).__name__} has no list of layers, which the trainer compiles and shards")
+
+
+def _chain(ids: Tensor) -> Forest:
+    """A forest of one path, in which every token but the first is trained."""
+    trace = Trace(id="trial")
+    first, *rest = ids.tolist()
+    prompt = trace.add(-1, Message("user", ""), [first])
+    called = {"sampled": (0, len(rest)), "logprobs": [0.0] * len(rest), "call": Call("trial")}
+    reply = trace.add(prompt, Message("assistant", ""), rest, **called)
+    return grow([Sample(trace, (Annotation("trial", reply, advantage=1.0),))])
 
 
 def attention_for(layout: Layout) -> str | None:
