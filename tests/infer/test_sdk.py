@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 
+import ramify
 from ramify.model.manifest import Manifest, checksum
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
@@ -180,9 +181,24 @@ def looks_like_metrics(body: str) -> None:
     assert re.search(r"^ramify_sampled_tokens_total \d+$", body, re.MULTILINE)
 
 
+def looks_like_a_scored_prompt(body: str) -> None:
+    (choice,) = json.loads(body)["choices"]
+    assert choice["text"] == "Reverse: abc"
+    assert [value is None for value in choice["logprobs"]["token_logprobs"][:2]] == [True, False]
+
+
+def looks_like_tokens(body: str) -> None:
+    answer = json.loads(body)
+    assert answer["count"] == len(answer["tokens"]) > 0
+
+
 ANSWERS: dict[str, Callable[[str], None]] = {
     "/health": says(status="ok"),
     "/v1/models": looks_like_models,
+    "/v1/models/tiny": says(id="tiny"),
+    "/version": says(version=ramify.__version__),
+    "/v1/completions": looks_like_a_scored_prompt,
+    "/tokenize": looks_like_tokens,
     "/metrics": looks_like_metrics,
     "/v1/chat/completions": looks_like_a_chat,
     "/inference/v1/generate": looks_like_a_generation,
