@@ -35,7 +35,7 @@ PREPARE = $(BIN)/python -m pip -V >/dev/null 2>&1 || { $(PYTHON) -c '$(ENOUGH)' 
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --torch-backend=auto,$(BIN)/python -m pip install --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-vllm lint bench-check rl
+.PHONY: help env test test-full test-vllm test-clients lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -71,6 +71,10 @@ test-full: env lint  ## the same tests with full counts
 test-vllm: env  ## the contract suite against a real vLLM: make test-vllm VLLM_PYTHON=...
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the interpreter of an environment with vLLM"; exit 2; }
 	RAMIFY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pytest -v --timeout 900 tests/contract
+
+test-clients: env  ## lm-eval, verifiers, litellm and inspect_ai against a server, in environments of their own
+	@mkdir -p .venvs
+	$(BIN)/python -m tests.clients.run --folder .venvs $(if $(UV),--uv $(UV)) $(CLIENTS)
 
 # A benchmark exits 1 for a missed target and 3 for a competitor that was not given; all run before the first failure counts.
 bench-check: env  ## run every benchmark against its targets
