@@ -20,6 +20,7 @@ from tests.evals.scripted import scripted
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 ECHO = f"{environments.__file__}:Echo"
+FILE = environments.__file__
 UNREWARDED = f"{environments.__file__}:Unrewarded"
 QUICK = ["--attempts", "1", "--model_retries", "0"]
 
@@ -63,6 +64,20 @@ def test_it_runs_says_what_it_found_and_is_finished_the_second_time(engine, caps
     assert main([*command[:8], "-r", "3", "--name", "run"]) == 0
     assert "is finished" not in capsys.readouterr().out
     assert len(engine.asked) == 3
+
+
+def test_a_reward_that_raises_shows_its_file_line_and_text_everywhere(engine, capsys):
+    command = ["eval", ECHO, "--taskset.fault", "raise", "-m", "tiny", "-b", engine.url, "-n", "3", "-r", "1", *QUICK]
+    raised = 'environments.py:31 in right: raise RuntimeError("the judge fell asleep")'
+    assert main([*command, "--name", "run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"rollout task-1.0 failed: EnvironmentFault: right: RuntimeError: the judge fell asleep ({FILE}" in said
+    assert said.count(raised) == 2  # when it failed, and in the table at the end
+    assert main(["show", "outputs/run"]) == 0
+    assert "1 × EnvironmentFault" in (shown := " ".join(capsys.readouterr().out.split()))
+    assert raised in shown
+    assert main(["show", "outputs/run", "task-1.0"]) == 0
+    assert raised in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_taskset_without_any_reward_has_no_score_and_says_so(engine, capsys):

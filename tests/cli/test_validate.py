@@ -88,6 +88,7 @@ def test_the_rewards_of_tasks_without_gold_run_and_what_is_not_checked_is_named(
     lines = {words[1]: line for line in said.splitlines() if len(words := line.split()) > 3}
     assert lines["raises"].startswith("failed")
     assert "EnvironmentFault: right: IndexError: list index out of range" in lines["raises"]
+    assert "ungolden.py:20 in right: return float(trace.last_reply.split()[0] ==" in lines["raises"]
     assert "partly  goes-on" in said
     assert "not checked: best, which compare the rollouts of a group" in said
     assert "2 tasks, 0 sound, 1 checked in part, 1 failed" in said

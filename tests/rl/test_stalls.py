@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ramify.cli import main
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import (
     EnvironmentFault,
@@ -215,11 +216,22 @@ def judged(path: Path) -> list[Group]:
         return [group for group in Ledger.read(store).groups() if group.state is State.DROPPED]
 
 
-def test_an_environment_whose_code_is_broken(stage, monkeypatch):
+def test_an_environment_whose_code_is_broken(stage, monkeypatch, capsys):
     monkeypatch.setattr(watching, "FAULTS", 6)
     stage.gate.write_text("broken")
-    with pytest.raises(EnvironmentFault, match=r"plain: \d+ attempts failed and none came through; .*no such thing"):
+    with pytest.raises(
+        EnvironmentFault, match=r"plain: \d+ attempts failed and none came through; .*no such thing"
+    ) as ended:
         stage.run("broken", orchestrator={"stall_timeout": 60.0})
+    raised = 'environments.py:26 in setup: raise ValueError("there is no such thing")'
+    assert raised in ended.value.message
+    logged = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("plain: EnvironmentFault: setup")
+    ]
+    assert len(logged) == 1 and raised in logged[0]
+    assert main(["why", str(stage.home / "broken")]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if " × EnvironmentFault in plain" in line)
+    assert raised in line
 
 
 def test_tasks_that_end_before_anything_was_learnt(stage):

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ramify.store import RunStore
+    from ramify.store.journal import Event
 
 EVENTS = 10  # the last so many are shown
+FAILURES = 3  # those that happened most often are shown with their number
 TAIL = 5  # lines of each log
 
 
@@ -121,13 +123,15 @@ def _over(path: Path) -> None:
     with RunStore.open(path, write=False) as store:
         ledger, journal = Ledger.read(store), Journal(store)
         marks, states = ledger.marks(), Counter(group.state.value for group in ledger.groups())
-        dropped, done, events = ledger.dropped(), is_finished(store), journal.events()[-EVENTS:]
+        dropped, done, events = ledger.dropped(), is_finished(store), journal.events()
     end = "is finished" if done else "is not running, and not finished"
     print(f"{path} {end}: step {marks.committed} is committed, {marks.acknowledged - marks.committed} done after it")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
     if dropped:
         console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)
-    for event in events:
+    for line in _summarize_failures(events):
+        console.print(line, markup=False, soft_wrap=True)
+    for event in events[-EVENTS:]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         told = " ".join(f"{key}={value}" for key, value in event.fields.items())
         console.print(f"{at} {event.kind} {told}", markup=False, soft_wrap=True)
@@ -146,6 +150,16 @@ def _print_tails(path: Path, console: "Console") -> None:
         console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
         for line in _tail(Path(process["log"])):
             console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _summarize_failures(events: Sequence["Event"]) -> list[str]:
+    """Return the failures that happened most often, one line each, with their number."""
+    counts = Counter(
+        f"{event.fields.get('name')} in {event.fields.get('where', 'the run')}: {event.fields.get('message')}"
+        for event in events
+        if event.kind == "failure"
+    )
+    return [f"{count} × {line}" for line, count in counts.most_common(FAILURES)]
 
 
 def _tail(log: Path) -> list[str]:

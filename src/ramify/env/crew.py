@@ -57,7 +57,8 @@ class _Job:
         except Exception as error:  # noqa: BLE001 - raised again where it is waited for
             self.error = error
         except BaseException as error:  # noqa: BLE001 - `exit()` ends the code that says it, not the process around it
-            self.error = RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": "))
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self.error = RuntimeError(text).with_traceback(error.__traceback__)
 
 
 class Crew:

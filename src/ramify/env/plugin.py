@@ -20,6 +20,7 @@ from typing import Any
 
 from ramify.config import Config, check, refuse
 from ramify.env.settings import config_class
+from ramify.errors.origin import describe_exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def _import(key: str, where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         reason = f"there is no module {error.name!r} (is its package installed in this environment?)"
     except Exception as error:  # noqa: BLE001 - a module of the user's may raise anything while it is imported
-        return refuse([(key, f"{where} cannot be imported: {type(error).__name__}: {error}")], cause=error)
+        return refuse([(key, f"{where} cannot be imported: {describe_exception(error)}")], cause=error)
     return refuse([(key, f"{where}: {reason}")])
 
 

@@ -37,6 +37,7 @@ from ramify.envserver.messages import (
 )
 from ramify.envserver.policy import open_policy
 from ramify.errors import ConfigInvalid, Failure, RequestInvalid
+from ramify.errors.origin import describe_exception
 from ramify.gateway import Gateway, Policy
 from ramify.rollout import Environment, SourceConfig, run, score_group
 from ramify.trace import Trace, TraceWriter, decode, encode_episode
@@ -229,8 +230,8 @@ class Pages:
                 raise
             except Exception as error:
                 self._tasks = None
-                said = f"{type(error).__name__}: {error}"
-                raise ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {said}") from error
+                text = describe_exception(error)
+                raise ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}") from error
 
     def _read(self, start: int, count: int) -> TaskPage:
         if self._tasks is None or start < self._at:

@@ -77,19 +77,20 @@ def _one(exc: BaseException, cause: Failure | None) -> Failure:
     if isinstance(exc, RamifyError):
         # The first raise tells more than the place where a received failure was raised again.
         where = exc.remote_traceback or _stack(exc)
-        return Failure(exc.name, _message(exc), exc.blame, exc.retryable, where, cause)
+        return Failure(exc.name, message_of(exc), exc.blame, exc.retryable, where, cause)
     kind = type(exc)
-    return Failure(f"{kind.__module__}.{kind.__qualname__}", _message(exc), "system", False, _stack(exc), cause)
+    return Failure(f"{kind.__module__}.{kind.__qualname__}", message_of(exc), "system", False, _stack(exc), cause)
 
 
 def _stack(exc: BaseException) -> str | None:
     if exc.__traceback__ is None:
         return None
     frames = traceback.format_tb(exc.__traceback__, limit=-MAX_FRAMES)
-    return _unicode(f"Traceback (most recent call last):\n{''.join(frames)}{type(exc).__name__}: {_message(exc)}\n")
+    return _unicode(f"Traceback (most recent call last):\n{''.join(frames)}{type(exc).__name__}: {message_of(exc)}\n")
 
 
-def _message(exc: BaseException) -> str:
+def message_of(exc: BaseException) -> str:
+    """Return the text of an exception; never raises, whatever its `__str__` does."""
     try:
         return _unicode(str(exc.message if isinstance(exc, RamifyError) else exc))
     except Exception as broken:  # noqa: BLE001 - the exception's own __str__ may do anything

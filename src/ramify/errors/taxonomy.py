@@ -81,7 +81,7 @@ class JudgeError(RamifyError, blame="system", retryable=True):
 class EnvironmentFault(RamifyError, blame="system", retryable=True):
     """Code of the environment raised: a reward, a tool, a setup or another hook.
 
-    Read the traceback of the cause and fix that code; `ramify validate` runs it without a model.
+    Fix the code at the file and line that the message shows; `ramify validate` runs it without a model.
     """
 
 

@@ -1,15 +1,14 @@
 """What an eval consists of: the first n tasks of the taskset, r repetitions of each, and which of them are missing."""
 
 import hashlib
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from ramify.env import Task
 from ramify.errors import ConfigInvalid, RamifyError
+from ramify.errors.origin import describe_exception
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import rollout_id
 from ramify.rollout import Environment
@@ -58,9 +57,7 @@ def first_tasks(environment: Environment, count: int) -> list[Task]:
     except RamifyError as error:
         raise ConfigInvalid(f"taskset {name} cannot be loaded: {error.message}") from error
     except Exception as error:  # the environment's code may raise anything
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
-        raise ConfigInvalid(f"taskset {name} cannot be loaded: load raised {said}") from error
+        raise ConfigInvalid(f"taskset {name} cannot be loaded: load raised {describe_exception(error)}") from error
     if not tasks:
         raise ConfigInvalid(f"taskset {name} has no tasks")
     return tasks

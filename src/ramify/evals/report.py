@@ -16,6 +16,8 @@ from ramify.evals.summary import PHASES, seconds
 from ramify.store import Row
 from ramify.store.summary import REVISION, UNRECORDED
 
+FAILURES = 3  # that are shown with their messages
+
 
 def report(rows: Sequence[Row], *, threshold: float) -> RenderableType:
     """Scores with their intervals, then what happened on the way."""
@@ -64,6 +66,9 @@ def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         yield "tokens", f"{tokens[0]:,} in, {tokens[1]:,} out"
     errors = error_counts(rows)
     yield "errors", ", ".join(f"{name} {count}" for name, count in errors.most_common()) or "none"
+    failures = Counter((row.failure, row.summary.get("message", "")) for row in rows if row.failure is not None)
+    for (name, message), count in failures.most_common(FAILURES):
+        yield f"{count} × {name}", message
     if rows:
         times = {phase: _mean([row.summary.get("timing", {}).get(phase, 0.0) for row in rows]) for phase in PHASES}
         told = ", ".join(f"{phase} {value:.2f}s" for phase, value in times.items() if value >= 0.005)

@@ -47,6 +47,7 @@ class Progress:
         self.moved = time.monotonic()
         self.failures: deque[dict[str, Any]] = deque(maxlen=FAILURES)
         self.failed: Counter[str] = Counter()
+        self._logged_faults: set[str] = set()
         self.faults: dict[str, tuple[int, str]] = {}  # by source, how often its own code failed, and the last time how
         self.rewards: list[float] = [
             metric.value for metric in journal.metrics("reward/all/mean")
@@ -142,6 +143,13 @@ class Progress:
         self.failed[failure.name] += 1
         if failure.name == EnvironmentFault.name:
             self.faults[where] = (self.faults.get(where, (0, ""))[0] + 1, failure.message)
+            self._log_fault(f"{where}: {failure.name}: {failure.message}")
         told = {"time": time.time(), "where": where, "name": failure.name, "message": failure.message}
         self.failures.append(told)
         self._journal.note("failure", **told)
+
+    def _log_fault(self, line: str) -> None:
+        """Print what code of an environment raised: each message once, the first few of them."""
+        if line not in self._logged_faults and len(self._logged_faults) < FAILURES:
+            self._logged_faults.add(line)
+            print(line, flush=True)

@@ -25,6 +25,7 @@ from ramify.errors import (
     TokensRequired,
     ValueRefused,
 )
+from ramify.errors.origin import describe_exception
 from ramify.gateway.policy import Policy
 from ramify.gateway.selection import left_out
 from ramify.gateway.session import Session
@@ -204,7 +205,7 @@ class Attempt:
                 raise
             raise EnvironmentFault(f"{name}: CancelledError: what it waited for was cancelled") from error
         except (Exception, SystemExit) as error:
-            raise EnvironmentFault(f"{name}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFault(f"{name}: {describe_exception(error)}") from error
         finally:
             setattr(self.trace.timing, name, time.monotonic() - start)
 

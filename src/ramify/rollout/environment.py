@@ -15,6 +15,7 @@ from ramify.config import Config
 from ramify.env import Hooks, Task, Taskset, hooks_of, plugin
 from ramify.env.code_digest import code_digests
 from ramify.errors import ConfigInvalid, RamifyError
+from ramify.errors.origin import describe_exception
 from ramify.gateway.config import Limits
 from ramify.gateway.policy import ChatPolicy, Policy
 from ramify.harness import Harness, ServedModel
@@ -139,7 +140,7 @@ def _built(kind: str, table: dict[str, Any]) -> Any:
     except RamifyError:
         raise
     except Exception as error:
-        raise ConfigInvalid(f"{kind} {table.get('id')} cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigInvalid(f"{kind} {table.get('id')} cannot be made: {describe_exception(error)}") from error
 
 
 def _runtime_config(config: Config) -> RuntimeConfig:

@@ -11,6 +11,7 @@ from typing import Any
 from ramify.env import Context, Hook, Task
 from ramify.env.calling import given_up
 from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
+from ramify.errors.origin import describe_exception
 from ramify.rollout.environment import Environment
 from ramify.rollout.within import within
 from ramify.trace import Trace
@@ -85,4 +86,4 @@ async def _called(hook: Hook, context: Context, **more: Any) -> Any:
             raise
         raise EnvironmentFault(f"{hook.name}: CancelledError: what it waited for was cancelled") from error
     except (Exception, SystemExit) as error:
-        raise EnvironmentFault(f"{hook.name}: {type(error).__name__}: {error}") from error
+        raise EnvironmentFault(f"{hook.name}: {describe_exception(error)}") from error

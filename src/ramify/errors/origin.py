@@ -1,0 +1,72 @@
+"""Where code of the user's raised, in one line: file, line number and the text of that line.
+
+The traceback of a hook begins in Ramify's own modules and may end deep inside a library. What the author of the hook
+needs is the innermost line of their own code: of the package, or the directory, that the hook is in.
+"""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+from ramify.errors.failure import message_of
+
+LONGEST = 160  # characters of a source line that are shown
+
+_RAMIFY = Path(__file__).resolve().parent.parent
+_ENVIRONMENTS = _RAMIFY / "tasksets"  # these come with Ramify, and are environments like any other
+_STANDARD = Path(sysconfig.get_path("stdlib"))
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return the type and the text of an exception and, after their first line, where code of the user's raised it."""
+    first, *others = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ").split("\n")
+    origin = describe_origin(error)
+    return "\n".join([f"{first} ({origin})" if origin else first, *others])
+
+
+def describe_origin(error: BaseException) -> str:
+    """Return `file:line in function: text` of the innermost frame of the user's code; empty if there is no such frame.
+
+    Whoever called Ramify is not meant: where frames of ours are on the stack, the user's come after the first of them.
+    """
+    stack = list(traceback.extract_tb(error.__traceback__))
+    entry = next((number for number, frame in enumerate(stack) if _is_ours(Path(frame.filename))), 0)
+    frames = [frame for frame in stack[entry:] if _is_user_code(frame.filename)]
+    if not frames:
+        return ""
+    root = _find_root(Path(frames[0].filename))
+    frame = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(root))
+    text = (frame.line or "").strip()
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return f"{_shorten(frame.filename)}:{frame.lineno} in {frame.name}" + (f": {text}" if text else "")
+
+
+def _is_user_code(filename: str) -> bool:
+    file = Path(filename)
+    if filename.startswith("<"):  # frozen modules, and code that has no file
+        return False
+    if _is_ours(file):
+        return False
+    return not file.is_relative_to(_STANDARD) or any(name in file.parts for name in _INSTALLED)
+
+
+def _is_ours(file: Path) -> bool:
+    return file.is_relative_to(_RAMIFY) and not file.is_relative_to(_ENVIRONMENTS)
+
+
+def _find_root(file: Path) -> Path:
+    """Return the package that a file is in; the directory of a file that is in none; an installed module by itself."""
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        file, folder = folder, folder.parent
+    return file if file.is_dir() or folder.name in _INSTALLED else folder
+
+
+def _shorten(filename: str) -> str:
+    try:
+        here = Path.cwd()
+    except OSError:  # the working directory is gone
+        return filename
+    file = Path(filename)
+    return str(file.relative_to(here)) if file.is_relative_to(here) else filename
