@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -40,7 +41,10 @@ def run(tmp_path, monkeypatch):
         ledger, journal = Ledger.open(store), Journal(store)
         asyncio.run(fill(ledger))
         for step in range(3):
-            journal.record(step, {"reward/all/mean": step / 2, "eval/held-out/avg": step / 4, "train/loss": 1.0})
+            journal.record(
+                step,
+                {"reward/all/mean": step / 2, "eval/held-out/avg": step / 4, "train/loss": 1.0 if step else math.nan},
+            )
         journal.note("failure", name="WorkerDied", message="exit code -9").result(10)
     return path
 
@@ -49,8 +53,27 @@ def test_metrics_of_a_run_that_is_over_are_a_list_of_points(run, capsys):
     assert main(["metrics", "run", "--name", "reward/*", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == [{"step": step, "name": "reward/all/mean", "value": step / 2} for step in range(3)]
+
+
+def test_metrics_are_summarised_one_line_each_unless_points_are_asked_for(run, capsys):
     assert main(["metrics", str(run)]) == 0
-    assert "eval/held-out/avg" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ["name", "points", "first", "last", "min", "max", "curve"]
+    rows = {line.split()[0]: line.split()[1:] for line in said[1:4]}
+    assert rows["reward/all/mean"][:5] == ["3", "0", "1", "0", "1"]
+    assert len(rows["reward/all/mean"][5]) == 3
+    assert rows["train/loss"][:5] == ["3", "nan", "1", "1", "1"]
+    assert len(rows) == 3 and "--all" in said[-1]
+    for points in (["--all"], ["--name", "*"]):
+        assert main(["metrics", str(run), *points]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].split() == ["step", "name", "value"]
+        assert [line.split() for line in said[1:4]] == [
+            ["0", "eval/held-out/avg", "0"],
+            ["0", "reward/all/mean", "0"],
+            ["0", "train/loss", "nan"],
+        ]
+        assert len(said) == 10
 
 
 def test_metrics_of_a_run_that_lives_are_asked_of_it(run, capsys):

@@ -1,10 +1,14 @@
 """`ramify export RUN`: a run's rollouts (--to), or the adapter it trained (--adapter), for other tools."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ramify.cli.parser import CommandParser
+
+INTERVAL = 2.0  # seconds between two lines of progress
 
 
 def run(args: Sequence[str]) -> int:
@@ -18,9 +22,25 @@ def run(args: Sequence[str]) -> int:
     with open_named(asked.run) as store:
         path = asked.file or store.path / f"export.{asked.to}"
         with naming(path):
-            count = export(store, asked.to, path)
+            count = export(store, asked.to, path, report_progress())
     print(f"{count} traces in {path}")
     return 0
+
+
+def report_progress() -> Callable[[int, int], None]:
+    """Return a function that says on stderr how many rollouts are exported: now and then, and at the end."""
+    last_time = time.monotonic()
+    in_place = sys.stderr.isatty()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last_time
+        now = time.monotonic()
+        if now - last_time >= INTERVAL or (in_place and done == total):
+            last_time = now
+            end = "\r" if in_place and done < total else "\n"
+            print(f"{done:,} of {total:,} rollouts exported", end=end, file=sys.stderr, flush=True)
+
+    return report
 
 
 def _export_adapter(run: str, directory: Path | None) -> int:

@@ -1,30 +1,68 @@
-"""`ramify metrics RUN`: the numbers of a run, while it lives and afterwards."""
+"""`ramify metrics RUN`: the numbers of a run, while it lives and afterwards; a line for each metric, or its points."""
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ramify.cli.parser import CommandParser
 
+if TYPE_CHECKING:
+    from ramify.store.journal import Metric
+
+CURVE = 24  # characters
+NOTHING = "no metrics of that name yet"
+
 
 def run(args: Sequence[str]) -> int:
-    """Print the metrics whose names match."""
+    """Summarise the metrics, or print the points of those whose names match."""
     asked = _parser().parse_args(args)
-    from ramify.cli.runs import paper, run_path  # loaded here, not for help
+    from ramify.cli.runs import run_path  # loaded here, not for help
     from ramify.launch.asking import metrics_of
 
-    found = metrics_of(run_path(asked.run), asked.name)
+    points = metrics_of(run_path(asked.run), asked.name or "*")
     if asked.json:
-        print(json.dumps([point._asdict() for point in found]))
-        return 0
+        print(json.dumps([point._asdict() for point in points]))
+    elif not points:
+        print(NOTHING)
+    elif asked.all or asked.name is not None:
+        _print_points(points)
+    else:
+        _print_summary(points)
+    return 0
+
+
+def _print_points(points: Sequence["Metric"]) -> None:
+    """One line for each point. No table: a long run has a hundred thousand of them."""
+    steps = max(4, *(len(str(point.step)) for point in points))
+    names = max(4, *(len(point.name) for point in points))
+    print(f"{'step':<{steps}}  {'name':<{names}}  value")
+    for point in points:
+        print(f"{point.step:<{steps}}  {point.name:<{names}}  {point.value:.6g}")
+
+
+def _print_summary(points: Sequence["Metric"]) -> None:
+    """One line for each metric: how many points, the first and the last, the extremes, and the curve."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("step", "name", "value", box=None, padding=(0, 2, 0, 0))
-    for point in found:
-        table.add_row(str(point.step), Text(point.name), f"{point.value:.6g}")
-    paper().print(table if found else "no metrics of that name yet")
-    return 0
+    from ramify.cli.runs import paper
+    from ramify.launch.dashboard import sparkline
+
+    values: dict[str, list[float]] = {}
+    for point in points:  # in the order of steps
+        values.setdefault(point.name, []).append(point.value)
+    table = Table("name", "points", "first", "last", "min", "max", "curve", box=None, padding=(0, 2, 0, 0))
+    for name, numbers in sorted(values.items()):
+        finite = [number for number in numbers if math.isfinite(number)] or [math.nan]
+        extremes = (numbers[0], numbers[-1], min(finite), max(finite))
+        curve = sparkline(finite, CURVE) if len(finite) > 1 else ""
+        table.add_row(Text(name), str(len(numbers)), *(f"{number:.4g}" for number in extremes), Text(curve))
+    console = paper()
+    console.width = max(console.width, 60 + max(map(len, values)) + CURVE)  # a name is never cut
+    console.print(table)
+    print("--name 'eval/*' prints the points of some, --all those of all")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = CommandParser(prog="ramify metrics", description=COMMANDS["metrics"].help)
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
-    parser.add_argument("--name", default="*", metavar="GLOB", help="only names like this, such as 'eval/*/avg'")
-    parser.add_argument("--json", action="store_true", help="a list of {step, name, value}")
+    parser.add_argument("--name", metavar="GLOB", help="the points of names like this, such as 'eval/*/avg'")
+    parser.add_argument("--all", action="store_true", help="every point, instead of a line for each metric")
+    parser.add_argument("--json", action="store_true", help="the points as a list of {step, name, value}")
     return parser

@@ -29,12 +29,11 @@ def run_path(name: str) -> Path:
 
 def pick(store: RunStore, name: str) -> Row:
     """The rollout whose id is `name` or begins so."""
-    rows = store.rows()
-    found = [row for row in rows if row.id == name] or [row for row in rows if row.id.startswith(name)]
+    found = store.rows_beginning(name, limit=8)
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigInvalid(f"{name!r} is not one rollout: {', '.join(row.id for row in found[:8])}")
+        raise ConfigInvalid(f"{name!r} is not one rollout: {', '.join(row.id for row in found)}")
     raise ConfigInvalid(f"{store.path} has no rollout {name!r}; 'ramify show {store.path}' lists them")
 
 

@@ -5,7 +5,7 @@ Messages, counts and scores, no token ids: those stay in the run, whose binary f
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ramify.store.store import RunStore
 from ramify.trace.readable import to_dict
 
 FORMATS = ("jsonl", "parquet")
+Report = Callable[[int, int], None]
+
 BATCH = 256  # traces in memory at once
 NESTED = (
     "task_data",
@@ -34,8 +36,11 @@ TEXT = ("rollout", "source", "task", "id", "episode", "group", "agent", "env", "
 WHOLE = ("repetition", "attempt", "schema")
 
 
-def export(store: RunStore, to: str, path: Path) -> int:
-    """Write the run to `path`, whole or not at all, and return the number of traces."""
+def export(store: RunStore, to: str, path: Path, report: Report | None = None) -> int:
+    """Write the run to `path`, whole or not at all, and return the number of traces.
+
+    `report` is called after every rollout with the number of those that are done and of all.
+    """
     if to not in FORMATS:
         raise ConfigInvalid(f"--to: expected {' or '.join(FORMATS)}, got {to!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +48,7 @@ def export(store: RunStore, to: str, path: Path) -> int:
     os.close(handle)
     temporary = Path(name)
     try:
-        count = (_jsonl if to == "jsonl" else _parquet)(store, temporary)
+        count = (_jsonl if to == "jsonl" else _parquet)(store, temporary, report)
         temporary.chmod(0o644)
         temporary.replace(path)
     finally:
@@ -51,25 +56,28 @@ def export(store: RunStore, to: str, path: Path) -> int:
     return count
 
 
-def records(store: RunStore) -> Iterator[dict[str, Any]]:
+def records(store: RunStore, report: Report | None = None) -> Iterator[dict[str, Any]]:
     """Each trace as plain data, with the rollout it belongs to. `task` is the task's identity, `task_data` the task."""
-    for row in store.rows():
+    ((total,),) = store.select("SELECT count(*) FROM rollouts")
+    for done, row in enumerate(store.iterate_rows(), start=1):
         for trace in store.read(row.id):
             found = to_dict(trace)
             found["task_data"] = found.pop("task", {})
             yield {"rollout": row.id, "source": row.source, "task": row.task, "repetition": row.repetition, **found}
+        if report is not None:
+            report(done, total)
 
 
-def _jsonl(store: RunStore, path: Path) -> int:
+def _jsonl(store: RunStore, path: Path, report: Report | None) -> int:
     count = 0
     with path.open("wb") as file:
-        for record in records(store):
+        for record in records(store, report):
             file.write(msgspec.json.encode(record) + b"\n")
             count += 1
     return count
 
 
-def _parquet(store: RunStore, path: Path) -> int:
+def _parquet(store: RunStore, path: Path, report: Report | None) -> int:
     """Flat fields as columns; nested ones as JSON text, because no two environments nest alike."""
     try:
         import pyarrow as pa
@@ -84,7 +92,7 @@ def _parquet(store: RunStore, path: Path) -> int:
     schema, count = pa.schema(fields), 0
     with pq.ParquetWriter(path, schema) as writer:
         batch: list[dict[str, Any]] = []
-        for record in records(store):
+        for record in records(store, report):
             count += 1
             batch.append({name: _cell(name, record.get(name)) for name in schema.names})
             if len(batch) == BATCH:

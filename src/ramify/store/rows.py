@@ -70,8 +70,18 @@ def select(connection: sqlite3.Connection, **where: str | int) -> Iterator[Row]:
     """The rows whose columns have these values, by task and repetition."""
     asked = " AND ".join(f"{column} = ?" for column in where) or "1"
     query = f"SELECT {_COLUMNS} FROM rollouts WHERE {asked} ORDER BY source, task, repetition, id"
-    for *plain, summary in ((*found[:6], found[6]) for found in connection.execute(query, tuple(where.values()))):
-        yield Row(*plain, summary=msgspec.msgpack.decode(summary))
+    yield from _read(connection, query, tuple(where.values()))
+
+
+def select_prefix(connection: sqlite3.Connection, prefix: str, limit: int) -> Iterator[Row]:
+    """Yield the first `limit` rows whose ids begin with `prefix`, by id."""
+    query = f"SELECT {_COLUMNS} FROM rollouts WHERE id >= ? AND substr(id, 1, ?) = ? ORDER BY id LIMIT ?"
+    yield from _read(connection, query, (prefix, len(prefix), prefix, limit))
+
+
+def _read(connection: sqlite3.Connection, query: str, values: tuple[str | int, ...]) -> Iterator[Row]:
+    for *columns, summary in connection.execute(query, values):
+        yield Row(*columns, summary=msgspec.msgpack.decode(summary))
 
 
 def place_of(connection: sqlite3.Connection, id: str) -> Place | None:

@@ -8,7 +8,7 @@ import asyncio
 import fcntl
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
@@ -107,6 +107,16 @@ class RunStore:
         """The rollouts whose columns (source, task, repetition, id) have these values."""
         with naming(self.path):
             return list(rows.select(self._reader, **where))
+
+    def iterate_rows(self, **where: str | int) -> Iterator[Row]:
+        """Yield the rollouts that `rows` returns, one after another."""
+        with naming(self.path):
+            yield from rows.select(self._reader, **where)
+
+    def rows_beginning(self, prefix: str, limit: int) -> list[Row]:
+        """Return the rollout whose id is `prefix`; without one, the first `limit` whose ids begin so."""
+        with naming(self.path):
+            return list(rows.select(self._reader, id=prefix)) or list(rows.select_prefix(self._reader, prefix, limit))
 
     def read(self, id: str) -> Sequence[Trace]:
         """The traces of a rollout, one per agent."""

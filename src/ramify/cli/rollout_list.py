@@ -1,0 +1,102 @@
+"""The list of rollouts that `ramify show RUN` prints: chosen, ordered, and a page of it at a time.
+
+Everything comes from the rows of the index; no trace is opened. Lines are printed while rows are read, with columns as
+wide as the first rows need them.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from ramify.errors import ConfigInvalid
+from ramify.evals.summary import seconds
+from ramify.store import Row, RunStore
+
+Order = Literal["index", "worst", "best"]
+
+HEADER = ("rollout", "source", "reward", "calls", "tokens out", "seconds", "end")
+WIDTHS_FROM = 100  # rows that decide how wide the columns are
+
+
+@dataclass(frozen=True, slots=True)
+class ListRequest:
+    """Which rollouts are listed, and in which order. A `limit` of 0 lists all."""
+
+    limit: int = 20
+    page: int = 1
+    source: str | None = None
+    failed: bool = False
+    order: Order = "index"
+
+
+def print_rollouts(store: RunStore, request: ListRequest, write: Callable[[str], None]) -> None:
+    """Print the rollouts asked for; raises ConfigInvalid if the run has none of that source."""
+    if request.source is not None:
+        _check_source(store, request.source)
+    rows = _choose(store, request)
+    shown = 0
+    for line in _format(rows if not request.limit else islice(rows, request.limit)):
+        write(line)
+        shown += 1
+    if not shown:
+        where = "" if request.source is None else f" of source {request.source}"
+        write(
+            f"no {'failed ' if request.failed else ''}rollouts{where}" + (" on this page" if request.page > 1 else "")
+        )
+    elif next(rows, None) is not None:
+        write(f"more with --page {request.page + 1}, or --limit 0 for all; --worst, --failed and --source choose")
+    write("")
+
+
+def _check_source(store: RunStore, source: str) -> None:
+    names = [str(name) for (name,) in store.select("SELECT DISTINCT source FROM rollouts ORDER BY source")]
+    if source not in names:
+        known = ", ".join(filter(None, names)) or "rollouts of no named source"
+        raise ConfigInvalid(f"no rollouts of source {source!r}; the run has {known}")
+
+
+def _choose(store: RunStore, request: ListRequest) -> Iterator[Row]:
+    """Yield the rows from the first of the page on; of ordered ones, one more than the page at most."""
+    where = {} if request.source is None else {"source": request.source}
+    rows: Iterator[Row] = store.iterate_rows(**where)
+    if request.failed:
+        rows = (row for row in rows if row.failure is not None or row.summary.get("errors"))
+    if request.order != "index":
+        rows = iter(_sort(rows, request))
+    return islice(rows, request.limit * (request.page - 1), None)
+
+
+def _sort(rows: Iterable[Row], request: ListRequest) -> list[Row]:
+    """Return the rows that have a reward in the order asked for, those up to the end of the page and one more."""
+    scored = ((row.reward, row.id, row) for row in rows if row.reward is not None)
+    if not request.limit:
+        return [row for *_, row in sorted(scored, key=lambda entry: entry[:2], reverse=request.order == "best")]
+    select = heapq.nsmallest if request.order == "worst" else heapq.nlargest
+    return [row for *_, row in select(request.limit * request.page + 1, scored, key=lambda entry: entry[:2])]
+
+
+def _format(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the header and one line per row; the source has a column if one of the first rows has a source."""
+    iterator = iter(rows)
+    head = [_cells(row) for row in islice(iterator, WIDTHS_FROM)]
+    if not head:
+        return
+    columns = [at for at, name in enumerate(HEADER) if name != "source" or any(cells[at] for cells in head)]
+    widths = {at: max(len(cells[at]) for cells in (HEADER, *head)) for at in columns}
+    yield _join(HEADER, widths)
+    for cells in head:
+        yield _join(cells, widths)
+    for row in iterator:
+        yield _join(_cells(row), widths)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    reward = "due" if row.reward is None else f"{row.reward:.3f}"
+    calls, tokens = (str(row.summary.get(name, "")) for name in ("calls", "output"))
+    return row.id, row.source, reward, calls, tokens, f"{seconds(row):.2f}", row.failure or row.summary.get("stop", "")
+
+
+def _join(cells: tuple[str, ...], widths: dict[int, int]) -> str:
+    return "  ".join(cells[at].ljust(width) for at, width in widths.items()).rstrip()

@@ -1,0 +1,136 @@
+"""`ramify show`: a page of rollouts, chosen and ordered, without a trace opened; `export` says how far it is."""
+
+import random
+import re
+import shutil
+
+import pytest
+
+from ramify.cli import export as export_command
+from ramify.cli.app import main
+from ramify.store import Row, RunStore
+from tests.store.rollouts import rollout
+
+COUNT = 1200
+HELD_OUT = "eval/held-out"
+
+
+def row(number: int, source: str = "train") -> Row:
+    """Rollout `number`: the system failed every tenth, and every seventh ran into its budget."""
+    failure = "EnvironmentFault" if number % 10 == 3 else None
+    summary = {
+        "stop": "BudgetExceeded" if number % 7 == 0 else "stop",
+        "errors": {"BudgetExceeded": 1} if number % 7 == 0 else {},
+        "output": number,
+        "calls": 1,
+        "rewards": {"right": 0.5},
+        "weights": {"right": 1.0},
+        "timing": {"harness": 1.0},
+    }
+    reward = None if failure else REWARDS[number] / 1000
+    return Row(f"{number}.0", f"task-{number // 4:04}", number % 4, source, reward, failure, summary)
+
+
+REWARDS = list(range(COUNT))
+random.Random(0).shuffle(REWARDS)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A run with many rollouts whose traces are gone: whoever opens one fails."""
+    path = tmp_path_factory.mktemp("run")
+    _, traces = rollout()
+    with RunStore.open(path) as store:
+        rows = [*map(row, range(COUNT)), Row("held-out.0", "a", 0, HELD_OUT, 1.0)]
+        store.change(lambda *_: None, [(each, traces) for each in rows]).result(60)
+    shutil.rmtree(path / "traces")
+    return path
+
+
+@pytest.fixture
+def show(path, capsys):
+    """Run `ramify show` and return (ids of the rollouts in order, everything that was printed)."""
+
+    def shown(*args: str) -> tuple[list[str], str]:
+        assert main(["show", str(path), *args]) == 0
+        said = capsys.readouterr().out
+        return re.findall(r"^(\S+\.0) ", said, re.MULTILINE), said
+
+    return shown
+
+
+def test_a_page_is_shown_and_how_to_see_more(show):
+    ids, said = show()
+    assert len(ids) == 20
+    assert len(said.splitlines()) < 50
+    assert "--page 2" in said and "--limit 0" in said
+    assert "1081 counted, 120 failed" in said  # the summary is of all of them
+    following, _ = show("--page", "2")
+    both, _ = show("--limit", "40")
+    assert ids + following == both
+    last, said = show("--page", "61")
+    assert len(last) == 1
+    assert "--page" not in said
+
+
+def test_all_rollouts_are_shown_when_asked_for(show):
+    ids, _ = show("--limit", "0")
+    assert len(ids) == len(set(ids)) == COUNT + 1
+
+
+def test_the_worst_and_the_best_come_first(show):
+    rewards = {f"{number}.0": row(number).reward for number in range(COUNT)} | {"held-out.0": 1.0}
+    counted = sorted((reward, id) for id, reward in rewards.items() if reward is not None)
+    worst, _ = show("--worst", "--limit", "5")
+    assert worst == [id for _, id in counted[:5]]
+    assert show("--worst", "--limit", "5", "--page", "2")[0] == [id for _, id in counted[5:10]]
+    best, _ = show("--best", "--limit", "5")
+    assert best == [id for _, id in counted[::-1][:5]]
+
+
+def test_a_source_is_shown_alone_and_an_unknown_one_is_refused(show, path, capsys):
+    ids, said = show("--source", HELD_OUT)
+    assert ids == ["held-out.0"]
+    assert "1 counted, 0 failed" in said
+    assert main(["show", str(path), "--source", "held-out"]) == 2
+    assert "no rollouts of source 'held-out'; the run has eval/held-out, train" in capsys.readouterr().err
+
+
+def test_failed_rollouts_are_those_the_system_failed_and_those_that_ended_by_a_failure(show):
+    ids, said = show("--failed", "--limit", "0")
+    assert sorted(ids) == sorted(f"{number}.0" for number in range(COUNT) if number % 10 == 3 or number % 7 == 0)
+    assert "EnvironmentFault" in said and "BudgetExceeded" in said
+    ids, said = show("--failed", "--source", HELD_OUT)
+    assert ids == []
+    assert "no failed rollouts" in said
+
+
+def test_flags_that_contradict_each_other_or_make_no_sense_are_refused(path, capsys):
+    for args in (["--worst", "--best"], ["--page", "0"], ["--limit", "-1"], ["7.0", "--worst"]):
+        with pytest.raises(SystemExit) as refused:
+            main(["show", str(path), *args])
+        assert refused.value.code == 2
+        assert capsys.readouterr().err
+
+
+def test_a_rollout_is_found_by_how_its_id_begins_without_reading_the_others(tmp_path, capsys):
+    with RunStore.open(tmp_path / "run") as store:
+        rows = [(each, traces) for each, traces in map(rollout, range(12))]
+        store.change(lambda *_: None, rows).result(60)
+    assert main(["show", str(tmp_path / "run"), "r11"]) == 0
+    assert "reply 11" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "run"), "r1"]) == 0  # that one, although r10 and r11 begin so
+    assert "reply 1\n" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "run"), "r"]) == 2
+    assert "is not one rollout: r0, r1, r10" in capsys.readouterr().err
+
+
+def test_export_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export_command, "INTERVAL", 0.0)
+    with RunStore.open(tmp_path / "run") as store:
+        rows = [(each, traces) for each, traces in map(rollout, range(3))]
+        store.change(lambda *_: None, rows).result(60)
+    assert main(["export", str(tmp_path / "run"), "--to", "jsonl"]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"{number} of 3 rollouts exported" for number in (1, 2, 3)]
+    assert said.out.startswith("3 traces in ")
