@@ -65,4 +65,5 @@ def test_the_range_of_a_weighted_sum_is_that_of_its_parts():
     assert reward_bounds([scored(0, 0, 0.5), scored(1, 0, -0.25)]) == (-1.0, 1.0)
     assert reward_bounds([scored(0, 0, 7.0, points=(7.0, 1.0))]) == (-math.inf, math.inf)
     assert reward_bounds([scored(0, 0, 0.5, points=(7.0, 0.0), right=(0.5, 1.0))]) == (0.0, 1.0)
+    assert reward_bounds([scored(0, 0, 7.0, right=(0.5, 1.0))]) == (-math.inf, math.inf)
     assert reward_bounds([]) == (-math.inf, math.inf)

@@ -10,18 +10,24 @@ from collections.abc import Iterable
 from ramify.store import Row
 
 RANGES = ((0.0, 1.0), (-1.0, 1.0))
+ROUNDING = 1e-6
 TOTAL = ""  # stands for the reward as a whole, where a row does not say how it is composed
 
 Bounds = tuple[float, float]
 
 
 def reward_bounds(rows: Iterable[Row]) -> Bounds:
-    """Return the least and the most that a rollout's reward can be; infinite where a range is unknown."""
+    """Return the least and the most that a rollout's reward can be; infinite where a range is unknown.
+
+    A reward that is not the weighted sum of its parts contradicts the range of that sum, which is then unknown, too.
+    """
     scores: dict[tuple[str, str], list[float]] = {}
     compositions: dict[tuple[str, tuple[tuple[str, float], ...]], None] = {}
+    rewards: list[float] = []
     for row in rows:
         if row.failure is not None or row.reward is None:
             continue
+        rewards.append(row.reward)
         weights, parts = row.summary.get("weights"), row.summary.get("rewards", {})
         if not weights:
             weights, parts = {TOTAL: 1.0}, {TOTAL: row.reward}
@@ -33,7 +39,10 @@ def reward_bounds(rows: Iterable[Row]) -> Bounds:
     ]
     if not totals:
         return -math.inf, math.inf
-    return min(low for low, _ in totals), max(high for _, high in totals)
+    low, high = min(low for low, _ in totals), max(high for _, high in totals)
+    if min(rewards) < low - ROUNDING or max(rewards) > high + ROUNDING:
+        return -math.inf, math.inf
+    return low, high
 
 
 def _range(scores: list[float]) -> Bounds:
