@@ -4,14 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ramify.errors import ModelUnsupported
 from ramify.infer.request import Sampling
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
+from ramify.train.losses import find_loss
 from ramify.train.parallel import Ranks
+from ramify.train.policy import load_policy
 from tests.infer.llama import build_core, reference, run, scores
 from tests.model.test_load import write
+from tests.train.models import SIZES
 
 ALONE = Ranks(torch.device("cpu"))
 DECODERS = {
@@ -32,6 +37,31 @@ def models(tmp_path_factory) -> dict[str, Path]:
 def test_a_model_with_layers_in_its_head_is_not_trained(models, kind):
     with pytest.raises(ModelUnsupported, match="the trainer does not compute what the model itself does"):
         build_trainer(models[kind], TrainerConfig(threads=1), ALONE)
+
+
+class LlamaWithHeadLayer(LlamaForCausalLM):
+    """Looks like a Llama from outside, and has a layer more in its head."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.transform = torch.nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, input_ids, **more):
+        hidden = self.model(input_ids=input_ids, **more).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(self.transform(hidden)))
+
+
+def test_a_head_that_looks_like_a_matrix_and_is_more_is_found_by_its_logprobs(tmp_path):
+    config = LlamaConfig(**SIZES)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"))
+    AutoModelForCausalLM.register(LlamaConfig, LlamaWithHeadLayer, exist_ok=True)
+    try:
+        LlamaWithHeadLayer(config).save_pretrained(tmp_path)
+        with pytest.raises(ModelUnsupported, match=r"LlamaWithHeadLayer: .* logprobs of a trial differ by"):
+            load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"))
+    finally:
+        AutoModelForCausalLM.register(LlamaConfig, LlamaForCausalLM, exist_ok=True)
 
 
 def test_a_model_that_counts_positions_in_its_own_way_is_not_served(models):

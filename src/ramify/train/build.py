@@ -12,7 +12,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.lora import add_adapters
 from ramify.train.losses import find_loss
 from ramify.train.parallel import Ranks, shard
-from ramify.train.policy import check_policy, compile_layers, load_policy
+from ramify.train.policy import compile_layers, load_policy
 from ramify.train.step import Trainer
 
 CPU = torch.device("cpu")
@@ -40,9 +40,6 @@ def build_trainer(
         device=CPU if ranks.size > 1 else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
         checkpoint_activations=config.checkpoint_activations,
     )
-    with ranks.together():
-        if ranks.first:  # all have the same model
-            check_policy(policy)
     tell(FLAT if flat else explain(policy.model.config))
     tell(f"dtype: {choice}")
     if config.lora.enabled:

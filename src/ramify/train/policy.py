@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, RamifyError
-from ramify.model.agreement import compare, disagreement, logprobs_of, own_logprobs, trial_ids
+from ramify.model.agreement import compare, disagreement, own_logprobs, trial_ids
 from ramify.model.layout import Layout, layout_for, longrope
 from ramify.model.load import read_config, read_model
 from ramify.model.rewrite import compiler_for
-from ramify.model.tree import ATTENTION, BLOCK, windows_of
+from ramify.model.tree import ATTENTION, windows_of
 from ramify.trace import Annotation, Call, Forest, Message, Sample, Trace, grow
 from ramify.train.head import score
 from ramify.train.losses import Loss, ce, ref_kl
@@ -68,13 +68,6 @@ class Policy(nn.Module):
 
     def score(self, row: Row) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
-        hidden, told = self.hidden(row), row.told
-        head = self.model.get_output_embeddings()
-        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), told.token, told.temperature)
-        return (logprob[told.pair], entropy[told.pair]) if len(told.pair) else (logprob, entropy)
-
-    def hidden(self, row: Row) -> Tensor:
-        """Return what the head reads to score each pair of the row, [pairs, width]."""
         if self.longest is not None and row.forest.position.max(initial=0) >= self.longest:
             said = f"longrope turns all tokens of a row by other angles where one stands at {self.longest} or beyond"
             raise ModelUnsupported(f"{said}; lower seq_len")
@@ -82,34 +75,39 @@ class Policy(nn.Module):
         if more and row.ids.is_cuda:
             _make_room()
         found = self.model.get_decoder()(input_ids=row.ids, position_ids=row.position, use_cache=False, **more)
-        source = row.told.source  # not before the layers were begun
-        return found.last_hidden_state.flatten(0, 1).index_select(0, source)
+        told = row.told  # not before the layers were begun
+        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, told.source)
+        head = self.model.get_output_embeddings()
+        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), told.token, told.temperature)
+        return (logprob[told.pair], entropy[told.pair]) if len(told.pair) else (logprob, entropy)
 
 
 def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False) -> Policy:
-    """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation."""
+    """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation.
+
+    Raises ModelUnsupported if the policy does not compute what the model itself does. That is tried on the CPU, where
+    every model is loaded: before sharding, and without kernels that training in another dtype would never use.
+    """
     config = read_config(path)
     layout = layout_for(config)
     logging.disable_progress_bar()
     model = read_model(path, config, torch.float32, attention_for(layout))
-    policy = Policy(model.to(device), layout, rl)
+    policy = Policy(model, layout, rl)
+    _check_agreement(policy)
+    policy.to(device)
     if checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), _again())})
     return policy
 
 
 @torch.no_grad()
-def check_policy(policy: Policy) -> None:
-    """Raise ModelUnsupported unless the policy scores a few tokens as the model itself does. Call before sharding."""
-    model, device = policy.model, policy.model.device
+def _check_agreement(policy: Policy) -> None:
+    """Raise ModelUnsupported unless a policy on the CPU scores a few tokens as the model itself does."""
+    model = policy.model
     ids = trial_ids(model.config)
-    expected = own_logprobs(model, ids.to(device), attention_for(policy.layout))
+    expected = own_logprobs(model, ids, attention_for(policy.layout))
     try:
-        length = BLOCK if device.type == "cuda" else None
-        row = row_of(_chain(ids), layout=policy.layout, device=device, windows=policy.windows, length=length)
-        hidden, head = policy.hidden(row), model.get_output_embeddings()  # plain products: nothing is compiled for this
-        logits = nn.functional.linear(hidden, head.weight, getattr(head, "bias", None))
-        actual = logprobs_of(logits, row.told.token)[row.told.pair]
+        actual, _ = policy.score(row_of(_chain(ids), layout=policy.layout, windows=policy.windows))
     except (RamifyError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that is put together in another way fails anywhere
