@@ -84,6 +84,23 @@ def test_an_index_that_lost_its_contents_is_refused_and_nothing_is_touched(run, 
     assert results(run.with_name("run.old-1")) == before
 
 
+def test_an_index_with_a_damaged_page_is_refused_and_nothing_is_touched(run):
+    sqlite3.connect(run / "run.sqlite").execute("PRAGMA wal_checkpoint(TRUNCATE)").connection.close()
+    path, before = run / "run.sqlite", results(run)
+    intact = path.read_bytes()
+    damaged = [intact[:start] + bytes(4096) + intact[start + 4096 :] for start in range(4096, len(intact), 4096)]
+    for content in [*damaged, intact[: len(intact) // 2]]:
+        path.write_bytes(content)
+        with pytest.raises(RunDamaged, match="is damaged"):
+            open_run(run, IDENTITY)
+        assert results(run) == before
+        for log in run.glob("run.sqlite-*"):
+            log.unlink()
+    path.write_bytes(intact)
+    with open_run(run, IDENTITY) as store:
+        assert len(store.rows()) == 3
+
+
 @pytest.mark.parametrize("damage", [remove, empty, drop_tables])
 def test_readers_say_so_too(run, damage, capsys):
     damage(run)

@@ -282,7 +282,7 @@ class StorageFailed(RamifyError, blame="system", retryable=False):
 
 
 class RunDamaged(RamifyError, blame="system", retryable=False):
-    """A run's directory holds traces, checkpoints or weights, but its index is missing or has lost its contents.
+    """A run's directory holds traces, checkpoints or weights, but its index is missing, damaged or empty.
 
     Nothing was changed: restore `run.sqlite` from a copy, or begin anew with `--fresh`, which deletes nothing.
     """

@@ -11,6 +11,10 @@ from pathlib import Path
 from ramify.errors import RunDamaged
 
 DATABASE, TRACES = "run.sqlite", "traces"
+RECOVERY = (
+    f"Restore the file (and {DATABASE}-wal, if there is one) from a copy of the run; or give the command with --fresh, "
+    "which moves the directory aside and begins anew. Weights in it can still be used as a model, with -m PATH"
+)
 
 
 def check_file(path: Path) -> None:
@@ -28,6 +32,24 @@ def check_contents(path: Path, connection: sqlite3.Connection, required: str | N
         _refuse(path, "has no tables")
     elif required and not connection.execute("SELECT 1 FROM facts WHERE key = ?", (required,)).fetchone():
         _refuse(path, "has lost its contents")
+
+
+def check_pages(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise RunDamaged where SQLite finds a damaged page: a run that trusts it may cut away traces it still needs."""
+    problems = [line for (line,) in connection.execute("PRAGMA quick_check(3)") if line != "ok"]
+    if problems:
+        raise damaged(path, "; ".join(problems))
+
+
+def damaged(path: Path, problem: str) -> RunDamaged:
+    """Return the failure of a run whose index SQLite cannot read."""
+    return RunDamaged(f"{path / DATABASE} is damaged: {problem}; nothing was changed. {RECOVERY}")
+
+
+def is_corruption(error: BaseException) -> bool:
+    """Return whether SQLite says that the file is damaged, or no database."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def describe_results(path: Path) -> str:
@@ -49,7 +71,5 @@ def _plural(name: str) -> str:
 def _refuse(path: Path, what: str) -> None:
     if results := describe_results(path):
         raise RunDamaged(
-            f"{path / DATABASE} {what}, but the directory holds {results}; nothing was changed. Restore the file (and "
-            f"{DATABASE}-wal, if there is one) from a copy of the run; or give the command with --fresh, which moves "
-            f"the directory aside and begins anew. Weights in it can still be used as a model, with -m PATH"
+            f"{path / DATABASE} {what}, but the directory holds {results}; nothing was changed. {RECOVERY}"
         )

@@ -17,7 +17,7 @@ import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
 from ramify.store import rows
-from ramify.store.index import DATABASE, TRACES, check_contents, check_file
+from ramify.store.index import DATABASE, TRACES, check_contents, check_file, check_pages, damaged, is_corruption
 from ramify.store.locks import name_holders, write_holder
 from ramify.store.rows import Place, Row
 from ramify.store.segment import Segments, sync_directory
@@ -43,7 +43,8 @@ class RunStore:
         """Open the run at `path`: to write, made if it is not there, torn ends cut; or only to read.
 
         Raises RunDamaged where the directory holds results and the index knows nothing of them: it has no tables, or
-        not the fact called `required`, which whoever makes the run stores first.
+        not the fact called `required`, which whoever makes the run stores first. To write, the pages of the index are
+        checked too.
         """
         check_file(path)
         if not write and not (path / DATABASE).is_file():
@@ -54,6 +55,8 @@ class RunStore:
             lock = locked(path, write=write)
             try:
                 reader = _connect(path)
+                if write:
+                    check_pages(path, reader)
                 check_contents(path, reader, required)
                 segments = Segments(path / TRACES)
                 if write:
@@ -61,8 +64,10 @@ class RunStore:
                     segments.open(rows.lengths(reader))
                     sync_directory(path)
                 return cls(path, lock, segments, reader, write)
-            except BaseException:
+            except BaseException as error:
                 os.close(lock)
+                if is_corruption(error):
+                    raise damaged(path, str(error)) from error
                 raise
 
     async def add(self, row: Row, traces: Sequence[Trace]) -> None:
