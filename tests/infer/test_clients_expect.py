@@ -77,6 +77,17 @@ def test_echo_alone_scores_without_a_reply_and_marks_greedy_tokens_exactly(http)
     assert complete(http, prompt="hello", max_tokens=0, echo=True)["choices"][0]["text"] == "hello"
 
 
+def test_echo_keeps_prompt_and_reply_apart_in_token_ids_and_has_a_row_for_each_token(http):
+    fields = {"prompt": [5, 6, 7], "max_tokens": 2, "echo": True, "logprobs": 0, "return_token_ids": True}
+    (choice,) = complete(http, **fields)["choices"]
+    assert choice["prompt_token_ids"] == [5, 6, 7] and len(choice["token_ids"]) == 2
+    assert {len(column) for column in choice["logprobs"].values()} == {5}
+    assert choice["logprobs"]["top_logprobs"][1:] == [
+        {token: value}
+        for token, value in zip(choice["logprobs"]["tokens"][1:], choice["logprobs"]["token_logprobs"][1:], strict=True)
+    ]
+
+
 def test_prompt_logprobs_are_given_where_they_are_asked_for(http):
     (choice,) = complete(http, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=1)["choices"]
     first, *rest = choice["prompt_logprobs"]

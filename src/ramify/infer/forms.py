@@ -110,7 +110,7 @@ class TextForm:
         return Shown(
             sample.prompt + sampled.tokens,
             [*sample.prompt_logprobs, *sampled.logprobs],
-            sample.prompt_top + sampled.top,
+            sample.prompt_top + (sampled.top or [[] for _ in sampled.tokens]),
         )
 
     def count(self, sample: Sample) -> int:

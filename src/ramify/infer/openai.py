@@ -46,7 +46,8 @@ class Talk:
     def whole(self, index: int) -> dict[str, Any]:
         """A choice that has finished."""
         sample = self.samples[index]
-        written = {"index": index, **self.form.whole(sample), **self._tokens(self.form.shown(sample))}
+        ids = sample.tokens[: self.form.count(sample)]
+        written = {"index": index, **self.form.whole(sample), **self._tokens(self.form.shown(sample), ids)}
         if self.body.prompt_logprobs is not None and self.form.prompt_logprobs_in_choice:
             written["prompt_logprobs"] = spell_prompt_logprobs(sample.prompt, sample.prompt_logprobs)
         return {**written, "prompt_token_ids": sample.prompt} if self.body.return_token_ids else written
@@ -55,11 +56,11 @@ class Talk:
         """What a choice has grown by."""
         sample = self.samples[index]
         first = len(sample.tokens) == len(piece.tokens)
-        return {"index": index, **self.form.part(sample, new, first=first), **self._tokens(piece)}
+        return {"index": index, **self.form.part(sample, new, first=first), **self._tokens(piece, piece.tokens)}
 
-    def _tokens(self, said: Shown | Completion) -> dict[str, Any]:
+    def _tokens(self, said: Shown | Completion, ids: list[int]) -> dict[str, Any]:
         spelled = self.form.logprobs(said.tokens, said.logprobs, said.top) if self.logprobs else None
-        return {"logprobs": spelled, "token_ids": said.tokens} if self.body.return_token_ids else {"logprobs": spelled}
+        return {"logprobs": spelled, "token_ids": ids} if self.body.return_token_ids else {"logprobs": spelled}
 
 
 async def completions(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float) -> Response:
