@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.evals.stats import clustered_mean, ladder, pass_all, pass_at, passes, student_quantile
+from ramify.evals.stats import clustered_mean, ladder, mean_of, pass_all, pass_at, passes, student_quantile
 
 SAMPLES = st.lists(st.booleans(), min_size=1, max_size=8)
 
@@ -95,3 +95,11 @@ def test_what_is_shown():
     assert ladder(6) == [1, 2, 4, 6]
     assert ladder(8) == [1, 2, 4, 8]
     assert ladder(0) == []
+
+
+def test_values_beyond_what_can_be_squared_or_summed_have_a_mean_and_an_error():
+    found = clustered_mean([[1e300], [-1e300]])
+    assert (found.mean, found.error) == (0.0, pytest.approx(1e300))
+    assert clustered_mean([[1.7e308], [1.7e308]]).mean == pytest.approx(1.7e308)
+    assert mean_of([1.7e308, 1.7e308]) == pytest.approx(1.7e308)
+    assert math.isnan(mean_of([math.inf, -math.inf]))

@@ -1,6 +1,7 @@
 """A session in process: what is recorded, what forks and why, how a call is sampled, and when it is made again."""
 
 import asyncio
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -309,6 +310,30 @@ def test_a_failure_that_may_pass_is_tried_again_and_recorded_once(monkeypatch):
         assert len({sampling.seed for sampling in sampler.asked}) == 1 and len(session.trace.nodes) == 2
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, math.nan])
+def test_a_logprob_that_is_no_finite_number_is_the_engines_fault_and_asked_for_again(monkeypatch, logprob):
+    monkeypatch.setattr("ramify.gateway.session.BACKOFF", 0.001)
+
+    async def story():
+        session, sampler = session_of(["one", "one", "one"], retries=1)
+        whole = sampler.generate
+
+        async def broken(*args, **more):
+            done = await whole(*args, **more)
+            done.logprobs[-1] = logprob if len(sampler.asked) != 2 else -0.5
+            return done
+
+        sampler.generate = broken
+        await session.ask(user("hi"))
+        assert len(sampler.asked) == 2
+        session.retries = 0
+        with pytest.raises(ProviderError, match=r"tiny gave logprob .* for token \d+ of its sample: not finite"):
+            await session.ask(user("hi"))
+        assert np.isfinite(session.trace.graph.logprobs.view).all()
+
+    asyncio.run(story())
 
 
 def test_failures_that_cannot_pass_and_those_that_do_not_are_raised_by_name(monkeypatch):

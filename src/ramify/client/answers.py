@@ -18,6 +18,7 @@ from ramify.trace import Usage
 
 S = TypeVar("S")
 LARGEST_ID = 2**31  # token ids are stored in 32 bits
+LARGEST_LOGPROB = float(np.finfo(np.float32).max)  # logprobs are stored and trained as float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,9 @@ def sampled(choice: Choice, server: str) -> tuple[list[int], list[float]]:
     odd = next((token for token in choice.token_ids if not 0 <= token < LARGEST_ID), None)
     if odd is not None:
         raise ProviderError(f"{server} answered token id {odd}, which no vocabulary holds")
+    for at, logprob in enumerate(logprobs):
+        if not abs(logprob) <= LARGEST_LOGPROB:
+            raise ProviderError(f"{server} answered logprob {logprob:g} for token {at} of its sample: not finite")
     return choice.token_ids, logprobs
 
 

@@ -211,6 +211,13 @@ class TraceInvalid(RamifyError, blame="system", retryable=False):
     """
 
 
+class ValueNotFinite(TraceInvalid):
+    """A token would be trained with an advantage, weight or logprob that is no finite float32; its group is dropped.
+
+    Bound the reward, or look for what is wrong with the engine: the message names the token, the ledger the rewards.
+    """
+
+
 class TraceCorrupt(RamifyError, blame="system", retryable=False):
     """Bytes that should be an encoded trace are cut short, changed, or something else.
 

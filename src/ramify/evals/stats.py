@@ -17,7 +17,9 @@ A task with fewer than k samples says nothing about k, and is left out of it.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+HUGE = 1e100  # values from here on are scaled before they are squared or summed
 Z95 = 1.959964  # the normal quantile of a 95 % interval
 
 
@@ -95,12 +97,23 @@ def clustered_mean(
     count = sum(map(len, filled))
     if not count:
         return None
-    mean = math.fsum(value for group in filled for value in group) / count
+    largest = max(abs(value) for group in filled for value in group)
+    scale = largest if largest > HUGE else 1.0
+    mean = math.fsum(value / scale for group in filled for value in group) / count
     clusters = len(filled)
     if clusters < 2:
-        return Estimate(mean, None, clusters, low, high)
-    spread = math.fsum(math.fsum(value - mean for value in group) ** 2 for group in filled)
-    return Estimate(mean, math.sqrt(spread * clusters / (clusters - 1)) / count, clusters, low, high)
+        return Estimate(mean * scale, None, clusters, low, high)
+    spread = math.fsum(math.fsum(value / scale - mean for value in group) ** 2 for group in filled)
+    error = math.sqrt(spread * clusters / (clusters - 1)) / count
+    return Estimate(mean * scale, error * scale, clusters, low, high)
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of at least one value, also where their sum is beyond any float."""
+    try:
+        return fmean(values)
+    except (OverflowError, ValueError):  # ValueError: infinite values of both signs
+        return sum(value / len(values) for value in values)
 
 
 def passes(groups: Iterable[Sequence[float]], k: int, threshold: float) -> tuple[Estimate, Estimate] | None:

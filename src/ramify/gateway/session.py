@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from ramify.client import Sampling
 from ramify.client.stall import StallClock
-from ramify.errors import DeadlineExceeded, RamifyError, RequestInvalid, TokensRequired
+from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, TokensRequired
 from ramify.gateway.asking import Asking, Askings
 from ramify.gateway.budget import Budget, Grant
 from ramify.gateway.canonical import fingerprint
@@ -255,9 +257,11 @@ class Session:
         """One sample, asked for again while the failure is one that may pass."""
         for attempt in range(self.retries + 1):
             try:
-                return await policy.sample(
+                sampled = await policy.sample(
                     prepared, sampling, session=self.trace.id, deadline=self.deadline, stop=stop, clock=self.clock
                 )
+                _check_logprobs(policy, sampled)
+                return sampled
             except RamifyError as error:
                 if not error.retryable or attempt == self.retries:
                     raise
@@ -288,6 +292,16 @@ class Session:
         self._running -= 1
         if not self._running:
             self._seconds += time.monotonic() - self._since
+
+
+def _check_logprobs(policy: Policy, sampled: Sampled) -> None:
+    """Raise ProviderError for a sample that could not be trained on; whoever gave such numbers is to blame."""
+    broken = ~np.isfinite(sampled.logprobs)
+    if broken.any():
+        at = int(broken.argmax())
+        raise ProviderError(
+            f"{policy.name} gave logprob {sampled.logprobs[at]:g} for token {at} of its sample: not finite"
+        )
 
 
 def _finish(sampled: Sampled) -> Finish:

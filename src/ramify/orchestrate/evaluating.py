@@ -8,11 +8,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from ramify.errors import EnvironmentChanged, Failure, RamifyError
-from ramify.evals.stats import clustered_mean, ladder, passes
+from ramify.evals.stats import clustered_mean, ladder, mean_of, passes
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.sampling import Served, seed_of
 from ramify.orchestrate.weights import Weights
@@ -175,6 +174,6 @@ def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]
     metrics: dict[str, Any] = {
         name: [trace.metrics[name] for trace in traces if name in trace.metrics] for name in names
     }
-    values |= {f"{prefix}/metric/{name}": fmean(numbers) for name, numbers in metrics.items()}
-    values[f"{prefix}/truncated"] = fmean(trace.truncated for trace in traces)
+    values |= {f"{prefix}/metric/{name}": mean_of(numbers) for name, numbers in metrics.items()}
+    values[f"{prefix}/truncated"] = mean_of([trace.truncated for trace in traces])
     return values

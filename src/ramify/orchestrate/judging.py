@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ramify.errors import ValueNotFinite
+from ramify.evals.stats import mean_of
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.batch import Member
 from ramify.orchestrate.filters import Filter, sift
@@ -63,7 +65,12 @@ def judge(group: GroupRun, source: Source, rules: Rules) -> Judged:
     rewards = [trace.reward for trace in group.traces]
     if None in rewards:
         return Judged(None, {}, {}, reason=DropReason.UNSCORED, detail=_missing(group))
-    mean = float(np.mean([reward for reward in rewards if reward is not None]))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below, by name
+        return _judge_scored(group, source, rules, [reward for reward in rewards if reward is not None])
+
+
+def _judge_scored(group: GroupRun, source: Source, rules: Rules, rewards: Sequence[float]) -> Judged:
+    mean = mean_of(rewards)
     said = source.algorithm.annotate(group.traces)
     sifted = sift(rules.filters, group.traces, said, rules.vocabulary)
     notes, fired = _notes(group, said, sifted.verdicts), sifted.fired
@@ -73,7 +80,11 @@ def judge(group: GroupRun, source: Source, rules: Rules) -> Judged:
         return Judged(mean, notes, fired, reason=DropReason.FILTERED, detail=sifted.detail)
     rollouts = tuple(rollout_id(group.number, attempt) for attempt in sorted(group.rollouts))
     member = Member(group.number, source.name, source.temperature, rollouts, sifted.annotations)
-    forest = member.grow(group.traces, rules.seq_len)
+    try:
+        forest = member.grow(group.traces, rules.seq_len)
+    except ValueNotFinite as error:
+        detail = f"{error.message}; rewards from {min(rewards):g} to {max(rewards):g}"
+        return Judged(None, notes, fired, reason=DropReason.NOT_FINITE, detail=detail)
     if not len(forest.targets):
         detail = f"every path is over {rules.seq_len} tokens" if forest.dropped.too_long else "all weights are zero"
         return Judged(mean, notes, fired, reason=DropReason.NOTHING_TRAINABLE, detail=detail)

@@ -46,6 +46,7 @@ class DropReason(Enum):
     TOO_FEW = "too_few"  # a group with fewer attempts left than `min_group`
     UNSCORED = "unscored"  # a reward of the whole group did not run
     FILTERED = "filtered"  # `detail` names the filters
+    NOT_FINITE = "not_finite"  # an advantage, weight or logprob that is no finite float32; `detail` names the token
     NOTHING_TRAINABLE = "nothing_trainable"  # no token of the policy, or no path within `seq_len`
     CANCELLED = "cancelled"  # the user, or a source that was taken away
     RUN_ENDED = "run_ended"  # the run reached its last step first

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ramify.errors import TraceInvalid
+from ramify.errors import TraceInvalid, ValueNotFinite
 from ramify.trace.annotation import Annotation, Sample
 from ramify.trace.columns import NODE, VERSION, Floats, Ints, join_tables, ranges
 from ramify.trace.forest import COMPONENTS, SEQUENCE, Dropped, Table, Targets, Version
@@ -292,14 +292,17 @@ def _check(
     finite = np.isfinite(found.advantage)
     for name in COMPONENTS:
         finite &= np.isfinite(getattr(found, name))
-    problems: dict[str, Callable[[], npt.NDArray[Any]]] = {
-        "is the first of a root and has no token before it to be predicted from": lambda: trained & (sources < 0),
+    not_finite: dict[str, Callable[[], npt.NDArray[Any]]] = {
         "has an rl or ref_kl weight but no finite sampler logprob": lambda: on_policy & ~np.isfinite(found.logprob),
         "has a ref_kl weight but no finite reference": lambda: (found.ref_kl != 0) & ~np.isfinite(found.reference),
-        "has an rl or ref_kl weight but its node is not trainable": lambda: on_policy & foreign[found.sequence],
         "has an advantage or weight that is not finite": lambda: ~finite,
+    }
+    problems: dict[str, Callable[[], npt.NDArray[Any]]] = {
+        "is the first of a root and has no token before it to be predicted from": lambda: trained & (sources < 0),
+        "has an rl or ref_kl weight but its node is not trainable": lambda: on_policy & foreign[found.sequence],
         "has a ref_kl weight at a temperature that is not 1": lambda: (found.ref_kl != 0) & heated[found.sequence],
         "is an image placeholder": lambda: trained & joined.placeholders[tokens],
+        **not_finite,
     }
     for problem, test in problems.items():
         wrong = test()
@@ -307,4 +310,5 @@ def _check(
             at = int(wrong.argmax())
             note = notes[int(found.sequence[at])]
             offset = int(tokens[at] - spans.begins[found.sequence[at]])
-            raise TraceInvalid(f"token {offset} of node {note.node} of trace {note.trace!r} {problem}")
+            kind = ValueNotFinite if problem in not_finite else TraceInvalid
+            raise kind(f"token {offset} of node {note.node} of trace {note.trace!r} {problem}")

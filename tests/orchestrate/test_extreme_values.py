@@ -1,0 +1,97 @@
+"""A group with a value that no loss can use is dropped by name, and the run goes on with the others."""
+
+import asyncio
+import math
+import warnings
+
+import pytest
+
+from ramify.env import plugin
+from ramify.orchestrate.admission import Shape
+from ramify.orchestrate.core import Core
+from ramify.orchestrate.curriculum import Pools, PoolsConfig
+from ramify.orchestrate.groups import Standing
+from ramify.orchestrate.judging import Rules, Source
+from ramify.orchestrate.progress import Progress
+from ramify.orchestrate.sources import Mix
+from ramify.store import Journal, RunStore
+from ramify.store.audit import audit
+from ramify.store.ledger import Ledger
+from ramify.store.states import DropReason, State
+from tests.orchestrate.rollouts import rollout
+
+ALGORITHMS = [{"id": "dr_grpo"}, {"id": "rloo"}, {"id": "grpo", "normalize": False}, {"id": "grpo"}, {"id": "max_rl"}]
+TYPICAL = [-0.5, -0.5]
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with RunStore.open(tmp_path) as store:
+        yield Ledger.open(store)
+
+
+async def opened(ledger: Ledger, algorithm: dict) -> Core:
+    mix = Mix({"it": 1.0}, {"it": Pools(PoolsConfig(), 4, "0")})
+    sources = {"it": Source(name="it", algorithm=plugin.build("algorithm", algorithm), size=2)}
+    return await Core.open(ledger, mix, sources, Rules(1000, seq_len=64), Shape.of(1, 2), 4)
+
+
+async def sample(core: Core, number: int, rewards: tuple[float, float], logprobs: list[float]) -> None:
+    """Two attempts at a task come back; the second is an ordinary one."""
+    for attempt, reward in enumerate(rewards):
+        core.take(9)
+        trace = rollout(f"{number}.{attempt}", reward, logprobs=TYPICAL if attempt else logprobs)
+        standing = await core.back(number, attempt, [trace])
+    assert standing is Standing.COMPLETE
+
+
+def play(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs: list[float]) -> None:
+    """One such group and an ordinary one, in a process that dies before it has judged either, and the next."""
+
+    async def before() -> None:
+        core = await opened(ledger, algorithm)
+        await core.issue()
+        await sample(core, 0, rewards, logprobs)
+        await sample(core, 1, (0.0, 1.0), TYPICAL)
+
+    async def after() -> None:
+        core = await opened(ledger, algorithm)
+        progress = Progress(Journal(ledger.store))
+        for number in core.complete():
+            group, traces = core.group(number), core.traces(number)
+            judged = await core.settle(number)
+            progress.settled(group, traces, judged.member is not None, judged.fired)
+        await core.cut()
+        progress.cut({0: [0]})
+
+    asyncio.run(before())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(after())
+    assert audit(ledger, finished=False) == []
+    assert ledger.group(1).state is State.BATCHED
+
+
+@pytest.mark.parametrize("rewards", [(1e39, 0.0), (1.7e308, -1.7e308)], ids=["float32", "float64"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:3], ids=["dr_grpo", "rloo", "grpo"])
+def test_a_reward_beyond_float32_drops_its_group(ledger, algorithm, rewards):
+    play(ledger, algorithm, rewards, TYPICAL)
+    group = ledger.group(0)
+    assert group.reason is DropReason.NOT_FINITE
+    assert "advantage" in group.detail
+    assert f"rewards from {min(rewards):g} to {max(rewards):g}" in group.detail
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[3:], ids=["grpo", "max_rl"])
+def test_an_algorithm_that_divides_ends_no_run_either(ledger, algorithm):
+    play(ledger, algorithm, (1.7e308, -1.7e308), TYPICAL)
+    assert ledger.group(0).state in (State.DROPPED, State.BATCHED, State.SCORED)
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, math.nan])
+def test_a_logprob_that_is_no_number_drops_its_group(ledger, logprob):
+    play(ledger, ALGORITHMS[0], (1.0, 0.0), [-0.5, logprob])
+    group = ledger.group(0)
+    assert group.reason is DropReason.NOT_FINITE
+    assert "no finite sampler logprob" in group.detail
+    assert "0.0" in group.detail  # the trace
