@@ -1,0 +1,77 @@
+"""`ramify rollback` ends a run's history at an older checkpoint, and touches nothing if it cannot."""
+
+from pathlib import Path
+
+import pytest
+
+from ramify.cli import main
+from ramify.launch.finished import FINISHED
+from ramify.store import RunStore
+from ramify.store.audit import audit
+from ramify.store.journal import Journal
+from ramify.store.ledger import Ledger, Marks
+from ramify.train.checkpoint_manifest import CheckpointManifest, step_directory, sum_files
+from tests.store.test_ledger import cut, do, score, train
+
+
+def save(run: Path, step: int) -> Path:
+    """A checkpoint of one small file."""
+    place = step_directory(run / "checkpoints", step)
+    place.mkdir(parents=True)
+    (place / "__0_0.distcp").write_bytes(bytes(range(200)))
+    files = sum_files([place / "__0_0.distcp"])
+    CheckpointManifest(step=step, optimizer="adamw", note={}, files=files).write(place)
+    return place
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A finished run of four steps with two checkpoints, the last of them damaged."""
+    with RunStore.open(tmp_path / "run") as store:
+        ledger = Ledger.open(store)
+        for step in range(4):
+            score(ledger, step)
+            cut(ledger, step, step)
+            train(ledger, step)
+        do(ledger.commit(4))
+        store.remember(FINISHED, 4)
+    save(tmp_path / "run", 2)
+    (save(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
+    return tmp_path / "run"
+
+
+def test_the_history_ends_where_it_is_told_and_the_steps_after_it_are_trained_again(run, capsys):
+    assert main(["rollback", str(run), "2"]) == 0
+    out = capsys.readouterr().out
+    assert "goes on from step 2" in out
+    assert "steps 2 to 3 are trained again" in out
+    assert "rolled_back_1.step_000004" in out
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["rolled_back_1.step_000004", "step_000002"]
+    with RunStore.open(run) as store:
+        ledger = Ledger.open(store)
+        assert ledger.marks() == Marks(committed=2, acknowledged=2, incarnation=1)
+        assert audit(ledger, finished=False) == []
+        assert store.fact(FINISHED) is None
+        assert [event.fields for event in Journal(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
+    assert main(["rollback", str(run), "2"]) == 0  # a second time changes nothing more
+    with RunStore.open(run, write=False) as store:
+        assert Ledger.read(store).marks().incarnation == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "reason"),
+    [("4", 1, "__0_0.distcp is damaged"), ("3", 1, "step_000003"), ("6", 2, "history ends at step 4")],
+)
+def test_a_step_that_cannot_be_gone_on_from_changes_nothing(run, capsys, step, code, reason):
+    save(run, 6)  # made, and never committed
+    assert main(["rollback", str(run), step]) == code
+    assert reason in capsys.readouterr().err
+    with RunStore.open(run) as store:
+        assert Ledger.open(store).marks() == Marks(committed=4, acknowledged=4)
+    assert len(list((run / "checkpoints").glob("step_*"))) == 3
+
+
+def test_a_run_that_somebody_holds_is_left_alone(run, capsys):
+    with RunStore.open(run):
+        assert main(["rollback", str(run), "2"]) == 1
+    assert "RunBusy" in capsys.readouterr().err
