@@ -17,6 +17,7 @@ from ramify.store import RunStore
 from tests.cli.command import COMMAND, ramify_command
 from tests.evals import environments
 from tests.evals.scripted import scripted
+from tests.source_lines import line_number
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 ECHO = f"{environments.__file__}:Echo"
@@ -68,7 +69,8 @@ def test_it_runs_says_what_it_found_and_is_finished_the_second_time(engine, caps
 
 def test_a_reward_that_raises_shows_its_file_line_and_text_everywhere(engine, capsys):
     command = ["eval", ECHO, "--taskset.fault", "raise", "-m", "tiny", "-b", engine.url, "-n", "3", "-r", "1", *QUICK]
-    raised = 'environments.py:31 in right: raise RuntimeError("the judge fell asleep")'
+    text = 'raise RuntimeError("the judge fell asleep")'
+    raised = f"environments.py:{line_number(environments, text)} in right: {text}"
     assert main([*command, "--name", "run"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"rollout task-1.0 failed: EnvironmentFault: right: RuntimeError: the judge fell asleep ({FILE}" in said
@@ -151,7 +153,7 @@ def test_exit_1_if_every_rollout_failed(engine, capsys):
         ([ECHO, "--taskset.fault", "load"], "ValueError: the corpus is not there"),
         ([ECHO, "--taskset.size", "0"], "has no tasks"),
         ([ECHO, "-m", "nowhere/model"], "nowhere/model"),
-        ([ECHO, "--num_task", "3"], "did you mean num_tasks?"),
+        ([ECHO, "--num_task", "3"], "did you mean --num_tasks?"),
         ([], "taskset: required"),
     ],
     ids=["taskset", "taskset key", "load", "no tasks", "model", "key", "nothing"],

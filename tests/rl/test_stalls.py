@@ -37,6 +37,7 @@ from ramify.store.states import State
 from tests.client.fake import Exchange, Fake, hang
 from tests.envserver.engine import Instant
 from tests.rl import environments
+from tests.source_lines import line_number
 
 STALL = 2.0  # seconds without progress
 ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
@@ -223,7 +224,8 @@ def test_an_environment_whose_code_is_broken(stage, monkeypatch, capsys):
         EnvironmentFault, match=r"plain: \d+ attempts failed and none came through; .*no such thing"
     ) as ended:
         stage.run("broken", orchestrator={"stall_timeout": 60.0})
-    raised = 'environments.py:26 in setup: raise ValueError("there is no such thing")'
+    text = 'raise ValueError("there is no such thing")'
+    raised = f"environments.py:{line_number(environments, text)} in setup: {text}"
     assert raised in ended.value.message
     logged = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("plain: EnvironmentFault: setup")
