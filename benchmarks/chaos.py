@@ -1,26 +1,40 @@
-"""Kill -9, twenty times, whatever a run consists of; then ask whether anything was lost or counted twice.
+"""Kill and stop whatever a run consists of, damage its files; then ask whether anything was lost or counted twice.
 
-Two runs of the same configuration: one in peace, one in which a process dies whenever a checkpoint has been made since
-the last kill. Victims are, in random order, an env worker, an env server, the engine, the trainer, the orchestrator, or
-the whole tree, after which the same command is given again. What has to hold in the end: `ramify why RUN --audit` finds
-nothing, and the held-out eval is within 0.05 of the run in peace.
+Two runs of the same configuration: one undisturbed, one with a fault whenever a checkpoint was made since the last:
+
+- *kill*: SIGKILL for an env worker, an env server, the engine, the trainer, the orchestrator, or the whole tree, after
+  which the same command is given again.
+- *stop*: SIGSTOP for one of them, and SIGCONT some seconds later, if it is still there by then.
+- *damage*: the tree is killed and a file of a checkpoint, the ledger or a trace segment is changed, cut or removed. The
+  same command must refuse it by a name, after which the file is brought back and the command given again. Only a
+  segment may be overlooked by the run itself, which has no use for the rollouts of steps that are trained; there
+  `ramify why RUN --audit` must notice.
+
+What has to hold in the end: every damage was noticed, the audit finds nothing, and the held-out eval is within 0.05 of
+the undisturbed run.
 """
 
 import contextlib
 import json
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from _check import Row, finish, parser
+from _damage import SEGMENT, TARGETS, Damage, damage
 
 DEADLINE = 3600.0  # seconds for one run
+REFUSAL_DEADLINE = 300.0  # seconds for a start to refuse a damaged file, or to make a checkpoint in spite of it
+STOP_SECONDS = (2.0, 15.0)  # for how long a process stands still
 APART = 0.05  # most by which the two evals may differ
 TREE = "the whole tree"
 ROLES = {
@@ -30,6 +44,7 @@ ROLES = {
     "trainer": "ramify trainer",
     "orchestrator": "ramify orchestrator",
 }
+FAILURE = re.compile(r"^([A-Z][A-Za-z]+): ", re.MULTILINE)
 CONFIG = """
 name = "run"
 max_steps = {steps}
@@ -69,17 +84,20 @@ def ramify(*words: str) -> list[str]:
 
 
 class Run:
-    """`ramify rl` in a folder of its own; started again where it was killed."""
+    """`ramify rl` in a folder of its own; the same command is given again after the whole tree was killed."""
 
     def __init__(self, home: Path, steps: int) -> None:
         self.home, self.path = home, home / "outputs" / "run"
+        self.log = home / "output.txt"
         home.mkdir()
         (home / "rl.toml").write_text(CONFIG.format(steps=steps))
-        self.process = self._start()
+        self.start()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        with (self.home / "said.txt").open("a") as said:
-            return subprocess.Popen(ramify("rl", "@", "rl.toml"), cwd=self.home, stdout=said, stderr=said)
+    def start(self) -> None:
+        with self.log.open("a") as log:
+            self._output_start = log.tell()
+            command = ramify("rl", "@", "rl.toml")
+            self.process = subprocess.Popen(command, cwd=self.home, stdout=log, stderr=log)
 
     @property
     def committed(self) -> int:
@@ -87,7 +105,7 @@ class Run:
         steps = [int(path.name[5:]) for path in (self.path / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
         return max(steps, default=0)
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def family(self) -> list[psutil.Process]:
@@ -95,107 +113,218 @@ class Run:
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
 
-    def kill(self, role: str, rng: random.Random) -> bool:
-        """Kill one that plays this role; whether there was one."""
-        if role == TREE:
-            family = self.family()
-            self.process.kill()
-            for one in family:
-                with contextlib.suppress(psutil.Error):
-                    one.kill()
-            self.process.wait()
-            self.process = self._start()
-            return True
-        found = list(self._playing(ROLES[role]))
-        if not found:
-            return False
-        with contextlib.suppress(psutil.Error):
-            rng.choice(found).kill()
-            return True
-        return False
+    def find(self, role: str) -> list[psutil.Process]:
+        """Return the processes that play this role."""
+        return [process for process in self.family() if ROLES[role] in _command_line(process)]
 
-    def _playing(self, words: str) -> Iterator[psutil.Process]:
-        for one in self.family():
-            with contextlib.suppress(psutil.Error):
-                if words in " ".join(one.cmdline()):
-                    yield one
-
-    def end(self) -> None:
-        for one in self.family():
-            with contextlib.suppress(psutil.Error):
-                one.kill()
+    def kill_tree(self) -> None:
+        family = self.family()
         self.process.kill()
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         self.process.wait()
 
-    def said(self) -> str:
-        return (self.home / "said.txt").read_text()[-4000:]
+    def output(self, *, since_start: bool = False) -> str:
+        return self.log.read_text()[self._output_start if since_start else -4000 :]
 
-    def eval(self) -> float:
-        """The last value of the held-out eval."""
-        asked = ramify("metrics", str(self.path), "--name", "eval/held-out/avg", "--json")
-        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=120)
-        return json.loads(done.stdout)[-1]["value"]
+    def final_eval(self) -> float:
+        """Return the last value of the held-out eval."""
+        command = ramify("metrics", str(self.path), "--name", "eval/held-out/avg", "--json")
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return json.loads(result.stdout)[-1]["value"]
 
     def audit(self) -> tuple[int, str]:
-        asked = ramify("why", str(self.path), "--audit")
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
-        return done.returncode, done.stdout + done.stderr
+        command = ramify("why", str(self.path), "--audit")
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return result.returncode, result.stdout + result.stderr
 
 
-def train(run: Run, kills: int, rng: random.Random) -> Counter[str]:
-    """To its end, killing on the way; which roles were killed."""
-    killed: Counter[str] = Counter()
-    end, seen, bag = time.monotonic() + DEADLINE, 0, list[str]()
+def _command_line(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+@dataclass(slots=True)
+class Faults:
+    """What is done to a run, in an order drawn from `rng` in which no kind of victim is spared."""
+
+    rng: random.Random
+    kills: int = 0
+    stops: int = 0
+    damages: int = 0
+    done: Counter[str] = field(default_factory=Counter[str])
+    overlooked: list[str] = field(default_factory=list[str])
+    """Damages that nobody noticed."""
+    _bags: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    _stopped: list[tuple[float, psutil.Process]] = field(default_factory=list[tuple[float, psutil.Process]])
+    _unrepaired: list[Damage] = field(default_factory=list[Damage])
+
+    def inflict(self, run: Run) -> bool:
+        """Do one of the faults that remain; whether it could be done, which needs a victim."""
+        kinds = [kind for kind in ("kill", "stop", "damage") for _ in range(getattr(self, f"{kind}s"))]
+        if not kinds:
+            return False
+        kind = self.rng.choice(kinds)
+        victims = TARGETS if kind == "damage" else (*ROLES, TREE) if kind == "kill" else tuple(ROLES)
+        bag = self._bags.setdefault(kind, [])
+        if not bag:
+            bag += self.rng.sample(victims, len(victims))
+        at, victim = run.committed, bag[-1]
+        description = getattr(self, f"_{kind}")(run, victim)
+        if description is None:
+            return False
+        bag.pop()
+        setattr(self, f"{kind}s", getattr(self, f"{kind}s") - 1)
+        self.done[f"{kind} {victim}"] += 1
+        print(f"fault {self.done.total()} at step {at}: {description}", flush=True)
+        return True
+
+    def resume_stopped(self, *, everything: bool = False) -> None:
+        """Let processes go on whose time to stand still is over."""
+        now = time.monotonic()
+        for end, process in list(self._stopped):
+            if everything or now >= end:
+                self._stopped.remove((end, process))
+                with contextlib.suppress(psutil.Error):
+                    process.resume()
+
+    def repair_all(self) -> None:
+        """Bring back the segments that the run could do without."""
+        for each in self._unrepaired:
+            each.repair()
+        self._unrepaired.clear()
+
+    def _kill(self, run: Run, victim: str) -> str | None:
+        if victim == TREE:
+            run.kill_tree()
+            run.start()
+            return "kill the whole tree"
+        return f"kill {victim}" if self._signal(run, victim, signal.SIGKILL) else None
+
+    def _stop(self, run: Run, victim: str) -> str | None:
+        process = self._signal(run, victim, signal.SIGSTOP)
+        if process is None:
+            return None
+        seconds = self.rng.uniform(*STOP_SECONDS)
+        self._stopped.append((time.monotonic() + seconds, process))
+        return f"stop {victim} for {seconds:.1f} s"
+
+    def _signal(self, run: Run, role: str, number: signal.Signals) -> psutil.Process | None:
+        processes = run.find(role)
+        if not processes:
+            return None
+        process = self.rng.choice(processes)
+        try:
+            process.send_signal(number)
+        except psutil.Error:
+            return None
+        return process
+
+    def _damage(self, run: Run, target: str) -> str | None:
+        self.resume_stopped(everything=True)
+        run.kill_tree()
+        inflicted = damage(run.path, target, self.rng)
+        if inflicted is None:
+            run.start()
+            return None
+        code, _ = run.audit() if target == SEGMENT else (0, "")
+        committed = run.committed
+        run.start()
+        outcome = _wait_for_outcome(run, committed)
+        if outcome is not None:
+            inflicted.repair()
+            run.start()
+            return f"{inflicted}: refused as {outcome}"
+        self._unrepaired.append(inflicted)
+        if code:
+            return f"{inflicted}: named by the audit, the run goes on"
+        self.overlooked.append(str(inflicted))
+        return f"{inflicted}: NOT NOTICED"
+
+
+def _wait_for_outcome(run: Run, committed: int) -> str | None:
+    """Wait until the run refuses to start; return the failure's name. None if it made a checkpoint instead."""
+    end = time.monotonic() + REFUSAL_DEADLINE
+    while run.is_alive():
+        if run.committed > committed:
+            return None
+        if time.monotonic() > end:
+            raise TimeoutError(f"neither a refusal nor a checkpoint in {REFUSAL_DEADLINE:g} s:\n{run.output()}")
+        time.sleep(0.1)
+    if run.process.returncode == 0:
+        return None
+    names = FAILURE.findall(run.output(since_start=True))
+    if not names:
+        raise RuntimeError(f"the run ended with {run.process.returncode} and without a name:\n{run.output()}")
+    return names[-1]
+
+
+def train(run: Run, faults: Faults) -> None:
+    """Train to the end, with faults on the way."""
+    end, last = time.monotonic() + DEADLINE, 0
     try:
-        while run.alive():
+        while run.is_alive():
             if time.monotonic() > end:
-                raise TimeoutError(f"the run did not end within {DEADLINE:g} s:\n{run.said()}")
+                raise TimeoutError(f"the run did not end within {DEADLINE:g} s:\n{run.output()}")
             time.sleep(0.05)
-            if killed.total() < kills and run.committed > seen:
-                time.sleep(rng.uniform(0.0, 1.0))  # not always right behind a checkpoint
-                bag = bag or rng.sample([*ROLES, TREE], len(ROLES) + 1)  # in any order, but nobody is spared
-                role = bag[-1]
-                if run.alive() and run.kill(role, rng):
-                    seen = run.committed
-                    killed[bag.pop()] += 1
-                    print(f"kill {killed.total()} at step {seen}: {role}", flush=True)
+            faults.resume_stopped()
+            if run.committed > last:
+                time.sleep(faults.rng.uniform(0.0, 1.0))  # not always right behind a checkpoint
+                if run.is_alive() and faults.inflict(run):
+                    last = run.committed
         if run.process.returncode:
-            raise RuntimeError(f"the run ended with {run.process.returncode}:\n{run.said()}")
+            raise RuntimeError(f"the run ended with {run.process.returncode}:\n{run.output()}")
     finally:
-        run.end()
-    return killed
+        faults.resume_stopped(everything=True)
+        run.kill_tree()
+    faults.repair_all()
 
 
 def main() -> int:
-    flags = parser("Kill -9, again and again; nothing may be lost, nothing may count twice")
+    flags = parser("Kill, stop and damage, again and again; nothing may be lost, nothing may count twice")
     flags.add_argument("--kills", type=int, default=20)
+    flags.add_argument("--stops", type=int, default=5)
+    flags.add_argument("--damages", type=int, default=6)
     flags.add_argument("--seed", type=int, default=0, help="of the choice of victims")
     flags.add_argument("--keep", type=Path, help="leave the runs in this folder")
     args = flags.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        home = args.keep or Path(folder)
-        home.mkdir(parents=True, exist_ok=True)
-        rng, steps, taken = random.Random(args.seed), 3 * args.kills, []
-        found: dict[str, Run] = {}
-        for name, kills in (("killed", args.kills), ("peace", 0)):
+    total = args.kills + args.stops + args.damages
+    with _folder(args.keep) as home:
+        seconds: list[float] = []
+        runs: dict[str, Run] = {}
+        disturbed = Faults(random.Random(args.seed), args.kills, args.stops, args.damages)
+        for name, faults in (("disturbed", disturbed), ("undisturbed", Faults(random.Random(args.seed)))):
             begun = time.monotonic()
-            found[name] = Run(home / name, steps)
-            killed = train(found[name], kills, rng)
-            taken.append(time.monotonic() - begun)
-            if kills:
-                print(f"killed: {', '.join(f'{count} x {role}' for role, count in killed.most_common())}")
-                total = killed.total()
-        code, told = found["killed"].audit()
-        print(told.strip())
-        calm, chaos = found["peace"].eval(), found["killed"].eval()
+            runs[name] = Run(home / name, 3 * total)
+            train(runs[name], faults)
+            seconds.append(time.monotonic() - begun)
+        print(", ".join(f"{count} x {fault}" for fault, count in sorted(disturbed.done.items())))
+        code, report = runs["disturbed"].audit()
+        print(report.strip())
+        reference, value = runs["undisturbed"].final_eval(), runs["disturbed"].final_eval()
     rows = [
-        Row("kills", total, None, "", args.kills, at_least=True),
+        Row("faults", disturbed.done.total(), None, "", total, at_least=True),
+        Row("damages that nobody noticed", len(disturbed.overlooked), None, "", 0),
         Row("exit code of why --audit", code, None, "", 0),
-        Row("final eval", chaos, calm, ""),
-        Row("difference of the final evals", abs(chaos - calm), None, "", APART),
-        Row("seconds", taken[0], taken[1], "s"),
+        Row("final eval", value, reference, ""),
+        Row("difference of the final evals", abs(value - reference), None, "", APART),
+        Row("seconds", *seconds, "s"),
     ]
-    return finish("A run whose processes are killed, beside one in peace", rows, args)
+    return finish(
+        "A run whose processes are killed and stopped and whose files are damaged, beside one undisturbed", rows, args
+    )
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Damage to the files of a run that is not running, and its repair: what a bad disk or a careless hand would do.
+
+The content before is kept, so that a run which refuses the file can be given it back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = 4096  # bytes of a page of a disk, and of SQLite
+FLIPPED = 16  # bytes that are inverted
+
+CHECKPOINT, LEDGER, SEGMENT = "a checkpoint", "the ledger", "a trace segment"
+TARGETS = (CHECKPOINT, LEDGER, SEGMENT)
+
+
+def flip_bytes(path: Path, rng: random.Random) -> None:
+    """Invert a few bytes in a row."""
+    content = bytearray(path.read_bytes())
+    start = rng.randrange(max(1, len(content) - FLIPPED))
+    content[start : start + FLIPPED] = bytes(byte ^ 0xFF for byte in content[start : start + FLIPPED])
+    path.write_bytes(content)
+
+
+def zero_page(path: Path, rng: random.Random) -> None:
+    """Overwrite one page with zeros, not one that holds only zeros."""
+    content = bytearray(path.read_bytes())
+    pages = [start for start in range(0, len(content), PAGE) if any(content[start : start + PAGE])]
+    start = rng.choice(pages)
+    content[start : start + PAGE] = bytes(len(content[start : start + PAGE]))
+    path.write_bytes(content)
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    """Cut the file somewhere in its last half."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(rng.randrange(size // 2, size))
+
+
+def empty(path: Path, _: random.Random) -> None:
+    """Leave a file without content."""
+    path.write_bytes(b"")
+
+
+def remove(path: Path, _: random.Random) -> None:
+    """Delete the file."""
+    path.unlink()
+
+
+# SQLite keeps no checksums: inverted bytes inside a value are a value, so pages of the ledger are zeroed instead.
+WAYS: dict[str, tuple[Callable[[Path, random.Random], None], ...]] = {
+    CHECKPOINT: (flip_bytes, zero_page, truncate, empty, remove),
+    LEDGER: (zero_page, truncate, empty, remove),
+    SEGMENT: (flip_bytes, zero_page, truncate, remove),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One file that was damaged, with a copy of it as it was."""
+
+    target: str
+    way: str
+    path: Path
+    copies: dict[Path, bytes]
+    """The content of the file before, and of the files that belong to it."""
+
+    def __str__(self) -> str:
+        return f"{self.way} of {self.path.name} ({self.target})"
+
+    def repair(self) -> None:
+        """Write the files back as they were; what a segment has gained since is kept."""
+        for path, content in self.copies.items():
+            appended = self.path.read_bytes()[len(content) :] if self.target == SEGMENT and path.exists() else b""
+            path.write_bytes(content + appended)
+
+
+def damage(run: Path, target: str, rng: random.Random) -> Damage | None:
+    """Damage one file of the run; None if it has none of this kind yet."""
+    files = [path for path in _files(run, target) if path.stat().st_size]
+    if not files:
+        return None
+    path, way = rng.choice(files), rng.choice(WAYS[target])
+    together = [path, *path.parent.glob(f"{path.name}-wal")]  # a copy of a database includes its write-ahead log
+    copies = {each: each.read_bytes() for each in together}
+    way(path, rng)
+    return Damage(target, way.__name__, path, copies)
+
+
+def _files(run: Path, target: str) -> list[Path]:
+    if target == LEDGER:
+        return [run / "run.sqlite"]
+    if target == SEGMENT:
+        return sorted(path for path in (run / "traces").iterdir() if path.is_file())
+    newest = max((path for path in (run / "checkpoints").glob("step_*") if path.name[5:].isdigit()), default=None)
+    return [] if newest is None else sorted(path for path in newest.rglob("*") if path.is_file())
