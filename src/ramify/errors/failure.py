@@ -17,7 +17,7 @@ MAX_LINKS = 16  # failure and causes together
 MAX_FRAMES = 32  # the innermost ones are kept: they are where it was raised
 
 
-class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One failure and, through `cause`, what led to it.
 
     The name of an exception that is not ours is its full one (`builtins.ValueError`). Names of ours have no dot, so the

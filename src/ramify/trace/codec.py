@@ -51,7 +51,7 @@ _COLUMNS = {
 }
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
+class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How far a graph had grown: the length of each of its columns and tables."""
 
     nodes: int = 0
@@ -80,7 +80,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 START = Mark()
 
 
-class ArrayEntry(msgspec.Struct, frozen=True, array_like=True):
+class ArrayEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where an extra array belongs and how to read it; its bytes follow the columns, in this order."""
 
     node: int
@@ -89,7 +89,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class Head(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Head(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a frame says before its columns."""
 
     trace: str

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 
-class TextPart(msgspec.Struct, frozen=True, gc=False, tag="text", tag_field="type"):
+class TextPart(msgspec.Struct, frozen=True, gc=False, tag="text", tag_field="type", forbid_unknown_fields=True):
     """A piece of text in a message of several parts."""
 
     text: str
 
 
-class MediaPart(msgspec.Struct, frozen=True, gc=False, tag="media", tag_field="type"):
+class MediaPart(msgspec.Struct, frozen=True, gc=False, tag="media", tag_field="type", forbid_unknown_fields=True):
     """A piece of media in a message of several parts; the bytes are in the trace's media table under this hash."""
 
     hash: str
@@ -27,7 +27,7 @@ class MediaPart(msgspec.Struct, frozen=True, gc=False, tag="media", tag_field="t
 Part = TextPart | MediaPart
 
 
-class ToolCall(msgspec.Struct, frozen=True, gc=False):
+class ToolCall(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """A tool call as the model wrote it: `arguments` is the JSON text, not the parsed value."""
 
     id: str
@@ -35,7 +35,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     arguments: str
 
 
-class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):
     role: str
     content: str | tuple[Part, ...] = ""
     reasoning: str | None = None
@@ -50,7 +50,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
-class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Token counts as the server reported them; `cached` of the prompt's came out of its prefix cache."""
 
     prompt: int = 0
@@ -58,7 +58,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True):
     cached: int = 0
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class Call(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One model call: what was asked of whom, how it was sampled, how it ended. `start` and `end` are Unix seconds."""
 
     id: str
@@ -71,14 +71,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     end: float = 0.0
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """Everything a node holds besides numbers."""
 
     message: Message
     call: Call | None = None
 
 
-class VersionRun(msgspec.Struct, frozen=True, gc=False):
+class VersionRun(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """`count` sampled tokens in a row that came from one version of the policy's weights."""
 
     policy: str
@@ -87,7 +87,7 @@ class VersionRun(msgspec.Struct, frozen=True, gc=False):
     count: int
 
 
-class Media(msgspec.Struct, frozen=True, gc=False):
+class Media(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """An entry of the media table: an image once, however many messages show it."""
 
     hash: str

@@ -26,7 +26,7 @@ Reward = tuple[float, float] | None
 S = TypeVar("S", bound=np.generic)
 
 
-class Timing(msgspec.Struct, omit_defaults=True):
+class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Seconds spent in each phase of a rollout; `stalled` are those its calls waited for an engine without progress."""
 
     boot: float = 0.0
@@ -38,7 +38,7 @@ class Timing(msgspec.Struct, omit_defaults=True):
     stalled: float = 0.0
 
 
-class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Header(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a trace says about the rollout as a whole; all of it plain data, readable without the environment."""
 
     id: str

@@ -8,7 +8,7 @@ import msgspec
 from ramify.train.batches import Laying
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rank comes. Without an incarnation it is the first rank of a new trainer, and gets the next."""
 
     rank: int
@@ -17,7 +17,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int | None = None
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer to hello: where the history ends, and who the trainer is."""
 
     committed: int = 0  # steps in the history: load this checkpoint, forget newer ones
@@ -26,7 +26,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None  # of the whole run, where a schedule needs to know
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every later request holds: who asks."""
 
     rank: int
