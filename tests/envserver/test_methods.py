@@ -2,17 +2,23 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ramify.envserver import EnvServer, EnvServerConfig
+from ramify.env import Task
+from ramify.envserver import EnvServer, EnvServerConfig, working
+from ramify.envserver.working import Pages
 from ramify.errors import ConfigInvalid, RequestInvalid
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.meeting import meet
+from ramify.wire import Message
 from tests.envserver.stage import configured, task, until
 
 
@@ -54,6 +60,27 @@ def test_tasks_come_in_pages_with_their_identity(shared):
     ]
     assert [page.end for page in pages] == [False, False, True, False, True]
     assert pages[0].tasks[2].task == task(2)
+
+
+def test_info_says_how_many_tasks_there_are(shared):
+    runner, _, client = shared
+    assert runner.run(client.info()).num_tasks == 10
+    assert runner.run(client.info(count_tasks=False)).num_tasks is None
+
+
+def test_tasks_without_end_are_counted_as_null(monkeypatch):
+    monkeypatch.setattr(working, "MANY", 50)
+    endless: Any = SimpleNamespace(name="endless", tasks=lambda: (Task() for _ in itertools.count()))
+    exact: Any = SimpleNamespace(name="exact", tasks=lambda: (Task() for _ in range(50)))
+    assert (Pages(endless).count(), Pages(exact).count()) == (None, 50)
+
+
+def test_a_request_with_an_unknown_key_is_refused(shared):
+    """A client of another version must not believe that what it asked for was done."""
+    runner, _, client = shared
+    asked = {"start": 0, "count": 1, "shuffled": True}
+    with pytest.raises(RequestInvalid, match="shuffled"):
+        runner.run(client._client.call("tasks", Message.of(asked), deadline=30.0))
 
 
 def test_a_group_is_scored_together(shared):

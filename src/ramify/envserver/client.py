@@ -7,6 +7,7 @@ from typing import Any, Self
 from ramify.env import Task
 from ramify.envserver.messages import (
     Cancel,
+    Describe,
     Done,
     GroupScores,
     Health,
@@ -120,9 +121,9 @@ class EnvClient:
         """Cancel rollouts by id, whoever asked for them; returns how many were running."""
         return (await self._client.call("cancel", Message.of(Cancel(list(ids))), deadline=QUICK)).read(int)
 
-    async def info(self) -> Info:
-        """What the server serves."""
-        return (await self._client.call("info", deadline=QUICK)).read(Info)
+    async def info(self, *, count_tasks: bool = True, deadline: float = 300.0) -> Info:
+        """What the server serves. Counting its tasks takes as long as loading them."""
+        return (await self._client.call("info", Message.of(Describe(count_tasks)), deadline=deadline)).read(Info)
 
     async def health(self) -> Health:
         """How the server does."""

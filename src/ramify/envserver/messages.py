@@ -7,8 +7,10 @@ import msgspec
 
 from ramify.errors import Failure
 
+MANY = 100_000  # a taskset with more tasks counts as one without end
 
-class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
+
+class Run(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One rollout of a task."""
 
     task: dict[str, Any]
@@ -29,14 +31,14 @@ class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The digest of the environment it is meant for; a server with another one refuses it."""
 
 
-class Turn(msgspec.Struct):
+class Turn(msgspec.Struct, forbid_unknown_fields=True):
     """News of a rollout; the blob is a trace delta. A higher `start` replaces all that came before."""
 
     start: int
     phase: str
 
 
-class Done(msgspec.Struct):
+class Done(msgspec.Struct, forbid_unknown_fields=True):
     """The end of a rollout; the blob is its encoded episode."""
 
     worker: str
@@ -45,48 +47,60 @@ class Done(msgspec.Struct):
     """Workers that were lost under it."""
 
 
-class Tasks(msgspec.Struct):
+class Tasks(msgspec.Struct, forbid_unknown_fields=True):
     """A page of tasks."""
 
     start: int
     count: int
 
 
-class TaskEntry(msgspec.Struct):
+class TaskEntry(msgspec.Struct, forbid_unknown_fields=True):
     """A task and what it is called."""
 
     identity: str
     task: dict[str, Any]
 
 
-class TaskPage(msgspec.Struct):
+class TaskPage(msgspec.Struct, forbid_unknown_fields=True):
     """Tasks in their order; `end` says that there are no more."""
 
     tasks: list[TaskEntry]
     end: bool
 
 
-class ScoreGroup(msgspec.Struct):
+class ScoreGroup(msgspec.Struct, forbid_unknown_fields=True):
     """All attempts at a task, to be compared; the blobs are their traces."""
 
     task: dict[str, Any]
     environment: str = ""
 
 
-class GroupScores(msgspec.Struct):
+class GroupScores(msgspec.Struct, forbid_unknown_fields=True):
     """What each trace got: the rewards of the group, and what went wrong."""
 
     rewards: list[dict[str, tuple[float, float] | None]]
     errors: list[list[Failure]]
 
 
-class Cancel(msgspec.Struct):
+class Cancel(msgspec.Struct, forbid_unknown_fields=True):
     """Rollouts that nobody wants any more, by id."""
 
     ids: list[str]
 
 
-class Info(msgspec.Struct, kw_only=True):
+class TaskCount(msgspec.Struct, forbid_unknown_fields=True):
+    """How many tasks there are; None if there is no end of them."""
+
+    count: int | None
+
+
+class Describe(msgspec.Struct, forbid_unknown_fields=True):
+    """Ask what a server serves. Its tasks are counted only on demand: every one of them has to be loaded for that."""
+
+    count_tasks: bool = True
+
+
+class Info(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a server serves."""
 
     name: str
@@ -103,6 +117,8 @@ class Info(msgspec.Struct, kw_only=True):
     limits: dict[str, int | None]
     environment: dict[str, Any]
     """The identity of what is served: digests of its code by file, and its configuration."""
+    num_tasks: int | None = None
+    """None if there is no end of them, as far as was looked, or if nobody asked."""
 
     @property
     def digest(self) -> str:
@@ -115,7 +131,7 @@ def digest_of(environment: dict[str, Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(environment, order="deterministic")).hexdigest()[:16]
 
 
-class WorkerHealth(msgspec.Struct, kw_only=True):
+class WorkerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One worker as it is."""
 
     id: str
@@ -129,7 +145,7 @@ class WorkerHealth(msgspec.Struct, kw_only=True):
     """MiB."""
 
 
-class Death(msgspec.Struct):
+class Death(msgspec.Struct, forbid_unknown_fields=True):
     """A worker that is no more, against its will."""
 
     worker: str
@@ -139,7 +155,7 @@ class Death(msgspec.Struct):
     """How many attempts it held."""
 
 
-class Health(msgspec.Struct, kw_only=True):
+class Health(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How a server does: `ok`, `booting`, `broken` (no worker will boot) or `closing`."""
 
     state: str
@@ -150,7 +166,7 @@ class Health(msgspec.Struct, kw_only=True):
     deaths: list[Death]
 
 
-class Decision(msgspec.Struct):
+class Decision(msgspec.Struct, forbid_unknown_fields=True):
     """A change of the pool."""
 
     at: float
@@ -159,7 +175,7 @@ class Decision(msgspec.Struct):
     reason: str
 
 
-class Stats(msgspec.Struct, kw_only=True):
+class Stats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a server has done."""
 
     uptime: float
@@ -173,7 +189,7 @@ class Stats(msgspec.Struct, kw_only=True):
     """The longest each worker's event loop stood still."""
 
 
-class Told(msgspec.Struct, kw_only=True):
+class Told(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a worker is told when it is started."""
 
     id: str
@@ -182,7 +198,7 @@ class Told(msgspec.Struct, kw_only=True):
     secret: str
 
 
-class Ready(msgspec.Struct, kw_only=True):
+class Ready(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a worker says when it can work, or why it cannot."""
 
     pid: int

@@ -15,7 +15,7 @@ import msgspec
 
 from ramify.envserver.config import ADDRESS, EnvServerConfig
 from ramify.envserver.log import Log
-from ramify.envserver.messages import Cancel, Done, Health, Run, ScoreGroup, Stats, Turn
+from ramify.envserver.messages import Cancel, Describe, Done, Health, Run, ScoreGroup, Stats, TaskCount, Turn
 from ramify.envserver.pool import Pool
 from ramify.envserver.process import WorkerProcess
 from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
@@ -51,6 +51,7 @@ class EnvServer:
         self._runs: dict[str, set[asyncio.Task[Any]]] = {}
         self._cancelled: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self._counted_tasks: TaskCount | None = None
 
     @property
     def address(self) -> str:
@@ -108,7 +109,12 @@ class EnvServer:
     # -- methods -------------------------------------------------------------------------------------------------------
 
     async def _info(self, request: Request) -> Message:
-        return Message.of(self.pool.info)
+        info = self.pool.info
+        if info is None or not request.read(Describe).count_tasks:
+            return Message.of(info)
+        if self._counted_tasks is None:
+            self._counted_tasks = (await self._forwarded(request, "count")).read(TaskCount)
+        return Message.of(msgspec.structs.replace(info, num_tasks=self._counted_tasks.count))
 
     async def _health(self, request: Request) -> Message:
         pool = self.pool
@@ -147,9 +153,9 @@ class EnvServer:
             task.cancel()
         return Message.of(len(found))
 
-    async def _forwarded(self, request: Request) -> Message:
+    async def _forwarded(self, request: Request, method: str | None = None) -> Message:
         """Let any worker answer; a worker that is lost meanwhile is followed by another."""
-        method, end = request.header.method, time.monotonic() + request.left
+        method, end = method or request.header.method, time.monotonic() + request.left
         for _ in range(self.config.crashes):
             worker = await self.pool.acquire()
             try:

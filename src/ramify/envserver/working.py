@@ -23,12 +23,14 @@ from ramify import __version__
 from ramify.env import Task
 from ramify.envserver.config import EnvServerConfig
 from ramify.envserver.messages import (
+    MANY,
     Done,
     GroupScores,
     Info,
     Ready,
     Run,
     ScoreGroup,
+    TaskCount,
     TaskEntry,
     TaskPage,
     Tasks,
@@ -112,7 +114,13 @@ class Worker:
     def __init__(self, id: str, env: Environment, policy: Policy, gateway: Gateway | None, stop: asyncio.Event) -> None:
         self.id, self._env, self._policy, self._gateway, self._stop = id, env, policy, gateway, stop
         self._pages = Pages(env)
-        self.handlers = {"run": self.run, "tasks": self.tasks, "score_group": self.score_group, "stop": self.stop}
+        self.handlers = {
+            "run": self.run,
+            "tasks": self.tasks,
+            "count": self.count,
+            "score_group": self.score_group,
+            "stop": self.stop,
+        }
 
     def info(self) -> Info:
         """What is served here."""
@@ -159,6 +167,10 @@ class Worker:
         """A page of tasks."""
         ask = request.read(Tasks)
         return Message.of(await asyncio.to_thread(self._pages.read, ask.start, ask.count))
+
+    async def count(self, request: Request) -> Message:
+        """How many tasks there are."""
+        return Message.of(TaskCount(await asyncio.to_thread(self._pages.count)))
 
     async def score_group(self, request: Request) -> Message:
         """The rewards that only all attempts at a task together have."""
@@ -230,8 +242,21 @@ class Pages:
                 raise
             except Exception as error:
                 self._tasks = None
-                text = describe_exception(error)
-                raise ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}") from error
+                raise self._unloadable(error) from error
+
+    def count(self) -> int | None:
+        """Return the number of tasks, None if there are more than `MANY`; blocks, so call it in a thread."""
+        try:
+            count = sum(1 for _ in islice(self._env.tasks(), MANY + 1))
+        except ConfigInvalid:
+            raise
+        except Exception as error:
+            raise self._unloadable(error) from error
+        return count if count <= MANY else None
+
+    def _unloadable(self, error: Exception) -> ConfigInvalid:
+        text = describe_exception(error)
+        return ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}")
 
     def _read(self, start: int, count: int) -> TaskPage:
         if self._tasks is None or start < self._at:

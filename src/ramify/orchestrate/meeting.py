@@ -85,7 +85,7 @@ async def _ready(
         try:
             health = await client.health()
             if health.state == "ok":
-                return await client.info(), await tasks.count(most)
+                return await client.info(count_tasks=False), await tasks.count(most)
             broken = health.state == "broken"
             error = WorkerDied(f"the env server of {source.title} has no worker: {health.reason or health.state}")
         except RamifyError as failure:

@@ -6,10 +6,10 @@ from typing import Any
 
 from ramify.env.task import content_of
 from ramify.envserver.client import EnvClient
+from ramify.envserver.messages import MANY
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
 PAGE = 256
-MANY = 100_000  # a source with more tasks is taken for one without end
 PAGES = -(-MANY // PAGE)  # that are remembered: all of a source that has an end, the last ones of any other
 
 
