@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from ramify import __version__
 from ramify.env import Task
 from ramify.envserver.config import EnvServerConfig
+from ramify.envserver.heap import HeapTrimmer
 from ramify.envserver.messages import (
     MANY,
     Done,
@@ -105,7 +106,9 @@ async def _load(told: Told, stack: contextlib.AsyncExitStack, stop: asyncio.Even
     gateway: Gateway | None = None
     if env.wants_endpoint or env.hooks.tools is not None or env.hooks.user is not None:
         gateway = await stack.enter_async_context(Gateway())
-    return Worker(told.id, env, policy, gateway, stop)
+    worker = Worker(told.id, env, policy, gateway, stop)
+    stack.push_async_callback(worker.heap.close)
+    return worker
 
 
 class Worker:
@@ -113,7 +116,7 @@ class Worker:
 
     def __init__(self, id: str, env: Environment, policy: Policy, gateway: Gateway | None, stop: asyncio.Event) -> None:
         self.id, self._env, self._policy, self._gateway, self._stop = id, env, policy, gateway, stop
-        self._pages = Pages(env)
+        self._pages, self.heap = Pages(env), HeapTrimmer()
         self.handlers = {
             "run": self.run,
             "tasks": self.tasks,
@@ -161,7 +164,9 @@ class Worker:
             attempts=ask.attempts,
             watch=starts.watch,
         )
-        return Message.of(Done(self.id, starts.count), encode_episode(episode))
+        encoded = encode_episode(episode)
+        self.heap.rollout_ended(len(encoded))
+        return Message.of(Done(self.id, starts.count), encoded)
 
     async def tasks(self, request: Request) -> Message:
         """A page of tasks."""
