@@ -4,9 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tests.gateway.engine import check_tokens
+from ramify.evals.tree import tree_of
+from ramify.trace import decode, encode
+from tests.gateway.engine import TINY, check_tokens
 from tests.gateway.stage import Stage
+from tests.render.models import renderer
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="  # 1 x 1
 
@@ -129,3 +133,88 @@ def test_an_image_that_a_tool_returns_is_described_to_a_model_without_eyes(play,
         unbroken(stage)
 
     play(["ok"], act)
+
+
+# -- system entries inside the messages -------------------------------------------------------------------------------
+
+TOOL = {"name": "bash", "description": "Run it.", "input_schema": {"type": "object", "properties": {}}}
+NOTES = ["Agents: two.", "It is late.", "Two left."]
+WITHOUT_TOOLS = ("gemma", "phi-3", "zephyr", "mistral-v1")
+
+
+@pytest.mark.parametrize("name", ["tiny", *WITHOUT_TOOLS, "qwen2.5", "qwen3", "qwen3-coder", "llama-3.1"])
+def test_system_entries_inside_the_messages_do_not_break_the_conversation(play, name: str):
+    """As Claude Code sends them: behind the user's words, and behind the result of a tool."""
+    tools = {} if name in WITHOUT_TOOLS else {"tools": [TOOL]}
+    system = {} if name in ("gemma", "mistral-v1") else {"system": "You are an agent."}
+
+    async def ask(stage: Stage, messages: list[Any]) -> None:
+        body = {"model": "m", "max_tokens": 64, "messages": messages, **tools, **system}
+        answer = await stage.post("/messages", body)
+        assert answer.status_code == 200, answer.text
+        messages.append({"role": "assistant", "content": answer.json()["content"]})
+
+    async def act(stage: Stage) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}, {"role": "system", "content": NOTES[0]}]
+        await ask(stage, messages)
+        calls = [block for block in messages[-1]["content"] if block["type"] == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "ran"} for block in calls]
+        messages.append({"role": "user", "content": results or "and then?"})
+        messages.append({"role": "system", "content": [{"type": "text", "text": NOTES[1]}]})
+        await ask(stage, messages)
+        messages += [{"role": "system", "content": NOTES[2]}, {"role": "user", "content": "finish"}]
+        await ask(stage, messages)
+        prompt = prompts(stage)[-1]
+        places = [prompt.index(note) for note in NOTES]
+        assert places == sorted(places)
+        assert [prompt.count(note) for note in NOTES] == [1, 1, 1]
+        unbroken(stage)
+
+    called = CALLED.get(name, sampled("bash"))
+    play([called if tools else "first", "second", "third"], act, renderer=TINY if name == "tiny" else renderer(name))
+
+
+CALLED = {
+    "qwen3-coder": "<tool_call>\n<function=bash>\n</function>\n</tool_call>",
+    "llama-3.1": '{"name": "bash", "parameters": {}}',
+}
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_gateway_refuses_stands_in_the_trace_and_in_show(play):
+    async def act(stage: Stage) -> None:
+        for _ in range(3):
+            assert (await stage.post("/messages", {"messages": [{"role": "robot"}]})).status_code == 400
+        assert (await stage.post("/chat/completions", b"not json")).status_code == 400
+        assert (await stage.post("/embeddings", {"input": "hi"})).status_code == 404
+        assert (
+            await stage.post("/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        ).status_code == 502
+        refusals = stage.trace.info["refusals"]
+        assert [(entry["path"], entry["status"], entry["name"], entry["count"]) for entry in refusals] == [
+            ("/v1/messages", 400, "RequestInvalid", 3),
+            ("/v1/chat/completions", 400, "RequestInvalid", 1),
+            ("/v1/embeddings", 404, "not_found_error", 1),
+            ("/v1/chat/completions", 502, "ProviderError", 1),
+        ]
+        assert decode(encode(stage.trace)).info["refusals"] == refusals
+        console = Console(width=200, no_color=True)
+        with console.capture() as captured:
+            console.print(tree_of(stage.trace))
+        assert "refused /v1/messages: 400 RequestInvalid: messages.0.role: found 'robot' (3 times)" in captured.get()
+
+    def fail(_: str) -> str:
+        raise ConnectionResetError
+
+    play(fail, act, retries=0)
+
+
+def test_a_program_that_is_refused_for_ever_does_not_fill_the_trace(play):
+    async def act(stage: Stage) -> None:
+        for number in range(60):
+            await stage.post("/messages", {"messages": [{"role": f"robot {number}"}]})
+        assert len(stage.trace.info["refusals"]) == 50
+
+    play([], act)

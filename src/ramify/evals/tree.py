@@ -24,7 +24,7 @@ def tree_of(trace: Trace, *, full: bool = False) -> RenderableType:
     tree = Tree(_title(trace))
     roots = [node.index for node in trace.nodes if node.parent < 0]
     _grow(tree, trace, roots, Remarks(reasons, untrained), full)
-    return Group(tree, *_scores(trace), *_left_out(trace, untrained))
+    return Group(tree, *_scores(trace), *_left_out(trace, untrained), *_refusals(trace))
 
 
 class Remarks(NamedTuple):
@@ -95,6 +95,16 @@ def _left_out(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
         return []
     nodes = ", ".join(f"[{node}]" for node in untrained)
     return [Text(f"{len(untrained)} of {len(trace.calls)} calls are left out of training: {nodes}", style="dim")]
+
+
+def _refusals(trace: Trace) -> list[Text]:
+    """What the gateway refused to answer, each once."""
+    lines: list[Text] = []
+    for entry in trace.info.get("refusals", []):
+        times = f" ({entry['count']} times)" if entry["count"] > 1 else ""
+        said = f"refused {entry['path']}: {entry['status']} {entry['name']}: {entry['message']}{times}"
+        lines.append(Text(said, style="red"))
+    return lines
 
 
 def _title(trace: Trace) -> Text:

@@ -37,11 +37,13 @@ class Asks:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = HttpRequest(scope, receive)
+        session: Session | None = None
         try:
             session = self._session_of(http)
             asked = await _read(http, self._dialect, session)
             asking = session.begin(asked.request)
         except RamifyError as error:
+            _note(session, http, error)
             return await _refuse(self._dialect, error, scope, receive, send)
         except ClientDisconnect:
             return None
@@ -50,6 +52,8 @@ class Asks:
         answer = asyncio.ensure_future(asking.answer())
         try:
             delivered = await self._answer(asked, answer, gone, scope, receive, send)
+            if delivered and (error := _failure(answer)) is not None:
+                _note(session, http, error)
         finally:
             answer.cancel()
             gone.cancel()
@@ -101,11 +105,13 @@ class Counts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = HttpRequest(scope, receive)
+        session: Session | None = None
         try:
             session = self._session_of(http)
             asked = await _read(http, self._dialect, session)
             counted = self._dialect.count(session.count(asked.request))
         except RamifyError as error:
+            _note(session, http, error)
             return await _refuse(self._dialect, error, scope, receive, send)
         except ClientDisconnect:
             return None
@@ -147,6 +153,12 @@ def _object(data: bytes) -> Mapping[str, Any]:
 async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _note(session: Session | None, http: HttpRequest, error: RamifyError) -> None:
+    """Put a refusal into the trace of the rollout, where it is known whose it is."""
+    if session is not None:
+        session.note_refusal(http.url.path, status_of(error), error.name, error.message)
 
 
 async def _refuse(dialect: Dialect, error: RamifyError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,8 +22,10 @@ from ramify.client.stall import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.gateway.budget import MOST
 from ramify.gateway.chatform import read_answer, write_messages
+from ramify.gateway.description import describe_tool_images
 from ramify.gateway.stopping import first_runs, stop_at
 from ramify.render import Break, History, Parsed, Problem, Rendered, Renderer, Tool
+from ramify.render.late_system import accepts_late_system, fold_late_system
 from ramify.render.offload import LARGE_TOKENS, offload
 from ramify.render.outline import Outline
 from ramify.trace import Media, Message, Span, Usage, VersionRun
@@ -78,13 +81,12 @@ class Policy(Protocol):
         ...
 
     @property
-    def sees_images(self) -> bool:
-        """Whether it can be shown images."""
-        ...
-
-    @property
     def max_model_len(self) -> int | None:
         """Most tokens of prompt and reply together, where that is known."""
+        ...
+
+    def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
+        """The messages in a form that it can take; `opening` if no reply precedes them. Equal ones stay equal."""
         ...
 
     def prepare(
@@ -144,7 +146,6 @@ class TokenPolicy:
     """
 
     trainable = True
-    sees_images = False
 
     def __init__(
         self,
@@ -158,6 +159,15 @@ class TokenPolicy:
         self.client, self.renderer, self.name = client, renderer, name
         self.max_model_len, self.vocabulary = max_model_len, vocabulary
         self._openings: OrderedDict[tuple[Message, ...], Rendered] = OrderedDict()
+
+    def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
+        """The messages with images of tools in words, and late system messages as the template takes them."""
+        described = describe_tool_images(messages, media)
+        return described if self._accepts_late_system else fold_late_system(described, opening=opening)
+
+    @cached_property
+    def _accepts_late_system(self) -> bool:
+        return accepts_late_system(self.renderer)
 
     def prepare(
         self,
@@ -237,7 +247,6 @@ class ChatPolicy:
     """Any OpenAI-compatible chat endpoint. It gives no tokens, so its replies are recorded but cannot be trained on."""
 
     trainable = False
-    sees_images = True  # the endpoint says so if it does not
 
     def __init__(
         self, base_url: str, model: str, api_key: str = "", *, max_model_len: int | None = None, connect: float = 5.0
@@ -250,6 +259,10 @@ class ChatPolicy:
     async def close(self) -> None:
         """End the connections."""
         await self._http.aclose()
+
+    def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
+        """The messages as they are: what it cannot take, the endpoint will say."""
+        return messages
 
     def prepare(
         self,

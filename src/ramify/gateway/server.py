@@ -6,6 +6,7 @@ stays, the answer counts as undelivered, and an equal request gets it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Self
 
 from starlette.applications import Starlette
@@ -25,6 +26,8 @@ from ramify.wire.http import HttpServer
 
 if TYPE_CHECKING:
     from ramify.env import Endpoint
+
+NOT_FOUND = "not_found_error"
 
 
 class Gateway:
@@ -96,7 +99,7 @@ class Gateway:
             routes.append(Route(f"{root}/models", self._models))
             routes.append(Route(f"{root}/models/{{name:path}}", self._model))
         routes.append(Route("/health", _health))
-        return Starlette(routes=routes, exception_handlers={RamifyError: _refused, HTTPException: _unknown})
+        return Starlette(routes=routes, exception_handlers={RamifyError: _refused, HTTPException: self._unknown})
 
     async def _models(self, http: HttpRequest) -> Response:
         session = self.session_of(http)
@@ -107,6 +110,15 @@ class Gateway:
 
     async def _model(self, http: HttpRequest) -> Response:
         return JSONResponse(_card(http.path_params["name"], self.session_of(http)))
+
+    async def _unknown(self, http: HttpRequest, error: Exception) -> Response:
+        """A path or method nobody serves, in a shape that is both dialects'."""
+        assert isinstance(error, HTTPException)
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        with contextlib.suppress(SecretUnknown):
+            self.session_of(http).note_refusal(http.url.path, error.status_code, NOT_FOUND, message)
+        said = {"type": NOT_FOUND, "message": message, "code": "not_found"}
+        return JSONResponse({"type": "error", "error": said}, error.status_code)
 
 
 def _card(name: str, session: Session) -> dict[str, Any]:
@@ -124,10 +136,3 @@ async def _health(_: HttpRequest) -> Response:
 async def _refused(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RamifyError)
     return JSONResponse(Chat().refusal(error), status_of(error))
-
-
-async def _unknown(http: HttpRequest, error: Exception) -> Response:
-    """A path or method nobody serves, in a shape that is both dialects'."""
-    assert isinstance(error, HTTPException)
-    said = {"type": "not_found_error", "message": f"{http.method} {http.url.path}: {error.detail}", "code": "not_found"}
-    return JSONResponse({"type": "error", "error": said}, error.status_code)

@@ -23,7 +23,6 @@ from ramify.gateway.budget import Budget, Grant
 from ramify.gateway.canonical import fingerprint
 from ramify.gateway.config import Limits, SamplingConfig
 from ramify.gateway.conversations import Conversations, Said
-from ramify.gateway.description import describe_tool_images
 from ramify.gateway.exchange import Finish, Reply, Request
 from ramify.gateway.policy import Policy, Prepared, Sampled
 from ramify.gateway.recording import Recorder
@@ -33,6 +32,8 @@ from ramify.render import History
 from ramify.trace import Call, Media, Trace
 
 BACKOFF = 0.25  # seconds before a failed call is made again; doubled each time
+REFUSALS = 50  # different ones that a trace keeps
+REFUSAL_LENGTH = 1000  # characters of each
 LINGER = 5.0  # seconds a call goes on when its client has hung up: about as long as SDKs wait before they ask again
 
 
@@ -125,6 +126,18 @@ class Session:
             raise RequestInvalid(f"no reply {call!r} is known in this session")
         return self._nodes[call]
 
+    def note_refusal(self, path: str, status: int, name: str, message: str) -> None:
+        """Put into the trace that a client was refused; equal refusals are counted, and only so many kept."""
+        refusals = list(self.trace.info.get("refusals", []))
+        entry = {"path": path, "status": status, "name": name, "message": message[:REFUSAL_LENGTH]}
+        for at, known in enumerate(refusals):
+            if {**known, "count": 0} == {**entry, "count": 0}:
+                refusals[at] = {**entry, "count": known["count"] + 1}
+                break
+        else:
+            refusals.append({**entry, "count": 1})
+        self.trace.info["refusals"] = refusals[:REFUSALS]
+
     def close(self) -> None:
         """Give up calls that are still running for clients."""
         self._askings.close()
@@ -163,9 +176,7 @@ class Session:
         if talk is None:
             talk = self._talks[id(policy)] = Conversations()
         self._media.update(request.media)
-        messages = request.messages
-        if not policy.sees_images:
-            messages = describe_tool_images(messages, self._media)
+        messages = policy.adapt(request.messages, self._media, opening=request.after is None)
         if request.after is None:
             if not messages:
                 raise RequestInvalid("messages: at least one is needed")

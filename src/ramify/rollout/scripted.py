@@ -16,13 +16,16 @@ class ScriptedPolicy:
 
     name = "scripted"
     trainable = False
-    sees_images = True
     max_model_len = None
 
     def __init__(self, replies: Sequence[str | Message] = (), exhausted: type[RamifyError] = EnvironmentFault) -> None:
         self.replies: list[str | Message] = list(replies)
         self.exhausted = exhausted
         self.said = 0
+
+    def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
+        """The messages as they are."""
+        return messages
 
     def prepare(
         self,
