@@ -147,11 +147,13 @@ class Counting(Fake):
         await exchange.writer.drain()
 
 
-@pytest.mark.parametrize(("works", "failure"), [(True, "RolloutDeadline"), (False, "EngineStalled")])
-def test_work_for_others_is_progress_and_answering_alone_is_not(works: bool, failure: str):
+@pytest.mark.parametrize(
+    ("works", "stall_limit", "failure"), [(True, 25.0, "RolloutDeadline"), (False, 1.2, "EngineStalled")]
+)
+def test_work_for_others_is_progress_and_answering_alone_is_not(works: bool, stall_limit: float, failure: str):
     async def main() -> Trace:
         async with Counting(works=works) as engine, policy_at(engine.url) as policy:
-            return await rollout(policy, harness={"timeout": 0.6}, timeouts={"engine_stall": 1.2})
+            return await rollout(policy, harness={"timeout": 0.6}, timeouts={"engine_stall": stall_limit})
 
     assert names(asyncio.run(asyncio.wait_for(main(), 30))) == [failure]
 

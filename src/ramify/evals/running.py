@@ -15,6 +15,8 @@ from ramify.rollout.attempt import Watch
 from ramify.rollout.scoring import due
 from ramify.trace import Trace
 
+WAITING = 600.0  # seconds a rollout may wait for a worker
+
 Runs = Callable[[Pair, Watch], Awaitable[Sequence[Trace]]]
 """Runs one pair, telling whoever watches."""
 
@@ -81,6 +83,7 @@ async def _in_workers(
         EnvServerChild(served, path / "configs" / "env-server.toml", deadline=config.start_deadline) as child,
         EnvClient(child.address) as client,
     ):
+        longest = environment.source.attempts * environment.source.longest_attempt + WAITING
 
         async def there(pair: Pair, watch: Watch) -> Sequence[Trace]:
             try:
@@ -92,6 +95,7 @@ async def _in_workers(
                     seed=pair.seed(config.sampling.seed or 0),
                     environment=expected,
                     watch=watch,
+                    deadline=longest,
                 )
             except WorkerDied as error:
                 return [_lost(environment, pair, error)]

@@ -50,10 +50,7 @@ async def meet(
         raise ConfigInvalid(
             f"train source {source.title}: its taskset has no reward, so nothing can be learned; {MARK_A_REWARD}"
         )
-    timeouts = source.timeouts
-    agent = float(source.harness.get("timeout", 600.0))
-    agent += timeouts.engine_stall
-    deadline = timeouts.boot + timeouts.setup + agent + timeouts.finalize + timeouts.scoring + SLACK
+    deadline = source.longest_attempt + SLACK
     compares = bool(info.group_rewards)
     served = Served(
         source.title, client, tasks, compares, deadline, source.attempts, patience, count, environment=info.digest

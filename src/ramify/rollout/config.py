@@ -49,6 +49,12 @@ class SourceConfig(Config):
     """How often a single model call is made again after a failure that may pass."""
 
     @property
+    def longest_attempt(self) -> float:
+        """Seconds that one attempt may take, all phases and the engine's stalls together."""
+        timeouts, agent = self.timeouts, float(self.harness.get("timeout", 600.0))
+        return timeouts.boot + timeouts.setup + agent + timeouts.engine_stall + timeouts.finalize + timeouts.scoring
+
+    @property
     def limits(self) -> Limits:
         """What one rollout may use."""
         return Limits(**{name: getattr(self, name) for name in Limits.model_fields})
