@@ -22,7 +22,7 @@ def main(url: str) -> None:
     task = Task(dataset=samples, solver=generate(), scorer=match(), config=GenerateConfig(max_tokens=16, temperature=0))
     with tempfile.TemporaryDirectory() as folder:
         (log,) = eval(task, model=model, log_dir=folder, display="none", max_retries=0)
-        assert log.status == "success", log.error
+        assert log.status == "success", log.error and log.error.message
         assert log.samples is not None and log.results is not None
         assert len(log.samples) == len(WORDS) and all(sample.output.completion for sample in log.samples)
     (usage,) = log.stats.model_usage.values()
