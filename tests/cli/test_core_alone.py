@@ -1,0 +1,98 @@
+"""Ramify without any of its extras: every page of help and every dry run works without torch and the like."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.app import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+max_steps = 2
+[[train]]
+taskset = { id = "reverse-text" }
+[[eval]]
+taskset = { id = "reverse-text", split = "eval" }
+"""
+DRY_RUNS = {
+    "rl": ["rl", "@", "run.toml", "-m", "tiny", "--dry-run"],
+    "eval": ["eval", "reverse-text", "-m", "tiny", "--dry-run"],
+    "sft": ["sft", "-m", "tiny", "--data.path", "chats.jsonl", "--dry-run"],
+    "serve": ["serve", "-m", "tiny", "--dry-run"],
+    "trainer": ["trainer", "-m", "tiny", "--address", "tcp://127.0.0.1:1", "--dry-run"],
+    "orchestrator": ["orchestrator", "@", "run.toml", "-b", "http://127.0.0.1:1", "--dry-run"],
+    "env-server": ["env-server", "@", "run.toml", "--source", "train/reverse-text", "-b", "http://x:1", "--dry-run"],
+}
+SCRIPT = """
+import contextlib, importlib.machinery, io, json, sys, traceback
+
+hidden, commands = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Finder if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
+from ramify.cli.app import main
+
+ended = {}
+for name, args in commands.items():
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            code = main(args)
+        except SystemExit as exit:
+            code = exit.code or 0
+        except BaseException:
+            code = traceback.format_exc()
+    ended[name] = [code, out.getvalue()]
+print(json.dumps(ended))
+"""
+
+
+def extras() -> list[str]:
+    """What is installed only with an extra, as it is imported."""
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = [requirement for name, requirements in found.items() if name != "dev" for requirement in requirements]
+    return [re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in wanted]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """How each command ended, and what it printed, where no extra can be imported."""
+    folder = tmp_path_factory.mktemp("core")
+    (folder / "run.toml").write_text(RUN)
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    (folder / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 16))
+    asked = {f"{name} --help": [name, "--help"] for name in COMMANDS} | {"--help": ["--help"]}
+    asked |= {f"{name} --dry-run": args for name, args in DRY_RUNS.items()}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(extras()), json.dumps(asked)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_extras_are_those_that_are_declared():
+    assert {"torch", "transformers", "peft", "mcp", "pyarrow", "wandb", "matplotlib"} <= set(extras())
+
+
+def test_every_page_of_help_is_printed(ended):
+    for name in ["--help", *(f"{name} --help" for name in COMMANDS)]:
+        code, said = ended[name]
+        assert code == 0 and "usage: ramify" in said, (name, code, said[-1000:])
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_every_dry_run_works(ended, name):
+    code, said = ended[f"{name} --dry-run"]
+    assert code == 0, (code, said[-1000:])
+
+
+def test_every_command_with_a_dry_run_is_tried():
+    sources = {name: (ROOT / "src" / f"{command.module.replace('.', '/')}.py") for name, command in COMMANDS.items()}
+    assert {name for name, source in sources.items() if "--dry-run" in source.read_text()} == set(DRY_RUNS)
