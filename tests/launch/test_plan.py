@@ -94,6 +94,7 @@ def test_fixed_ports_and_one_that_is_taken(tmp_path, free_port):
     plan = plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
     addresses = [entry.address for entry in plan.entries if entry.name.startswith("env/")]
     assert addresses == [f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1000}"]
+    plan.reservation.close()
     with socket.create_server(("127.0.0.1", base)):
         with pytest.raises(PortTaken, match=f"train/reverse: tcp://127.0.0.1:{base} cannot be listened on"):
             plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
@@ -114,6 +115,7 @@ def test_an_orchestrator_that_has_an_address_keeps_it(tmp_path, free_port):
     told = {"address": f"tcp://127.0.0.1:{free_port}"}
     plan = plan_of(config(tmp_path, orchestrator=told), gpus=[])
     assert plan.orchestrator == plan.files[tmp_path / "run" / "configs" / "trainer.toml"].address == told["address"]
+    plan.reservation.close()
     with socket.create_server(("127.0.0.1", free_port)), pytest.raises(PortTaken, match=r"orchestrator\.address"):
         plan_of(config(tmp_path, orchestrator=told), gpus=[])
 

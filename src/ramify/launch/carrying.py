@@ -51,7 +51,7 @@ def carry_out(
     `environments` are the identities of those sources whose code is here; changes are refused unless accepted.
     """
     config, path = plan.config, plan.config.path
-    with claim(path):
+    with plan.reservation, claim(path):
         steps = steps_of(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
         if steps is not None:
             return Ended(path, Outcome.FINISHED, ran=False, steps=steps)

@@ -17,17 +17,18 @@ from ramify.config import Config, refuse, write
 from ramify.envserver.config import ElasticConfig, EnvServerConfig
 from ramify.errors import ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
-from ramify.launch.devices import Gpu, Shares, share
+from ramify.launch.devices import Gpu, Share, Shares, share
 from ramify.launch.estimate import Model, Need
 from ramify.launch.fit import ASSUMED, GIB, check_memory, need_on, shares_of
 from ramify.launch.last_state import describe_last_state
 from ramify.launch.newest import newest_kept
 from ramify.launch.parts import env_part, serve_part, trainer_part
-from ramify.launch.ports import HOST, settled, source_addresses
+from ramify.launch.ports import HOST, Reservation, source_addresses
 from ramify.launch.process import Entry, Role
 from ramify.model.resolve import fetch_model, resolve
 from ramify.orchestrate.config import RunConfig, RunSourceConfig
 from ramify.train.service_config import ServiceConfig
+from ramify.wire.listening import RESERVED
 
 ENGINE = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")  # what the commands load
 TRAINER = ("ramify.cli.trainer", "ramify.train.remote", "ramify.train.service")
@@ -51,6 +52,8 @@ class Plan:
     """Where the trainer finds the orchestrator."""
     status: str
     """Where the orchestrator says how the run is."""
+    reservation: Reservation
+    """The ports of all its processes, until the run is over."""
 
     def write(self) -> None:
         """Write the configurations, the run's own and each process's, and the plan for people."""
@@ -116,7 +119,10 @@ class _Planner:
         self.config, self.path, self.shares = config, config.path, shares
         own = {"orchestrator.address": config.orchestrator.address, "orchestrator.status": config.orchestrator.status}
         engine = {} if isinstance(config.inference, ExternalConfig) else {"inference": f"http://{HOST}:0"}
-        self.places = settled({**own, **engine, **source_addresses(config)})
+        self.reservation = Reservation({**own, **engine, **source_addresses(config)})
+        self.places = self.reservation.places
+        if isinstance(config.inference, VLLMConfig):
+            self.reservation.release("inference")  # vLLM listens as it likes
         self.run = _addressed(config, self.places)
         self.files: dict[Path, Config] = {}
 
@@ -130,7 +136,8 @@ class _Planner:
 
     def _plan(self, entries: tuple[Entry, ...], model: Model | None = None, need: Need | None = None) -> Plan:
         told = self.run.orchestrator
-        return Plan(self.config, entries, self.files, self.shares, model, need, told.address, told.status)
+        parts = (self.config, entries, self.files, self.shares, model, need, told.address, told.status)
+        return Plan(*parts, self.reservation)
 
     def _inference(self) -> list[Entry]:
         if isinstance(self.config.inference, ExternalConfig):
@@ -155,7 +162,7 @@ class _Planner:
                 "inference",
                 _ramify("serve", "@", str(file)),
                 self.path / "logs" / "inference.log",
-                env=self.shares.inference.env,
+                env=self._environment(self.shares.inference, "inference"),
                 address=f"{self.places['inference']}/health",
                 deadline=self.config.launch.start_deadline,
                 prepare=prepare,
@@ -175,7 +182,7 @@ class _Planner:
             f"env/{name}",
             _ramify("env-server", "@", str(file)),
             picked.log(self.path),
-            env=self.shares.rest.env,
+            env=self._environment(self.shares.rest, name),
             address=self.places[name],
             deadline=deadline,
         )
@@ -187,7 +194,7 @@ class _Planner:
             _ramify("orchestrator", "@", str(file)),
             self.path / "logs" / "orchestrator.log",
             Role.LEADER,
-            env=self.shares.rest.env,
+            env=self._environment(self.shares.rest, "orchestrator.address", "orchestrator.status"),
             address=f"{self.places['orchestrator.status']}/health",
             deadline=2 * self.config.launch.start_deadline,  # it waits for engines first, and then for env servers
             hang_timeout=self.config.launch.hang_timeout,
@@ -204,6 +211,10 @@ class _Planner:
         log, env = self.path / "logs" / "trainer.log", self.shares.trainer.env
         loads = TRAINER if self._on_cpu else ()
         return Entry("trainer", command, log, Role.FOLLOWER, env=env, loads=loads)
+
+    def _environment(self, share: Share, *listeners: str) -> dict[str, str]:
+        """Return the variables of a process, with the ports that are held for it."""
+        return {**share.env, RESERVED: self.reservation.ports(*listeners)}
 
     @property
     def _on_cpu(self) -> bool:

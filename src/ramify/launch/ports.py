@@ -1,13 +1,19 @@
-"""Where the processes of a run listen: chosen once, kept over every restart.
+"""Where the processes of a run listen: chosen once, reserved for as long as the run lives, kept over every restart.
 
-Free ports are all held at the same time while they are chosen, so that no two are the same. They lie below those that
-the system gives to outgoing connections: one of these would hold the port just when a process is started again.
+The supervisor holds a socket at each port that is bound and does not listen. Nobody else can bind the port, neither
+before its process listens nor while that is started again. The process itself may: it is told that the port is reserved
+for it, and sets SO_REUSEPORT, as the supervisor has done after it bound the port alone. Free ports lie below those that
+the system gives to outgoing connections.
 """
 
+import contextlib
+import os
 import random
 import socket
+import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
 from urllib.parse import urlsplit
 
 from ramify.config import refuse
@@ -30,18 +36,60 @@ def source_addresses(config: RunConfig) -> dict[str, str]:
     return found
 
 
+class Reservation:
+    """Addresses with a port each, held until it is closed, or nobody refers to it any more."""
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        """Reserve `addresses`, by what listens there, with a free port for each 0.
+
+        Raises PortTaken for one that is in use, ConfigInvalid for one that is not this machine's.
+        """
+        self.places: dict[str, str] = {}
+        self._held: dict[str, int] = {}
+        self._closing = weakref.finalize(self, _close, self._held)
+        for what, address in addresses.items():
+            port, held = _reserve(what, address)
+            self.places[what] = f"{address.rpartition(':')[0]}:{port}"
+            if held is not None:
+                self._held[what] = held.detach()
+
+    def ports(self, *names: str) -> str:
+        """Return the ports that are held for these listeners, as their process is told them."""
+        return ",".join(str(urlsplit(self.places[name]).port) for name in names if name in self._held)
+
+    def release(self, what: str) -> None:
+        """Let go of a port whose process cannot share it."""
+        if what in self._held:
+            os.close(self._held.pop(what))
+
+    def close(self) -> None:
+        """Let go of every port."""
+        self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
 def settled(addresses: Mapping[str, str]) -> dict[str, str]:
-    """The addresses, by what listens there, with a free port for each 0.
+    """The addresses, by what listens there, with a port for each 0 that was free a moment ago."""
+    with Reservation(addresses) as reservation:
+        return reservation.places
 
-    Raises PortTaken for one that is in use, ConfigInvalid for one that is not this machine's.
+
+def _close(held: dict[str, int]) -> None:
+    while held:
+        os.close(held.popitem()[1])
+
+
+def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
+    """Return the port, and the socket that holds it.
+
+    There is none for a port that was asked for and has connections of an earlier run which are not forgotten yet: it
+    can be listened on, and not be held.
     """
-    with ExitStack() as held:
-        listeners = {what: held.enter_context(_listener(what, address)) for what, address in addresses.items()}
-        ports = {what: listener.getsockname()[1] for what, listener in listeners.items()}
-    return {what: f"{address.rpartition(':')[0]}:{ports[what]}" for what, address in addresses.items()}
-
-
-def _listener(what: str, address: str) -> socket.socket:
     place = urlsplit(address)
     try:
         host, port = place.hostname, place.port
@@ -53,7 +101,16 @@ def _listener(what: str, address: str) -> socket.socket:
     last = OSError()
     for number in [port] if port else random.sample(ANY, TRIES):
         try:
-            return socket.create_server((host, number), family=family)
+            socket.create_server((host, number), family=family).close()
         except OSError as error:
             last = error
+            continue
+        held = socket.socket(family)
+        with contextlib.suppress(OSError):
+            held.bind((host, number))  # alone: without SO_REUSEADDR, with which others could join
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            return number, held
+        held.close()
+        if port:
+            return port, None
     raise not_listening(what, address, last.errno, str(last.strerror)) from last

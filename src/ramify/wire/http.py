@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ramify.errors import DeadlineExceeded
-from ramify.wire.listening import not_listening
+from ramify.wire.listening import not_listening, open_listener
 
 KEEP_ALIVE = 120  # seconds an idle connection stays open; clients that pool connections give up on one earlier
 BACKLOG = 2048  # connections that may wait to be taken
@@ -48,7 +48,7 @@ class HttpServer:
     async def start(self) -> Self:
         """Listen. Raises PortTaken, ConfigInvalid for an address that cannot be ours, or DeadlineExceeded."""
         try:
-            listener = socket.create_server((self.host, self.port), backlog=BACKLOG)
+            listener = open_listener(self.host, self.port, backlog=BACKLOG)
         except OSError as error:
             why = f"{error.strerror}; 0 takes a free one"
             raise not_listening(self.what, f"{self.host}:{self.port}", error.errno, why) from error

@@ -1,8 +1,23 @@
-"""Why an address cannot be listened on, under its name. Importable without ZMQ."""
+"""Listening at an address, and why that cannot be done, under its name. Importable without ZMQ."""
 
 import errno
+import os
+import socket
 
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError
+
+RESERVED = "RAMIFY_RESERVED_PORTS"  # the variable with the ports that a supervisor holds for this process
+
+
+def is_reserved(port: int) -> bool:
+    """Whether whoever started this process holds the port for it."""
+    return bool(port) and str(port) in os.environ.get(RESERVED, "").split(",")
+
+
+def open_listener(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
+    """Listen at a port: together with whoever reserved it, or else alone. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=is_reserved(port))
 
 
 def not_listening(what: str, address: str, number: int | None, why: str) -> RamifyError:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from typing import Self, TypeVar
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -19,7 +20,7 @@ from ramify.errors import (
 from ramify.wire.address import check_bind, encrypt
 from ramify.wire.frames import MAX_BODY, Fail, Part, Reply, bounded
 from ramify.wire.frames import Request as Header
-from ramify.wire.listening import not_listening
+from ramify.wire.listening import is_reserved, not_listening, open_listener
 from ramify.wire.message import Message
 from ramify.wire.pulse import Pulse
 from ramify.wire.pump import Event, Pump
@@ -105,10 +106,13 @@ class Server:
             if self._secret and self._encrypted:
                 encrypt(socket, self._secret, server=True)
             socket.ipv6 = "[" in self.address
+            place = urlsplit(self.address)
+            if place.scheme == "tcp" and place.port and is_reserved(place.port):
+                socket.setsockopt(zmq.USE_FD, open_listener(place.hostname or "", place.port).detach())
             socket.bind(self.address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             socket.close(0)
-            raise not_listening(self._name, self.address, error.errno, error.strerror) from error
+            raise not_listening(self._name, self.address, error.errno, str(error.strerror)) from error
         endpoint = socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()

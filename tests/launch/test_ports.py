@@ -1,0 +1,81 @@
+"""Ports of a run: nobody else gets one, from the plan to the end, whether its process listens or not."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from urllib.parse import urlsplit
+
+import pytest
+
+from ramify.errors import PortTaken
+from ramify.launch.ports import Reservation
+from ramify.wire import Server
+from ramify.wire.listening import RESERVED
+
+LISTENS = """
+import asyncio, sys
+from starlette.applications import Starlette
+from ramify.wire import Server
+from ramify.wire.http import HttpServer
+
+async def main():
+    async with Server({}, sys.argv[1]), HttpServer(Starlette(), "127.0.0.1", int(sys.argv[2]), what="status"):
+        print("listening", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def port_of(address: str) -> int:
+    return urlsplit(address).port or 0
+
+
+def is_free(port: int) -> bool:
+    """Whether a stranger could listen there: as most servers do, and as those do that share."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_reserved_port_is_its_processs_alone_through_every_restart():
+    with Reservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as held:
+        ports = [port_of(held.places["wire"]), port_of(held.places["status"])]
+        command = [sys.executable, "-c", LISTENS, held.places["wire"], str(ports[1])]
+        environment = {**os.environ, RESERVED: held.ports("wire", "status")}
+        for _ in range(2):
+            assert not any(map(is_free, ports))  # nobody listens, and nobody else can
+            child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            try:
+                assert child.stdout.readline() == "listening\n"
+                assert not any(map(is_free, ports))
+                for port in ports:
+                    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+            finally:
+                child.kill()
+                child.communicate()
+            with pytest.raises(ConnectionRefusedError):  # what is only held takes no connections
+                socket.create_connection(("127.0.0.1", ports[0]), timeout=10)
+    assert all(map(is_free, ports))
+
+
+def test_two_runs_cannot_have_one_port():
+    with Reservation({"first": "tcp://127.0.0.1:0"}) as held:
+        with pytest.raises(PortTaken, match=r"second: tcp://127.0.0.1:"):
+            Reservation({"second": held.places["first"]})
+
+        async def listen() -> None:
+            async with Server({}, held.places["first"]):
+                pass
+
+        with pytest.raises(PortTaken):  # a process that was not told
+            asyncio.run(listen())
+
+
+def test_a_reservation_that_nobody_refers_to_is_given_back():
+    port = port_of(Reservation({"it": "tcp://127.0.0.1:0"}).places["it"])
+    assert is_free(port)
