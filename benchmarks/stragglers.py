@@ -73,6 +73,7 @@ class Sleeping:
                 metrics=[],
                 sampling={},
                 limits={},
+                environment={},
             )
         )
 
