@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ramify.cli import short
 from ramify.config import Config, dry_run, parse, switch
-from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
+from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
@@ -59,7 +59,9 @@ def run(args: Sequence[str]) -> int:
     try:
         ended = rl(config, fresh=fresh, accept_changes=accept, display=choose())
     except RamifyError as error:
-        if not isinstance(error, CheckpointRefused | ConfigInvalid | RunBusy):  # the same command would fail again
+        if not isinstance(
+            error, CheckpointRefused | ConfigInvalid | RunBusy | RunDamaged
+        ):  # the same command would fail again
             print(describe_way_on(config.path, again), file=sys.stderr)
         raise
     where = shlex.quote(str(ended.path))
