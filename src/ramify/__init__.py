@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ramify.launch import rl as rl
     from ramify.runtime import Runtime as Runtime
     from ramify.trace import Trace as Trace
+    from ramify.train.sft import sft as sft
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _FACE = {
     "metric": "ramify.env",
     "reward": "ramify.env",
     "rl": "ramify.launch",
+    "sft": "ramify.train.sft",
     "stop": "ramify.env",
     "tool": "ramify.env",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "metric",
     "reward",
     "rl",
+    "sft",
     "stop",
     "tool",
 ]

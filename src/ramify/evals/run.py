@@ -2,17 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ramify.config import check, write
+from ramify.config import write
 from ramify.env.marks import MARK_A_REWARD
 from ramify.errors import ProviderError
 from ramify.evals.bounds import reward_bounds
 from ramify.evals.config import EvalConfig
-from ramify.evals.display import EVERY, Display, Quiet
+from ramify.evals.display import EVERY, Display, Quiet, choose
 from ramify.evals.engine import EngineChild
 from ramify.evals.groups import score_groups
 from ramify.evals.loading import load_pairs
@@ -20,9 +20,11 @@ from ramify.evals.plan import Pair, missing
 from ramify.evals.policies import answering, check_server, fetch_served_model
 from ramify.evals.progress import Progress, by_task
 from ramify.evals.running import Runs, running
+from ramify.evals.settings import Given, flatten_row, read_config
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import row_of
 from ramify.evals.watchdog import Watchdog
+from ramify.interactive import AwaitableResult, is_watched, run_coroutine
 from ramify.rollout import Environment
 from ramify.store import Row, RunStore, default_name, naming, open_run
 from ramify.store.environments import Observed, find_changes, record_environments, refuse_changes
@@ -34,7 +36,7 @@ WORK = "work"  # where the work directories that are kept lie in the run
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(AwaitableResult):
     """What an eval found: one row for each (task, repetition) that was asked for and has run."""
 
     path: Path
@@ -47,6 +49,10 @@ class Result:
         """The mean reward, clustered by task; None if no rollout has one."""
         return clustered_mean(by_task(self.rows).values(), *reward_bounds(self.rows))
 
+    def table(self) -> list[dict[str, Any]]:
+        """Return one plain dict for each rollout, as `pandas.DataFrame` takes them."""
+        return [flatten_row(row) for row in self.rows]
+
     @property
     def all_failed(self) -> bool:
         """Whether not a single rollout counts."""
@@ -54,28 +60,32 @@ class Result:
 
 
 def evaluate(
-    config: EvalConfig | Mapping[str, Any],
+    config: Given,
     *,
     fresh: bool = False,
     accept_changes: bool = False,
     keep: bool = False,
     display: Display | None = None,
     watchdog: Watchdog | None = None,
+    **settings: Any,
 ) -> Result:
     """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories.
 
+    `config` is a table of settings, or a taskset: its class, an instance, or its id. `settings` are further keys of the
+    table. It may be called where an event loop runs (in a notebook), plainly or with `await`, and blocks in both cases.
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`. A
     command has a `watchdog`, which may end the process; a program should have none.
     """
-    checked = config if isinstance(config, EvalConfig) else check(EvalConfig, dict(config), at="eval")
+    checked = read_config(config, settings)
     fetch_served_model(checked)  # before the loop: a download blocks, and Ctrl-C should end it
     options = {"fresh": fresh, "accept_changes": accept_changes, "keep": keep}
+    shown = display or (choose() if is_watched() else Quiet())
 
     async def watched() -> Result:
         with watchdog.watching() if watchdog is not None else contextlib.nullcontext():
-            return await evaluation(checked, **options, display=display or Quiet(), watchdog=watchdog)
+            return await evaluation(checked, **options, display=shown, watchdog=watchdog)
 
-    return asyncio.run(watched())
+    return run_coroutine(watched())
 
 
 async def evaluation(

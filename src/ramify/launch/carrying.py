@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ProviderError, RunBusy
+from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.dashboard import EVERY, Display
 from ramify.launch.finished import finish, steps_of
 from ramify.launch.newest import keep_newest, weights_held
@@ -20,13 +21,14 @@ from ramify.launch.record import Record
 from ramify.launch.status import StatusClient
 from ramify.launch.supervisor import Outcome, Supervisor
 from ramify.store import naming
+from ramify.store.journal import read_table
 from ramify.store.locks import name_holders, write_holder
 
 CLAIM = "lock"  # how the name of its lock ends
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(AwaitableResult):
     """How a run ended. What it found is in its directory: `ramify metrics`, `plot`, `show`."""
 
     path: Path
@@ -35,6 +37,10 @@ class Ended:
     """Whether anything was started; False for a run that was finished already."""
     steps: int = 0
     """Of a run that is finished: fewer than `max_steps` where no task was left."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the metrics of each step as a plain dict, as `pandas.DataFrame` takes them."""
+        return read_table(self.path)
 
 
 def carry_out(
@@ -58,7 +64,7 @@ def carry_out(
         with naming(path):
             plan.write()
         with weights_held(config):
-            outcome = asyncio.run(_supervised(plan, display, nursery))
+            outcome = run_coroutine(_supervised(plan, display, nursery))
             if outcome is Outcome.FINISHED:
                 keep_newest(config)
                 return Ended(path, outcome, steps=finish(config))

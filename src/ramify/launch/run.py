@@ -1,9 +1,13 @@
 """A run from its configuration to its end: check, plan, carry out."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.config import check
+from ramify.env import Taskset
+from ramify.env.definition import taskset_table
+from ramify.interactive import is_watched, name_model
 from ramify.launch.nursery import nursery
 from ramify.launch.plan import plan_of
 from ramify.launch.tables import check_tables
@@ -15,27 +19,55 @@ if TYPE_CHECKING:
 
 
 def rl(
-    config: RunConfig | Mapping[str, Any],
+    config: RunConfig | Mapping[str, Any] | Taskset | type[Taskset] | str,
     *,
     fresh: bool = False,
     accept_changes: bool = False,
     display: "Display | None" = None,
+    **settings: Any,
 ) -> "Ended":
     """Train, or go on training, until `max_steps`. Raises what went wrong under its name. `fresh` begins anew.
 
+    `config` is a table of settings, or a taskset to learn: its class, an instance, or its id; its eval split is
+    measured. `settings` are further keys of the table. It may be called where an event loop runs (in a notebook),
+    plainly or with `await`, and blocks in both cases.
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
-    checked = config if isinstance(config, RunConfig) else check(RunConfig, dict(config), at="run")
+    checked = _config_of(config, settings)
     plan = plan_of(checked)
     with nursery(plan.entries) as found:  # it loads while we load the rest and check
         from ramify.launch.carrying import carry_out
-        from ramify.launch.dashboard import Quiet
+        from ramify.launch.dashboard import Quiet, choose
 
         return carry_out(
             plan,
             fresh=fresh,
             accept_changes=accept_changes,
             environments=check_tables(checked),
-            display=display or Quiet(),
+            display=display or (choose() if is_watched() else Quiet()),
             nursery=found,
         )
+
+
+def _config_of(
+    config: RunConfig | Mapping[str, Any] | Taskset | type[Taskset] | str, settings: Mapping[str, Any]
+) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return config.model_copy(update=dict(settings))
+    given = config if isinstance(config, Mapping) else {}
+    output = Path({**given, **settings}.get("output", "outputs"))
+    if not isinstance(config, Mapping):
+        taskset = taskset_table(config, output)
+        name = {} if isinstance(config, str) else {"name": taskset["id"].rpartition(":")[2]}
+        held_out = {**taskset, "split": "eval"}
+        given = {"train": [{**name, "taskset": taskset}], "eval": [{**name, "taskset": held_out}]}
+    table = name_model({**given, **settings})
+    for kind in {"train", "eval"} & table.keys():
+        table[kind] = [_with_table(source, output) for source in table[kind]]
+    return check(RunConfig, table, at="run")
+
+
+def _with_table(source: Any, output: Path) -> Any:
+    if not isinstance(source, Mapping) or "taskset" not in source:
+        return source
+    return {**source, "taskset": taskset_table(source["taskset"], output)}

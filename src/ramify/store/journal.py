@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +33,15 @@ class Event(NamedTuple):
     time: float
     kind: str
     fields: dict[str, Any]
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run that is over, one dict for each step: `{"step": 3, "train/loss": 0.2, ...}`."""
+    steps: dict[int, dict[str, Any]] = {}
+    with RunStore.open(path, write=False) as store:
+        for step, name, value in Journal(store).metrics():
+            steps.setdefault(step, {"step": step})[name] = value
+    return list(steps.values())
 
 
 class Journal:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ramify.train.sft.config import SftConfig as SftConfig
     from ramify.train.sft.run import Result as Result
+    from ramify.train.sft.run import sft as sft
     from ramify.train.sft.run import train as train
 
 _FACE = {
     "Result": "ramify.train.sft.run",
     "SftConfig": "ramify.train.sft.config",
+    "sft": "ramify.train.sft.run",
     "train": "ramify.train.sft.run",
 }
 
-__all__ = ["Result", "SftConfig", "train"]
+__all__ = ["Result", "SftConfig", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:

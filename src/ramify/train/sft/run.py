@@ -13,15 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ramify.config import write
+from ramify.config import check, write
 from ramify.errors import RamifyError, StorageFull
+from ramify.interactive import AwaitableResult, is_watched, name_model
 from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, naming, open_run
-from ramify.store.journal import Journal
+from ramify.store.journal import Journal, read_table
 from ramify.store.ledger import Ledger
 from ramify.trace import Forest
 from ramify.train.batches import Batch, Laying, lay_out, shares
@@ -31,7 +32,7 @@ from ramify.train.parallel import Ranks, joined
 from ramify.train.publish import Publisher
 from ramify.train.sft.chats import Chat
 from ramify.train.sft.config import SftConfig
-from ramify.train.sft.display import Display, Pace, Quiet
+from ramify.train.sft.display import Display, Pace, Quiet, choose
 from ramify.train.sft.examples import forest_of
 from ramify.train.sft.plan import Plan, plan_of
 from ramify.train.sft.stream import chunks
@@ -42,7 +43,7 @@ AHEAD = {"cpu": 0, "cuda": 1}  # steps begun before the metrics of one are asked
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(AwaitableResult):
     """Where a run stands when it returns."""
 
     path: Path
@@ -51,6 +52,32 @@ class Result:
     """How many of the steps ran now."""
     weights: Path | None
     """The finished model; None if the run was stopped before its end."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the metrics of each step as a plain dict, as `pandas.DataFrame` takes them."""
+        return read_table(self.path)
+
+
+def sft(
+    config: SftConfig | Mapping[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    display: Display | None = None,
+    **settings: Any,
+) -> Result:
+    """Teach a model conversations, or go on. `config` is a table of settings, `settings` are further keys of it.
+
+    `data` may be the path of a file. It may be called where an event loop runs (in a notebook), plainly or with
+    `await`, and blocks in both cases.
+    """
+    if isinstance(config, SftConfig):
+        checked = config.model_copy(update=dict(settings))
+    else:
+        table = name_model({**(config or {}), **settings})
+        if isinstance(table.get("data"), str | Path):
+            table["data"] = {"path": str(table["data"])}
+        checked = check(SftConfig, table, at="sft")
+    return train(checked, fresh=fresh, display=display or (choose() if is_watched() else Quiet()))
 
 
 def train(config: SftConfig, *, fresh: bool = False, display: Display | None = None) -> Result:

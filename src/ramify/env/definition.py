@@ -1,0 +1,174 @@
+"""From a taskset class to the id by which other processes find it.
+
+A class in a module or a file has an id already. A class that was defined in a notebook, or in the script that runs, is
+written to a file first, with the imports, functions, classes and constants that it uses: other processes cannot import
+a notebook, and importing a script would run it again.
+"""
+
+import ast
+import importlib.util
+import inspect
+import linecache
+import symtable
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from ramify.config import refuse
+from ramify.env.taskset import Taskset
+
+FOLDER = "notebook"  # below the output, where the definitions of notebooks are written
+MAIN = "__main__"
+HEADER = "# Written by Ramify from the notebook or script that defines {name}. Edit it there.\n"
+
+
+def taskset_table(taskset: Any, output: Path) -> Any:
+    """Return the table of the configuration for a taskset, which is a class, an instance, an id or a table already."""
+    if isinstance(taskset, str):
+        return {"id": taskset}
+    if isinstance(taskset, type) and issubclass(taskset, Taskset):
+        return {"id": class_id(taskset, output / FOLDER)}
+    if isinstance(taskset, Taskset):
+        settings = taskset.config.model_dump(mode="json", exclude_unset=True, exclude={"id"})
+        return {"id": class_id(type(taskset), output / FOLDER), **settings}
+    if isinstance(taskset, Mapping):
+        id = taskset.get("id")
+        return {**taskset, "id": class_id(id, output / FOLDER)} if isinstance(id, type) else dict(taskset)
+    return taskset
+
+
+def class_id(cls: type, folder: Path) -> str:
+    """Return the id of a class; one that only this process knows is written into `folder`. Raises ConfigInvalid."""
+    if "." in cls.__qualname__:
+        refuse([("taskset", f"{cls.__qualname__} is defined inside a function or class; define it at the top level")])
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    if cls.__module__ == MAIN or module is None:
+        path = folder / f"{cls.__name__}.py"
+        _write(path, HEADER.format(name=cls.__name__) + definition_of(cls))
+        return f"{path}:{cls.__name__}"
+    if file is not None and _spec(cls.__module__) is None:  # loaded from a file that is no module of the path
+        return f"{file}:{cls.__name__}"
+    return f"{cls.__module__}:{cls.__name__}"
+
+
+def definition_of(cls: type) -> str:
+    """Return the source of a module that defines a class of `__main__`, with all that it uses."""
+    definitions = _Definitions(vars(sys.modules[MAIN]))
+    definitions.add(cls.__name__, cls)
+    return "\n\n\n".join(["\n".join(definitions.imports), *definitions.statements]).strip() + "\n"
+
+
+class _Definitions:
+    """The statements that define a name of `__main__`, those it depends on first."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.imports: list[str] = []
+        self.statements: list[str] = []
+        self._names, self._seen = names, set[str]()
+
+    def add(self, name: str, value: Any) -> None:
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        if isinstance(value, ModuleType):
+            self.imports.append(f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}")
+        elif getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
+            self._add_source(name, value)
+        elif (origin := _importable(value)) is not None:
+            self.imports.append(f"from {origin[0]} import {origin[1]} as {name}")
+        elif _is_literal(value):
+            self.statements.append(f"{name} = {value!r}")
+        else:
+            self._add_source(name, value)
+
+    def _add_source(self, name: str, value: Any) -> None:
+        source = _source_of(name, value)
+        if source is None:
+            kind = type(value).__qualname__
+            text = f"it uses {name!r}, a {kind} whose source is not known here; put the taskset into a .py file"
+            refuse([("taskset", text)])
+        for used in _global_names(source):
+            if used in self._names:
+                self.add(used, self._names[used])
+        self.statements.append(source)
+
+
+def _importable(value: Any) -> tuple[str, str] | None:
+    """The module and the name of a class or function that can be imported."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == MAIN or "." in name:
+        return None
+    return (module, name) if getattr(sys.modules.get(module), name, None) is value else None
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return type(value) in (bool, int, float, str, bytes, list, tuple, dict, set, type(None)) and (
+            ast.literal_eval(repr(value)) == value
+        )
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+
+
+def _global_names(source: str) -> list[str]:
+    """The names that a statement takes from its module; those of local variables are not among them."""
+    waiting = [symtable.symtable(source, "definition", "exec")]
+    found: dict[str, None] = {}
+    while waiting:
+        table = waiting.pop()
+        is_module = table.get_type() == "module"
+        used = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
+        found |= dict.fromkeys(symbol.get_name() for symbol in used if is_module or symbol.is_global())
+        waiting += table.get_children()
+    return sorted(found)
+
+
+def _source_of(name: str, value: Any) -> str | None:
+    """The statement that defines `name`, from the file or the cell of the notebook that holds it."""
+    for file in _files_of(value):
+        text = "".join(linecache.getlines(file))
+        try:
+            statements = ast.parse(text).body
+        except SyntaxError:
+            continue
+        for statement in reversed(statements):
+            if name in _defined_by(statement):
+                first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
+                return "\n".join(text.splitlines()[first - 1 : statement.end_lineno])
+    return None
+
+
+def _files_of(value: Any) -> Iterator[str]:
+    """Where the source of a value may be: where its code says, or else the cells of the notebook, the newest first."""
+    functions = [value] if isinstance(value, FunctionType) else vars(value).values() if isinstance(value, type) else []
+    codes = [inspect.unwrap(each).__code__ for each in functions if isinstance(each, FunctionType)]
+    if codes:
+        yield codes[0].co_filename
+        return
+    yield from reversed(list(linecache.cache))
+    if main := getattr(sys.modules[MAIN], "__file__", None):
+        yield main
+
+
+def _defined_by(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def _spec(module: str) -> object | None:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")

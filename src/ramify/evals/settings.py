@@ -1,0 +1,42 @@
+"""An eval as Python calls it: what `rf.evaluate` takes, and its rows as plain dicts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ramify.config import check
+from ramify.env import Taskset
+from ramify.env.definition import taskset_table
+from ramify.evals.config import EvalConfig
+from ramify.evals.summary import seconds
+from ramify.interactive import name_model
+from ramify.store import Row
+
+Given = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
+
+
+def read_config(given: Given, settings: Mapping[str, Any]) -> EvalConfig:
+    """Return the configuration of an eval from a table of settings or a taskset, and further settings."""
+    if isinstance(given, EvalConfig):
+        return given.model_copy(update=dict(settings))
+    table = name_model({**(given if isinstance(given, Mapping) else {"taskset": given}), **settings})
+    if "taskset" in table:
+        table["taskset"] = taskset_table(table["taskset"], Path(table.get("output", "outputs")))
+    return check(EvalConfig, table, at="eval")
+
+
+def flatten_row(row: Row) -> dict[str, Any]:
+    """Return a rollout as columns: rewards and metrics by name, counts and times."""
+    summary = row.summary
+    counts = {name: summary.get(name) for name in ("stop", "truncated", "calls", "input", "output")}
+    return {
+        "id": row.id,
+        "task": row.task,
+        "repetition": row.repetition,
+        "reward": row.reward,
+        "failure": row.failure,
+        **{f"reward/{name}": value for name, value in summary.get("rewards", {}).items()},
+        **{f"metric/{name}": value for name, value in summary.get("metrics", {}).items()},
+        **counts,
+        "seconds": seconds(row),
+    }

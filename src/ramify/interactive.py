@@ -1,0 +1,91 @@
+"""What makes `evaluate`, `rl` and `sft` usable in a notebook, where an event loop runs already.
+
+A call blocks until its result is there, in a notebook as in a script. Its own event loop runs in a thread of its own
+where the calling thread has one already. The result can be awaited too, and gives itself.
+"""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Coroutine, Generator, Mapping
+from concurrent.futures import Future, wait
+from typing import Any, Generic, Self, TypeVar
+
+T = TypeVar("T")
+POLL = 0.5  # seconds between two looks: a signal that reached another thread is handled by then
+ENDING = 120.0  # seconds for what was interrupted to clean up after itself
+
+
+class AwaitableResult:
+    """A result that may be awaited, for code that is written with `await`."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[None, None, Self]:
+        return self
+        yield  # what makes this a generator
+
+
+def has_running_loop() -> bool:
+    """Whether this thread runs an event loop, as the thread of a notebook does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_watched() -> bool:
+    """Whether a person is likely to watch the output: in a terminal or in a notebook."""
+    return sys.stdout.isatty() or has_running_loop()
+
+
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end and return its result. An interrupt cancels it, and is raised when it has ended."""
+    return _LoopThread(work).run() if has_running_loop() else asyncio.run(work)
+
+
+def name_model(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table with `model = "tiny"` written out as `model = {name = "tiny"}`."""
+    model = table.get("model")
+    return {**table, "model": {"name": model}} if isinstance(model, str) else dict(table)
+
+
+class _LoopThread(Generic[T]):
+    """A thread with an event loop for one coroutine."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+        self._done: Future[T] = Future()
+        self._thread = threading.Thread(target=self._main, name="ramify", daemon=True)
+
+    def run(self) -> T:
+        self._thread.start()
+        try:
+            while not self._done.done():
+                wait([self._done], POLL)
+        except BaseException:  # it is this thread that was interrupted
+            self._cancel()
+            raise
+        finally:
+            self._thread.join(ENDING)
+        return self._done.result()
+
+    def _cancel(self) -> None:
+        loop, task = self._started.result(ENDING)
+        loop.call_soon_threadsafe(task.cancel)
+
+    def _main(self) -> None:
+        try:
+            result = asyncio.run(self._announced())
+        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(result)
+
+    async def _announced(self) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._started.set_result((asyncio.get_running_loop(), task))
+        return await self._work

@@ -1,0 +1,68 @@
+"""`rf.evaluate` as Python calls it: in a script and in a running event loop, with a class, an instance or an id."""
+
+import asyncio
+import contextlib
+import io
+
+import pytest
+
+import ramify as rf
+from tests.evals.environments import Config, Echo
+from tests.evals.scripted import scripted
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with scripted() as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def settings(engine, tmp_path):
+    return {
+        "model": "tiny",
+        "num_tasks": 2,
+        "repetitions": 2,
+        "output": tmp_path,
+        "inference": {"engine": "external", "base_url": [engine.url]},
+    }
+
+
+def test_in_a_running_loop_it_may_be_called_plainly_and_awaited_and_shows_progress(settings):
+    async def cell():
+        plain = rf.evaluate(Echo, **settings)
+        return plain, await rf.evaluate(Echo, **settings)
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        first, second = asyncio.run(cell())
+    assert first.ran == 4 and second.ran == 0 and first.table() == second.table()
+    assert "done=4/4" in printed.getvalue()
+
+
+def test_a_class_an_instance_and_a_table_mean_the_same_tasks(settings):
+    given = [Echo, Echo(Config(size=2)), {"taskset": Echo}, {"taskset": {"id": Echo, "size": 2}}]
+    results = [rf.evaluate(each, **settings, name=f"run-{number}") for number, each in enumerate(given)]
+    assert len({tuple(row["id"] for row in result.table()) for result in results}) == 1
+
+
+def test_rows_are_plain_dicts_with_a_column_for_each_reward_and_metric(settings):
+    rows = rf.evaluate(Echo, **settings).table()
+    assert len(rows) == 4
+    for row in rows:
+        assert {
+            "id",
+            "task",
+            "repetition",
+            "reward",
+            "failure",
+            "reward/right",
+            "metric/length",
+            "seconds",
+        } <= row.keys()
+        assert all(value is None or isinstance(value, str | int | float | bool) for value in row.values())
+
+
+def test_without_anybody_who_watches_nothing_is_printed(settings, capsys):
+    rf.evaluate("reverse-text", **settings)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,75 @@
+"""Coroutines run to their end wherever they are asked for: in a script, and where an event loop runs already."""
+
+import asyncio
+import signal
+import threading
+
+import pytest
+
+from ramify.interactive import AwaitableResult, run_coroutine
+
+
+async def named_thread() -> str:
+    await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+async def failing() -> None:
+    raise KeyError("as asked")
+
+
+def test_without_a_running_loop_the_work_runs_in_the_calling_thread():
+    assert run_coroutine(named_thread()) == threading.current_thread().name
+
+
+def test_with_a_running_loop_the_work_runs_in_a_thread_that_ends_with_it():
+    async def cell():
+        return run_coroutine(named_thread())
+
+    assert asyncio.run(cell()) == "ramify"
+    assert "ramify" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_the_work_raises_is_raised_in_the_cell():
+    async def cell():
+        run_coroutine(failing())
+
+    with pytest.raises(KeyError, match="as asked"):
+        asyncio.run(cell())
+
+
+def test_an_interrupted_cell_cancels_its_work_and_waits_for_its_end():
+    ended = []
+
+    async def endless():
+        try:
+            signal.raise_signal(signal.SIGINT)  # handled in the main thread, which waits for this one
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cleaned up")
+
+    def kernel():  # a kernel leaves SIGINT to Python, and asyncio.run would not
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(cell())
+        finally:
+            loop.close()
+
+    async def cell():
+        run_coroutine(endless())
+
+    with pytest.raises(KeyboardInterrupt):
+        kernel()
+    assert ended == ["cleaned up"]
+
+
+def test_a_result_may_be_awaited_and_gives_itself():
+    class Result(AwaitableResult):
+        pass
+
+    result = Result()
+
+    async def cell():
+        return await result
+
+    assert asyncio.run(cell()) is result
