@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ramify.client import Client, ClientConfig, Sampling
+from ramify.client.stall import StallClock
 from ramify.errors import DeadlineExceeded, LogprobMismatch, ProviderError, QueueFull, TokensRequired
 from ramify.model.version import Version
-from tests.client.fake import Fake, FakeVLLM, broken, first, full, hang, reset
+from tests.client.fake import Fake, FakeVLLM, answer, broken, first, full, hang, reset
 
 QUICK = ClientConfig(
     health_interval=0.05, health_timeout=1.0, eject_after=2, patience=2.0, backoff=0.01, connect_timeout=1.0
@@ -386,3 +387,19 @@ def test_an_answer_that_no_sampler_gives_is_the_engines_failure(kind, choices, r
                 await client.generate([1], SAMPLING)
 
     main()
+
+
+@bounded
+async def test_a_rollouts_request_leaves_a_server_that_stands_still_for_one_that_does_not():
+    one, two = Fake(), Fake()
+    async with connected(one, two) as client:
+        one.behaviour = two.behaviour = hang
+        seeded = Sampling(max_tokens=3, seed=5)
+        waiting = asyncio.create_task(client.generate([1], seeded, session="s", clock=StallClock()))
+        await until(lambda: one.asked or two.asked)
+        still, other = (one, two) if one.asked else (two, one)
+        other.behaviour, still.healthy = answer, False
+        done = await waiting
+        assert done.server == other.url
+        assert other.asked == still.asked
+        assert still.hung_up.is_set()

@@ -113,9 +113,11 @@ class Client:
         Calls with one `session` go to one server while it is up. A lower `priority` goes first. Prompts share cached
         prefixes only with prompts of the same `cache_salt`. A request whose answer was lost on the way is sent again
         only with `resample`: it may have been sampled, and another sample is another sample. With a `clock`, which
-        learns how long the engine made no progress, a request waits for a server until its deadline.
+        learns how long the engine made no progress, a request waits for a server until its deadline; and if it has a
+        seed, which gives the same sample anywhere, it is sent again, also away from a server that stands still.
         """
         ask = Ask(prompt, sampling, priority, cache_salt)
+        resample = resample or (clock is not None and sampling.seed is not None)
         with contextlib.nullcontext() if clock is None else clock.waiting(self.config.stall_tolerance):
             return await self._sent(session, deadline, lambda spoken: spoken.generate(ask), again=resample, clock=clock)
 
@@ -147,8 +149,11 @@ class Client:
                 replica = await self._pool.choose(session, full, patience=patience)
                 last = replica.url
                 try:
-                    with replica.loaded(clock):
-                        return await call(replica.spoken)
+                    with replica.loaded():
+                        if clock is None:
+                            return await call(replica.spoken)
+                        async with replica.timed_request(clock):
+                            return await call(replica.spoken)
                 except Unsent as error:
                     self._pool.eject(replica, str(error))
                     continue
@@ -288,6 +293,8 @@ class Client:
             replica.failures += 1
             if replica.failures >= self.config.eject_after and replica.state is State.UP:
                 self._pool.eject(replica, f"{replica.failures} health checks failed, the last: {error}")
+                if self._pool.up:
+                    replica.release_requests()
             raise ProviderError(str(error)) from error
         replica.failures = 0
 

@@ -10,11 +10,11 @@ else goes where the fewest requests of ours are in flight.
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from enum import Enum
 
 from ramify.client.control import Dialect
-from ramify.client.http import Connections
+from ramify.client.http import Connections, Lost
 from ramify.client.stall import StallClock
 from ramify.errors import ProviderError
 
@@ -42,7 +42,7 @@ class Replica:
         self.ejections = 0
         self.look = asyncio.Event()  # set to have its health looked at now
         self.steps: float | None = None  # the engine's counter when it was last read
-        self._clocks: dict[object, StallClock] = {}  # by request in flight
+        self._clocks: dict[asyncio.Timeout, StallClock] = {}  # of requests in flight that may go to another server
 
     @property
     def spoken(self) -> Dialect:
@@ -52,23 +52,39 @@ class Replica:
         return self.dialect
 
     @contextlib.contextmanager
-    def loaded(self, clock: StallClock | None = None) -> Iterator[None]:
-        """Counts a request while it is in flight; `clock` is told of the engine's progress meanwhile."""
+    def loaded(self) -> Iterator[None]:
+        """Counts a request while it is in flight."""
         self.in_flight += 1
-        request = object()
-        if clock is not None:
-            self._clocks[request] = clock
         try:
             yield
             self.served += 1
         finally:
             self.in_flight -= 1
-            self._clocks.pop(request, None)
+
+    @contextlib.asynccontextmanager
+    async def timed_request(self, clock: StallClock) -> AsyncIterator[None]:
+        """Tell `clock` of the engine's progress while a request is in flight; raises Lost if the server is given up."""
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._clocks[scope] = clock
+                try:
+                    yield
+                finally:
+                    del self._clocks[scope]
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise Lost(f"{self.url} stands still, and another server does not") from error
 
     @property
     def timed(self) -> bool:
         """Whether a rollout's clock depends on this engine's progress."""
         return bool(self._clocks)
+
+    def release_requests(self) -> None:
+        """Let requests that may go to another server do so."""
+        for scope in self._clocks:
+            scope.reschedule(asyncio.get_running_loop().time())
 
     def record_progress(self) -> None:
         """The engine has just shown that it makes progress."""
