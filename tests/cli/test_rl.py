@@ -154,7 +154,7 @@ def test_a_taskset_and_a_model_are_enough(tmp_path):
         (["--trainer.lora.rank", "8"], "rank needs lora.enabled = true"),
         (["--max_step", "7"], "max_step: unknown flag --max_step; did you mean --max_steps?"),
         (["--train.0.sampling.temperature", "0"], "sampling.temperature: 0 cannot be trained on, expected above 0"),
-        (["-m", "nowhere/model"], "model.name: model 'nowhere/model' was not found"),
+        (["-m", "nowhere/model"], "model.name: model 'nowhere/model' is not in the local cache"),
     ],
 )
 def test_what_cannot_be_is_exit_2(capsys, tmp_path, args, said):
