@@ -66,7 +66,7 @@ async def beats_before_parsing(text: str, stop: list[str], *, waits: bool = True
 
 
 def test_the_loop_goes_on_while_a_large_reply_is_parsed():
-    text = "<tool_call>{" * 500
+    text = "<tool_call>{" * 1000
     assert asyncio.run(beats_before_parsing(text, [])) >= BEATS
     assert asyncio.run(beats_before_parsing(text, ["never there"])) >= BEATS
 
