@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -136,6 +137,21 @@ def test_cancelling_a_run_kills_the_whole_tree():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+        assert alive((await runtime.read("pids")).decode()) == []
+
+    in_a_box(test)
+
+
+def test_cancelling_a_run_that_is_just_being_started_kills_the_whole_tree():
+    async def test(runtime):
+        ready = runtime.workdir / "ready"
+        starting = asyncio.create_task(runtime.run(f"{TREE} touch ready; sleep 1000", deadline=25.0))
+        await asyncio.sleep(0)  # the process is there, and `spawn` waits for its pipes
+        while not ready.exists():
+            time.sleep(0.01)  # the loop stands still meanwhile, as on a busy machine
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
         assert alive((await runtime.read("pids")).decode()) == []
 
     in_a_box(test)

@@ -104,6 +104,9 @@ class LocalRuntime(Runtime):
             if error.errno in SHORT_OF or not workdir.is_dir():
                 raise SandboxError(f"the box {workdir} cannot run {line[0]!r}: {error}") from error
             raise
+        except asyncio.CancelledError:  # asyncio ends the program itself, and nothing of what it has started already
+            await asyncio.to_thread(end_marked, program.mark)
+            raise
         self._programs = [other for other in self._programs if not other.ended] + [program]
         program.feed(stdin)
         return program

@@ -32,29 +32,43 @@ def end_group(leader: int) -> None:
 
 def end_marked(mark: str) -> None:
     """Kill all processes whose mark begins so, and return when there are none; blocks, so call it in a thread."""
-    found: list[psutil.Process] = []
+    left: set[psutil.Process] = set()  # that were killed, and may not have ended yet
     unsure = 0
     for _ in range(ROUNDS):
-        marks = [(process, _mark(process)) for process in psutil.process_iter()]
-        found = [process for process, found_mark in marks if found_mark is not None and found_mark.startswith(mark)]
-        unsure = unsure + 1 if not found else 0
-        if not found and (unsure >= UNSURE or not any(found_mark is None for _, found_mark in marks)):
+        marks = {process: _mark(process) for process in psutil.process_iter()}
+        found = {process for process, its in marks.items() if its is not None and its.startswith(mark)}
+        left = found | {process for process in left if _lives(process)}
+        unsure = 0 if left else unsure + 1
+        if not left and (unsure >= UNSURE or None not in marks.values()):
             return
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(PAUSE)  # waiting for them by id would take the exit codes of those that asyncio waits for
-    raise SandboxError(f"processes {[process.pid for process in found]} of a box do not end")
+    raise SandboxError(f"processes {sorted(process.pid for process in left)} of a box do not end")
 
 
 def _mark(process: psutil.Process) -> str | None:
     """Return the mark of a process, "" if it has none; None for one of ours whose environment cannot be seen now."""
-    try:
+    environment: dict[str, str] = {}
+    with contextlib.suppress(psutil.Error, OSError):
         environment = process.environ()
-        if environment:
-            return environment.get(MARK, "")
-        # zombies and threads of the kernel never have one
-        stranger = process.uids().effective != os.geteuid() or process.status() == psutil.STATUS_ZOMBIE
-        return "" if stranger or KERNEL in (process.pid, process.ppid()) else None
-    except (psutil.Error, OSError):
-        return ""  # gone, a zombie, or somebody else's
+    if environment:
+        return environment.get(MARK, "")
+    return None if _lives(process) and _is_ours(process) else ""
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
+        return False
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    """Whether a process is this user's, and no thread of the kernel: those never have an environment."""
+    try:
+        return process.uids().effective == os.geteuid() and KERNEL not in (process.pid, process.ppid())
+    except psutil.Error:
+        return False
