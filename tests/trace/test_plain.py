@@ -265,7 +265,7 @@ def test_a_reward_is_score_and_weight_or_none(value: object):
 
 def test_rewards_add_up_by_weight():
     trace = Trace(id="t")
-    assert trace.reward == 0
+    assert trace.reward is None
     trace.rewards = {"a": (0.5, 2), "b": (True, 0.25)}
     trace.rewards["c"] = as_any([np.int64(-1), np.float32(1.0)])
     assert trace.reward == pytest.approx(0.25)
