@@ -170,6 +170,11 @@ async def exchange(http: Connections, method: str, path: str, body: Any = None, 
     content = None if body is None else msgspec.json.encode(body)
     answer = await http.ask(method, f"{path}?{urlencode(params)}" if params else path, content)
     await http.turnstile.enter()  # what follows an answer is work: reading it, recording it, the next prompt
+    return read_body(http, path, answer)
+
+
+def read_body(http: Connections, path: str, answer: Response) -> bytes:
+    """Return the body of an answer with status 200; raise what any other status means."""
     if answer.status != 200:
         raise refusal(http, path, answer.status, answer.headers, answer.body.decode("utf-8", "replace"))
     return answer.body

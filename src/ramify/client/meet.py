@@ -4,13 +4,15 @@ from typing import Any
 
 from ramify.client.answers import decode
 from ramify.client.control import Dialect, Update
-from ramify.client.http import exchange
+from ramify.client.http import read_body
 from ramify.client.native import Native, read_card
 from ramify.client.pool import Replica
 from ramify.client.probe import probe
 from ramify.client.vllm import UNDEFINED, VLLM
 from ramify.errors import ProviderError, TokensRequired
 from ramify.model.version import Version
+
+MODELS = "/v1/models"
 
 
 async def meet(replica: Replica, version: Version | None) -> Dialect:
@@ -29,21 +31,19 @@ async def meet(replica: Replica, version: Version | None) -> Dialect:
 
 
 async def _models(replica: Replica) -> bytes:
-    """The answer of `/v1/models`; an endpoint without that list will not get one by being asked again."""
-    try:
-        return await exchange(replica.http, "GET", "/v1/models")
-    except ProviderError as error:
-        if "answered 404" in error.message:
-            raise _tokens_required(replica.url, "it has no list of models at /v1/models") from error
-        raise
+    """Return the body of `/v1/models`. A server that answers 404 is no engine, and is not asked again."""
+    answer = await replica.http.ask("GET", MODELS)
+    if answer.status == 404:
+        raise _tokens_required(replica.url, f"it has no list of models at {MODELS}")
+    return read_body(replica.http, MODELS, answer)
 
 
 def _first_model(data: bytes, url: str) -> dict[str, Any]:
-    """The first entry of the list of models, whatever it says."""
-    listed = decode(data, dict, url).get("data")
-    if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
-        raise _tokens_required(url, "it lists no model at /v1/models")
-    return listed[0]
+    """Return the first entry of the list of models; only its type is checked."""
+    models = decode(data, dict, url).get("data")
+    if not isinstance(models, list) or not models or not isinstance(models[0], dict):
+        raise _tokens_required(url, f"it lists no model at {MODELS}")
+    return models[0]
 
 
 def _tokens_required(url: str, reason: str) -> TokensRequired:
