@@ -403,3 +403,39 @@ async def test_a_rollouts_request_leaves_a_server_that_stands_still_for_one_that
         assert done.server == other.url
         assert other.asked == still.asked
         assert still.hung_up.is_set()
+
+
+@bounded
+async def test_a_request_that_must_not_be_sampled_twice_stays_with_a_server_that_stands_still():
+    one, two = Fake(), Fake()
+    async with connected(one, two) as client:
+        one.behaviour = two.behaviour = hang
+        unseeded = Sampling(max_tokens=3)
+        waiting = asyncio.create_task(client.generate([1], unseeded, deadline=60, clock=StallClock()))
+        await until(lambda: one.asked or two.asked)
+        still, other = (one, two) if one.asked else (two, one)
+        still.healthy = False
+        await until(lambda: still.url in client.down)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), 0.2)
+        assert not other.asked
+        waiting.cancel()
+
+
+@bounded
+async def test_health_checks_go_on_when_the_metrics_are_no_numbers():
+    class Odd(Fake):
+        async def _route(self, target, exchange):
+            if target == "/metrics":
+                self.paths.append(target)
+                exchange.writer.write(b"HTTP/1.1 200 -\r\nContent-Length: 24\r\n\r\nramify_steps_total many\n")
+            else:
+                await super()._route(target, exchange)
+
+    fake = Odd()
+    async with connected(fake) as client:
+        fake.behaviour = hang
+        waiting = asyncio.create_task(client.generate([1], Sampling(max_tokens=3), clock=StallClock()))
+        await until(lambda: fake.paths.count("/metrics") >= 3)
+        assert not client.down
+        waiting.cancel()

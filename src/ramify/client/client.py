@@ -112,9 +112,11 @@ class Client:
 
         Calls with one `session` go to one server while it is up. A lower `priority` goes first. Prompts share cached
         prefixes only with prompts of the same `cache_salt`. A request whose answer was lost on the way is sent again
-        only with `resample`: it may have been sampled, and another sample is another sample. With a `clock`, which
-        learns how long the engine made no progress, a request waits for a server until its deadline; and if it has a
-        seed, which gives the same sample anywhere, it is sent again, also away from a server that stands still.
+        only with `resample`: it may have been sampled, and another sample is another sample.
+
+        A `clock` measures how long the engine made no progress. A request with a clock waits for a server until its
+        deadline instead of `patience`. If it also has a seed, every server gives the same sample, so it is sent again
+        when its answer was lost, and sent to another server when its own fails its health checks.
         """
         ask = Ask(prompt, sampling, priority, cache_salt)
         resample = resample or (clock is not None and sampling.seed is not None)
@@ -149,10 +151,9 @@ class Client:
                 replica = await self._pool.choose(session, full, patience=patience)
                 last = replica.url
                 try:
+                    timed = contextlib.nullcontext() if clock is None else replica.timed_request(clock, movable=again)
                     with replica.loaded():
-                        if clock is None:
-                            return await call(replica.spoken)
-                        async with replica.timed_request(clock):
+                        async with timed:
                             return await call(replica.spoken)
                 except Unsent as error:
                     self._pool.eject(replica, str(error))
@@ -287,8 +288,8 @@ class Client:
         try:
             async with self._within(self.config.health_timeout, lambda: f"{replica.url}/health"):
                 await exchange(replica.http, "GET", "/health")
-                if replica.timed:
-                    await self._follow_steps(replica)
+                if replica.has_timed_requests:
+                    await self._record_progress(replica)
         except (RamifyError, Unsent, Lost, Busy) as error:
             replica.failures += 1
             if replica.failures >= self.config.eject_after and replica.state is State.UP:
@@ -298,10 +299,10 @@ class Client:
             raise ProviderError(str(error)) from error
         replica.failures = 0
 
-    async def _follow_steps(self, replica: Replica) -> None:
-        """Read the engine's counter of steps; an engine without one makes progress as long as it is healthy."""
+    async def _record_progress(self, replica: Replica) -> None:
+        """Record progress if the engine's counter of steps has moved, or if it has no such counter that can be read."""
         steps: float | None = None
-        with contextlib.suppress(ProviderError, RequestInvalid):  # a server without metrics
+        with contextlib.suppress(ProviderError, RequestInvalid, ValueError):  # no metrics, or none that are numbers
             steps = read_steps((await exchange(replica.http, "GET", "/metrics")).decode())
         if steps is None or steps != replica.steps:
             replica.record_progress()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from ramify.client.control import Dialect
@@ -28,6 +29,15 @@ class State(Enum):
     DOWN = "down"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedRequest:
+    """A request in flight whose rollout does not count the time in which the engine makes no progress."""
+
+    clock: StallClock
+    scope: asyncio.Timeout | None
+    """Ends the request so that it can be sent to another server; None if it must not be sent twice."""
+
+
 class Replica:
     """One server: its connections, its state, and what is in flight there."""
 
@@ -42,7 +52,7 @@ class Replica:
         self.ejections = 0
         self.look = asyncio.Event()  # set to have its health looked at now
         self.steps: float | None = None  # the engine's counter when it was last read
-        self._clocks: dict[asyncio.Timeout, StallClock] = {}  # of requests in flight that may go to another server
+        self._timed: set[TimedRequest] = set()  # those in flight
 
     @property
     def spoken(self) -> Dialect:
@@ -62,34 +72,39 @@ class Replica:
             self.in_flight -= 1
 
     @contextlib.asynccontextmanager
-    async def timed_request(self, clock: StallClock) -> AsyncIterator[None]:
-        """Tell `clock` of the engine's progress while a request is in flight; raises Lost if the server is given up."""
+    async def timed_request(self, clock: StallClock, *, movable: bool) -> AsyncIterator[None]:
+        """Record the engine's progress in `clock` while a request is in flight.
+
+        A `movable` request may be sent to another server: it ends with Lost when `release_requests` is called.
+        """
         try:
             async with asyncio.timeout(None) as scope:
-                self._clocks[scope] = clock
+                request = TimedRequest(clock, scope if movable else None)
+                self._timed.add(request)
                 try:
                     yield
                 finally:
-                    del self._clocks[scope]
+                    self._timed.remove(request)
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise Lost(f"{self.url} stands still, and another server does not") from error
+            raise Lost(f"{self.url} failed its health checks, and another server is up") from error
 
     @property
-    def timed(self) -> bool:
-        """Whether a rollout's clock depends on this engine's progress."""
-        return bool(self._clocks)
+    def has_timed_requests(self) -> bool:
+        """Whether the clock of a rollout depends on this engine's progress."""
+        return bool(self._timed)
 
     def release_requests(self) -> None:
-        """Let requests that may go to another server do so."""
-        for scope in self._clocks:
-            scope.reschedule(asyncio.get_running_loop().time())
+        """End the requests in flight that may be sent to another server."""
+        for request in self._timed:
+            if request.scope is not None:
+                request.scope.reschedule(asyncio.get_running_loop().time())
 
     def record_progress(self) -> None:
-        """The engine has just shown that it makes progress."""
-        for clock in self._clocks.values():
-            clock.record_progress()
+        """Tell the clocks of all requests in flight that the engine makes progress."""
+        for request in self._timed:
+            request.clock.record_progress()
 
 
 class Pool:
