@@ -11,6 +11,8 @@ from collections.abc import Coroutine, Generator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Generic, Self, TypeVar
 
+from ramify.config import Config
+
 T = TypeVar("T")
 POLL = 0.5  # seconds between two looks: a signal that reached another thread is handled by then
 ENDING = 120.0  # seconds for what was interrupted to clean up after itself
@@ -43,6 +45,11 @@ def is_watched() -> bool:
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end and return its result. An interrupt cancels it, and is raised when it has ended."""
     return _LoopThread(work).run() if has_running_loop() else asyncio.run(work)
+
+
+def keys_of(config: Config) -> dict[str, Any]:
+    """Return the keys that were given to a configuration, so that others can be added and all are checked again."""
+    return {key: getattr(config, key) for key in config.model_fields_set}
 
 
 def name_model(table: Mapping[str, Any]) -> dict[str, Any]:

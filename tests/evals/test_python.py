@@ -7,6 +7,8 @@ import io
 import pytest
 
 import ramify as rf
+from ramify.errors import ConfigInvalid
+from ramify.evals.config import EvalConfig
 from tests.evals.environments import Config, Echo
 from tests.evals.scripted import scripted
 
@@ -66,3 +68,10 @@ def test_rows_are_plain_dicts_with_a_column_for_each_reward_and_metric(settings)
 def test_without_anybody_who_watches_nothing_is_printed(settings, capsys):
     rf.evaluate("reverse-text", **settings)
     assert capsys.readouterr().out == ""
+
+
+def test_settings_beside_a_configuration_are_checked_like_those_of_a_table(settings):
+    config = EvalConfig(taskset={"id": "reverse-text"}, inference=settings["inference"], output=settings["output"])
+    assert rf.evaluate(config, model="tiny", num_tasks=1, repetitions=2).ran == 2
+    with pytest.raises(ConfigInvalid, match=r"eval\.num_task: unknown key; did you mean eval\.num_tasks\?"):
+        rf.evaluate(config, num_task=1)

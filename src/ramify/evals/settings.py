@@ -9,7 +9,7 @@ from ramify.env import Taskset
 from ramify.env.definition import taskset_table
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import seconds
-from ramify.interactive import name_model
+from ramify.interactive import keys_of, name_model
 from ramify.store import Row
 
 Given = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
@@ -18,7 +18,9 @@ Given = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
 def read_config(given: Given, settings: Mapping[str, Any]) -> EvalConfig:
     """Return the configuration of an eval from a table of settings or a taskset, and further settings."""
     if isinstance(given, EvalConfig):
-        return given.model_copy(update=dict(settings))
+        if not settings:
+            return given
+        given = keys_of(given)
     table = name_model({**(given if isinstance(given, Mapping) else {"taskset": given}), **settings})
     if "taskset" in table:
         table["taskset"] = taskset_table(table["taskset"], Path(table.get("output", "outputs")))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.config import check
 from ramify.env import Taskset
 from ramify.env.definition import taskset_table
-from ramify.interactive import is_watched, name_model
+from ramify.interactive import is_watched, keys_of, name_model
 from ramify.launch.nursery import nursery
 from ramify.launch.plan import plan_of
 from ramify.launch.tables import check_tables
@@ -53,7 +53,9 @@ def _config_of(
     config: RunConfig | Mapping[str, Any] | Taskset | type[Taskset] | str, settings: Mapping[str, Any]
 ) -> RunConfig:
     if isinstance(config, RunConfig):
-        return config.model_copy(update=dict(settings))
+        if not settings:
+            return config
+        config = keys_of(config)
     given = config if isinstance(config, Mapping) else {}
     output = Path({**given, **settings}.get("output", "outputs"))
     if not isinstance(config, Mapping):

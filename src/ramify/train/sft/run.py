@@ -19,7 +19,7 @@ import torch
 
 from ramify.config import check, write
 from ramify.errors import RamifyError, StorageFull
-from ramify.interactive import AwaitableResult, is_watched, name_model
+from ramify.interactive import AwaitableResult, is_watched, keys_of, name_model
 from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, naming, open_run
 from ramify.store.journal import Journal, read_table
@@ -70,10 +70,11 @@ def sft(
     `data` may be the path of a file. It may be called where an event loop runs (in a notebook), plainly or with
     `await`, and blocks in both cases.
     """
-    if isinstance(config, SftConfig):
-        checked = config.model_copy(update=dict(settings))
+    if isinstance(config, SftConfig) and not settings:
+        checked = config
     else:
-        table = name_model({**(config or {}), **settings})
+        given = keys_of(config) if isinstance(config, SftConfig) else config or {}
+        table = name_model({**given, **settings})
         if isinstance(table.get("data"), str | Path):
             table["data"] = {"path": str(table["data"])}
         checked = check(SftConfig, table, at="sft")
