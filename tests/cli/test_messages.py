@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.cli.runs import describe_way_on
+from ramify.cli.runs import describe_resume
 from ramify.errors import RunBusy
 from ramify.launch.carrying import claim
 from ramify.store import Row, RunStore
@@ -146,7 +146,7 @@ def test_a_run_that_another_supervisor_runs_names_its_process():
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("at", "kept"), [(0, None), (2, "2 rollouts are kept")])
+@pytest.mark.parametrize(("at", "kept"), [(0, None), (2, "kept: 2 rollouts")])
 def test_an_interrupted_eval_says_what_is_kept_only_if_something_is(engine, at, kept, capsys):
     Path("env.py").write_text(INTERRUPTED.format(at=at))
     assert main(["eval", "env.py", "-m", "tiny", "-b", engine.url, "-c", "1", "-r", "1", "--name", "run"]) == 130
@@ -164,12 +164,18 @@ async def record_rollouts(path: Path, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "message"),
-    [(0, "nothing is finished yet. Begin with: ramify rl"), (2, "2 rollouts are kept. Continue with: ramify rl")],
+    [(0, "nothing is finished yet. Begin with: ramify rl"), (2, "kept: 2 rollouts. Continue with: ramify rl")],
 )
 def test_a_training_run_says_what_is_kept_only_if_something_is(count, message):
-    assert describe_way_on(Path("run"), "ramify rl") == "nothing is finished yet. Begin with: ramify rl"
+    assert describe_resume(Path("run"), "ramify rl") == "nothing is finished yet. Begin with: ramify rl"
     asyncio.run(record_rollouts(Path("run"), count))
-    assert describe_way_on(Path("run"), "ramify rl") == message
+    assert describe_resume(Path("run"), "ramify rl") == message
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_failure_that_ended_it():
+    asyncio.run(record_rollouts(Path("run"), 2))
+    with RunStore.open(Path("run")):
+        assert describe_resume(Path("run"), "ramify rl") == "what was finished is kept. Continue with: ramify rl"
 
 
 def test_a_run_that_cannot_be_made_does_not_claim_that_something_is_kept(engine, capsys):

@@ -72,9 +72,9 @@ def run(args: Sequence[str]) -> int:
                 config, fresh=fresh, accept_changes=accept, keep=keep, display=choose(), watchdog=watchdog
             )
     except KeyboardInterrupt:
-        from ramify.cli.runs import describe_way_on
+        from ramify.cli.runs import describe_resume
 
-        print(f"stopped; {describe_way_on(run_path(with_split(config)), again)}", file=sys.stderr)
+        print(f"stopped; {describe_resume(run_path(with_split(config)), again)}", file=sys.stderr)
         return 130
     except StorageFull as error:
         raise StorageFull(f"{error.message}. Continue with: {again}") from error

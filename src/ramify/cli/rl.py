@@ -49,7 +49,7 @@ def run(args: Sequence[str]) -> int:
         check_start(config, fresh=fresh, accept_changes=accept)
         dry_run(config, config.path, plan.lines(), leave=plan.write)
         return 0
-    from ramify.cli.runs import describe_way_on
+    from ramify.cli.runs import describe_resume
     from ramify.launch.dashboard import choose  # the rest is loaded here, not for help
     from ramify.launch.finished import told
     from ramify.launch.run import rl
@@ -62,7 +62,7 @@ def run(args: Sequence[str]) -> int:
         if not isinstance(
             error, CheckpointRefused | ConfigInvalid | RunBusy | RunDamaged
         ):  # the same command would fail again
-            print(describe_way_on(config.path, again), file=sys.stderr)
+            print(describe_resume(config.path, again), file=sys.stderr)
         raise
     where = shlex.quote(str(ended.path))
     match ended.outcome:
@@ -73,7 +73,7 @@ def run(args: Sequence[str]) -> int:
         case Outcome.LEFT:
             print(f"left. Continue with: {again}", file=sys.stderr)
         case Outcome.INTERRUPTED:
-            print(f"stopped; {describe_way_on(ended.path, again)}", file=sys.stderr)
+            print(f"stopped; {describe_resume(ended.path, again)}", file=sys.stderr)
     return ended.outcome.value
 
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from ramify.cli.paper import Paper
-from ramify.errors import ConfigInvalid
+from ramify.errors import ConfigInvalid, RamifyError
 from ramify.store import Row, RunStore
 from ramify.store.index import DATABASE, check_file
 from ramify.store.ledger import Ledger
@@ -37,10 +37,16 @@ def pick(store: RunStore, name: str) -> Row:
     raise ConfigInvalid(f"{store.path} has no rollout {name!r}; 'ramify show {store.path}' lists them")
 
 
-def describe_way_on(path: Path, command: str) -> str:
-    """Say what an ended run has kept, and the command that goes on from there."""
-    kept = _describe_kept(path)
-    return f"{kept} are kept. Continue with: {command}" if kept else f"nothing is finished yet. Begin with: {command}"
+def describe_resume(path: Path, command: str) -> str:
+    """Return what an ended run has kept, and the command that continues it.
+
+    It is printed beside the failure that ended the run, so a run that cannot be read raises nothing here.
+    """
+    try:
+        kept = _describe_kept(path)
+    except RamifyError:
+        return f"what was finished is kept. Continue with: {command}"
+    return f"kept: {kept}. Continue with: {command}" if kept else f"nothing is finished yet. Begin with: {command}"
 
 
 def _describe_kept(path: Path) -> str:
@@ -49,8 +55,7 @@ def _describe_kept(path: Path) -> str:
         return ""
     with RunStore.open(path, write=False) as store:
         ((rollouts,),) = store.select("SELECT count(*) FROM rollouts")
-        trains = store.select("SELECT 1 FROM sqlite_master WHERE name = 'groups'")
-        steps = Ledger.read(store).marks().committed if trains else 0
+        steps = Ledger.read(store).marks().committed if Ledger.is_in(store) else 0
     counts = {"step": steps, "rollout": rollouts}
     return " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
