@@ -258,3 +258,9 @@ def test_the_default_name_is_readable_and_tells_identities_apart():
     assert name == default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", dict(reversed(IDENTITY.items())))
     assert name != default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", {**IDENTITY, "model": "other"})
     assert default_name("my_env.py", "tiny", {}).startswith("my_env-tiny-")
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_path_that_the_system_refuses_is_a_named_failure(tmp_path, write):
+    with pytest.raises(StorageFailed, match="too long"):
+        RunStore.open(tmp_path / ("x" * 300), write=write)

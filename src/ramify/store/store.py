@@ -46,13 +46,14 @@ class RunStore:
         not the fact called `required`, which whoever makes the run stores first. To write, the pages of the index are
         checked too.
         """
-        check_file(path)
-        if not write and not (path / DATABASE).is_file():
-            raise ConfigInvalid(f"{path} is no run: it has no {DATABASE}")
         with naming(path):
+            check_file(path)
+            if not write and not (path / DATABASE).is_file():
+                raise ConfigInvalid(f"{path} is no run: it has no {DATABASE}")
             if write:
                 path.mkdir(parents=True, exist_ok=True)
             lock = locked(path, write=write)
+            reader: sqlite3.Connection | None = None
             try:
                 reader = _connect(path)
                 if write:
@@ -65,6 +66,8 @@ class RunStore:
                     sync_directory(path)
                 return cls(path, lock, segments, reader, write)
             except BaseException as error:
+                if reader is not None:
+                    reader.close()
                 os.close(lock)
                 if is_corruption(error):
                     raise damaged(path, str(error)) from error
