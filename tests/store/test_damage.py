@@ -161,6 +161,19 @@ def test_a_frame_that_no_rollout_points_to_any_more_is_checked_too(run):
         assert all(store.read(row.id) for row in store.rows())
 
 
+def test_damage_that_was_found_is_reported_also_where_the_index_cannot_be_read_to_its_end(run):
+    path = run / "traces" / "000000.seg"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+    connection = sqlite3.connect(run / "run.sqlite", isolation_level=None)
+    connection.execute("UPDATE rollouts SET summary = x'c1' WHERE id = 'r2'")
+    connection.close()
+    with RunStore.open(run, write=False) as store:
+        problems = check_storage(store)
+    assert any("000000.seg: bytes [" in line for line in problems)
+    assert "the index cannot be read" in problems[-1]
+
+
 def test_a_page_of_the_database_that_is_lost_is_found(run, capsys):
     sqlite3.connect(run / "run.sqlite").execute("PRAGMA wal_checkpoint(TRUNCATE)").connection.close()
     path = run / "run.sqlite"

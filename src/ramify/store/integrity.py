@@ -19,9 +19,10 @@ def check_storage(store: RunStore) -> list[str]:
     """Return a line for everything that is damaged; nothing for a run that is whole."""
     problems = list(_check_database(store))
     try:
-        return problems + list(_check_traces(store))
+        problems.extend(_check_traces(store))  # keeps what was found before an error
     except (RamifyError, msgspec.MsgspecError, ValueError, TypeError) as error:
-        return [*problems, f"{store.path}: the index cannot be read: {error}"]
+        problems.append(f"{store.path}: the index cannot be read: {error}")
+    return problems
 
 
 def _check_database(store: RunStore) -> Iterator[str]:
