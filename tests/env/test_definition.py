@@ -97,6 +97,13 @@ def test_a_class_of_a_notebook_is_written_with_all_that_it_uses_and_nothing_else
     assert "result = object()" not in text and "unused" not in text
 
 
+def test_a_dataclass_without_methods_of_its_own_is_written_too(kernel, tmp_path):
+    point = "from dataclasses import dataclass\nimport ramify as rf\n\n\n@dataclass\nclass Point:\n    x: int = 3"
+    noted = "class Noted(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt=str(Point().x))"
+    written = plugin.find("taskset", class_id(kernel(point, noted).Noted, tmp_path))
+    assert [task.prompt for task in written().load()] == ["3"]
+
+
 def test_a_cell_that_is_executed_again_is_written_again(kernel, tmp_path):
     class_id(kernel(*CELLS).Noted, tmp_path)
     changed = kernel(CELLS[2].replace("WORDS[: self.config.size]", "['c']")).Noted

@@ -142,12 +142,19 @@ def _source_of(name: str, value: Any) -> str | None:
 
 
 def _files_of(value: Any) -> Iterator[str]:
-    """Where the source of a value may be: where its code says, or else the cells of the notebook, the newest first."""
-    functions = [value] if isinstance(value, FunctionType) else vars(value).values() if isinstance(value, type) else []
-    codes = [inspect.unwrap(each).__code__ for each in functions if isinstance(each, FunctionType)]
-    if codes:
-        yield codes[0].co_filename
+    """Where the source of a value may be: where its code says, or else the cells of the notebook, the newest first.
+
+    Methods that a decorator has generated, such as the `__init__` of a dataclass, do not say where their class is.
+    """
+    if isinstance(value, FunctionType):
+        yield inspect.unwrap(value).__code__.co_filename
         return
+    if isinstance(value, type):
+        methods = [inspect.unwrap(each) for each in vars(value).values() if isinstance(each, FunctionType)]
+        codes = [each.__code__ for each in methods if each.__code__.co_qualname.startswith(f"{value.__qualname__}.")]
+        if codes:
+            yield codes[0].co_filename
+            return
     yield from reversed(list(linecache.cache))
     if main := getattr(sys.modules[MAIN], "__file__", None):
         yield main
