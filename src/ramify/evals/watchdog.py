@@ -4,8 +4,10 @@ Code of an environment that blocks inside `async def` stops everything: deadline
 broker in another process sees that and kills the worker. Here nobody else is there, and a thread that hangs cannot be
 ended, so the whole process ends, by the same name and after the same time. What was finished is in the run's store.
 
-Code that never lets go of the interpreter lock stops this thread too. For that there is a timer without Python
-(`faulthandler`), which is put off for as long as this thread runs: it prints the stacks and ends the process.
+Code that never releases the interpreter lock stops this thread too. For that case there is a timer without Python
+(`faulthandler`), which this thread sets anew at every look: it prints the stacks and ends the process. Its clock also
+runs while the process is suspended, so the timer is cancelled before Ctrl-Z (SIGTSTP) takes effect. SIGSTOP cannot be
+handled: a process that it stops for longer than `hang_timeout` + STUCK seconds ends when it is continued.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 import psutil
@@ -42,17 +44,23 @@ class Watchdog:
         self._limit, self._advice = hang_timeout, advice
         self._pulse: Pulse | None = None
         self._asked_to_end, self._over = False, threading.Event()
+        self._timer_lock = threading.RLock()  # the main thread may be signalled again while it holds it
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         self._signals, self._signalled = os.pipe()
         os.set_blocking(self._signalled, False)
         self._before = signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+        self._handles_suspension = signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+        if self._handles_suspension:
+            signal.signal(signal.SIGTSTP, self._suspend)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
+        if self._handles_suspension:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.set_wakeup_fd(self._before)
         os.close(self._signalled)  # wakes the thread
         self._thread.join()
@@ -78,12 +86,19 @@ class Watchdog:
         finally:
             self._limit = before
 
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Stop this process as SIGTSTP would, without the timer; return when it is continued."""
+        with self._timer_lock:  # the thread sets no timer meanwhile
+            faulthandler.cancel_dump_traceback_later()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def _look(self) -> None:
         """Count the looks that find the loop standing still: time in which this process was stopped does not count."""
         standing = 0.0
         while not self._over.is_set():
-            if _stderr_is_a_file():
-                faulthandler.dump_traceback_later(self._limit + STUCK, exit=True)
+            with self._timer_lock:
+                if _stderr_is_a_file():
+                    faulthandler.dump_traceback_later(self._limit + STUCK, exit=True)
             if select.select([self._signals], [], [], LOOK)[0]:
                 self._asked_to_end |= bool(ENDING & set(os.read(self._signals, 4096)))
                 continue

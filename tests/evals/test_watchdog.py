@@ -1,0 +1,50 @@
+"""The watchdog of `ramify eval` in a process of its own: time in which it is suspended does not count."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from tests.launch.scripts import until
+
+PROGRAM = """
+import asyncio
+from pathlib import Path
+
+from ramify.evals import watchdog
+
+watchdog.STUCK = 0.5
+
+
+async def main(watching):
+    with watching.watching():
+        print("running", flush=True)
+        while not Path("continued").exists():
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+
+
+with watchdog.Watchdog(0.5, "advice") as watching:
+    asyncio.run(main(watching))
+print("ended by itself")
+"""
+
+
+def test_a_command_that_was_suspended_for_longer_than_it_may_hang_goes_on(tmp_path):
+    command = [sys.executable, "-c", PROGRAM]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGTSTP)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        time.sleep(2.0)  # what is tested is that time passes: twice the limit of the timer
+        (tmp_path / "continued").touch()
+        process.send_signal(signal.SIGCONT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, output) == (0, "ended by itself\n")
