@@ -75,7 +75,7 @@ class Damage:
     def repair(self) -> None:
         """Write the files back as they were; what a segment has gained since is kept."""
         for path, content in self.copies.items():
-            appended = self.path.read_bytes()[len(content) :] if self.target == SEGMENT and path.exists() else b""
+            appended = path.read_bytes()[len(content) :] if self.target == SEGMENT and path.exists() else b""
             path.write_bytes(content + appended)
 
 

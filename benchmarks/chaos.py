@@ -95,7 +95,7 @@ class Run:
 
     def start(self) -> None:
         with self.log.open("a") as log:
-            self._output_start = log.tell()
+            self._output_start = log.tell()  # in bytes
             command = ramify("rl", "@", "rl.toml")
             self.process = subprocess.Popen(command, cwd=self.home, stdout=log, stderr=log)
 
@@ -126,7 +126,7 @@ class Run:
         self.process.wait()
 
     def output(self, *, since_start: bool = False) -> str:
-        return self.log.read_text()[self._output_start if since_start else -4000 :]
+        return self.log.read_bytes()[self._output_start if since_start else -4000 :].decode(errors="replace")
 
     def final_eval(self) -> float:
         """Return the last value of the held-out eval."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ramify.cli.parser import CommandParser
+
 if TYPE_CHECKING:
     from ramify.store import RunStore
 
@@ -69,7 +71,7 @@ def _set_aside(directory: Path, step: int) -> list[Path]:
 def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
-    parser = argparse.ArgumentParser(prog="ramify rollback", description=COMMANDS["rollback"].help)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs; nobody may run it")
-    parser.add_argument("step", metavar="STEP", type=int, help="of the checkpoint to go on from")
+    parser = CommandParser(prog="ramify rollback", description=COMMANDS["rollback"].help)
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs; it must not be running")
+    parser.add_argument("step", metavar="STEP", type=int, help="the step of the checkpoint to continue from")
     return parser

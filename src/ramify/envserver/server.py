@@ -182,9 +182,9 @@ class EnvServer:
     async def _run(self, request: Request) -> Message:
         if self._closing:
             raise PeerLost("the env server is closing")
-        self._check_environment(request.read(Run).environment)
         ask, this = request.read(Run), asyncio.current_task()
         assert this is not None
+        self._check_environment(ask.environment)
         same = self._runs.setdefault(ask.id, set())
         same.add(this)
         try:

@@ -136,8 +136,17 @@ class _Planner:
 
     def _plan(self, entries: tuple[Entry, ...], model: Model | None = None, need: Need | None = None) -> Plan:
         told = self.run.orchestrator
-        parts = (self.config, entries, self.files, self.shares, model, need, told.address, told.status)
-        return Plan(*parts, self.reservation)
+        return Plan(
+            config=self.config,
+            entries=entries,
+            files=self.files,
+            shares=self.shares,
+            model=model,
+            need=need,
+            orchestrator=told.address,
+            status=told.status,
+            reservation=self.reservation,
+        )
 
     def _inference(self) -> list[Entry]:
         if isinstance(self.config.inference, ExternalConfig):
@@ -267,7 +276,8 @@ def _external(config: RunConfig) -> list[tuple[str, str]]:
 
 def _check_model(config: RunConfig, *, dry: bool) -> None:
     try:
-        resolve(config.model.name) if dry else fetch_model(config.model.name)
+        find_model = resolve if dry else fetch_model
+        find_model(config.model.name)
     except ModelNotFound as error:
         if not dry:
             refuse([("model.name", error.message)], cause=error)
