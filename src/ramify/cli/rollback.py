@@ -72,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify rollback", description=COMMANDS["rollback"].help)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs; it must not be running")
+    parser.add_argument(
+        "run", metavar="RUN", help="the run's directory, or its name below outputs; it must not be running"
+    )
     parser.add_argument("step", metavar="STEP", type=int, help="the step of the checkpoint to continue from")
     return parser

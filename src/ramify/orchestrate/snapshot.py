@@ -19,7 +19,10 @@ FILE = "status.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What `/status`, `/why` and `/dropped` would have answered at Unix seconds `time`."""
+    """What `/status`, `/why` and `/dropped` would have answered at Unix seconds `time`.
+
+    `dropped` may be limited to the groups that were dropped last.
+    """
 
     time: float
     host: str

@@ -13,11 +13,13 @@ from ramify.orchestrate.concurrency import Load
 from ramify.orchestrate.run import Run
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.telling import status, why
-from ramify.store.ledger import StoredBatch
+from ramify.store.ledger import Ledger, StoredBatch
+from ramify.store.states import State
 from ramify.trace import Trace
 
 LOOK = 1.0  # seconds between two looks at the engines' load and at the run's progress
 SNAPSHOT_INTERVAL = 2.0  # seconds between two snapshots of the run's state
+RECENT_DROPS = 1000  # dropped groups that a snapshot describes: to read all of a long run takes a second
 FAULTS = 64  # attempts that the code of an environment may fail before one has come through
 
 Show = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
@@ -71,8 +73,16 @@ async def watch(run: Run) -> None:
 async def write_snapshots(run: Run) -> None:
     """Keep the last known state of the run on disk, for the time when this process does not answer."""
     while True:
-        write_snapshot(run.config.path, status(run), why(run), run.ledger.dropped())
+        state = status(run)
+        dropped = describe_recent_drops(run.ledger, state["groups"].get(State.DROPPED.value, 0))
+        write_snapshot(run.config.path, state, why(run), dropped)
         await asyncio.sleep(SNAPSHOT_INTERVAL)
+
+
+def describe_recent_drops(ledger: Ledger, total: int) -> str:
+    """Return why groups were dropped; of more than RECENT_DROPS groups, only the last are read."""
+    reasons = ledger.dropped(last=RECENT_DROPS)
+    return f"{reasons} (the last {RECENT_DROPS} of {total})" if total > RECENT_DROPS else reasons
 
 
 async def watch_patience(run: Run) -> None:

@@ -1,0 +1,29 @@
+"""What an orchestrator writes down beside its work."""
+
+import asyncio
+
+import pytest
+
+from ramify.orchestrate import watching
+from ramify.store import Ledger, RunStore
+from ramify.store.ledger import Group
+from ramify.store.states import DropReason
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [(10, "2 × filtered: zero_advantage, 1 × unscored"), (2, "2 × filtered: zero_advantage (the last 2 of 3)")],
+)
+def test_a_snapshot_reads_only_the_groups_that_were_dropped_last(tmp_path, monkeypatch, limit, text):
+    monkeypatch.setattr(watching, "RECENT_DROPS", limit)
+
+    async def drop(ledger: Ledger) -> None:
+        await ledger.declare("reverse", 100)
+        for number, reason in enumerate((DropReason.UNSCORED, DropReason.FILTERED, DropReason.FILTERED)):
+            await ledger.issue(Group(number, "reverse", number, 1))
+            await ledger.drop(number, reason, "zero_advantage" if reason is DropReason.FILTERED else "")
+
+    with RunStore.open(tmp_path / "run") as store:
+        ledger = Ledger.open(store)
+        asyncio.run(drop(ledger))
+        assert watching.describe_recent_drops(ledger, ledger.tally()["dropped"]) == text
