@@ -126,6 +126,14 @@ DEEP_TOOL = (
             "RequestInvalid",
             "prompt_logprobs",
         ),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": "x", "prompt_logprobs": 0, "stream": True},
+            400,
+            "RequestInvalid",
+            "prompt_logprobs",
+        ),
         ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "RequestInvalid", "max_tokens"),
         ("POST", "/v1/completions", {"prompt": "x", "presence_penalty": 1}, 400, "RequestInvalid", "presence_penalty"),
         (

@@ -129,8 +129,8 @@ class TalkBody(Knobs, kw_only=True):
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
-        for name in ("echo", "prompt_logprobs"):
-            if self.stream and getattr(self, name) not in (None, False):
+        for name, is_set in (("echo", self.echo), ("prompt_logprobs", self.prompt_logprobs is not None)):
+            if self.stream and is_set:
                 raise RequestInvalid(f"{name}: not supported in a stream; ask with stream = false")
 
     @property
