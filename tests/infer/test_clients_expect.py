@@ -1,9 +1,12 @@
 """What evaluation tools and client libraries expect beyond chat: scoring, tokens, names, errors in JSON."""
 
+import threading
+
 import httpx
 import msgspec
 import pytest
 
+from ramify.infer import openai, tokens
 from ramify.infer.chat import TemplateChat
 from ramify.model.resolve import resolve
 from ramify.model.version import Version
@@ -208,3 +211,25 @@ def test_unknown_roles_are_refused_by_name():
     with pytest.raises(RequestInvalid, match=r"messages\.1\.role: expected .*, got 'wizard'"):
         chat.render([{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}], None)
     assert chat.spell(chat.render([{"role": "user", "content": "x"}], None).ids[0]).startswith("<")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "method"),
+    [
+        ("/tokenize", {"return_token_strs": True}, "spell"),
+        ("/v1/completions", {"echo": True, "max_tokens": 0, "logprobs": 1}, "decode"),
+    ],
+)
+def test_the_tokens_of_a_large_prompt_are_spelled_beside_the_event_loop(http, monkeypatch, path, fields, method):
+    spell, threads = getattr(ByteRenderer, method), set()
+
+    def record_thread(self, ids):
+        if isinstance(ids, int) or len(ids) == len("hello"):  # not the sampled token
+            threads.add(threading.current_thread().name)
+        return spell(self, ids)
+
+    monkeypatch.setattr(openai, "LARGE_TOKENS", 5)
+    monkeypatch.setattr(tokens, "LARGE_TOKENS", 5)
+    monkeypatch.setattr(ByteRenderer, method, record_thread)
+    http.post(path, json={"prompt": "hello", **fields}).raise_for_status()
+    assert threads and "test-server" not in threads

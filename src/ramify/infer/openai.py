@@ -39,6 +39,13 @@ class Talk:
     samples: list[Sample]
     logprobs: bool
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the choices show so many tokens that building them would hold up the event loop."""
+        shows_prompt = self.body.echo or self.body.prompt_logprobs is not None
+        lengths = (len(sample.tokens) + (len(sample.prompt) if shows_prompt else 0) for sample in self.samples)
+        return sum(lengths) >= LARGE_TOKENS
+
     def choices(self) -> list[dict[str, Any]]:
         """All choices, when every sample has finished."""
         return [self.whole(index) for index in range(len(self.samples))]
@@ -124,8 +131,7 @@ async def _answer(http: HttpRequest, engine: Engine, talk: Talk, timeout: float)
     else:
         for sample, result in zip(talk.samples, await gather(http, streams)):
             sample.take(result)
-    large = sum(len(sample.tokens) for sample in talk.samples) >= LARGE_TOKENS
-    choices = await offload(large, talk.choices)
+    choices = await offload(talk.is_large, talk.choices)
     answer = {**_envelope(talk, talk.form.object), "choices": choices, "usage": _count(talk, streams)}
     if talk.body.prompt_logprobs is not None and not talk.form.prompt_logprobs_in_choice:
         first = talk.samples[0]

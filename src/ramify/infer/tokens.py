@@ -31,7 +31,7 @@ async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | N
         ids = await encode_text(body.prompt, engine, known)
     else:
         raise RequestInvalid("prompt or messages: one of them is needed")
-    strings = [known.spell(id) for id in ids] if body.return_token_strs else None
+    strings = await offload(len(ids) >= LARGE_TOKENS, _spell, ids, known) if body.return_token_strs else None
     length = engine.core.max_model_len
     return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
@@ -51,6 +51,10 @@ async def tokenizer_info(engine: Engine, renderer: ChatRenderer | None) -> Respo
     known = _require(renderer)
     ends = sorted(engine.core.model.eos_ids) or sorted(known.stop_ids)
     return _json({"eos_token": known.spell(ends[0]) if ends else None})
+
+
+def _spell(ids: list[int], renderer: ChatRenderer) -> list[str]:
+    return [renderer.spell(id) for id in ids]
 
 
 def _require(renderer: ChatRenderer | None) -> ChatRenderer:
