@@ -55,9 +55,11 @@ def build_trainer(
 
 def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
     """Choose the type of the computation and of the published weights: an engine then computes what was trained."""
-    if config.dtype == "auto" and ranks.device.type == "cpu":
+    if config.dtype != "auto":
+        return choose_dtype(config.dtype, None, ranks.device)
+    if ranks.device.type == "cpu":
         return DtypeChoice(torch.float32, "the default on a CPU")
-    return choose_dtype(config.dtype, torch.bfloat16, ranks.device)
+    return DtypeChoice(torch.bfloat16, "the default on a GPU")
 
 
 def laying_of(trainer: Trainer) -> Laying:
