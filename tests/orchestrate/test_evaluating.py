@@ -63,11 +63,12 @@ def test_what_an_earlier_process_measured_is_not_measured_again():
 class Env:
     """An env server: the replies of each task are compared, and all are worth how many there are."""
 
-    async def get(self, number: int) -> int:
-        return number
+    async def get(self, number: int) -> dict[str, Any]:
+        return {"number": number, "timeout": 60.0 if number else None}
 
-    async def run(self, task, *, id, **_):
-        failure = "WorkerDied" if task == 1 else None
+    async def run(self, task, *, id, deadline, **_):
+        assert deadline == 9.0 + (task["timeout"] or 0.0)
+        failure = "WorkerDied" if task["number"] == 1 else None
         trace = rollout(id, None if failure else 1.0, failure=failure)
         trace.episode, trace.rewards["together"] = id, None
         return SimpleNamespace(episode=SimpleNamespace(traces=[trace]))

@@ -9,8 +9,9 @@ import pytest
 import ramify as rf
 from ramify.errors import BudgetExceeded, ConfigInvalid, ProviderError, SandboxError, TokensRequired
 from ramify.gateway import ChatPolicy, Gateway
-from ramify.harness import Harness
+from ramify.harness import Harness, HarnessConfig
 from ramify.rollout import run_attempt
+from ramify.rollout.config import SourceConfig
 from ramify.runtime import LocalRuntime
 from ramify.trace import decode, encode
 from tests.rollout.stage import TASK, OneTask, attempt, attempted, call, environment, names, policy_of, said
@@ -460,3 +461,10 @@ def test_training_needs_tokens_and_plain_sampling():
     with pytest.raises(ConfigInvalid, match="top_p"):
         attempt(environment(Scored, sampling={"top_p": 0.9}), [], train=True)
     assert policy_of([]).trainable
+
+
+def test_the_limit_of_a_task_replaces_that_of_the_harness_in_the_longest_attempt():
+    source = SourceConfig(taskset={"id": "reverse-text"})
+    phases = source.longest_attempt() - HarnessConfig().timeout
+    assert source.longest_attempt(5000.0) == phases + 5000.0
+    assert source.model_copy(update={"harness": {"timeout": 30}}).longest_attempt() == phases + 30.0

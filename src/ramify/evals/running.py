@@ -83,7 +83,7 @@ async def _in_workers(
         EnvServerChild(served, path / "configs" / "env-server.toml", deadline=config.start_deadline) as child,
         EnvClient(child.address) as client,
     ):
-        longest = environment.source.attempts * environment.source.longest_attempt + WAITING
+        attempts = environment.source.attempts
 
         async def there(pair: Pair, watch: Watch) -> Sequence[Trace]:
             try:
@@ -95,7 +95,7 @@ async def _in_workers(
                     seed=pair.seed(config.sampling.seed or 0),
                     environment=expected,
                     watch=watch,
-                    deadline=longest,
+                    deadline=attempts * environment.source.longest_attempt(pair.task.timeout) + WAITING,
                 )
             except WorkerDied as error:
                 return [_lost(environment, pair, error)]

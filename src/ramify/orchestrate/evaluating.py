@@ -120,7 +120,7 @@ class Evaluating:
                     attempt=repetition,
                     seed=seed_of(self._seed, seed),
                     environment=served.environment,
-                    deadline=served.deadline,
+                    deadline=served.deadline_of(task),
                 )
                 traces = list(ran.episode.traces)
                 if (failure := _failure(traces)) is not None:

@@ -37,12 +37,20 @@ class Served:
     client: EnvClient
     tasks: TaskBook
     compares: bool  # whether it has rewards that only a whole group can have
-    deadline: float  # seconds one attempt may take, its waiting included
+    deadline: float  # seconds one attempt may take, its waiting included, at a task without a limit of its own
     tries: int  # how often an attempt is made
     patience: float  # seconds for its server to be back
     count: int | None = None  # of its tasks; None if there is no end of them
     environment: str = ""  # the digest of the environment that the run was checked against
     revision: int = UNRECORDED  # of the environment
+
+    def deadline_of(self, task: Mapping[str, Any]) -> float:
+        """Return the seconds that one attempt at a task may take, given its wire form.
+
+        The task's own limit is added although it replaces that of the harness: each phase has its exact limit in the
+        worker, and this deadline only has to be later.
+        """
+        return self.deadline + float(task.get("timeout") or 0.0)
 
     async def pause(self, failure: Failure) -> None:
         """Before the next try. A server without workers, or gone, is waited for: that is one failure, not many."""
@@ -156,7 +164,7 @@ class Sampling:
                 train=True,
                 attempts=1,
                 environment=source.environment,
-                deadline=source.deadline,
+                deadline=source.deadline_of(task),
             )
             traces = list(ran.episode.traces)
         except EnvironmentChanged:

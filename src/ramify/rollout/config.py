@@ -6,6 +6,7 @@ from pydantic import Field
 
 from ramify.config import Config
 from ramify.gateway.config import Limits, SamplingConfig
+from ramify.harness.config import HarnessConfig
 
 
 class TimeoutsConfig(Config):
@@ -48,10 +49,13 @@ class SourceConfig(Config):
     model_retries: int = Field(default=3, ge=0)
     """How often a single model call is made again after a failure that may pass."""
 
-    @property
-    def longest_attempt(self) -> float:
-        """Seconds that one attempt may take, all phases and the engine's stalls together."""
-        timeouts, agent = self.timeouts, float(self.harness.get("timeout", 600.0))
+    def longest_attempt(self, task_timeout: float | None = None) -> float:
+        """Return the seconds that one attempt may take, all phases and the engine's stalls together.
+
+        `task_timeout` is the limit of the task itself, which replaces that of the harness.
+        """
+        timeouts = self.timeouts
+        agent = task_timeout or float(self.harness.get("timeout", HarnessConfig().timeout))
         return timeouts.boot + timeouts.setup + agent + timeouts.engine_stall + timeouts.finalize + timeouts.scoring
 
     @property
