@@ -443,3 +443,26 @@ def _runs(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def test_a_changed_environment_is_refused_by_name_by_the_run_and_its_dry_run(engine, tmp_path, capsys):
+    source = tmp_path / "words.py"
+    code = "import ramify as rf\n\nclass Words(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='a')\n\n"
+    source.write_text(f"{code}    @rf.reward\n    def any(self, trace):\n        return 1.0\n")
+    command = ["eval", str(source), "-b", engine.url, "-n", "1", "-r", "2", "--name", "changing"]
+    assert main(command) == 0
+    assert main([*command, "--dry-run"]) == 0
+    assert "would run 0 rollouts" in capsys.readouterr().out, "both are stored"
+    source.write_text(f"{code}    @rf.reward\n    def any(self, trace):\n        return 0.5\n")
+    for more in ([], ["--dry-run"]):
+        assert main([*command, *more]) == 2
+        assert capsys.readouterr().err.startswith("EnvironmentChanged: ")
+    assert main([*command, "--dry-run", "--accept-changes"]) == 0
+    assert "would run 0 rollouts" in capsys.readouterr().out
+    assert main([*command, "--dry-run", "--fresh"]) == 0
+    assert "would run 2 rollouts" in capsys.readouterr().out
+    assert main([*command, "--dry-run"]) == 2, "a dry run accepts nothing for the next one"
+    assert main([*command, "--accept-changes"]) == 0
+    out = capsys.readouterr().out
+    assert "the change is recorded" in out
+    assert "words.py has changed" in out

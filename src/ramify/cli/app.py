@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that has left is no error
         return code
     except ConfigInvalid as error:
-        print(error, file=sys.stderr)
+        named = type(error) is not ConfigInvalid  # EnvironmentChanged, say, which has an entry of its own in the docs
+        print(f"{error.name}: {error.message}" if named else error, file=sys.stderr)
         return 2
     except RamifyError as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)

@@ -44,7 +44,7 @@ def run(args: Sequence[str]) -> int:
     dry, rest = switch(rest, "--dry-run")
     config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", own=OWN)
     from ramify.evals.display import choose  # the rest is loaded here, not for help
-    from ramify.evals.run import evaluate, run_path, with_split
+    from ramify.evals.run import evaluate, plan_rollouts, run_path, with_split
     from ramify.evals.watchdog import Watchdog
 
     if dry:
@@ -53,10 +53,12 @@ def run(args: Sequence[str]) -> int:
         from ramify.rollout import Environment
 
         config = with_split(config)
-        pairs = asyncio.run(load_pairs(Environment.load(config.source), config))
+        environment = Environment.load(config.source)
+        pairs = asyncio.run(load_pairs(environment, config))
         check_server(config)
         path = run_path(config)
-        dry_run(config, path, [f"would run {len(pairs)} rollouts of {config.taskset.get('id')} into {path}"])
+        todo = plan_rollouts(config, environment, pairs, fresh=fresh, accept_changes=accept)
+        dry_run(config, path, [f"would run {len(todo)} rollouts of {config.taskset.get('id')} into {path}"])
         return 0
     again = shlex.join(["ramify", "eval", *(arg for arg in args if arg not in ("--fresh", "--accept-changes"))])
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -27,7 +27,9 @@ from ramify.evals.watchdog import Watchdog
 from ramify.interactive import AwaitableResult, is_watched, run_coroutine
 from ramify.rollout import Environment
 from ramify.store import Row, RunStore, default_name, naming, open_run
-from ramify.store.environments import Observed, find_changes, record_environments, refuse_changes
+from ramify.store.directory import check_identity
+from ramify.store.environments import Observed, find_changes, labelled, record_environments, refuse_changes
+from ramify.store.index import DATABASE, check_file
 from ramify.trace import Trace
 
 IMPORTING = 120.0  # seconds for the code of an environment to be imported, as many as a worker has to boot
@@ -107,7 +109,7 @@ async def evaluation(
     if not environment.has_rewards:
         display.say(f"warning: {environment.name} has no reward, so its rollouts get no score; {MARK_A_REWARD}")
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
-        revision = _check_environment(store, environment, pairs, config, accept=accept_changes)
+        revision = _check_environment(store, _observe(environment, pairs, config), display, accept=accept_changes)
         with naming(path):
             write(config, path / "config.toml")
             if keep:
@@ -171,21 +173,43 @@ class Filling:
         return await self.runs(pair, watch)
 
 
-def _check_environment(
-    store: RunStore, environment: Environment, pairs: Sequence[Pair], config: EvalConfig, *, accept: bool
-) -> int:
-    """Return the revision of the environment; raise EnvironmentChanged where it is a new one that nobody accepted."""
+def plan_rollouts(
+    config: EvalConfig, environment: Environment, pairs: Sequence[Pair], *, fresh: bool, accept_changes: bool
+) -> list[Pair]:
+    """Return the pairs that an eval would run. Raises what the eval would raise when it opens its run."""
+    path = run_path(config)
+    if fresh:
+        return list(pairs)
+    check_file(path)
+    if not (path / DATABASE).is_file():
+        return list(pairs)
+    with RunStore.open(path, write=False) as store:
+        check_identity(store, config.identity, accept_changes)
+        if not accept_changes:
+            refuse_changes(store, find_changes(store, {SOURCE: _observe(environment, pairs, config)}))
+        return missing(pairs, {row.id: row for row in store.rows(source=SOURCE)})
+
+
+def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig) -> Observed:
     tasks = [pair.task for pair in pairs if pair.repetition == 0]
-    observed = Observed(
+    return Observed(
         environment.identity,
         {number: task.content for number, task in enumerate(tasks)},
         {number: task.identity for number, task in enumerate(tasks)},
         size=len(tasks) if len(tasks) < config.num_tasks else None,
     )
+
+
+def _check_environment(store: RunStore, observed: Observed, display: Display, *, accept: bool) -> int:
+    """Return the revision of the environment; raise EnvironmentChanged where it is a new one that nobody accepted."""
     changes = find_changes(store, {SOURCE: observed})
     if not accept:
         refuse_changes(store, changes)
-    return record_environments(store, {SOURCE: observed}, changes)[SOURCE]
+    revision = record_environments(store, {SOURCE: observed}, changes)[SOURCE]
+    if changes:
+        lines = "".join(f"\n  {line}" for line in labelled(changes))
+        display.say(f"the environment is now revision {revision}; the change is recorded:{lines}")
+    return revision
 
 
 def with_split(config: EvalConfig) -> EvalConfig:
