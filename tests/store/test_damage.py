@@ -78,6 +78,7 @@ def test_an_index_that_lost_its_contents_is_refused_and_nothing_is_touched(run, 
         open_run(run, IDENTITY)
     assert "1 trace segment, 1 checkpoint" in refused.value.message
     assert "--fresh" in refused.value.message
+    assert "-m PATH" not in refused.value.message, "there are no weights to use"
     assert results(run) == before
     with open_run(run, IDENTITY, fresh=True) as store:
         assert store.rows() == []

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from ramify.errors import RunDamaged
 
-DATABASE, TRACES = "run.sqlite", "traces"
+DATABASE, TRACES, WEIGHTS = "run.sqlite", "traces", "weights/*/*.safetensors"
 RECOVERY = (
     f"Restore the file (and {DATABASE}-wal, if there is one) from a copy of the run; or give the command with --fresh, "
-    "which moves the directory aside and begins anew. Weights in it can still be used as a model, with -m PATH"
+    "which moves the directory aside and begins anew"
 )
+USE_WEIGHTS = ". Weights in it can still be used as a model, with -m PATH"
 
 
 def check_file(path: Path) -> None:
@@ -43,7 +44,7 @@ def check_pages(path: Path, connection: sqlite3.Connection) -> None:
 
 def damaged(path: Path, problem: str) -> RunDamaged:
     """Return the failure of a run whose index SQLite cannot read."""
-    return RunDamaged(f"{path / DATABASE} is damaged: {problem}; nothing was changed. {RECOVERY}")
+    return RunDamaged(f"{path / DATABASE} is damaged: {problem}; nothing was changed. {_recovery(path)}")
 
 
 def is_corruption(error: BaseException) -> bool:
@@ -57,10 +58,14 @@ def describe_results(path: Path) -> str:
     counts = {
         "trace segment": sum(file.stat().st_size > 0 for file in path.glob(f"{TRACES}/*.seg")),
         "checkpoint": sum(1 for _ in path.glob("checkpoints/step_*")),
-        "version of the weights": sum(1 for _ in path.glob("weights/*/*.safetensors")),
+        "version of the weights": sum(1 for _ in path.glob(WEIGHTS)),
     }
     named = {name: f"{count} {name if count == 1 else _plural(name)}" for name, count in counts.items() if count}
     return ", ".join(named.values())
+
+
+def _recovery(path: Path) -> str:
+    return RECOVERY + (USE_WEIGHTS if any(path.glob(WEIGHTS)) else "")
 
 
 def _plural(name: str) -> str:
@@ -71,5 +76,5 @@ def _plural(name: str) -> str:
 def _refuse(path: Path, what: str) -> None:
     if results := describe_results(path):
         raise RunDamaged(
-            f"{path / DATABASE} {what}, but the directory holds {results}; nothing was changed. {RECOVERY}"
+            f"{path / DATABASE} {what}, but the directory holds {results}; nothing was changed. {_recovery(path)}"
         )
