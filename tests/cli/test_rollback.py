@@ -60,7 +60,11 @@ def test_the_history_ends_where_it_is_told_and_the_steps_after_it_are_trained_ag
 
 @pytest.mark.parametrize(
     ("step", "code", "reason"),
-    [("4", 1, "__0_0.distcp is damaged"), ("3", 1, "step_000003"), ("6", 2, "history ends at step 4")],
+    [
+        ("4", 1, "__0_0.distcp is damaged"),
+        ("3", 1, "step_000003 does not exist; checkpoints of the run: 2, 4, 6"),
+        ("6", 2, "history ends at step 4"),
+    ],
 )
 def test_a_step_that_cannot_be_gone_on_from_changes_nothing(run, capsys, step, code, reason):
     save(run, 6)  # made, and never committed
