@@ -41,7 +41,9 @@ def run(args: Sequence[str]) -> int:
             refuse([("inference", "the run starts an engine of its own; say where it answers, with -b URL")])
         return table
 
-    config, _ = parse_part(EnvServerConfig, rest, RunConfig, take, prog="ramify env-server", own=["--dry-run"])
+    config, _ = parse_part(
+        EnvServerConfig, rest, RunConfig, take, prog="ramify env-server", command_flags=["--dry-run"]
+    )
     picked = config.pick()
     if dry:
         address = picked.config.address or "a free port of this machine"

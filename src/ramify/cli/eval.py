@@ -15,7 +15,7 @@ from ramify.evals.config import EvalConfig
 if TYPE_CHECKING:
     from ramify.evals.run import Result
 
-OWN = ("--fresh", "--accept-changes", "--show", "--keep", "--dry-run")
+COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show", "--keep", "--dry-run")
 SHORT = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
@@ -42,7 +42,7 @@ def run(args: Sequence[str]) -> int:
     show, rest = switch(rest, "--show")
     keep, rest = switch(rest, "--keep")
     dry, rest = switch(rest, "--dry-run")
-    config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", own=OWN)
+    config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
     from ramify.evals.display import choose  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, plan_rollouts, run_path, with_split
     from ramify.evals.watchdog import Watchdog

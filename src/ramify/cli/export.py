@@ -28,7 +28,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def report_progress() -> Callable[[int, int], None]:
-    """Return a function that says on stderr how many rollouts are exported: now and then, and at the end."""
+    """Return a function that prints to stderr how many rollouts are exported, at most every INTERVAL seconds."""
     last_time = time.monotonic()
     in_place = sys.stderr.isatty()
 

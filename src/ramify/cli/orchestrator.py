@@ -31,7 +31,9 @@ def run(args: Sequence[str]) -> int:
         print(USAGE)
     dry, rest = switch(args, "--dry-run")
     accept, rest = switch(rest, "--accept-changes")
-    config = parse(RunConfig, spelled_out(rest), prog="ramify orchestrator", own=["--dry-run", "--accept-changes"])
+    config = parse(
+        RunConfig, spelled_out(rest), prog="ramify orchestrator", command_flags=["--dry-run", "--accept-changes"]
+    )
     if not isinstance(config.inference, ExternalConfig):
         refuse([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
     check_sinks(config)

@@ -30,7 +30,7 @@ interrupted.
 All other keys:
 """
 
-OWN = ("--fresh", "--accept-changes", "--dry-run")
+COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
 
 
 def run(args: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def run(args: Sequence[str]) -> int:
     fresh, rest = switch(args, "--fresh")
     accept, rest = switch(rest, "--accept-changes")
     dry, rest = switch(rest, "--dry-run")
-    config = parse(RunConfig, spelled_out(rest), prog="ramify rl", own=OWN)
+    config = parse(RunConfig, spelled_out(rest), prog="ramify rl", command_flags=COMMAND_FLAGS)
     if dry:
         from ramify.launch.plan import plan_of
         from ramify.launch.preflight import check_start

@@ -27,7 +27,7 @@ def run(args: Sequence[str]) -> int:
         raise CheckpointRefused(f"{place} does not exist; checkpoints of the run: {steps or 'none'}")
     with RunStore.open(path) as store:
         if verify_checkpoint(place).files is None:
-            raise CheckpointRefused(f"{place} has no checksums: nobody can say that it is whole")
+            raise CheckpointRefused(f"{place} has no checksums, so it cannot be verified; give the step of another")
         committed = _roll_back_ledger(store, asked.step)
         with naming(path):
             kept = _set_aside(path / "checkpoints", asked.step)
@@ -35,12 +35,12 @@ def run(args: Sequence[str]) -> int:
     if committed > asked.step:
         print(f"steps {asked.step} to {committed - 1} are trained again, on the batches they had")
     for name in kept:
-        print(f"kept, to be removed by you: {name}")
+        print(f"kept; remove it when you do not need it: {name}")
     return 0
 
 
 def _roll_back_ledger(store: "RunStore", step: int) -> int:
-    """End the history at `step`; returns where it ended. The ledger of an SFT run has no history."""
+    """End the history at `step`, and return the step at which it ended before; 0 for an SFT run, which has none."""
     from ramify.errors import ConfigInvalid
     from ramify.launch.finished import FINISHED
     from ramify.store.journal import Journal
@@ -59,7 +59,7 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
 
 
 def _set_aside(directory: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, so that no run takes them for its own; returns their new paths."""
+    """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
     from ramify.train.checkpoint_manifest import renamed_steps, step_directory
 
     kept: list[Path] = []

@@ -1,7 +1,7 @@
-"""The list of rollouts that `ramify show RUN` prints: chosen, ordered, and a page of it at a time.
+"""The list of rollouts that `ramify show RUN` prints: filtered, sorted, one page at a time.
 
-Everything comes from the rows of the index; no trace is opened. Lines are printed while rows are read, with columns as
-wide as the first rows need them.
+Everything comes from the rows of the index; no trace is opened. Lines are printed while rows are read, so the first
+rows alone decide how wide the columns are.
 """
 
 import heapq
@@ -22,7 +22,7 @@ WIDTHS_FROM = 100  # rows that decide how wide the columns are
 
 @dataclass(frozen=True, slots=True)
 class ListRequest:
-    """Which rollouts are listed, and in which order. A `limit` of 0 lists all."""
+    """Which rollouts are listed, and in which order. `limit` is the size of a page; 0 lists all."""
 
     limit: int = 20
     page: int = 1
@@ -58,7 +58,7 @@ def _check_source(store: RunStore, source: str) -> None:
 
 
 def _choose(store: RunStore, request: ListRequest) -> Iterator[Row]:
-    """Yield the rows from the first of the page on; of ordered ones, one more than the page at most."""
+    """Yield the rows of the page and those after it; of sorted rows, at most one after the page."""
     where = {} if request.source is None else {"source": request.source}
     rows: Iterator[Row] = store.iterate_rows(**where)
     if request.failed:
@@ -69,7 +69,7 @@ def _choose(store: RunStore, request: ListRequest) -> Iterator[Row]:
 
 
 def _sort(rows: Iterable[Row], request: ListRequest) -> list[Row]:
-    """Return the rows that have a reward in the order asked for, those up to the end of the page and one more."""
+    """Return the rows that have a reward, sorted by it: up to the end of the page, and one more."""
     scored = ((row.reward, row.id, row) for row in rows if row.reward is not None)
     if not request.limit:
         return [row for *_, row in sorted(scored, key=lambda entry: entry[:2], reverse=request.order == "best")]

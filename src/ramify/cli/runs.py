@@ -50,7 +50,7 @@ def describe_resume(path: Path, command: str) -> str:
 
 
 def _describe_kept(path: Path) -> str:
-    """Return what is in a run, such as "3 steps and 40 rollouts"; "" for a run without rollouts, or without a store."""
+    """Return what is in a run, such as "3 steps and 40 rollouts"; "" for a run without rollouts or without an index."""
     if not (path / DATABASE).is_file():
         return ""
     with RunStore.open(path, write=False) as store:

@@ -33,7 +33,9 @@ def run(args: Sequence[str]) -> int:
     if "--help" in args or "-h" in args:
         print(USAGE)
     dry, rest = switch(spelled_out(args), "--dry-run")
-    config, whole = parse_part(ServeConfig, rest, RunConfig, serve_part, prog="ramify serve", own=["--dry-run"])
+    config, whole = parse_part(
+        ServeConfig, rest, RunConfig, serve_part, prog="ramify serve", command_flags=["--dry-run"]
+    )
     said = {"host", "port"} & config.server.model_fields_set
     if whole is not None and isinstance(whole.inference, ExternalConfig) and not said:
         urls = ", ".join(whole.inference.base_url)

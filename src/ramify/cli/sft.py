@@ -9,7 +9,7 @@ from ramify.config import dry_run, parse, switch
 from ramify.errors import StorageFull
 from ramify.train.sft.config import SftConfig
 
-OWN = ("--fresh", "--dry-run")
+COMMAND_FLAGS = ("--fresh", "--dry-run")
 SHORT = {"-m": "--model.name", "-o": "--output", "-d": "--data.path"}
 USAGE = """usage: ramify sft [@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]
 
@@ -28,7 +28,7 @@ def run(args: Sequence[str]) -> int:
         print(USAGE)
     fresh, rest = switch(args, "--fresh")
     dry, rest = switch(rest, "--dry-run")
-    config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft", own=OWN)
+    config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft", command_flags=COMMAND_FLAGS)
     if dry:
         from ramify.train.sft.plan import lines_of, plan_of
 

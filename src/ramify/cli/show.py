@@ -37,7 +37,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--page: expected 1 or more, found {asked.page}")
     chosen = asked.worst or asked.best or asked.failed or asked.source is not None
     if asked.rollout is not None and chosen:
-        parser.error("--source, --failed, --worst and --best choose from the list; one rollout is shown as it is")
+        parser.error("--source, --failed, --worst and --best select from the list; they cannot be used with ROLLOUT")
     return asked
 
 
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page", type=int, default=1, metavar="N", help="which page (1)")
     parser.add_argument("--source", metavar="NAME", help="only those of this source, such as eval/held-out")
     parser.add_argument(
-        "--failed", action="store_true", help="only those that the system failed or that a failure of the policy ended"
+        "--failed", action="store_true", help="only rollouts that ended with a failure, of the system or of the policy"
     )
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="the lowest rewards first")

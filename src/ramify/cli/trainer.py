@@ -12,7 +12,7 @@ from ramify.launch.parts import trainer_part
 from ramify.orchestrate.config import RunConfig
 from ramify.train.service_config import ServiceConfig
 
-OWN = ("--dry-run", "--flat", "--replay", "--record")
+COMMAND_FLAGS = ("--dry-run", "--flat", "--replay", "--record")
 USAGE = """usage: ramify trainer [@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]
 
   FILE                 the trainer's own, or a whole run's as `ramify rl` takes it: its trainer, model, checkpoint and
@@ -35,7 +35,9 @@ def run(args: Sequence[str]) -> int:
     replay, rest = _folder(rest, "--replay")
     record, rest = _folder(rest, "--record")
     take = trainer_part if replay is None else (lambda whole: {**trainer_part(whole), "address": None})
-    config, whole = parse_part(ServiceConfig, spelled_out(rest), RunConfig, take, prog="ramify trainer", own=OWN)
+    config, whole = parse_part(
+        ServiceConfig, spelled_out(rest), RunConfig, take, prog="ramify trainer", command_flags=COMMAND_FLAGS
+    )
     if whole is not None and whole.record and replay is None and record is None:
         record = config.path / "batches"
     if (config.address is None) == (replay is None):

@@ -107,7 +107,7 @@ def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) 
 
 
 def _lines(verdicts: Sequence["Verdict"]) -> Iterator["Text"]:
-    """One line for each task, and below it what else its problem says."""
+    """Yield one line for each task, and the further lines of its problem below it."""
     from rich.text import Text
 
     task_width = max((len(verdict.task) for verdict in verdicts), default=0)

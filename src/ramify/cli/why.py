@@ -1,6 +1,7 @@
 """`ramify why RUN`: what a run is waiting for, since when, on whom; or how one that is over ended.
 
-A run that lives is asked. One whose orchestrator holds the run but does not answer is described by what it wrote last.
+A live run is asked over HTTP. If its orchestrator holds the run but does not answer, its last written
+state is shown.
 """
 
 import argparse
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ramify.store.journal import Event
 
 EVENTS = 10  # the last so many are shown
-FAILURES = 3  # those that happened most often are shown with their number
+FAILURES = 3  # kinds of failures that are counted in the output, the most frequent ones
 TAIL = 5  # lines of each log
 
 
@@ -87,7 +88,7 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str
 
 
 def _silent(path: Path, busy: RunBusy) -> None:
-    """Describe a run that is held by an orchestrator that does not answer; raise `busy` if it left no state."""
+    """Print the last state of a run whose orchestrator does not answer; raise `busy` if it has written none."""
     import platform
 
     from ramify.cli.runs import paper

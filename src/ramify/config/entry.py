@@ -29,14 +29,15 @@ class _Said(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None, own: Sequence[str] = ()) -> C:
+def parse(cls: type[C], args: Sequence[str], *, prog: str | None = None, command_flags: Sequence[str] = ()) -> C:
     """The configuration that `args` describe: `@ file.toml ... --key value ...`, over the defaults of `cls`.
 
-    `own` are the flags that the command has taken out of `args` itself; they are suggested for misspelt ones.
+    `command_flags` are flags that the command reads itself, outside the configuration. A misspelt flag may mean one of
+    them.
 
     Raises ConfigInvalid with every problem found. `--help` prints the keys and exits.
     """
-    return put_together(cls, arguments_of(cls, args, prog=prog), own=own)
+    return put_together(cls, arguments_of(cls, args, prog=prog), command_flags=command_flags)
 
 
 def arguments_of(cls: type[Config], args: Sequence[str], *, prog: str | None = None) -> list[Argument]:
@@ -47,7 +48,11 @@ def arguments_of(cls: type[Config], args: Sequence[str], *, prog: str | None = N
 
 
 def put_together(
-    cls: type[C], arguments: Sequence[Argument], under: Mapping[str, Any] | None = None, *, own: Sequence[str] = ()
+    cls: type[C],
+    arguments: Sequence[Argument],
+    under: Mapping[str, Any] | None = None,
+    *,
+    command_flags: Sequence[str] = (),
 ) -> C:
     """The configuration that files and flags describe, over the table `under`. Raises ConfigInvalid."""
     layers = Layers(cls, under)
@@ -66,7 +71,9 @@ def put_together(
         if not isinstance(error.__cause__, ValidationError):
             raise
         known = {key for key, _ in problems}
-        problems += [(key, text) for key, text in explain(error.__cause__, layers, own).items() if key not in known]
+        problems += [
+            (key, text) for key, text in explain(error.__cause__, layers, command_flags).items() if key not in known
+        ]
         refuse(problems)
     if problems:
         refuse(problems)

@@ -23,16 +23,16 @@ def parse_part(
     take: Callable[[W], Mapping[str, Any]],
     *,
     prog: str | None = None,
-    own: Sequence[str] = (),
+    command_flags: Sequence[str] = (),
 ) -> tuple[P, W | None]:
     """As `parse`, with the whole that the files were of, or None. `take` gives the part's share of it, as a table."""
     arguments = arguments_of(cls, args, prog=prog)
     files = [argument for argument in arguments if isinstance(argument, File) and not argument.section]
     if not (_keys(files) - set(cls.model_fields)) & set(whole.model_fields):
-        return put_together(cls, arguments, own=own), None
+        return put_together(cls, arguments, command_flags=command_flags), None
     found = put_together(whole, files)
     rest = [argument for argument in arguments if argument not in files]
-    return put_together(cls, rest, take(found), own=own), found
+    return put_together(cls, rest, take(found), command_flags=command_flags), found
 
 
 def _keys(files: Sequence[File]) -> set[str]:

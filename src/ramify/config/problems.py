@@ -18,10 +18,10 @@ from ramify.config.schema import Key, dotted, every_key, has, is_array, is_dict,
 LONGEST = 80  # characters of a value that are shown
 
 
-def explain(error: ValidationError, layers: Layers, own: Sequence[str] = ()) -> dict[str, str]:
+def explain(error: ValidationError, layers: Layers, command_flags: Sequence[str] = ()) -> dict[str, str]:
     """Key to problem, one per key: the arms of a union complain separately about one value.
 
-    `own` are flags of the command that are no keys: one of them may be meant by an unknown flag.
+    `command_flags` are flags of the command that are not keys; an unknown flag may be a misspelling of one of them.
     """
     expected: dict[Key, list[str]] = {}
     found: dict[Key, str] = {}
@@ -29,7 +29,7 @@ def explain(error: ValidationError, layers: Layers, own: Sequence[str] = ()) -> 
         key = _key(finding["loc"], layers.data, missing=finding["type"] == "missing")
         match finding["type"]:
             case "extra_forbidden":
-                expectation = f"unknown {_name(key, layers)}; {_nearest(key, layers, own)}"
+                expectation = f"unknown {_describe_unknown(key, layers)}; {_nearest(key, layers, command_flags)}"
             case "missing":
                 expectation = "required, but not given"
             case "union_tag_invalid" | "union_tag_not_found":
@@ -52,12 +52,12 @@ def explain(error: ValidationError, layers: Layers, own: Sequence[str] = ()) -> 
     }
 
 
-def _name(key: Key, layers: Layers) -> str:
-    """What to call an unknown key: a flag where a flag set it, unless another variant of its section has that key."""
-    return f"flag {layers.origin(key)}" if _is_flag(key, layers) and not _is_of_some_variant(key, layers) else "key"
+def _describe_unknown(key: Key, layers: Layers) -> str:
+    """Return what an unknown key is called: its flag, if a flag set it and no variant of the section has that key."""
+    return f"flag {layers.origin(key)}" if _is_flag(key, layers) and not _belongs_to_a_variant(key, layers) else "key"
 
 
-def _is_of_some_variant(key: Key, layers: Layers) -> bool:
+def _belongs_to_a_variant(key: Key, layers: Layers) -> bool:
     return bool(reduce(step, key, [layers.cls]))
 
 
@@ -66,7 +66,7 @@ def _is_flag(key: Key, layers: Layers) -> bool:
 
 
 def _origin(key: Key, parts: list[str], layers: Layers) -> str | None:
-    """Who set the value, unless the problem says so already."""
+    """Return what set the value; None if the problem names the flag already."""
     return None if parts[0].startswith("unknown flag") else layers.origin(key)
 
 
@@ -96,19 +96,19 @@ def _at(key: Key, layers: Layers) -> tuple[list[Any], Any]:
     return kinds, node
 
 
-def _nearest(key: Key, layers: Layers, own: Sequence[str]) -> str:
+def _nearest(key: Key, layers: Layers, command_flags: Sequence[str]) -> str:
     """The key probably meant: alike in the same section, or else of that name elsewhere."""
     *section, name = key
     kinds, table = _at(tuple(section), layers)
     here = siblings(kinds)
-    if _is_of_some_variant(key, layers):  # some variant has this key, but not the chosen one
+    if _belongs_to_a_variant(key, layers):  # some variant has this key, but not the chosen one
         tag = tag_of(kinds)
         if tag not in table:  # the variant was left to the default
             owners = tags([kind for kind in kinds if step([kind], name)])
             return f"it needs {dotted((*section, tag))} = {' or '.join(map(repr, owners))}"
         return f"{dotted(section)} with {tag} = {table[tag]!r} has {', '.join(here)}"
     dashes = "--" if _is_flag(key, layers) else ""
-    switches = [flag.removeprefix("--") for flag in own] if dashes and not section else []
+    switches = [flag.removeprefix("--") for flag in command_flags] if dashes and not section else []
     if alike := difflib.get_close_matches(str(name), [*switches, *here], n=1, cutoff=0.6):
         return f"did you mean {dashes}{dotted((*section, alike[0]))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(every_key(layers.cls)))}
