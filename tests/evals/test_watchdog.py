@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ramify.evals import watchdog
 
-watchdog.STUCK = 0.5
+watchdog.TIMER_MARGIN = 0.5
 
 
 async def main(watching):

@@ -17,7 +17,7 @@ from ramify.launch.process import Role
 from ramify.launch.supervisor import Outcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore
-from ramify.store.environments import Observed, record_environments
+from ramify.store.environments import ObservedEnvironment, record_environments
 from ramify.train import places
 from tests.launch.scripts import FOR_EVER, entry, pids
 
@@ -95,7 +95,7 @@ def test_a_changed_environment_is_refused_before_anything_is_started_also_where_
 
     assert run("old").ran
     with RunStore.open(tmp_path / "run") as store:  # what the orchestrator does
-        record_environments(store, {"reverse-text": Observed({"code": {"mine.py": "old"}})}, {})
+        record_environments(store, {"reverse-text": ObservedEnvironment({"code": {"mine.py": "old"}})}, {})
     assert not run("old").ran
     with pytest.raises(EnvironmentChanged, match=r"reverse-text: mine\.py has changed"):
         run("new")

@@ -1,7 +1,7 @@
 """`ramify why RUN`: what a run is waiting for, since when, on whom; or how one that is over ended.
 
-A live run is asked over HTTP. If its orchestrator holds the run but does not answer, its last written
-state is shown.
+A live run is asked over HTTP. If its orchestrator holds the run but does not answer, the last state that it wrote to
+disk is shown.
 """
 
 import argparse

@@ -49,7 +49,7 @@ def class_id(cls: type, folder: Path) -> str:
         path = folder / f"{cls.__name__}.py"
         _write(path, HEADER.format(name=cls.__name__) + definition_of(cls))
         return f"{path}:{cls.__name__}"
-    if file is not None and _spec(cls.__module__) is None:  # loaded from a file that is no module of the path
+    if file is not None and _find_spec(cls.__module__) is None:  # loaded from a file that is no module of the path
         return f"{file}:{cls.__name__}"
     return f"{cls.__module__}:{cls.__name__}"
 
@@ -77,7 +77,7 @@ class _Definitions:
             self.imports.append(f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}")
         elif getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
             self._add_source(name, value)
-        elif (origin := _importable(value)) is not None:
+        elif (origin := _import_origin(value)) is not None:
             self.imports.append(f"from {origin[0]} import {origin[1]} as {name}")
         elif _is_literal(value):
             self.statements.append(f"{name} = {value!r}")
@@ -96,7 +96,7 @@ class _Definitions:
         self.statements.append(source)
 
 
-def _importable(value: Any) -> tuple[str, str] | None:
+def _import_origin(value: Any) -> tuple[str, str] | None:
     """The module and the name of a class or function that can be imported."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == MAIN or "." in name:
@@ -168,7 +168,7 @@ def _defined_by(statement: ast.stmt) -> list[str]:
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
-def _spec(module: str) -> object | None:
+def _find_spec(module: str) -> object | None:
     try:
         return importlib.util.find_spec(module)
     except (ImportError, ValueError):

@@ -104,7 +104,7 @@ def find(kind: str, id: str, *, at: str | None = None) -> type:
         return _load(key, kind, known, entry_points[id].value)
     if "." in id or ":" in id:
         return _load(key, kind, known, id)
-    if file := _file_near(id):
+    if file := _find_similar_file(id):
         return refuse([(key, f"unknown {kind} {id!r}; did you mean {file}?")])
     names = sorted({*known.builtin, *entry_points.names})
     alike = difflib.get_close_matches(id, names, n=1)
@@ -112,7 +112,7 @@ def find(kind: str, id: str, *, at: str | None = None) -> type:
     return refuse([(key, f"unknown {kind} {id!r}; {meant}")])
 
 
-def _file_near(id: str) -> Path | None:
+def _find_similar_file(id: str) -> Path | None:
     """The file that is probably meant by an id without `.py`, seen from where the command was started."""
     name = id.replace("-", "_")
     return next((file for file in (Path(f"{name}.py"), Path(id, f"{name}.py")) if file.is_file()), None)

@@ -92,7 +92,7 @@ class Pool:
     async def acquire(self) -> WorkerProcess:
         """A worker for one attempt, to be given back; waits for one in the order of asking."""
         if self.broken is not None and not self._ready():
-            raise _as_raised(self.broken)
+            raise _error_for_attempt(self.broken)
         future: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._pending += 1
@@ -137,7 +137,7 @@ class Pool:
             future = self._waiting.popleft()
             if not future.done():
                 self._pending -= 1
-                future.set_exception(_as_raised(error))
+                future.set_exception(_error_for_attempt(error))
 
     # -- how many ------------------------------------------------------------------------------------------------------
 
@@ -297,6 +297,6 @@ class Pool:
             self.log.event("".join(traceback.format_exception(error)))
 
 
-def _as_raised(broken: RamifyError) -> RamifyError:
+def _error_for_attempt(broken: RamifyError) -> RamifyError:
     """Return what an attempt is told that no worker can take."""
     return type(broken)(broken.message) if isinstance(broken, EnvironmentChanged) else WorkerDied(broken.message)

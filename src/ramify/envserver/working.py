@@ -247,7 +247,7 @@ class Pages:
                 raise
             except Exception as error:
                 self._tasks = None
-                raise self._unloadable(error) from error
+                raise self._load_error(error) from error
 
     def count(self) -> int | None:
         """Return the number of tasks, None if there are more than `MANY`; blocks, so call it in a thread."""
@@ -256,10 +256,10 @@ class Pages:
         except ConfigInvalid:
             raise
         except Exception as error:
-            raise self._unloadable(error) from error
+            raise self._load_error(error) from error
         return count if count <= MANY else None
 
-    def _unloadable(self, error: Exception) -> ConfigInvalid:
+    def _load_error(self, error: Exception) -> ConfigInvalid:
         text = describe_exception(error)
         return ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ramify.errors.failure import message_of
 
-LONGEST = 160  # characters of a source line that are shown
+MAX_LINE = 160  # characters of a source line that are shown
 
 _RAMIFY = Path(__file__).resolve().parent.parent
-_ENVIRONMENTS = _RAMIFY / "tasksets"  # these come with Ramify, and are environments like any other
-_STANDARD = Path(sysconfig.get_path("stdlib"))
+_TASKSETS = _RAMIFY / "tasksets"  # these come with Ramify, and are environments like any other
+_STDLIB = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -38,7 +38,7 @@ def describe_origin(error: BaseException) -> str:
     root = _find_root(Path(frames[0].filename))
     frame = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(root))
     text = (frame.line or "").strip()
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    text = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}..."
     return f"{_shorten(frame.filename)}:{frame.lineno} in {frame.name}" + (f": {text}" if text else "")
 
 
@@ -48,11 +48,11 @@ def _is_user_code(filename: str) -> bool:
         return False
     if _is_ours(file):
         return False
-    return not file.is_relative_to(_STANDARD) or any(name in file.parts for name in _INSTALLED)
+    return not file.is_relative_to(_STDLIB) or any(name in file.parts for name in _INSTALLED)
 
 
 def _is_ours(file: Path) -> bool:
-    return file.is_relative_to(_RAMIFY) and not file.is_relative_to(_ENVIRONMENTS)
+    return file.is_relative_to(_RAMIFY) and not file.is_relative_to(_TASKSETS)
 
 
 def _find_root(file: Path) -> Path:

@@ -20,7 +20,7 @@ from ramify.evals.plan import Pair, missing
 from ramify.evals.policies import answering, check_server, fetch_served_model
 from ramify.evals.progress import Progress, by_task
 from ramify.evals.running import Runs, running
-from ramify.evals.settings import Given, flatten_row, read_config
+from ramify.evals.settings import EvalInput, flatten_row, read_config
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import row_of
 from ramify.evals.watchdog import Watchdog
@@ -28,11 +28,17 @@ from ramify.interactive import AwaitableResult, is_watched, run_coroutine
 from ramify.rollout import Environment
 from ramify.store import Row, RunStore, default_name, naming, open_run
 from ramify.store.directory import check_identity
-from ramify.store.environments import Observed, find_changes, labelled, record_environments, refuse_changes
+from ramify.store.environments import (
+    ObservedEnvironment,
+    find_changes,
+    label_changes,
+    record_environments,
+    refuse_changes,
+)
 from ramify.store.index import DATABASE, check_file
 from ramify.trace import Trace
 
-IMPORTING = 120.0  # seconds for the code of an environment to be imported, as many as a worker has to boot
+IMPORT_TIMEOUT = 120.0  # seconds for the code of an environment to be imported, as many as a worker has to boot
 SOURCE = ""  # what the rows of an eval call their only source
 WORK = "work"  # where the work directories that are kept lie in the run
 
@@ -62,7 +68,7 @@ class Result(AwaitableResult):
 
 
 def evaluate(
-    config: Given,
+    config: EvalInput,
     *,
     fresh: bool = False,
     accept_changes: bool = False,
@@ -102,7 +108,7 @@ async def evaluation(
     """The same, inside a loop."""
     config = with_split(config)
     path = run_path(config)
-    with watchdog.allowing(IMPORTING) if watchdog is not None else contextlib.nullcontext():
+    with watchdog.allowing(IMPORT_TIMEOUT) if watchdog is not None else contextlib.nullcontext():
         environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep=keep)
     pairs = await load_pairs(environment, config)
     check_server(config)
@@ -190,9 +196,9 @@ def plan_rollouts(
         return missing(pairs, {row.id: row for row in store.rows(source=SOURCE)})
 
 
-def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig) -> Observed:
+def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig) -> ObservedEnvironment:
     tasks = [pair.task for pair in pairs if pair.repetition == 0]
-    return Observed(
+    return ObservedEnvironment(
         environment.identity,
         {number: task.content for number, task in enumerate(tasks)},
         {number: task.identity for number, task in enumerate(tasks)},
@@ -200,14 +206,14 @@ def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig
     )
 
 
-def _check_environment(store: RunStore, observed: Observed, display: Display, *, accept: bool) -> int:
+def _check_environment(store: RunStore, observed: ObservedEnvironment, display: Display, *, accept: bool) -> int:
     """Return the revision of the environment; raise EnvironmentChanged where it is a new one that nobody accepted."""
     changes = find_changes(store, {SOURCE: observed})
     if not accept:
         refuse_changes(store, changes)
     revision = record_environments(store, {SOURCE: observed}, changes)[SOURCE]
     if changes:
-        lines = "".join(f"\n  {line}" for line in labelled(changes))
+        lines = "".join(f"\n  {line}" for line in label_changes(changes))
         display.say(f"the environment is now revision {revision}; the change is recorded:{lines}")
     return revision
 

@@ -15,7 +15,7 @@ from ramify.rollout.attempt import Watch
 from ramify.rollout.scoring import due
 from ramify.trace import Trace
 
-WAITING = 600.0  # seconds a rollout may wait for a worker
+WORKER_WAIT = 600.0  # seconds a rollout may wait for a worker
 
 Runs = Callable[[Pair, Watch], Awaitable[Sequence[Trace]]]
 """Runs one pair, telling whoever watches."""
@@ -95,7 +95,7 @@ async def _in_workers(
                     seed=pair.seed(config.sampling.seed or 0),
                     environment=expected,
                     watch=watch,
-                    deadline=attempts * environment.source.longest_attempt(pair.task.timeout) + WAITING,
+                    deadline=attempts * environment.source.longest_attempt(pair.task.timeout) + WORKER_WAIT,
                 )
             except WorkerDied as error:
                 return [_lost(environment, pair, error)]

@@ -12,10 +12,10 @@ from ramify.evals.summary import seconds
 from ramify.interactive import keys_of, name_model
 from ramify.store import Row
 
-Given = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
+EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
 
 
-def read_config(given: Given, settings: Mapping[str, Any]) -> EvalConfig:
+def read_config(given: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
     """Return the configuration of an eval from a table of settings or a taskset, and further settings."""
     if isinstance(given, EvalConfig):
         if not settings:

@@ -1,13 +1,14 @@
-"""Ends a command whose event loop stands still, from a thread beside it.
+"""A thread that ends the process when its event loop is blocked for too long.
 
-Code of an environment that blocks inside `async def` stops everything: deadlines, signals, the display. Under workers a
-broker in another process sees that and kills the worker. Here nobody else is there, and a thread that hangs cannot be
-ended, so the whole process ends, by the same name and after the same time. What was finished is in the run's store.
+Environment code that blocks inside `async def` stops everything: deadlines, signals, the display. With workers, a
+broker in another process notices that and kills the worker. Without workers there is no other process, and Python
+cannot end a thread that hangs, so the whole process ends, with the same failure and after the same time. Rollouts that
+were finished are in the run's store.
 
 Code that never releases the interpreter lock stops this thread too. For that case there is a timer without Python
-(`faulthandler`), which this thread sets anew at every look: it prints the stacks and ends the process. Its clock also
+(`faulthandler`), which this thread restarts at every poll: it prints the stacks and ends the process. Its clock also
 runs while the process is suspended, so the timer is cancelled before Ctrl-Z (SIGTSTP) takes effect. SIGSTOP cannot be
-handled: a process that it stops for longer than `hang_timeout` + STUCK seconds ends when it is continued.
+handled: a process that it stops for longer than `hang_timeout` + TIMER_MARGIN seconds ends when it is continued.
 """
 
 import contextlib
@@ -26,26 +27,26 @@ import psutil
 from ramify.errors import WorkerDied
 from ramify.wire import Pulse
 
-LOOK = 0.25  # seconds between two looks at the loop
-GRACE = 3.0  # seconds for which the loop may stand still once the process was asked to end
-STUCK = 10.0  # seconds beyond the limit after which the timer without Python fires
-ENDING = {signal.SIGINT, signal.SIGTERM}
+POLL_INTERVAL = 0.25  # seconds between two polls of the loop
+GRACE = 3.0  # seconds for which the loop may be blocked after SIGINT or SIGTERM
+TIMER_MARGIN = 10.0  # seconds between `hang_timeout` and the timer without Python
+END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 FAILED, INTERRUPTED = 1, 130  # exit codes
 
 
 class Watchdog:
-    """Watches one event loop at a time, from the main thread's `with` on; `advice` is printed when it ends the process.
+    """Watches one event loop at a time. Enter it in the main thread; `advice` is printed when it ends the process.
 
-    SIGINT and SIGTERM are handled by whoever handles them. Only where the loop stands still, so that nobody does, the
-    process ends here.
+    SIGINT and SIGTERM keep their handlers. If the loop is blocked, so that no handler can run, the watchdog ends the
+    process.
     """
 
     def __init__(self, hang_timeout: float, advice: str) -> None:
         self._limit, self._advice = hang_timeout, advice
         self._pulse: Pulse | None = None
-        self._asked_to_end, self._over = False, threading.Event()
+        self._asked_to_end, self._closed = False, threading.Event()
         self._timer_lock = threading.RLock()  # the main thread may be signalled again while it holds it
-        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch_loop, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         self._signals, self._signalled = os.pipe()
@@ -58,7 +59,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._over.set()
+        self._closed.set()
         if self._handles_suspension:
             signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.set_wakeup_fd(self._before)
@@ -69,7 +70,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the running loop while the block runs."""
+        """Watch the running loop while the `with` block runs."""
         pulse = self._pulse = Pulse()
         try:
             yield
@@ -79,7 +80,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def allowing(self, seconds: float) -> Iterator[None]:
-        """Let the loop stand still for longer while the block runs."""
+        """Allow the loop to be blocked for `seconds` while the `with` block runs."""
         before, self._limit = self._limit, max(seconds, self._limit)
         try:
             yield
@@ -92,24 +93,24 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def _look(self) -> None:
-        """Count the looks that find the loop standing still: time in which this process was stopped does not count."""
-        standing = 0.0
-        while not self._over.is_set():
+    def _watch_loop(self) -> None:
+        """Count the polls that find the loop blocked: time in which the process was stopped is not counted."""
+        blocked_for = 0.0
+        while not self._closed.is_set():
             with self._timer_lock:
                 if _stderr_is_a_file():
-                    faulthandler.dump_traceback_later(self._limit + STUCK, exit=True)
-            if select.select([self._signals], [], [], LOOK)[0]:
-                self._asked_to_end |= bool(ENDING & set(os.read(self._signals, 4096)))
+                    faulthandler.dump_traceback_later(self._limit + TIMER_MARGIN, exit=True)
+            if select.select([self._signals], [], [], POLL_INTERVAL)[0]:
+                self._asked_to_end |= bool(END_SIGNALS & set(os.read(self._signals, 4096)))
                 continue
             pulse = self._pulse
-            standing = standing + LOOK if pulse is not None and pulse.lag > 2 * LOOK else 0.0
+            blocked_for = blocked_for + POLL_INTERVAL if pulse is not None and pulse.lag > 2 * POLL_INTERVAL else 0.0
             if pulse is None:
                 continue
-            if self._asked_to_end and standing > GRACE:
-                self._end(f"stopped; {_describe(pulse, standing)}", INTERRUPTED)
-            if standing > self._limit:
-                self._end(f"{WorkerDied.name}: hung: {_describe(pulse, standing)}", FAILED)
+            if self._asked_to_end and blocked_for > GRACE:
+                self._end(f"stopped; {_describe(pulse, blocked_for)}", INTERRUPTED)
+            if blocked_for > self._limit:
+                self._end(f"{WorkerDied.name}: hung: {_describe(pulse, blocked_for)}", FAILED)
 
     def _end(self, message: str, code: int) -> NoReturn:
         """End everything that was started here, and this process, at once."""
@@ -128,7 +129,7 @@ def _describe(pulse: Pulse, seconds: float) -> str:
 
 
 def _stderr_is_a_file() -> bool:
-    """Whether `faulthandler` can write to it; programs may have put something else in its place."""
+    """Return whether `faulthandler` can write to stderr; a program may have replaced it by another object."""
     try:
         return sys.stderr.fileno() >= 0
     except (AttributeError, OSError, ValueError):

@@ -39,7 +39,7 @@ class Ended(AwaitableResult):
     """Of a run that is finished: fewer than `max_steps` where no task was left."""
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the metrics of each step as a plain dict, as `pandas.DataFrame` takes them."""
+        """Return one plain dict of metrics for each step, for `pandas.DataFrame`."""
         return read_table(self.path)
 
 
@@ -54,7 +54,8 @@ def carry_out(
 ) -> Ended:
     """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done.
 
-    `environments` are the identities of those sources whose code is here; changes are refused unless accepted.
+    `environments` are the identities of the sources whose code is on this machine; a change is refused unless
+    `accept_changes`.
     """
     config, path = plan.config, plan.config.path
     with plan.reservation, claim(path):
@@ -125,7 +126,10 @@ def _logged(file: Path, say: Callable[[str], None]) -> Iterator[Callable[[str], 
 
 @contextlib.contextmanager
 def claim(path: Path) -> Iterator[None]:
-    """Hold the run for one supervisor. The lock lies beside the directory, which may be moved. Raises RunBusy."""
+    """Hold the run for one supervisor; raise RunBusy if another has it.
+
+    The lock file lies beside the directory, because `--fresh` renames the directory.
+    """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path.parent / f".{path.name}.{CLAIM}", os.O_RDWR | os.O_CREAT, 0o644)

@@ -6,7 +6,7 @@ from typing import Any
 from ramify.launch.process import KILLING, PATIENCE
 from ramify.orchestrate.config import RunConfig
 from ramify.store import open_run
-from ramify.store.environments import ACCEPT_CHANGES, Observed, find_changes, refuse_changes
+from ramify.store.environments import ACCEPT_CHANGES, ObservedEnvironment, find_changes, refuse_changes
 from ramify.store.ledger import Ledger
 
 FINISHED = "finished"  # the fact that says up to which step
@@ -23,14 +23,14 @@ def steps_of(
 ) -> int | None:
     """Return the steps of a run that is finished; None for any other.
 
-    Its directory is made or checked; `fresh` moves an old one aside. `environments` are the identities of those sources
-    whose code is here: a change is refused before anything is started, unless `accept_changes`, which the orchestrator
-    then finds in the store; None leaves what is stored there.
+    The run's directory is created or checked; `fresh` moves an old one aside. `environments` are the identities of the
+    sources whose code is on this machine: a change is refused here, before any process is started. `accept_changes` is
+    stored for the orchestrator, which compares all sources; True accepts the changes, None leaves the stored value.
     """
     killed = PATIENCE + KILLING  # for the processes of a supervisor that was killed
     with open_run(config.path, config.identity, fresh=fresh, accept_changes=accept_changes, patience=killed) as store:
         if not accept_changes:
-            observed = {name: Observed(identity) for name, identity in (environments or {}).items()}
+            observed = {name: ObservedEnvironment(identity) for name, identity in (environments or {}).items()}
             refuse_changes(store, find_changes(store, observed))
         if accept_changes is not None:
             store.remember(ACCEPT_CHANGES, accept_changes)

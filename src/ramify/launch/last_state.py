@@ -1,4 +1,4 @@
-"""The last known state of a run in one line, for people who wait for an orchestrator that does not answer."""
+"""The last known state of a run in one line, for when its orchestrator does not answer."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from ramify.orchestrate.snapshot import read_snapshot
 
 
 def describe_last_state(path: Path) -> str:
-    """Return what the orchestrator of the run at `path` wrote last about itself."""
+    """Return the state that the orchestrator of the run at `path` wrote to disk last, and its age."""
     from ramify.launch.dashboard import line_of  # brings rich
 
     snapshot = read_snapshot(path)

@@ -1,7 +1,7 @@
-"""Whether a process answers, and what the system says about one that does not.
+"""Whether a process still answers, and whether one that does not is stopped.
 
-A process that is stopped (SIGSTOP, a debugger) or hangs in its event loop has no exit code to react to. The supervisor
-asks it now and then, and kills it once it has been silent for too long; its end is then handled like a crash.
+A process that is stopped (SIGSTOP, a debugger) or whose event loop hangs does not exit. The supervisor therefore sends
+it requests, and kills it once it has not answered for too long; that is then handled like a crash.
 """
 
 import asyncio
@@ -13,8 +13,10 @@ import psutil
 from ramify.launch.process import Process, State
 from ramify.launch.ready import answers
 
-LONGEST = 5.0  # seconds for one answer, and between two questions
-QUESTIONS = 3  # without an answer before a process counts as silent: a supervisor that was stopped itself asks first
+MAX_INTERVAL = 5.0  # seconds for one answer, and between two requests
+# Requests without an answer after which a process counts as silent. More than one, because a supervisor that was
+# stopped itself finds an old request unanswered when it is continued.
+MAX_UNANSWERED = 3
 
 
 async def wait_for_silence(life: Process, changed: Callable[[], None]) -> float:
@@ -24,7 +26,7 @@ async def wait_for_silence(life: Process, changed: Callable[[], None]) -> float:
     """
     entry = life.entry
     assert entry.hang_timeout is not None
-    pause = min(entry.hang_timeout / (4 * QUESTIONS), LONGEST)  # so that silence is seen at half of the time
+    pause = min(entry.hang_timeout / (4 * MAX_UNANSWERED), MAX_INTERVAL)  # silence is shown at half of the timeout
     unanswered, since = 0, time.monotonic()
     while True:
         await asyncio.sleep(pause)
@@ -34,12 +36,12 @@ async def wait_for_silence(life: Process, changed: Callable[[], None]) -> float:
         else:
             unanswered += 1
             since = asked if unanswered == 1 else since
-        state = State.SILENT if unanswered >= QUESTIONS else State.READY
+        state = State.SILENT if unanswered >= MAX_UNANSWERED else State.READY
         if life.state is not state and life.state is not State.ENDED:
             life.state, life.since = state, time.monotonic()
             changed()
         silence = time.monotonic() - since
-        if unanswered >= QUESTIONS and silence >= entry.hang_timeout:
+        if unanswered >= MAX_UNANSWERED and silence >= entry.hang_timeout:
             return silence
 
 

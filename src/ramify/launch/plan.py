@@ -53,7 +53,7 @@ class Plan:
     status: str
     """Where the orchestrator says how the run is."""
     reservation: Reservation
-    """The ports of all its processes, until the run is over."""
+    """Holds the ports of all processes until the run ends."""
 
     def write(self) -> None:
         """Write the configurations, the run's own and each process's, and the plan for people."""
@@ -122,7 +122,7 @@ class _Planner:
         self.reservation = Reservation({**own, **engine, **source_addresses(config)})
         self.places = self.reservation.places
         if isinstance(config.inference, VLLMConfig):
-            self.reservation.release("inference")  # vLLM listens as it likes
+            self.reservation.release("inference")  # vLLM binds its port without SO_REUSEPORT
         self.run = _addressed(config, self.places)
         self.files: dict[Path, Config] = {}
 
@@ -205,7 +205,7 @@ class _Planner:
             Role.LEADER,
             env=self._environment(self.shares.rest, "orchestrator.address", "orchestrator.status"),
             address=f"{self.places['orchestrator.status']}/health",
-            deadline=2 * self.config.launch.start_deadline,  # it waits for engines first, and then for env servers
+            deadline=2 * self.config.launch.start_deadline,  # it waits for engines, then for env servers
             hang_timeout=self.config.launch.hang_timeout,
             last_state=lambda: describe_last_state(self.path),
         )
@@ -222,7 +222,7 @@ class _Planner:
         return Entry("trainer", command, log, Role.FOLLOWER, env=env, loads=loads)
 
     def _environment(self, share: Share, *listeners: str) -> dict[str, str]:
-        """Return the variables of a process, with the ports that are held for it."""
+        """Return the environment variables of a process, with the ports that are reserved for it."""
         return {**share.env, RESERVED: self.reservation.ports(*listeners)}
 
     @property

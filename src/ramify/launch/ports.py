@@ -1,9 +1,9 @@
 """Where the processes of a run listen: chosen once, reserved for as long as the run lives, kept over every restart.
 
-The supervisor holds a socket at each port that is bound and does not listen. Nobody else can bind the port, neither
-before its process listens nor while that is started again. The process itself may: it is told that the port is reserved
-for it, and sets SO_REUSEPORT, as the supervisor has done after it bound the port alone. Free ports lie below those that
-the system gives to outgoing connections.
+For each port the supervisor holds a socket that is bound but does not listen. No other program can then bind the port,
+neither before the process listens nor while it is restarted. The process itself can: an environment variable tells it
+that the port is reserved for it, and it sets SO_REUSEPORT, which the supervisor sets on its own socket after binding it
+alone. Free ports are chosen below the range that the system gives to outgoing connections.
 """
 
 import contextlib
@@ -37,33 +37,33 @@ def source_addresses(config: RunConfig) -> dict[str, str]:
 
 
 class Reservation:
-    """Addresses with a port each, held until it is closed, or nobody refers to it any more."""
+    """Addresses whose ports are held until the reservation is closed or garbage-collected."""
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
-        """Reserve `addresses`, by what listens there, with a free port for each 0.
+        """Reserve `addresses`, by the name of their listener; port 0 is replaced by a free one.
 
         Raises PortTaken for one that is in use, ConfigInvalid for one that is not this machine's.
         """
         self.places: dict[str, str] = {}
         self._held: dict[str, int] = {}
         self._closing = weakref.finalize(self, _close, self._held)
-        for what, address in addresses.items():
-            port, held = _reserve(what, address)
-            self.places[what] = f"{address.rpartition(':')[0]}:{port}"
+        for name, address in addresses.items():
+            port, held = _reserve(name, address)
+            self.places[name] = f"{address.rpartition(':')[0]}:{port}"
             if held is not None:
-                self._held[what] = held.detach()
+                self._held[name] = held.detach()
 
     def ports(self, *names: str) -> str:
-        """Return the ports that are held for these listeners, as their process is told them."""
+        """Return the ports that are held for these listeners, separated by commas, for the environment variable."""
         return ",".join(str(urlsplit(self.places[name]).port) for name in names if name in self._held)
 
-    def release(self, what: str) -> None:
-        """Let go of a port whose process cannot share it."""
-        if what in self._held:
-            os.close(self._held.pop(what))
+    def release(self, name: str) -> None:
+        """Release a port whose process cannot set SO_REUSEPORT."""
+        if name in self._held:
+            os.close(self._held.pop(name))
 
     def close(self) -> None:
-        """Let go of every port."""
+        """Release every port."""
         self._closing()
 
     def __enter__(self) -> Self:
@@ -87,8 +87,8 @@ def _close(held: dict[str, int]) -> None:
 def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
     """Return the port, and the socket that holds it.
 
-    There is none for a port that was asked for and has connections of an earlier run which are not forgotten yet: it
-    can be listened on, and not be held.
+    There is no socket for a configured port that has connections of an earlier run in TIME_WAIT: a listener can bind it
+    with SO_REUSEADDR, but it cannot be held.
     """
     place = urlsplit(address)
     try:
@@ -107,7 +107,7 @@ def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
             continue
         held = socket.socket(family)
         with contextlib.suppress(OSError):
-            held.bind((host, number))  # alone: without SO_REUSEADDR, with which others could join
+            held.bind((host, number))  # without SO_REUSEADDR, which would let other sockets bind it too
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             return number, held
         held.close()

@@ -1,7 +1,7 @@
-"""What `--dry-run` checks beyond the plan: all that a process of the run would refuse when it starts.
+"""What `--dry-run` checks beyond the plan: everything that a process of the run would refuse when it starts.
 
-Only what depends on the machine is left out, so that a run for another one can be planned here: GPUs, and a model that
-is not here. What only shows when a model is loaded is left to the run.
+What depends on the machine is not checked, so that a run for another machine can be planned here: GPUs, and a model
+that is not on this machine. Problems that appear only when the model is loaded are left to the run.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 from ramify.store import RunStore
 from ramify.store.directory import check_identity
-from ramify.store.environments import Observed, find_changes, refuse_changes
+from ramify.store.environments import ObservedEnvironment, find_changes, refuse_changes
 from ramify.store.store import DATABASE
 from ramify.wire.address import check_bind
 
@@ -31,7 +31,7 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
             with RunStore.open(config.path, write=False) as store:
                 check_identity(store, config.identity, accept_changes)
                 if not accept_changes:
-                    observed = {name: Observed(identity) for name, identity in environments.items()}
+                    observed = {name: ObservedEnvironment(identity) for name, identity in environments.items()}
                     refuse_changes(store, find_changes(store, observed))
 
 
@@ -44,7 +44,10 @@ def _problems_of_address(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _problems_of_model(config: RunConfig) -> list[tuple[str, str]]:
-    """A model with a name like that of a packaged one is misspelt; any other that is not here may be elsewhere."""
+    """Return problems of the model's name and renderer.
+
+    A missing model is a problem only if its name resembles a packaged one: any other may be on the machine of the run.
+    """
     try:
         directory = resolve(config.model.name)
     except ModelNotFound as error:

@@ -50,7 +50,7 @@ class State(Enum):
     WAITING = "waiting"  # for others, or for its next start
     STARTING = "starting"
     READY = "ready"
-    SILENT = "silent"  # it answered before, and does not now
+    SILENT = "silent"  # it has answered before, but no longer does
     ENDED = "ended"
 
 
@@ -72,7 +72,7 @@ class Entry:
     hang_timeout: float | None = None
     """Seconds without an answer after which it is killed and started again; None leaves a silent process alone."""
     last_state: Callable[[], str] | None = None
-    """Says what is known of it when it does not answer."""
+    """Returns its last known state, for the log, when it does not answer."""
     prepare: Callable[[], None] | None = None
     """Done before each start."""
     loads: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Process:
         self.entry, self.patience, self.state, self.pid = entry, patience, State.STARTING, 0
         self.since = time.monotonic()
         self.silence: float | None = None
-        """Seconds for which it did not answer before it was killed for that."""
+        """Seconds without an answer after which it was killed; None if it was not killed for that."""
         self._nursery = nursery
         self._line: socket.socket | None = None
         """To its leash, which lets it live for as long as this is open."""
@@ -182,7 +182,7 @@ class Process:
                 os.kill(self.pid, number)
 
     async def kill(self) -> None:
-        """Kill it, and after a few seconds also what holds it, which may be stopped as well. `ended` tells the end."""
+        """Kill the process, and after KILLING seconds its leash, which may be stopped too; `ended` then returns."""
         self.signal(signal.SIGKILL)
         await asyncio.sleep(KILLING)
         with contextlib.suppress(ProcessLookupError):

@@ -26,14 +26,14 @@ def rl(
     display: "Display | None" = None,
     **settings: Any,
 ) -> "Ended":
-    """Train, or go on training, until `max_steps`. Raises what went wrong under its name. `fresh` begins anew.
+    """Train, or continue training, until `max_steps`. Raises a named failure. `fresh` begins anew.
 
-    `config` is a table of settings, or a taskset to learn: its class, an instance, or its id; its eval split is
-    measured. `settings` are further keys of the table. It may be called where an event loop runs (in a notebook),
-    plainly or with `await`, and blocks in both cases.
+    `config` is a configuration, a table of settings, or a taskset to learn: its class, an instance, or its id; its eval
+    split is evaluated. `settings` are further keys of the table. The call blocks until the run ends, also inside a
+    running event loop (in a notebook), and its result may be awaited.
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
-    checked = _config_of(config, settings)
+    checked = _build_config(config, settings)
     plan = plan_of(checked)
     with nursery(plan.entries) as found:  # it loads while we load the rest and check
         from ramify.launch.carrying import carry_out
@@ -49,7 +49,7 @@ def rl(
         )
 
 
-def _config_of(
+def _build_config(
     config: RunConfig | Mapping[str, Any] | Taskset | type[Taskset] | str, settings: Mapping[str, Any]
 ) -> RunConfig:
     if isinstance(config, RunConfig):
@@ -65,11 +65,11 @@ def _config_of(
         given = {"train": [{**name, "taskset": taskset}], "eval": [{**name, "taskset": held_out}]}
     table = name_model({**given, **settings})
     for kind in {"train", "eval"} & table.keys():
-        table[kind] = [_with_table(source, output) for source in table[kind]]
+        table[kind] = [_with_taskset_table(source, output) for source in table[kind]]
     return check(RunConfig, table, at="run")
 
 
-def _with_table(source: Any, output: Path) -> Any:
+def _with_taskset_table(source: Any, output: Path) -> Any:
     if not isinstance(source, Mapping) or "taskset" not in source:
         return source
     return {**source, "taskset": taskset_table(source["taskset"], output)}

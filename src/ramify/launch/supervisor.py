@@ -6,7 +6,7 @@ process is let go at once, and none outlives this call.
 
 - An exit by signal, or with an exception nobody named, is a crash: the process is started again, within its budget. The
   same exception several times in a row is a bug, and ends the run before the budget does.
-- A process with a `hang_timeout` that no longer answers for so long is killed, which is a crash like any other.
+- A process that has not answered for its `hang_timeout` is killed, which is a crash like any other.
 - A named failure that is not retryable, and any named failure of the leader, ends the run under that name.
 - SIGTERM and SIGUSR1 are passed to the leader, which makes a checkpoint and exits with 75, within `grace` seconds.
 """
@@ -173,7 +173,7 @@ class Supervisor:
         if failure is not None and (entry.role is Role.LEADER or not failure.retryable):
             raise failure
         if self._leaving is not None and entry.role is Role.LEADER:
-            self._say(f"{entry.name} {_how(life, code)} before a checkpoint was made; the last one holds")
+            self._say(f"{entry.name} {_describe_end(life, code)} before a checkpoint was made; the last one holds")
             self._decide(Outcome.LEFT)
             return False
         return True
@@ -184,10 +184,11 @@ class Supervisor:
         delay = budget.spend() if alike < SAME else None
         if delay is None:
             often = f"{alike} times in a row in the same way" if alike >= SAME else f"after {budget.total} restarts"
-            raise ProcessDied(f"{entry.name} {_how(life, code)}, {often}; the end of {entry.log}:\n{life.tail()}")
-        self._say(
-            f"{entry.name} {_how(life, code)}; started again in {delay:g} s ({budget.total} of {budget.restarts})"
-        )
+            raise ProcessDied(
+                f"{entry.name} {_describe_end(life, code)}, {often}; the end of {entry.log}:\n{life.tail()}"
+            )
+        end = _describe_end(life, code)
+        self._say(f"{entry.name} {end}; started again in {delay:g} s ({budget.total} of {budget.restarts})")
         life.state, life.since = State.WAITING, time.monotonic()
         self._tell()
         await asyncio.sleep(delay)
@@ -255,8 +256,8 @@ class Supervisor:
                 loop.remove_signal_handler(number)
 
 
-def _how(life: Process, code: int) -> str:
-    """Say how a life ended."""
+def _describe_end(life: Process, code: int) -> str:
+    """Return how a process ended, as the end of a sentence."""
     if life.silence is None:
         return how(code)
     return f"did not answer for {life.silence:.0f} s and was killed"

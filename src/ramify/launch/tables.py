@@ -25,8 +25,8 @@ def check_tables(config: RunConfig, *, start: bool = False) -> dict[str, dict[st
     """Refuse, with ConfigInvalid, tables that their plugins refuse.
 
     With `start`, also refuse what the processes of the run would refuse when they start: a source whose first task
-    cannot be had, and a loss that cannot be imported.
-    Returns the identity of each environment that was loaded, by the name under which the run's store knows the source.
+    cannot be loaded, and a loss that cannot be imported.
+    Return the identity of each environment that was loaded, by the name of the source in the run's store.
     """
     command = [sys.executable, "-m", "ramify.launch.tables"]
     asked = json.dumps({**_asked(config), "start": start}, default=str)
@@ -60,7 +60,7 @@ def _asked(config: RunConfig) -> dict[str, Any]:
 
 
 def examine(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return each problem with its key, and the identity of each source; runs in the process of its own."""
+    """Return each problem with its key, and the identity of each source. Runs in a separate process."""
     from ramify.env import plugin
     from ramify.env.marks import MARK_A_REWARD
     from ramify.rollout import Environment, SourceConfig

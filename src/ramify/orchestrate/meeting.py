@@ -13,7 +13,7 @@ from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.sampling import Served
 from ramify.orchestrate.tasks import MANY, TaskBook
 from ramify.store import RunStore
-from ramify.store.environments import Observed, task_numbers
+from ramify.store.environments import ObservedEnvironment, task_numbers
 
 LOOK = 0.05  # seconds between two looks at a server that is not ready
 SLACK = 600.0  # seconds an attempt may wait for a worker beyond what it may take
@@ -26,7 +26,7 @@ class Met:
     served: Served
     info: Info
 
-    def of_revision(self, revision: int) -> "Met":
+    def with_revision(self, revision: int) -> "Met":
         """Return the same source, with the revision of its environment."""
         return Met(replace(self.served, revision=revision), self.info)
 
@@ -58,7 +58,7 @@ async def meet(
     return Met(served, info)
 
 
-async def observe(met: Met, store: RunStore, name: str, limit: int | None) -> Observed:
+async def observe(met: Met, store: RunStore, name: str, limit: int | None) -> ObservedEnvironment:
     """Return the environment of a source as it is now, to be compared with what `store` remembers under `name`.
 
     All tasks of a source that has an end are compared, up to `limit`; of any other, those that were issued.
@@ -69,7 +69,7 @@ async def observe(met: Met, store: RunStore, name: str, limit: int | None) -> Ob
     else:
         numbers = range(min(each for each in (count, limit) if each is not None))
     contents, keys = await met.served.tasks.contents(numbers)
-    return Observed(met.info.environment, contents, keys, size=count)
+    return ObservedEnvironment(met.info.environment, contents, keys, size=count)
 
 
 async def _ready(

@@ -13,7 +13,7 @@ from ramify.store.states import DropReason, State
 
 REPORTED = "patience/reported"  # in the ledger's states: groups with lower numbers were reported already
 UNCOUNTED = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
-SHOWN = 160  # characters of a prompt or a reply in the report
+MAX_QUOTED = 160  # characters of a prompt or a reply in the report
 
 
 class Patience:
@@ -94,5 +94,5 @@ def _describe_reply(ledger: Ledger, number: int) -> str:
     rollout = next(attempt.rollout for attempt in ledger.attempts(number) if attempt.rollout is not None)
     trace = ledger.store.read(rollout)[0]
     prompts = [node.message.text for node in trace.nodes if node.message.role == "user"]
-    prompt, reply = (textwrap.shorten(text, SHOWN) for text in (prompts[0] if prompts else "", trace.last_reply))
+    prompt, reply = (textwrap.shorten(text, MAX_QUOTED) for text in (prompts[0] if prompts else "", trace.last_reply))
     return f"  a reply to {prompt!r}: {reply!r}"

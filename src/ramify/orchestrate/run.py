@@ -148,7 +148,7 @@ class Run:
         revisions = record_environments(self.store, observed, changes)
         self.store.remember(ACCEPT_CHANGES, False)
         for sources, prefix in ((train, ""), (evals, "eval/")):
-            sources |= {name: one.of_revision(revisions[f"{prefix}{name}"]) for name, one in sources.items()}
+            sources |= {name: one.with_revision(revisions[f"{prefix}{name}"]) for name, one in sources.items()}
 
     def _sources(self, parts: Parts, train: Mapping[str, Met]) -> dict[str, Source]:
         config = self.config

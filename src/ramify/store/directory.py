@@ -14,13 +14,13 @@ from typing import Any
 
 from ramify.errors import ConfigInvalid, RunBusy
 from ramify.store.differences import difference
-from ramify.store.environments import ACCEPTED, WAYS_ON
+from ramify.store.environments import ACCEPTED, RESUME_OPTIONS
 from ramify.store.journal import Journal
 from ramify.store.store import OPENING, RunStore, locked
 
 IDENTITY = "identity"
 MODEL = "model"  # the key of an identity whose change cannot be accepted
-OTHER_RUN = "give it another --name, or --fresh to move the old one aside and begin anew"
+NEW_RUN_OPTIONS = "give it another --name, or --fresh to move the old one aside and begin anew"
 POLL = 0.1  # seconds between two looks at a run that somebody holds
 
 
@@ -79,7 +79,7 @@ def check_identity(store: RunStore, identity: Mapping[str, Any], accept: bool | 
     if accept and same_model:
         return changes
     lines = "".join(f"\n  {line}" for line in changes)
-    ways = f"give it another --name; or {WAYS_ON}" if accept is False and same_model else OTHER_RUN
+    ways = f"give it another --name; or {RESUME_OPTIONS}" if accept is False and same_model else NEW_RUN_OPTIONS
     raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{ways}")
 
 

@@ -24,15 +24,15 @@ from ramify.store.store import OPENING, RunStore
 ENVIRONMENTS = "environments"  # the fact that holds identity and revision of each source
 ACCEPT_CHANGES = "accept changes"  # the fact that says whether the next start of the run may record changes
 ACCEPTED = "changes accepted"  # the kind of the event
-SHOWN = 5  # changed tasks that are listed one by one
-WAYS_ON = (
+MAX_SHOWN_TASKS = 5  # changed tasks that are listed one by one
+RESUME_OPTIONS = (
     "--fresh moves the old run aside and begins anew; --accept-changes keeps what is there, goes on with the new "
     "version and records the change"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ObservedEnvironment:
     """An environment as it is now."""
 
     identity: dict[str, Any]
@@ -45,7 +45,7 @@ class Observed:
     """How many tasks there are, where that is known."""
 
 
-def find_changes(store: RunStore, sources: Mapping[str, Observed]) -> dict[str, list[str]]:
+def find_changes(store: RunStore, sources: Mapping[str, ObservedEnvironment]) -> dict[str, list[str]]:
     """Return a line for each difference from what the run remembers, by source; sources without one are left out."""
     known = store.fact(ENVIRONMENTS) or {}
     lines = {name: list(_changes(store, name, known[name], now)) for name, now in sources.items() if name in known}
@@ -55,14 +55,14 @@ def find_changes(store: RunStore, sources: Mapping[str, Observed]) -> dict[str, 
 def refuse_changes(store: RunStore, changes: Mapping[str, Sequence[str]]) -> None:
     """Raise EnvironmentChanged if there are changes."""
     if changes:
-        lines = "".join(f"\n  {line}" for line in labelled(changes))
+        lines = "".join(f"\n  {line}" for line in label_changes(changes))
         raise EnvironmentChanged(
-            f"{store.path} holds rollouts of another version of its environment; what differs:{lines}\n{WAYS_ON}"
+            f"{store.path} holds rollouts of another version of its environment; what differs:{lines}\n{RESUME_OPTIONS}"
         )
 
 
 def record_environments(
-    store: RunStore, sources: Mapping[str, Observed], changes: Mapping[str, Sequence[str]]
+    store: RunStore, sources: Mapping[str, ObservedEnvironment], changes: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
     """Store what was observed, and the changes as an event, in one transaction; return the revision of each source."""
     known: dict[str, Any] = store.fact(ENVIRONMENTS) or {}
@@ -71,7 +71,7 @@ def record_environments(
         known[name] = {"identity": now.identity, "revision": revisions[name]}
     fact = msgspec.msgpack.encode(known)
     tasks = [(name, number, content) for name, now in sources.items() for number, content in now.tasks.items()]
-    event = {"changes": labelled(changes), "revisions": {name: revisions[name] for name in changes}}
+    event = {"changes": label_changes(changes), "revisions": {name: revisions[name] for name in changes}}
 
     def apply(connection: sqlite3.Connection, _: object) -> None:
         connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (ENVIRONMENTS, fact))
@@ -94,12 +94,12 @@ def task_numbers(store: RunStore, source: str) -> list[int]:
     ]
 
 
-def labelled(changes: Mapping[str, Sequence[str]]) -> list[str]:
+def label_changes(changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return all lines, each with the name of its source where it has one."""
     return [f"{name}: {line}" if name else line for name, lines in changes.items() for line in lines]
 
 
-def _changes(store: RunStore, name: str, known: Mapping[str, Any], now: Observed) -> Iterator[str]:
+def _changes(store: RunStore, name: str, known: Mapping[str, Any], now: ObservedEnvironment) -> Iterator[str]:
     before: dict[str, Any] = dict(known["identity"])
     after = dict(now.identity)
     yield from _changed_files(before.pop("code", {}), after.pop("code", {}))
@@ -117,7 +117,7 @@ def _changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> Itera
             yield f"{file} has changed (it was {before[file]}, now {after[file]})"
 
 
-def _changed_tasks(store: RunStore, name: str, now: Observed) -> Iterator[str]:
+def _changed_tasks(store: RunStore, name: str, now: ObservedEnvironment) -> Iterator[str]:
     stored = store.select("SELECT number, content FROM tasks WHERE source = ? ORDER BY number", (name,))
     lines: list[str] = []
     for number, content in stored:
@@ -127,6 +127,6 @@ def _changed_tasks(store: RunStore, name: str, now: Observed) -> Iterator[str]:
         elif now.tasks[number] != content:
             called = f" ({now.names[number]})" if number in now.names else ""
             lines.append(f"task {number}{called} has changed (it was {content}, now {now.tasks[number]})")
-    yield from lines[:SHOWN]
-    if len(lines) > SHOWN:
-        yield f"and {len(lines) - SHOWN} more of its tasks"
+    yield from lines[:MAX_SHOWN_TASKS]
+    if len(lines) > MAX_SHOWN_TASKS:
+        yield f"and {len(lines) - MAX_SHOWN_TASKS} more of its tasks"

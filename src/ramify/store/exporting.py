@@ -16,7 +16,7 @@ from ramify.store.store import RunStore
 from ramify.trace.readable import to_dict
 
 FORMATS = ("jsonl", "parquet")
-Report = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 
 BATCH = 256  # traces in memory at once
 NESTED = (
@@ -36,7 +36,7 @@ TEXT = ("rollout", "source", "task", "id", "episode", "group", "agent", "env", "
 WHOLE = ("repetition", "attempt", "schema")
 
 
-def export(store: RunStore, to: str, path: Path, report: Report | None = None) -> int:
+def export(store: RunStore, to: str, path: Path, report: ReportProgress | None = None) -> int:
     """Write the run to `path`, whole or not at all, and return the number of traces.
 
     `report` is called after every rollout with the number of those that are done and of all.
@@ -56,7 +56,7 @@ def export(store: RunStore, to: str, path: Path, report: Report | None = None) -
     return count
 
 
-def records(store: RunStore, report: Report | None = None) -> Iterator[dict[str, Any]]:
+def records(store: RunStore, report: ReportProgress | None = None) -> Iterator[dict[str, Any]]:
     """Each trace as plain data, with the rollout it belongs to. `task` is the task's identity, `task_data` the task."""
     ((total,),) = store.select("SELECT count(*) FROM rollouts")
     for done, row in enumerate(store.iterate_rows(), start=1):
@@ -68,7 +68,7 @@ def records(store: RunStore, report: Report | None = None) -> Iterator[dict[str,
             report(done, total)
 
 
-def _jsonl(store: RunStore, path: Path, report: Report | None) -> int:
+def _jsonl(store: RunStore, path: Path, report: ReportProgress | None) -> int:
     count = 0
     with path.open("wb") as file:
         for record in records(store, report):
@@ -77,7 +77,7 @@ def _jsonl(store: RunStore, path: Path, report: Report | None) -> int:
     return count
 
 
-def _parquet(store: RunStore, path: Path, report: Report | None) -> int:
+def _parquet(store: RunStore, path: Path, report: ReportProgress | None) -> int:
     """Flat fields as columns; nested ones as JSON text, because no two environments nest alike."""
     try:
         import pyarrow as pa

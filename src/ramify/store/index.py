@@ -39,10 +39,10 @@ def check_pages(path: Path, connection: sqlite3.Connection) -> None:
     """Raise RunDamaged where SQLite finds a damaged page: a run that trusts it may cut away traces it still needs."""
     problems = [line for (line,) in connection.execute("PRAGMA quick_check(3)") if line != "ok"]
     if problems:
-        raise damaged(path, "; ".join(problems))
+        raise damage_error(path, "; ".join(problems))
 
 
-def damaged(path: Path, problem: str) -> RunDamaged:
+def damage_error(path: Path, problem: str) -> RunDamaged:
     """Return the failure of a run whose index SQLite cannot read."""
     return RunDamaged(f"{path / DATABASE} is damaged: {problem}; nothing was changed. {_recovery(path)}")
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
 from ramify.store import rows
-from ramify.store.index import DATABASE, TRACES, check_contents, check_file, check_pages, damaged, is_corruption
+from ramify.store.index import DATABASE, TRACES, check_contents, check_file, check_pages, damage_error, is_corruption
 from ramify.store.locks import name_holders, write_holder
 from ramify.store.rows import Place, Row
 from ramify.store.segment import Segments, sync_directory
@@ -70,7 +70,7 @@ class RunStore:
                     reader.close()
                 os.close(lock)
                 if is_corruption(error):
-                    raise damaged(path, str(error)) from error
+                    raise damage_error(path, str(error)) from error
                 raise
 
     async def add(self, row: Row, traces: Sequence[Trace]) -> None:
