@@ -5,7 +5,7 @@ import asyncio
 import psutil
 import pytest
 
-from ramify.envserver.heap import LARGE, HeapTrimmer, find_malloc_trim
+from ramify.envserver.heap import LARGE_ROLLOUT, HeapTrimmer, find_malloc_trim
 
 CHUNK, MIB = 2048, 1 << 20
 
@@ -21,9 +21,9 @@ def test_memory_that_a_large_rollout_used_goes_back_to_the_system():
     kept = process.memory_info().rss
 
     async def end() -> int:
-        heap = HeapTrimmer(pause=0.01)
-        heap.rollout_ended(LARGE)
-        heap.rollout_ended(LARGE)  # together with the first
+        heap = HeapTrimmer(delay=0.01)
+        heap.rollout_ended(LARGE_ROLLOUT)
+        heap.rollout_ended(LARGE_ROLLOUT)  # together with the first
         while not heap.count:
             await asyncio.sleep(0.01)
         await heap.close()
@@ -37,8 +37,8 @@ def test_memory_that_a_large_rollout_used_goes_back_to_the_system():
 
 def test_small_rollouts_cost_nothing():
     async def end() -> int:
-        heap = HeapTrimmer(pause=0.0)
-        heap.rollout_ended(LARGE - 1)
+        heap = HeapTrimmer(delay=0.0)
+        heap.rollout_ended(LARGE_ROLLOUT - 1)
         await asyncio.sleep(0.05)
         await heap.close()
         return heap.count

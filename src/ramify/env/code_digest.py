@@ -1,9 +1,10 @@
 """Digests of the source files that an environment consists of.
 
-A rollout is worth no more than the code that scored it, so a run remembers that code: the module of a plugin, and all
-modules of the same package that it imports, directly or not. Imports are read from the source text, including those
-inside functions, so the result does not depend on what has been executed so far. Modules that are imported by a
-computed name, data files, and other packages are not covered. Of Ramify itself only the built-in tasksets count.
+Rewards can be compared only if the same code computed them, so a run stores digests of that code: the module of a
+plugin, and all modules of the same package that it imports, directly or not. Imports are read from the source text,
+including those inside functions, so the result does not depend on what has been executed so far. Modules that are
+imported by a computed name, data files, and other packages are not covered. Of Ramify itself only the built-in tasksets
+count.
 """
 
 import ast
@@ -55,23 +56,23 @@ def code_digests(plugin: type) -> dict[str, str]:
     scopes = _scopes(plugin.__module__, path)
     if not scopes:
         return {}
-    found: dict[str, str] = {}
-    waiting = [path]
-    while waiting:
-        current = waiting.pop()
-        scope = next(scope for scope in scopes if current.is_relative_to(scope.root))
-        name = current.relative_to(scope.root).as_posix()
-        if name in found:
+    digests: dict[str, str] = {}
+    pending = [path]
+    while pending:
+        current = pending.pop()
+        root = next(scope.root for scope in scopes if current.is_relative_to(scope.root))
+        name = current.relative_to(root).as_posix()
+        if name in digests:
             continue
         data = current.read_bytes()
-        found[name] = _digest(data)
-        package = current.relative_to(scope.root).parts[:-1]
-        waiting += [file for target in _imports(data, package) for each in scopes for file in each.files(target)]
-    return dict(sorted(found.items()))
+        digests[name] = _digest(data)
+        package = current.relative_to(root).parts[:-1]
+        pending += [file for target in _imports(data, package) for scope in scopes for file in scope.files(target)]
+    return dict(sorted(digests.items()))
 
 
 def _scopes(name: str, path: Path) -> list[Scope]:
-    """Return where the modules of a plugin's own package lie; nothing for a plugin that Ramify itself brings."""
+    """Return where the modules of a plugin's own package are; nothing for a plugin that is part of Ramify."""
     parts = tuple(name.split("."))
     if parts[0] == "ramify":
         return [BUILT_IN] if parts[:2] == BUILT_IN.prefix else []
@@ -102,7 +103,7 @@ def _imports(data: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 
 
 def _source_of(plugin: type) -> str:
-    """Return the source of a class that was typed into a session, as far as it is known."""
+    """Return the source of a class without a file (of an interactive session), or its byte code if there is none."""
     functions = [value for cls in plugin.__mro__ for value in vars(cls).values() if _is_own(value, plugin)]
     try:
         return "\n".join(inspect.getsource(function) for function in functions)

@@ -25,7 +25,7 @@ HEADER = "# Written by Ramify from the notebook or script that defines {name}. E
 
 
 def taskset_table(taskset: Any, output: Path) -> Any:
-    """Return the table of the configuration for a taskset, which is a class, an instance, an id or a table already."""
+    """Return the configuration table of a taskset, which is given as a class, an instance, an id or a table."""
     if isinstance(taskset, str):
         return {"id": taskset}
     if isinstance(taskset, type) and issubclass(taskset, Taskset):
@@ -40,7 +40,10 @@ def taskset_table(taskset: Any, output: Path) -> Any:
 
 
 def class_id(cls: type, folder: Path) -> str:
-    """Return the id of a class; one that only this process knows is written into `folder`. Raises ConfigInvalid."""
+    """Return the id of a class. A class that other processes cannot import is written to `folder` first.
+
+    Raises ConfigInvalid if its source, or that of something it uses, is not known.
+    """
     if "." in cls.__qualname__:
         refuse([("taskset", f"{cls.__qualname__} is defined inside a function or class; define it at the top level")])
     module = sys.modules.get(cls.__module__)
@@ -49,7 +52,7 @@ def class_id(cls: type, folder: Path) -> str:
         path = folder / f"{cls.__name__}.py"
         _write(path, HEADER.format(name=cls.__name__) + definition_of(cls))
         return f"{path}:{cls.__name__}"
-    if file is not None and _find_spec(cls.__module__) is None:  # loaded from a file that is no module of the path
+    if file is not None and _find_spec(cls.__module__) is None:  # loaded from a file that is not on sys.path
         return f"{file}:{cls.__name__}"
     return f"{cls.__module__}:{cls.__name__}"
 
@@ -97,7 +100,7 @@ class _Definitions:
 
 
 def _import_origin(value: Any) -> tuple[str, str] | None:
-    """The module and the name of a class or function that can be imported."""
+    """Return the module and the name of a class or function that can be imported; None for any other value."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == MAIN or "." in name:
         return None
@@ -114,7 +117,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def _global_names(source: str) -> list[str]:
-    """The names that a statement takes from its module; those of local variables are not among them."""
+    """Return the global names that a statement uses."""
     waiting = [symtable.symtable(source, "definition", "exec")]
     found: dict[str, None] = {}
     while waiting:
@@ -127,7 +130,7 @@ def _global_names(source: str) -> list[str]:
 
 
 def _source_of(name: str, value: Any) -> str | None:
-    """The statement that defines `name`, from the file or the cell of the notebook that holds it."""
+    """Return the statement that defines `name`, from its file or notebook cell; None if it is not found."""
     for file in _files_of(value):
         text = "".join(linecache.getlines(file))
         try:
@@ -142,7 +145,7 @@ def _source_of(name: str, value: Any) -> str | None:
 
 
 def _files_of(value: Any) -> Iterator[str]:
-    """Where the source of a value may be: where its code says, or else the cells of the notebook, the newest first.
+    """Yield the files that may hold the source of a value: the one that its code names, or else all cells, newest first.
 
     Methods that a decorator has generated, such as the `__init__` of a dataclass, do not say where their class is.
     """

@@ -113,7 +113,7 @@ def find(kind: str, id: str, *, at: str | None = None) -> type:
 
 
 def _find_similar_file(id: str) -> Path | None:
-    """The file that is probably meant by an id without `.py`, seen from where the command was started."""
+    """Return the file that an id without `.py` probably means, relative to the working directory."""
     name = id.replace("-", "_")
     return next((file for file in (Path(f"{name}.py"), Path(id, f"{name}.py")) if file.is_file()), None)
 

@@ -52,7 +52,7 @@ class Task(BaseModel):
 
     @cached_property
     def content(self) -> str:
-        """A digest of all it holds, whatever its key: two tasks with equal content are the same task."""
+        """A digest of all fields, with or without a key: two tasks with equal content are the same task."""
         return content_of(self.wire())
 
     def wire(self) -> dict[str, Any]:

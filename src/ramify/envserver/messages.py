@@ -28,7 +28,7 @@ class Run(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     start: int = 0
     """The number of its first start: a broker counts on where another worker has stopped."""
     environment: str = ""
-    """The digest of the environment it is meant for; a server with another one refuses it."""
+    """The digest of the expected environment; a server with another one refuses the request. Empty: not checked."""
 
 
 class Turn(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,13 +89,13 @@ class Cancel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TaskCount(msgspec.Struct, forbid_unknown_fields=True):
-    """How many tasks there are; None if there is no end of them."""
+    """How many tasks there are; None if there are more than MANY."""
 
     count: int | None
 
 
 class Describe(msgspec.Struct, forbid_unknown_fields=True):
-    """Ask what a server serves. Its tasks are counted only on demand: every one of them has to be loaded for that."""
+    """A request for `Info`. Tasks are counted only on demand, because all of them have to be loaded for that."""
 
     count_tasks: bool = True
 
@@ -118,11 +118,11 @@ class Info(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     environment: dict[str, Any]
     """The identity of what is served: digests of its code by file, and its configuration."""
     num_tasks: int | None = None
-    """None if there is no end of them, as far as was looked, or if nobody asked."""
+    """None if there are more than MANY, or if they were not counted."""
 
     @property
     def digest(self) -> str:
-        """Of the environment's identity."""
+        """The digest of the environment's identity."""
         return digest_of(self.environment)
 
 

@@ -230,7 +230,7 @@ class Pool:
             await worker.boot(told, settings, private_temp=not self._kept, deadline=config.boot_timeout)
             self._check_environment(worker)
         except (RamifyError, OSError) as error:
-            worker.state = State.LOST  # first: one that was ready for a moment must be given no work
+            worker.state = State.LOST  # before `bury` waits: a worker that was ready must not be given work
             await worker.bury()
             self.workers.pop(worker.id, None)
             self._failed(worker, error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}"))
@@ -250,7 +250,7 @@ class Pool:
         files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
         raise EnvironmentChanged(
             f"the environment was changed while it was in use: {', '.join(files) or 'its configuration'}; "
-            f"bring it back, or stop the run and give the same command again to see what may be done"
+            f"restore it, or stop the run and give the same command again, which lists the differences and the options"
         )
 
     def _failed(self, worker: WorkerProcess, error: RamifyError) -> None:
@@ -298,5 +298,5 @@ class Pool:
 
 
 def _error_for_attempt(broken: RamifyError) -> RamifyError:
-    """Return what an attempt is told that no worker can take."""
+    """Return the error that is raised for an attempt if the pool has no worker and will get none."""
     return type(broken)(broken.message) if isinstance(broken, EnvironmentChanged) else WorkerDied(broken.message)

@@ -171,12 +171,12 @@ class EnvServer:
         return await self._forwarded(request)
 
     def _check_environment(self, expected: str) -> None:
-        """Refuse a request that is meant for another version of the environment: this server was started later."""
+        """Raise EnvironmentChanged if a request expects another version of the environment than this server loaded."""
         info = self.pool.info
         if expected and info is not None and info.digest != expected:
             raise EnvironmentChanged(
                 f"the environment of {self.picked.name} was changed while it was in use: the run began with {expected} "
-                f"and the env server has {info.digest}; give the same command again to see what differs"
+                f"and the env server has {info.digest}; give the same command again, which lists the differences"
             )
 
     async def _run(self, request: Request) -> Message:
