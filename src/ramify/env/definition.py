@@ -145,7 +145,7 @@ def _source_of(name: str, value: Any) -> str | None:
 
 
 def _files_of(value: Any) -> Iterator[str]:
-    """Yield the files that may hold the source of a value: the one that its code names, or else all cells, newest first.
+    """Yield the files that may hold the source of a value: the one its code names, or else all cells, newest first.
 
     Methods that a decorator has generated, such as the `__init__` of a dataclass, do not say where their class is.
     """

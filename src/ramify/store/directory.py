@@ -2,8 +2,8 @@
 
 One rule for all commands: the same command again continues its run. What makes it the same is the run's *identity*; all
 else (how many, how fast, where the server is) may change from one start to the next. A run whose identity differs would
-mix results that cannot be compared, so it is refused, with the difference shown; the user may accept it, unless it is
-another model. `ramify.store.environments` does the same for what no configuration says: the environments' code.
+mix results that cannot be compared, so it is refused, with the difference shown. The user may accept the difference,
+except that of the model. `ramify.store.environments` does the same for the code and the tasks of environments.
 """
 
 import os
@@ -34,9 +34,9 @@ def open_run(
 ) -> RunStore:
     """Open the run at `path`, new or continued. Raises ConfigInvalid if it is another run.
 
-    `accept_changes` goes on with another identity and records the change; None means that the command cannot do so.
-    Another process may hold the run for a moment, to read it or because it is about to end: `patience` is the seconds
-    it gets before this raises RunBusy.
+    With `accept_changes`, a run with another identity is continued and the change is recorded; None means that the
+    command has no such option, so the message does not mention it. If another process holds the run, this waits for
+    `patience` seconds before it raises RunBusy.
     """
     end = time.monotonic() + patience
     while True:
@@ -70,7 +70,7 @@ def _identify(store: RunStore, identity: dict[str, Any], accept: bool | None) ->
 
 
 def check_identity(store: RunStore, identity: Mapping[str, Any], accept: bool | None) -> list[str]:
-    """Return the accepted differences to the run that is there; raise ConfigInvalid for one that is not accepted."""
+    """Return the differences from the stored identity if they are accepted; raise ConfigInvalid if they are not."""
     known: dict[str, Any] | None = store.fact(IDENTITY)
     changes = [] if known is None else list(difference(known, dict(identity)))
     if known is None or not changes:

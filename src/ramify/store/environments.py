@@ -1,12 +1,12 @@
-"""What a run remembers of the environments its rollouts came from.
+"""The identities of the environments that a run's rollouts came from.
 
 A mean over rollouts that were scored by two versions of a reward means nothing. So a run stores, for each source, the
-identity of its environment (digests of its code, its configuration) and the content of its tasks by their number, and
-compares them whenever it is continued. A change is refused; where the user accepts it, it is recorded as a new
-*revision* of the source, and every row says which revision its rollout came from.
+identity of its environment (digests of its code, and its configuration) and a digest of each task by its number, and
+compares them whenever it is continued. A change is refused. If the user accepts it, it is recorded as a new *revision*
+of the source, and every row says which revision its rollout came from.
 
-A run that was stored before identities were recorded has no revision: it is continued, and what is found then becomes
-revision 1. The rows before it are of an unrecorded revision.
+A run that was stored before identities were recorded has no revision. When it is continued, the current environment
+becomes revision 1, and earlier rows count as an unrecorded revision.
 """
 
 import sqlite3
@@ -26,8 +26,8 @@ ACCEPT_CHANGES = "accept changes"  # the fact that says whether the next start o
 ACCEPTED = "changes accepted"  # the kind of the event
 MAX_SHOWN_TASKS = 5  # changed tasks that are listed one by one
 RESUME_OPTIONS = (
-    "--fresh moves the old run aside and begins anew; --accept-changes keeps what is there, goes on with the new "
-    "version and records the change"
+    "--fresh moves the old run aside and begins anew; --accept-changes keeps the stored rollouts, continues with the "
+    "new version and records the change"
 )
 
 
@@ -40,16 +40,16 @@ class ObservedEnvironment:
     tasks: Mapping[int, str] = field(default_factory=dict[int, str])
     """The content digest of tasks by their number; not necessarily of all of them."""
     names: Mapping[int, str] = field(default_factory=dict[int, str])
-    """What tasks are called, where that is known."""
+    """The keys or identities of tasks by their number, for messages; not necessarily of all of them."""
     size: int | None = None
-    """How many tasks there are, where that is known."""
+    """The number of tasks; None if it is not known, or if there is no end of them."""
 
 
 def find_changes(store: RunStore, sources: Mapping[str, ObservedEnvironment]) -> dict[str, list[str]]:
-    """Return a line for each difference from what the run remembers, by source; sources without one are left out."""
+    """Return, by source, a line for each difference from the stored environment; unchanged sources are left out."""
     known = store.fact(ENVIRONMENTS) or {}
     lines = {name: list(_changes(store, name, known[name], now)) for name, now in sources.items() if name in known}
-    return {name: found for name, found in lines.items() if found}
+    return {name: changed for name, changed in lines.items() if changed}
 
 
 def refuse_changes(store: RunStore, changes: Mapping[str, Sequence[str]]) -> None:
@@ -64,7 +64,7 @@ def refuse_changes(store: RunStore, changes: Mapping[str, Sequence[str]]) -> Non
 def record_environments(
     store: RunStore, sources: Mapping[str, ObservedEnvironment], changes: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
-    """Store what was observed, and the changes as an event, in one transaction; return the revision of each source."""
+    """Store the observed environments, and the changes as an event, in one transaction; return the revisions."""
     known: dict[str, Any] = store.fact(ENVIRONMENTS) or {}
     revisions = {name: known.get(name, {"revision": 1})["revision"] + (name in changes) for name in sources}
     for name, now in sources.items():

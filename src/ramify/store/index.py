@@ -1,8 +1,8 @@
-"""The index of a run, `run.sqlite`, and whether it can be the one of the directory it lies in.
+"""The index of a run, `run.sqlite`, and checks that it belongs to the files beside it.
 
-Whatever the index does not know is cut away when a run is opened: an unfinished write never happened. An index that was
-lost or emptied would therefore take all traces and checkpoints with it. So a directory that holds results beside an
-index that knows nothing is refused before anything in it is touched.
+When a run is opened to write, everything that the index does not list is removed, because it is an unfinished write.
+With an index that was lost or emptied, that would remove all traces and checkpoints. So a directory that holds results
+but whose index lists nothing is refused, before anything in it is changed.
 """
 
 import sqlite3
@@ -19,7 +19,7 @@ USE_WEIGHTS = ". Weights in it can still be used as a model, with -m PATH"
 
 
 def check_file(path: Path) -> None:
-    """Raise RunDamaged where the directory holds results, and the index is missing or empty."""
+    """Raise RunDamaged if the directory holds results, but its index is missing or empty."""
     file = path / DATABASE
     if not file.is_file():
         _refuse(path, "is missing")
@@ -28,7 +28,7 @@ def check_file(path: Path) -> None:
 
 
 def check_contents(path: Path, connection: sqlite3.Connection, required: str | None) -> None:
-    """Raise RunDamaged where the directory holds results, and the index has no tables or lacks the required fact."""
+    """Raise RunDamaged if the directory holds results, but its index has no tables or lacks the required fact."""
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
         _refuse(path, "has no tables")
     elif required and not connection.execute("SELECT 1 FROM facts WHERE key = ?", (required,)).fetchone():
@@ -36,7 +36,7 @@ def check_contents(path: Path, connection: sqlite3.Connection, required: str | N
 
 
 def check_pages(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise RunDamaged where SQLite finds a damaged page: a run that trusts it may cut away traces it still needs."""
+    """Raise RunDamaged if SQLite finds a damaged page: with such an index, traces that are needed could be removed."""
     problems = [line for (line,) in connection.execute("PRAGMA quick_check(3)") if line != "ok"]
     if problems:
         raise damage_error(path, "; ".join(problems))
@@ -48,17 +48,17 @@ def damage_error(path: Path, problem: str) -> RunDamaged:
 
 
 def is_corruption(error: BaseException) -> bool:
-    """Return whether SQLite says that the file is damaged, or no database."""
+    """Return whether SQLite reports that the file is damaged or not a database."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def describe_results(path: Path) -> str:
-    """Say what a directory holds that a run has made; nothing where it holds none."""
+    """Return what a directory holds of a run, such as "2 checkpoints"; "" if it holds nothing."""
     counts = {
         "trace segment": sum(file.stat().st_size > 0 for file in path.glob(f"{TRACES}/*.seg")),
         "checkpoint": sum(1 for _ in path.glob("checkpoints/step_*")),
-        "version of the weights": sum(1 for _ in path.glob(WEIGHTS)),
+        "version of the weights": len({file.parent for file in path.glob(WEIGHTS)}),
     }
     named = {name: f"{count} {name if count == 1 else _plural(name)}" for name, count in counts.items() if count}
     return ", ".join(named.values())

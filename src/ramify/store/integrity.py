@@ -1,8 +1,8 @@
 """Whether the files of a run are whole: its database, and every frame of its trace segments.
 
-SQLite checks its pages and indexes; a value that was changed inside a page it cannot notice. So the audit compares what
-the tables say with what they point to: every frame has its checksum, every rollout its frame, every row the reward of
-its trace. `ramify.store.audit` asks whether the ledger's rows agree with each other.
+SQLite checks its pages and indexes, but cannot detect a value that was changed inside a page. So the tables are
+compared with the segments: every frame matches its checksum, every rollout has a frame, and every row has the reward of
+its trace. `ramify.store.audit` checks that the rows of the ledger agree with each other.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ramify.store.store import RunStore
 
 
 def check_storage(store: RunStore) -> list[str]:
-    """Return a line for everything that is damaged; nothing for a run that is whole."""
+    """Return one line for each problem; an empty list for an intact run."""
     problems = list(_check_database(store))
     try:
         problems.extend(_check_traces(store))  # keeps what was found before an error

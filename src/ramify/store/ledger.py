@@ -41,7 +41,7 @@ class Ledger:
 
     @staticmethod
     def is_in(store: RunStore) -> bool:
-        """Whether the run has a ledger: it trains, or has trained."""
+        """Return whether the store has the tables of a ledger, as every training run has."""
         return bool(store.select("SELECT 1 FROM sqlite_master WHERE name = 'groups'"))
 
     @classmethod
@@ -219,8 +219,8 @@ class Ledger:
     async def roll_back(self, version: int) -> None:
         """End the history at an earlier version, because the checkpoint of the last one is lost.
 
-        The batches after it stay as they were cut and are served again, to a trainer of a new incarnation: every group
-        still counts once.
+        Later batches stay as they were cut and are served again, to a trainer with a new incarnation, so every group is
+        still counted once.
         """
 
         def apply(connection: sqlite3.Connection, _: object) -> None:

@@ -1,7 +1,7 @@
-"""Who holds a lock file, for the message to whoever has to wait.
+"""Which process holds a lock file, for the message of RunBusy.
 
-The process that holds a lock alone writes its pid into the file. Processes that share a lock do not, and the file may
-still name the last one that held it alone; where the kernel lists its locks (Linux), the list is asked instead.
+A process that holds an exclusive lock writes its pid into the file. Processes that hold a shared lock do not, and the
+file may still name the last exclusive holder. On Linux the kernel's list of locks is read first, which has both.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ KERNEL_LOCKS = Path("/proc/locks")
 
 
 def write_holder(handle: int) -> None:
-    """Write the pid of this process, which holds the lock alone. Without room on the disk the lock still holds."""
+    """Write the pid of this process, which holds the lock exclusively. A full disk is ignored: the lock still holds."""
     os.truncate(handle, 0)
     with contextlib.suppress(OSError):
         os.pwrite(handle, str(os.getpid()).encode(), 0)
 
 
 def name_holders(handle: int) -> str:
-    """Return "process 12" or "processes 12, 13" for those that hold the lock; "" where nobody knows."""
+    """Return "process 12" or "processes 12, 13" for the holders of the lock; "" if they are not known."""
     pids = _listed_holders(os.fstat(handle).st_ino)
     if not pids:
         written = os.pread(handle, 32, 0).decode(errors="replace").strip()
@@ -30,7 +30,7 @@ def name_holders(handle: int) -> str:
 def _listed_holders(inode: int) -> list[int]:
     """Return the pids in lines of the kernel's list such as `1: FLOCK ADVISORY WRITE 12 08:01:34 0 EOF`.
 
-    The device beside the inode is not compared: file systems in layers report another one than `stat` does. A process
+    Only the inode is compared, not the device: overlay file systems report another device than `stat` does. A process
     of another container is listed as 0.
     """
     try:

@@ -91,7 +91,7 @@ class Segments:
         return zstandard.ZstdDecompressor().decompress(packed)
 
     def verify(self, known: dict[int, int]) -> Iterator[tuple[Place, str]]:
-        """Yield every frame of the segments, with what is wrong with it; all frames count, also superseded ones."""
+        """Yield the place of every frame, superseded ones included, with its problem; "" if it is intact."""
         for number, length in sorted(known.items()):
             try:
                 data = self._path(number).read_bytes()
@@ -107,7 +107,10 @@ class Segments:
             stop = start + HEAD.size + size
             place = Place(number, start, stop)
             if not size or stop > min(length, len(data)):
-                yield place, f"{self._path(number)}: no frame ends where the one at byte {start} should, of {length}"
+                yield (
+                    place,
+                    f"{self._path(number)}: the frame at byte {start} of {length} is cut short or has no valid size",
+                )
                 return
             broken = zlib.crc32(data[start + HEAD.size : stop]) != checksum
             yield place, f"{self._path(number)}: bytes [{start}, {stop}) do not match their checksum" if broken else ""

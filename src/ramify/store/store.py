@@ -42,8 +42,8 @@ class RunStore:
     def open(cls, path: Path, *, write: bool = True, required: str | None = None) -> Self:
         """Open the run at `path`: to write, made if it is not there, torn ends cut; or only to read.
 
-        Raises RunDamaged where the directory holds results and the index knows nothing of them: it has no tables, or
-        not the fact called `required`, which whoever makes the run stores first. To write, the pages of the index are
+        Raises RunDamaged if the directory holds results, but its index lists none of them: it has no tables, or it
+        lacks the fact `required`, which is the first that a new run stores. With `write`, the pages of the index are
         checked too.
         """
         with naming(path):
