@@ -26,8 +26,8 @@ ACCEPT_CHANGES = "accept changes"  # the fact that says whether the next start o
 ACCEPTED = "changes accepted"  # the kind of the event
 MAX_SHOWN_TASKS = 5  # changed tasks that are listed one by one
 RESUME_OPTIONS = (
-    "--fresh moves the old run aside and begins anew; --accept-changes keeps the stored rollouts, continues with the "
-    "new version and records the change"
+    "--fresh (in Python: fresh=True) moves the old run aside and begins anew; --accept-changes (accept_changes=True) "
+    "keeps the stored rollouts, continues with the new version and records the change"
 )
 
 
