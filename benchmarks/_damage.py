@@ -5,13 +5,18 @@ The content before is kept, so that a run which refuses the file can be given it
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shutil
+import sqlite3
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = 4096  # bytes of a page of a disk, and of SQLite
 FLIPPED = 16  # bytes that are inverted
+TRIES = 20  # to damage a database in a way that changes what it says
 
 CHECKPOINT, LEDGER, SEGMENT = "a checkpoint", "the ledger", "a trace segment"
 TARGETS = (CHECKPOINT, LEDGER, SEGMENT)
@@ -87,8 +92,27 @@ def damage(run: Path, target: str, rng: random.Random) -> Damage | None:
     path, way = rng.choice(files), rng.choice(WAYS[target])
     together = [path, *path.parent.glob(f"{path.name}-wal")]  # a copy of a database includes its write-ahead log
     copies = {each: each.read_bytes() for each in together}
-    way(path, rng)
-    return Damage(target, way.__name__, path, copies)
+    inflicted = Damage(target, way.__name__, path, copies)
+    before = _dump(together) if target == LEDGER else None
+    for _ in range(TRIES):
+        way(path, rng)
+        if target != LEDGER or _dump(together) != before:
+            return inflicted
+        inflicted.repair()  # nobody could notice: the write-ahead log holds a newer copy of the page, or it is free
+    return None
+
+
+def _dump(files: list[Path]) -> list[str] | None:
+    """Return all that SQLite reads in copies of a database and its write-ahead log; None if it cannot."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in files:
+            if file.exists():
+                shutil.copy2(file, folder)
+        try:
+            with contextlib.closing(sqlite3.connect(Path(folder) / files[0].name)) as connection:
+                return list(connection.iterdump())
+        except sqlite3.Error:
+            return None
 
 
 def _files(run: Path, target: str) -> list[Path]:
