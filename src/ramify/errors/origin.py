@@ -1,7 +1,7 @@
-"""Where code of the user's raised, in one line: file, line number and the text of that line.
+"""Where user code raised an exception, in one line: file, line number and the text of that line.
 
-The traceback of a hook begins in Ramify's own modules and may end deep inside a library. What the author of the hook
-needs is the innermost line of their own code: of the package, or the directory, that the hook is in.
+The traceback of a hook begins in Ramify's own modules and may end deep inside a library. The author of the hook needs
+the innermost line of their own code: the package, or the directory, that the hook is in.
 """
 
 import sysconfig
@@ -13,22 +13,22 @@ from ramify.errors.failure import message_of
 MAX_LINE = 160  # characters of a source line that are shown
 
 _RAMIFY = Path(__file__).resolve().parent.parent
-_TASKSETS = _RAMIFY / "tasksets"  # these come with Ramify, and are environments like any other
+_TASKSETS = _RAMIFY / "tasksets"  # part of Ramify, but environments like any other
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return the type and the text of an exception and, after their first line, where code of the user's raised it."""
+    """Return the type and the message of an exception, and at the end of the first line where user code raised it."""
     first, *others = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ").split("\n")
     origin = describe_origin(error)
     return "\n".join([f"{first} ({origin})" if origin else first, *others])
 
 
 def describe_origin(error: BaseException) -> str:
-    """Return `file:line in function: text` of the innermost frame of the user's code; empty if there is no such frame.
+    """Return `file:line in function: text` of the innermost frame of user code; empty if there is no such frame.
 
-    Whoever called Ramify is not meant: where frames of ours are on the stack, the user's come after the first of them.
+    Code that called Ramify does not count: if the stack has frames of Ramify, only frames after the first of them do.
     """
     stack = list(traceback.extract_tb(error.__traceback__))
     entry = next((number for number, frame in enumerate(stack) if _is_ours(Path(frame.filename))), 0)
@@ -44,7 +44,7 @@ def describe_origin(error: BaseException) -> str:
 
 def _is_user_code(filename: str) -> bool:
     file = Path(filename)
-    if filename.startswith("<"):  # frozen modules, and code that has no file
+    if filename.startswith("<"):  # frozen modules, and code without a file
         return False
     if _is_ours(file):
         return False

@@ -23,7 +23,7 @@ class BudgetExceeded(RamifyError, blame="policy", retryable=False):
 
 
 class RolloutDeadline(RamifyError, blame="policy", retryable=False):
-    """The rollout took longer than the time its task or harness allows, besides the time its engine stood still.
+    """The rollout took longer than its task or harness allows, not counting the time its engine stood still.
 
     Raise the harness timeout if agents are slow but right; look at the timing of the trace first.
     """
@@ -331,7 +331,7 @@ class RunStalled(RamifyError, blame="system", retryable=False):
 
 
 class NoTrainableGroups(RamifyError, blame="system", retryable=False):
-    """A run issued `orchestrator.patience` groups in a row and could train on none of them.
+    """A run dropped `orchestrator.patience` groups in a row and could train on none of them.
 
     Compare the replies with the reward: equal rewards teach nothing, so give partial credit or easier tasks.
     """

@@ -1,7 +1,8 @@
-"""The range that the rewards of rollouts can have, inferred from the scores that were seen.
+"""The range of possible rewards, inferred from the scores of the rollouts.
 
-A reward is any function, and nothing declares its range. Nearly all score from 0 to 1 or from -1 to 1, so a reward
-whose scores all lie in one of these ranges is taken to have it. A score outside both means that the range is unknown.
+A reward is an arbitrary function that does not declare its range. Nearly all rewards lie in 0 to 1 or in -1 to 1, so a
+reward whose scores all lie in one of these ranges is assumed to have it. If a score lies outside both, the range is
+unknown.
 """
 
 import math
@@ -11,15 +12,15 @@ from ramify.store import Row
 
 RANGES = ((0.0, 1.0), (-1.0, 1.0))
 ROUNDING = 1e-6
-TOTAL = ""  # stands for the reward as a whole, where a row does not say how it is composed
+TOTAL = ""  # the name of the whole reward, for rows that do not store its parts
 
 Bounds = tuple[float, float]
 
 
 def reward_bounds(rows: Iterable[Row]) -> Bounds:
-    """Return the least and the most that a rollout's reward can be; infinite where a range is unknown.
+    """Return the lowest and the highest possible reward of a rollout; infinite if they are unknown.
 
-    A reward that is not the weighted sum of its parts contradicts the range of that sum, which is then unknown, too.
+    They are also unknown if a reward lies outside the range of the weighted sum of its parts.
     """
     scores: dict[tuple[str, str], list[float]] = {}
     compositions: dict[tuple[str, tuple[tuple[str, float], ...]], None] = {}
@@ -51,6 +52,6 @@ def _range(scores: list[float]) -> Bounds:
 
 
 def _total(parts: list[tuple[float, Bounds]]) -> Bounds:
-    """The range of the weighted sum; a negative weight turns a range around."""
+    """Return the range of the weighted sum; a negative weight swaps the ends of a range."""
     ends = [sorted((weight * low, weight * high)) for weight, (low, high) in parts if weight]
     return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)

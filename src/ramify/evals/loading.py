@@ -1,4 +1,4 @@
-"""The tasks of an eval, loaded in a thread: `load` may block, and its deadline has to hold all the same."""
+"""Loads the tasks of an eval in a thread, so that the deadline also holds for a `load` that blocks."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ from ramify.rollout.within import within
 
 
 async def load_pairs(environment: Environment, config: EvalConfig) -> list[Pair]:
-    """Return what `pairs_of` does. Raises DeadlineExceeded, with the stack of `load`, after `timeouts.load` seconds."""
+    """Return the pairs of an eval. Raises DeadlineExceeded, with the stack of `load`, after `timeouts.load` seconds."""
     seconds, thread = config.timeouts.load, 0
 
     def load() -> list[Pair]:

@@ -54,7 +54,7 @@ async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Res
 
 
 def check_replayable(environment: Environment) -> None:
-    """Refuse, with ConfigInvalid, rewards that use what ended with the rollout."""
+    """Refuse, with ConfigInvalid, rewards that use the runtime or the endpoint, which ended with the rollout."""
     for hook in environment.hooks.rewards:
         if gone := sorted({"runtime", "endpoint"} & hook.asks):
             raise ConfigInvalid(
@@ -64,7 +64,7 @@ def check_replayable(environment: Environment) -> None:
 
 
 async def _score_again(environment: Environment, task: Task, trace: Trace) -> None:
-    """Run the rewards as they are now, with the state as it was. Metrics are not run: nobody is shown them."""
+    """Run the current rewards with the saved state. Metrics are not run, because they are not shown."""
     context = Context(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
     users = [hook.name for hook in environment.hooks.rewards if "state" in hook.asks]
     if users:

@@ -35,8 +35,10 @@ def report(rows: Sequence[Row], *, threshold: float) -> RenderableType:
 
 
 def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
-    """(name, estimate): avg@k, then pass@k and pass^k for each k worth showing: one that half of the tasks can tell. A
-    training run meets some tasks more often than others, so its mean is of no k."""
+    """Yield (name, estimate): avg@k, then pass@k and pass^k for each k that half of the tasks have rollouts for.
+
+    A training run samples some tasks more often than others; its mean is then called avg, without a k.
+    """
     rewards = by_task(rows)
     mean = clustered_mean(rewards.values(), *reward_bounds(rows))
     if mean is None:
@@ -76,7 +78,7 @@ def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def mixed_revisions(rows: Sequence[Row]) -> str:
-    """Say how many rollouts came from which revision of the environment; nothing where all came from one."""
+    """Return how many rollouts came from which revision of the environment; "" if all came from one."""
     by_source: dict[str, Counter[int]] = {}
     for row in rows:
         by_source.setdefault(row.source, Counter())[row.summary.get(REVISION, UNRECORDED)] += 1

@@ -38,7 +38,7 @@ from ramify.store.environments import (
 from ramify.store.index import DATABASE, check_file
 from ramify.trace import Trace
 
-IMPORT_TIMEOUT = 120.0  # seconds for the code of an environment to be imported, as many as a worker has to boot
+IMPORT_TIMEOUT = 120.0  # seconds to import the code of an environment; a worker has as many to boot
 SOURCE = ""  # what the rows of an eval call their only source
 WORK = "work"  # where the work directories that are kept lie in the run
 
@@ -79,10 +79,10 @@ def evaluate(
 ) -> Result:
     """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories.
 
-    `config` is a table of settings, or a taskset: its class, an instance, or its id. `settings` are further keys of the
-    table. It may be called where an event loop runs (in a notebook), plainly or with `await`, and blocks in both cases.
-    An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`. A
-    command has a `watchdog`, which may end the process; a program should have none.
+    `config` is a configuration, a table of settings, or a taskset: its class, an instance, or its id. `settings` are
+    further keys of the table. The call blocks until the eval ends, also inside a running event loop (in a notebook);
+    its result may be awaited. An environment that has changed since the run was started raises EnvironmentChanged,
+    unless `accept_changes`. A `watchdog` may end the process, so only commands should pass one.
     """
     checked = read_config(config, settings)
     fetch_served_model(checked)  # before the loop: a download blocks, and Ctrl-C should end it

@@ -1,4 +1,4 @@
-"""An eval as Python calls it: what `rf.evaluate` takes, and its rows as plain dicts."""
+"""The arguments of `rf.evaluate`, and the rows of its result as plain dicts."""
 
 from collections.abc import Mapping
 from pathlib import Path

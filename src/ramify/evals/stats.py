@@ -91,8 +91,10 @@ def pass_all(n: int, c: int, k: int) -> float:
 def clustered_mean(
     groups: Iterable[Sequence[float]], low: float = -math.inf, high: float = math.inf
 ) -> Estimate | None:
-    """The mean of all values, which lie from `low` to `high`, with an error that treats each group as one
-    observation."""
+    """Return the mean of all values, with an error that treats each group as one observation.
+
+    `low` and `high` are the lowest and the highest possible value.
+    """
     filled = [group for group in groups if group]
     count = sum(map(len, filled))
     if not count:
@@ -109,7 +111,7 @@ def clustered_mean(
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Return the mean of at least one value, also where their sum is beyond any float."""
+    """Return the mean of at least one value, also if their sum overflows."""
     try:
         return fmean(values)
     except (OverflowError, ValueError):  # ValueError: infinite values of both signs

@@ -114,9 +114,9 @@ class OrchestratorConfig(Config):
     ]
     """What is not trained on: gibberish, repetition, zero_advantage or plugins, with their keys."""
     patience: int | None = Field(default=256, ge=1)
-    """Groups dropped in a row, without one to train on, after which `on_no_signal` applies; None never does."""
+    """Groups dropped in a row, without one to train on, after which `on_no_signal` applies; None: never."""
     on_no_signal: Literal["end", "warn"] = "end"
-    """What a run does that finds nothing to train on: it ends as `NoTrainableGroups`, or says so and goes on."""
+    """What happens then: `end` ends the run as `NoTrainableGroups`, `warn` reports it and continues."""
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without progress after which the run fails, saying what is missing."""
     address: str = "tcp://127.0.0.1:0"

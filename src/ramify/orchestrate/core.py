@@ -319,7 +319,7 @@ class Core:
 
 
 def check_task_counts(ledger: Ledger, sources: Mapping[str, Source]) -> None:
-    """Raise ConfigInvalid where an epoch that has begun cannot be ended, because its tasks are more or fewer by now."""
+    """Raise ConfigInvalid if a source that is sampled in epochs has another number of tasks than before."""
     known = ledger.sources()
     for source in sources.values():
         before = known.get(source.name)

@@ -59,9 +59,9 @@ async def meet(
 
 
 async def observe(met: Met, store: RunStore, name: str, limit: int | None) -> ObservedEnvironment:
-    """Return the environment of a source as it is now, to be compared with what `store` remembers under `name`.
+    """Return the environment of a source as it is now, for a comparison with the one that `store` has under `name`.
 
-    All tasks of a source that has an end are compared, up to `limit`; of any other, those that were issued.
+    It includes all tasks of a finite source, up to `limit`; of an endless source, only those that were issued.
     """
     count = met.served.count
     if count is None and limit is None:

@@ -1,8 +1,8 @@
 """How long a run goes on without a group to train on.
 
 A group whose attempts all earn the same reward teaches nothing and is dropped, so a run whose every reward is equal
-would sample for ever. The core counts the groups that were dropped since the last one that can be trained on. The count
-is restored from the ledger when the orchestrator is started again; it begins anew once its end was reported.
+would sample for ever. The core counts the groups that were dropped since the last trainable one. The count is restored
+from the ledger when the orchestrator is restarted, and starts again at 0 after it was reported.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ MAX_QUOTED = 160  # characters of a prompt or a reply in the report
 
 
 class Patience:
-    """The number of groups dropped since the last trainable one; `exceeded` is set while it is `limit` or more."""
+    """Counts the groups dropped since the last trainable one; `exceeded` is set while the count is at least `limit`."""
 
     def __init__(self) -> None:
         self.limit: int | None = None
@@ -25,12 +25,12 @@ class Patience:
         self.exceeded = asyncio.Event()
 
     def restore(self, ledger: Ledger, limit: int | None) -> None:
-        """Continue the count of an earlier process; a `limit` of None is never exceeded."""
+        """Restore the count of an earlier process from the ledger; a `limit` of None is never exceeded."""
         self.limit, self.dropped = limit, _count_dropped(ledger)
         self._update()
 
     def record_trainable(self) -> None:
-        """Begin anew: a group can be trained on."""
+        """Reset the count: a group can be trained on."""
         self.dropped = 0
         self._update()
 
@@ -40,7 +40,7 @@ class Patience:
         self._update()
 
     async def report(self, ledger: Ledger) -> str:
-        """Describe the groups that were counted, and begin anew."""
+        """Return a description of the counted groups, and reset the count."""
         described = _describe(ledger, self.dropped, self.limit)
         await ledger.keep({REPORTED: ledger.issued()})
         self.record_trainable()
@@ -65,7 +65,7 @@ def _count_dropped(ledger: Ledger) -> int:
 
 
 def _describe(ledger: Ledger, dropped: int, limit: int | None) -> str:
-    """Report the last `dropped` groups: rewards by source, reasons, and one reply."""
+    """Return rewards by source, reasons and one reply of the last `dropped` groups."""
     counted = "SELECT number FROM groups WHERE state = ? AND reason NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
     values = (State.DROPPED.value, *(reason.value for reason in UNCOUNTED), dropped)
     rows = ledger.store.select(
@@ -84,7 +84,7 @@ def _describe(ledger: Ledger, dropped: int, limit: int | None) -> str:
     advice = (
         "a group is trained on only if its attempts earn different rewards: compare the replies with what the reward "
         "expects (`ramify show`), give partial credit, or choose easier tasks; where every reward is the highest, the "
-        'tasks are solved. orchestrator.on_no_signal = "warn" goes on all the same'
+        'tasks are solved. orchestrator.on_no_signal = "warn" continues the run nevertheless'
     )
     return "\n".join([*lines, advice])
 

@@ -119,7 +119,7 @@ class Run:
             self.sampling.open.set()  # the weights the run begins with; any later start waits for its trainer's
 
     def _snapshot_start(self) -> None:
-        """Say on disk that this process is starting: nobody answers until engines and env servers are there."""
+        """Write a snapshot that says `starting`: the status address answers only after engines and env servers do."""
         status = {
             "run": str(self.config.path),
             "step": self.ledger.marks().committed,
@@ -130,9 +130,9 @@ class Run:
         write_snapshot(self.config.path, status, [{**wait, "deadline_s": self.config.launch.start_deadline}])
 
     async def _check_environments(self, train: dict[str, Met], evals: dict[str, Met]) -> None:
-        """Compare every source with what the run remembers of it, and give each its revision.
+        """Compare every source with the environment that is stored for it, and set its revision.
 
-        Raises EnvironmentChanged for changes that the user did not accept. After those that he did, groups that are not
+        Raises EnvironmentChanged for changes that the user did not accept. After accepted changes, groups that are not
         scored yet are dropped: their attempts would be scored by two versions.
         """
         limits = {f"eval/{source.title}": source.num_tasks for source in self.config.eval}

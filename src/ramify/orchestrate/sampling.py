@@ -41,7 +41,7 @@ class Served:
     tries: int  # how often an attempt is made
     patience: float  # seconds for its server to be back
     count: int | None = None  # of its tasks; None if there is no end of them
-    environment: str = ""  # the digest of the environment that the run was checked against
+    environment: str = ""  # the digest of the environment, as it was checked when the run started
     revision: int = UNRECORDED  # of the environment
 
     def deadline_of(self, task: Mapping[str, Any]) -> float:
@@ -168,7 +168,7 @@ class Sampling:
             )
             traces = list(ran.episode.traces)
         except EnvironmentChanged:
-            raise  # no attempt can succeed any more, and those to come would be of another environment
+            raise  # every further attempt would run in another environment
         except RamifyError as error:
             self._failed(group.source, failure := Failure.of(error))
             await source.pause(failure)  # also where it is not tried again: the next group would fail as soon

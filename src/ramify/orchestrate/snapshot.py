@@ -1,7 +1,7 @@
-"""`status.json`: the last known state of a run, for the time when its orchestrator does not answer.
+"""`status.json`: the last known state of a run, for when its orchestrator does not answer.
 
-The orchestrator replaces the file every few seconds while it lives. A process that is stopped or hangs can no longer be
-asked, and it holds the run's lock, so nobody else may open the run's tables; this file needs neither.
+The orchestrator replaces the file every few seconds. A process that is stopped or hangs does not answer HTTP requests,
+and it holds the run's lock, so no other process can open the database. This file can be read without either.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ class Snapshot:
 
 
 def write_snapshot(path: Path, status: dict[str, Any], waits: Sequence[dict[str, Any]] = (), dropped: str = "") -> None:
-    """Replace the snapshot of the run at `path`. A disk that cannot be written leaves the old one."""
+    """Replace the snapshot of the run at `path`. If the disk cannot be written, the old snapshot stays."""
     snapshot = Snapshot(time.time(), platform.node(), os.getpid(), status, list(waits), dropped)
     part = path / f".{FILE}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # the run has other ways to find out that its disk is full
+    with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
         part.write_text(json.dumps(asdict(snapshot)), encoding="utf-8")
         part.replace(path / FILE)
 

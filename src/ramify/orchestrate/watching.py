@@ -71,7 +71,7 @@ async def watch(run: Run) -> None:
 
 
 async def write_snapshots(run: Run) -> None:
-    """Keep the last known state of the run on disk, for the time when this process does not answer."""
+    """Write the state of the run to disk every SNAPSHOT_INTERVAL seconds, for when this process does not answer."""
     while True:
         state = status(run)
         dropped = describe_recent_drops(run.ledger, state["groups"].get(State.DROPPED.value, 0))
@@ -86,12 +86,12 @@ def describe_recent_drops(ledger: Ledger, total: int) -> str:
 
 
 async def watch_patience(run: Run) -> None:
-    """Raise NoTrainableGroups, or record it as a failure, when none of `patience` groups could be trained on."""
+    """Raise NoTrainableGroups, or record it as a failure, after `patience` groups without a trainable one."""
     patience = run.core.patience
     while not run.core.admission.finished:
         await patience.exceeded.wait()
         error = NoTrainableGroups(await patience.report(run.ledger))
-        if run.core.admission.finished:  # what was sampled beside the last batch is not needed
+        if run.core.admission.finished:  # groups beyond the last batch do not matter
             return
         if run.config.orchestrator.on_no_signal == "end":
             raise error
