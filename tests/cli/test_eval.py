@@ -170,7 +170,9 @@ def test_an_address_where_nobody_answers_is_exit_2(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     assert main(["eval", ECHO, "-b", url]) == 2
-    assert f"{url} cannot be reached" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"{url} cannot be reached" in message
+    assert message.count("cannot be reached") == 1
 
 
 def test_a_port_in_use_is_exit_2(capsys):

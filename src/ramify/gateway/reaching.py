@@ -97,7 +97,9 @@ async def _models(url: str, key: str) -> list[dict[str, Any]]:
         async with asyncio.timeout(PROBE):
             listed = msgspec.json.decode(await exchange(http, "GET", "/v1/models"))["data"]
             return [entry for entry in listed if isinstance(entry, dict)]
-    except (Unsent, Lost, Busy, TimeoutError) as error:
+    except Unsent as error:  # its message names the server and says why
+        raise ProviderError(str(error)) from error
+    except (Lost, Busy, TimeoutError) as error:
         raise ProviderError(f"{url} cannot be reached: {error or 'it does not answer'}") from error
     except ProviderError as error:
         if any(f"answered {status}" in error.message for status in (401, 403)):
