@@ -146,7 +146,7 @@ def scaffold(name: str, directory: Path) -> list[Path]:
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(module):
         raise ConfigInvalid(
-            f"{name!r} cannot be a taskset's name: use small letters, digits and dashes, a letter first"
+            f"{name!r} cannot be a taskset's name: use small letters, digits, dashes and underscores, a letter first"
         )
     if name in plugin.KINDS["taskset"].builtin:
         raise ConfigInvalid(f"{name!r} cannot be a taskset's name: it is that of a built-in one, which would be found")
