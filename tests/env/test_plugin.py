@@ -109,6 +109,14 @@ def test_what_is_not_there_or_not_a_plugin_is_refused(file):
     assert "it has A, B; name one" in refused("taskset", {"id": str(other)})
 
 
+def test_an_import_path_that_means_a_file_is_refused_with_the_name_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_the_user.py").write_text("import ramify as rf\nclass A(rf.Taskset): ...\n")
+    assert "write beside_the_user.py:Class" in refused("taskset", {"id": "beside_the_user:A"})
+    assert "write beside_the_user.py:Class" in refused("taskset", {"id": "beside_the_user.A"})
+    assert "is its package installed" in refused("taskset", {"id": "beside_nobody:A"})
+
+
 def test_a_file_that_raises_is_refused_with_its_reason(file):
     broken = file.with_name("broken.py")
     broken.write_text("1 / 0\n")

@@ -150,7 +150,10 @@ def _import(key: str, where: str) -> ModuleType:
     except (FileNotFoundError, IsADirectoryError):
         reason = "there is no such file"
     except ModuleNotFoundError as error:
-        reason = f"there is no module {error.name!r} (is its package installed in this environment?)"
+        file = Path(*where.split(".")).with_suffix(".py")
+        meant = file.is_file() and where.startswith(str(error.name))
+        advice = f"to use the file, write {file}:Class" if meant else "is its package installed in this environment?"
+        reason = f"there is no module {error.name!r} ({advice})"
     except Exception as error:  # noqa: BLE001 - a module of the user's may raise anything while it is imported
         return refuse([(key, f"{where} cannot be imported: {describe_exception(error)}")], cause=error)
     return refuse([(key, f"{where}: {reason}")])
