@@ -11,10 +11,13 @@ import pytest
 
 import ramify as rf
 from ramify.client import Client, ClientConfig
+from ramify.client.stall import StallClock
+from ramify.errors import RolloutDeadline
 from ramify.evals.engine import EngineChild
 from ramify.gateway import TokenPolicy
 from ramify.infer.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig
 from ramify.rollout import run, run_attempt
+from ramify.rollout.deadline import HarnessDeadline
 from ramify.trace import Trace
 from tests.client.fake import Exchange, Fake, hang
 from tests.gateway.engine import TINY, Engine
@@ -202,3 +205,15 @@ def test_a_slow_tool_is_on_the_clock():
             return await rollout(policy, Slow, harness={"timeout": 0.5})
 
     assert names(asyncio.run(asyncio.wait_for(main(), 20))) == ["RolloutDeadline"]
+
+
+def test_a_stall_before_the_agent_begins_is_not_counted(runner: asyncio.Runner):
+    async def main() -> None:
+        clock = StallClock()
+        with clock.waiting(tolerance=0.05):  # a request of `setup`
+            await asyncio.sleep(0.3)
+        async with HarnessDeadline(0.1, clock, stall_limit=0.2):
+            await asyncio.sleep(5)
+
+    with pytest.raises(RolloutDeadline, match=r"longer than 0.1 s$"):
+        runner.run(main())

@@ -31,5 +31,5 @@ class ClientConfig(Config):
 
     @property
     def stall_tolerance(self) -> float:
-        """Seconds of silence that are no stall: progress is only seen once in `health_interval`."""
+        """Seconds without progress that are no stall: progress is only looked for every `health_interval` seconds."""
         return max(self.stall_after, 2 * self.health_interval)

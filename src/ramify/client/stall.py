@@ -1,9 +1,9 @@
 """How long a rollout waited for an engine that made no progress.
 
-An engine makes progress while its counter of steps moves, for whichever request it works, or when it answers a request
-of the rollout. An engine that is stopped, paused, hung or away does neither, even if it still answers health checks.
-The client reads the counter once in `health_interval` seconds, so progress is seen with a delay. A silence of more than
-`stall_after` seconds is a stall, all of it; a shorter one is time in which the engine worked.
+An engine makes progress when its counter of steps moves, for this request or any other, or when it answers a request of
+the rollout. An engine that is stopped, paused, hung or unreachable does neither, even if it still answers health
+checks. The client reads the counter every `health_interval` seconds, so progress is seen with a delay. If more than
+`stall_after` seconds pass without progress, all of them are a stall; if fewer pass, the engine worked all the time.
 
 A request that waits in the queue of an engine which works for others is not stalled: its waiting counts as time.
 """
@@ -14,19 +14,19 @@ from contextlib import contextmanager
 
 
 class StallClock:
-    """The stalls of one rollout: silences of its engine while at least one of its requests waited for it."""
+    """Measures the stalls of one rollout: times without progress while at least one of its requests was in flight."""
 
     def __init__(self) -> None:
-        self._requests = 0  # that wait for an answer
-        self._progress = 0.0  # when the engine last showed progress, or the first of those requests began to wait
-        self._tolerance = 0.0  # seconds of silence that are no stall
-        self._total = 0.0  # seconds of stalls that are over
+        self._requests = 0  # in flight
+        self._last_progress = 0.0  # when progress was last seen, or when the first of these requests began
+        self._tolerance = 0.0  # seconds without progress that are no stall
+        self._ended_seconds = 0.0
 
     @contextmanager
     def waiting(self, tolerance: float) -> Iterator[None]:
-        """A request waits for an engine whose silence of up to `tolerance` seconds is no stall."""
+        """Measure stalls while a request waits; up to `tolerance` seconds without progress are no stall."""
         if not self._requests:
-            self._progress = time.monotonic()
+            self._last_progress = time.monotonic()
         self._requests += 1
         self._tolerance = tolerance
         try:
@@ -36,24 +36,24 @@ class StallClock:
             self._requests -= 1
 
     def record_progress(self) -> None:
-        """The engine has just shown that it makes progress."""
+        """Note that the engine makes progress now, which ends a stall."""
         now = time.monotonic()
-        if self._requests and now - self._progress > self._tolerance:
-            self._total += now - self._progress
-        self._progress = now
+        if self._requests and now - self._last_progress > self._tolerance:
+            self._ended_seconds += now - self._last_progress
+        self._last_progress = now
 
     @property
     def seconds(self) -> float:
-        """Seconds of all stalls, with the one that still goes on."""
-        silence = time.monotonic() - self._progress if self._requests else 0.0
-        return self._total + (silence if silence > self._tolerance else 0.0)
+        """Seconds of all stalls, including the current one."""
+        waited = time.monotonic() - self._last_progress if self._requests else 0.0
+        return self._ended_seconds + (waited if waited > self._tolerance else 0.0)
 
     @property
-    def confirmed(self) -> float:
-        """The time up to which every second is known to be a stall or not: later ones depend on the next progress."""
-        return self._progress if self._requests else time.monotonic()
+    def known_until(self) -> float:
+        """The monotonic time up to which stalls are known. Whether a later second is one, the next progress decides."""
+        return self._last_progress if self._requests else time.monotonic()
 
     @property
-    def ended(self) -> float:
-        """Seconds of the stalls that are over."""
-        return self._total
+    def ended_seconds(self) -> float:
+        """Seconds of the stalls that have ended, without the current one."""
+        return self._ended_seconds

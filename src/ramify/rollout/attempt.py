@@ -149,8 +149,8 @@ class Attempt:
             await self._phase("boot", within(timeouts.boot, "boot"), self.runtime.start(self.task))
             tools, user = await self._phase("setup", within(timeouts.setup, "setup"), self._setup())
             try:
-                clock = HarnessDeadline(self.limit, self.session.clock, timeouts.engine_stall)
-                self.trace.stop = await self._phase("harness", clock, self.converse(tools, user))
+                deadline = HarnessDeadline(self.limit, self.session.clock, timeouts.engine_stall)
+                self.trace.stop = await self._phase("harness", deadline, self.converse(tools, user))
             except RamifyError as error:
                 if error.blame != "policy":
                     raise
@@ -173,7 +173,7 @@ class Attempt:
         self._tell("scoring")
         start = time.monotonic()
         if not self._train and any("state" in hook.asks for hook in self.env.hooks.rewards):
-            self.trace.info[SCORING_STATE] = _saved(self.context.state)
+            self.trace.info[SCORING_STATE] = _save_or_explain(self.context.state)
         await score(self.env, self.context)
         self.trace.timing.scoring = time.monotonic() - start
 
@@ -244,8 +244,8 @@ async def _surely(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-def _saved(state: SimpleNamespace) -> dict[str, str]:
-    """The state as `ramify replay` finds it, or why it cannot be saved."""
+def _save_or_explain(state: SimpleNamespace) -> dict[str, str]:
+    """Return the state as `ramify replay` reads it, or the reason why it cannot be saved."""
     try:
         return {"saved": save_state(state)}
     except ValueRefused as error:

@@ -1,10 +1,11 @@
-"""The time limit of an agent, which stands still while the agent waits for an engine that makes no progress.
+"""The time limit of an agent, which does not count the time that the agent waits for an engine without progress.
 
-Whether the engine makes progress is only known afterwards, when its counter was read again. So while the agent waits
-for the engine, its time is over only when a later sign of progress confirms that the time was really used:
+Whether the engine makes progress is only known later, when its counter of steps is read again. So if the limit passes
+while the agent waits for the engine, what happens next decides:
 
-    time limit --------> over by the wall clock --------> progress is seen: RolloutDeadline, unless that was a stall
-                                                   \\----> no progress for `stall_limit` seconds: EngineStalled
+    limit passes on the wall clock ----> progress is seen, and the time before it was no stall: RolloutDeadline
+                                   \\---> progress is seen after a stall: the agent gets the time of the stall back
+                                   \\---> stalls reach `stall_limit` seconds: EngineStalled
 """
 
 import asyncio
@@ -14,25 +15,26 @@ from types import TracebackType
 from ramify.client.stall import StallClock
 from ramify.errors import EngineStalled, RamifyError, RolloutDeadline
 
-RECHECK = 0.1  # seconds between two looks once the wall clock is over the limit
+RECHECK = 0.1  # seconds between two checks after the limit has passed on the wall clock
 
 
 class HarnessDeadline:
-    """Ends its block with RolloutDeadline after `limit` seconds besides stalls, or EngineStalled after too many.
+    """Raises RolloutDeadline after `limit` seconds without stalls, EngineStalled after `stall_limit` seconds of stalls.
 
-    A TimeoutError of the block's own passes unchanged.
+    Stalls before the block do not count. A TimeoutError that the block raises itself passes unchanged.
     """
 
-    def __init__(self, limit: float, stalls: StallClock, stall_limit: float) -> None:
-        self._limit, self._stalls, self._stall_limit = limit, stalls, stall_limit
+    def __init__(self, limit: float, clock: StallClock, stall_limit: float) -> None:
+        self._limit, self._clock, self._stall_limit = limit, clock, stall_limit
         self._scope = asyncio.timeout(None)
         self._start = 0.0
+        self._stalled_before = 0.0  # seconds
         self._timer: asyncio.TimerHandle | None = None
         self._failure: RamifyError | None = None
 
     async def __aenter__(self) -> None:
         await self._scope.__aenter__()
-        self._start = time.monotonic()
+        self._start, self._stalled_before = time.monotonic(), self._clock.seconds
         self._check()
 
     async def __aexit__(
@@ -47,18 +49,20 @@ class HarnessDeadline:
             raise self._failure from late
 
     def _check(self) -> None:
-        """End the block if its time is over, or look again when it may be."""
-        stalled, loop = self._stalls.seconds, asyncio.get_running_loop()
+        """End the block if its time is over; otherwise schedule the next check for when it may be."""
+        loop = asyncio.get_running_loop()
+        stalled = self._clock.seconds - self._stalled_before
+        end = self._start + self._limit + self._clock.ended_seconds - self._stalled_before
         if stalled >= self._stall_limit:
             self._failure = EngineStalled(
                 f"the engine made no progress for {stalled:.1f} s while the agent waited for it; "
                 f"timeouts.engine_stall allows {self._stall_limit:g} s: look at the engine's process and log"
             )
-        elif self._stalls.confirmed - self._start - self._stalls.ended >= self._limit:
+        elif self._clock.known_until >= end:
             uncounted = f", without {stalled:.1f} s in which the engine made no progress" if stalled else ""
             self._failure = RolloutDeadline(f"harness took longer than {self._limit:g} s{uncounted}")
         if self._failure is not None:
             self._scope.reschedule(loop.time())
             return
-        left = min(self._start + self._stalls.ended + self._limit - time.monotonic(), self._stall_limit - stalled)
-        self._timer = loop.call_later(left if left > 0 else RECHECK, self._check)
+        delay = min(end - time.monotonic(), self._stall_limit - stalled)
+        self._timer = loop.call_later(delay if delay > 0 else RECHECK, self._check)
