@@ -3,8 +3,11 @@
 import os
 import subprocess
 import time
+from types import SimpleNamespace
 
-from ramify.runtime.processes import MARK, end_marked
+import pytest
+
+from ramify.runtime.processes import MARK, _read_mark, end_marked
 from tests.processes import runs
 
 
@@ -23,3 +26,19 @@ def test_a_process_that_becomes_another_program_all_the_time_is_found(tmp_path):
             process.kill()
             process.wait()
             (tmp_path / "begun").unlink()
+
+
+@pytest.mark.parametrize(("name", "mark"), [("kthreadd", ""), ("sh", None)])
+def test_process_2_is_looked_at_again_unless_it_is_the_kernels(name, mark):
+    """In a container it may be any program, such as the one that starts all others."""
+    second = SimpleNamespace(
+        pid=2,
+        name=lambda: name,
+        parent=lambda: None,
+        environ=dict,
+        status=lambda: "running",
+        uids=lambda: SimpleNamespace(effective=os.geteuid()),
+    )
+    assert _read_mark(second) == mark
+    child = SimpleNamespace(**{**vars(second), "pid": 77, "name": lambda: "worker", "parent": lambda: second})
+    assert _read_mark(child) == mark
