@@ -10,7 +10,7 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.journal import Journal
 from ramify.store.ledger import Ledger, Marks
-from ramify.train.checkpoint_manifest import CheckpointManifest, step_directory, sum_files
+from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, step_directory
 from tests.store.test_ledger import cut, do, score, train
 
 
@@ -19,7 +19,7 @@ def save(run: Path, step: int) -> Path:
     place = step_directory(run / "checkpoints", step)
     place.mkdir(parents=True)
     (place / "__0_0.distcp").write_bytes(bytes(range(200)))
-    files = sum_files([place / "__0_0.distcp"])
+    files = checksum_files([place / "__0_0.distcp"])
     CheckpointManifest(step=step, optimizer="adamw", note={}, files=files).write(place)
     return place
 

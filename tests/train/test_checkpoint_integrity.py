@@ -14,7 +14,7 @@ from ramify.cli import main
 from ramify.errors import CheckpointRefused
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import Checkpoints
-from ramify.train.checkpoint_manifest import CheckpointManifest, sum_files
+from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
 from ramify.train.config import TrainerConfig
 from ramify.train.parallel import Ranks, joined
 from ramify.train.sft import SftConfig, train
@@ -134,7 +134,7 @@ def test_metadata_never_runs_code_even_if_its_checksum_is_right(checkpoints, tra
 
 def seal(place: Path) -> None:
     """Write the manifest anew, as whoever can write the directory could."""
-    files = sum_files(path for path in place.iterdir() if path.name != "checkpoint.json")
+    files = checksum_files(path for path in place.iterdir() if path.name != "checkpoint.json")
     CheckpointManifest(step=4, optimizer="adamw", note={}, files=files).write(place)
 
 

@@ -19,6 +19,7 @@ from ramify.model.resolve import resolve
 from ramify.model.tree import BLOCK
 from ramify.trace import Annotation, Message, Sample, Trace, VersionRun, filler, grow
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, find_loss, lay_out
+from ramify.train.build import choose_trainer_dtype
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.flops import Cost
 from ramify.train.masters import Masters
@@ -379,3 +380,10 @@ def test_configuration_and_losses_load_without_torch():
         [sys.executable, "-c", "\n".join(script)], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("device", "choice"), [("cuda", "bfloat16 (the default on a GPU)"), ("cpu", "float32 (the default on a CPU)")]
+)
+def test_the_default_dtype_depends_on_the_device_alone(device, choice):
+    assert str(choose_trainer_dtype(TrainerConfig(), Ranks(torch.device(device)))) == choice

@@ -60,10 +60,10 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
 
 def _set_aside(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
-    from ramify.train.checkpoint_manifest import renamed_steps, step_directory
+    from ramify.train.checkpoint_manifest import completed_steps, step_directory
 
     kept: list[Path] = []
-    for newer in (each for each in renamed_steps(directory) if each > step):
+    for newer in (each for each in completed_steps(directory) if each > step):
         number = 1
         while (aside := directory / f"rolled_back_{number}.{step_directory(directory, newer).name}").exists():
             number += 1

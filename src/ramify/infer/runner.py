@@ -21,7 +21,7 @@ from ramify.infer.graphs import Graphs
 from ramify.infer.metrics import Counters
 from ramify.infer.request import Request
 from ramify.infer.scheduler import Chunk
-from ramify.model.agreement import TOKENS, compare, disagreement, logprobs_of, own_logprobs, trial_ids
+from ramify.model.agreement import TRIAL_TOKENS, check_logprobs, logprobs_of, reference_logprobs, trial_ids, unsupported
 from ramify.model.fused import fuse, own_code
 from ramify.model.load import ATTENTION, LoadedModel
 from ramify.model.operators import CHUNK, Compiled
@@ -74,8 +74,8 @@ class Runner:
         self.hold = 0 if self.compiled else HOLD_BYTES  # compiled attention reads the pool itself
         self.graphs = Graphs(self.fused, self.pool) if self.fused and model.device.type == "cuda" else None
         self._last: Batch | None = None
-        if self.fused is None:  # else `fuse` has compared it with the code of a family that is known
-            self._check_model(min(TOKENS, blocks * block_size, shape.max_positions))
+        if self.fused is None:  # otherwise `fuse` has recognized the code of a known family
+            self._check_model(min(TRIAL_TOKENS, blocks * block_size, shape.max_positions))
 
     @torch.no_grad()
     def _check_model(self, count: int) -> None:
@@ -90,13 +90,14 @@ class Runner:
         except (RamifyError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model that is put together in another way fails anywhere
-            raise disagreement("engine", module, error) from error
+            raise unsupported("engine", module, error) from error
         if step.layer < len(self.pool.layers) - 1:
             raise ModelUnsupported(
                 f"{type(module).__name__} computes attention by itself, so it cannot read the paged cache"
             )
         if count > 1:
-            compare("engine", module, own_logprobs(module, ids, ATTENTION), logprobs_of(logits[:-1], ids[1:]))
+            expected, actual = reference_logprobs(module, ids, ATTENTION), logprobs_of(logits[:-1], ids[1:])
+            check_logprobs("engine", module, expected, actual)
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
         """Compute the chunks. Returns them in the order of their rows, and the logits of the rows asked for.

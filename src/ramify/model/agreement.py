@@ -1,9 +1,9 @@
-"""Whether our way of calling a model gives the logits of the model itself, tried on a few tokens when it is loaded.
+"""Check on a few tokens, when a model is loaded, that the engine or the trainer gets the logits of the model itself.
 
-The engine and the trainer call a model in their own ways: with other attention functions, with positions, and the
-trainer also body and head one after the other. Some models compute more than that, such as layers in the head or
-positions that begin elsewhere. They would be sampled or trained wrongly without any error, so both compare what they
-get with the model's own forward and refuse by name.
+Both call a model in their own ways: with other attention functions and explicit positions, and the trainer calls body
+and head separately. Some models compute more than that, such as layers in the head, or positions that do not begin at
+0. Such a model would be sampled or trained wrongly without any error. So both compare their logprobs with those of the
+model's own forward, and raise ModelUnsupported if they differ.
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ramify.errors import ModelUnsupported, RamifyError
+from ramify.errors import ModelUnsupported
 
-TOKENS = 16
-LIMITS = {torch.float32: 2e-3}
-"""Largest median difference of logprobs, by the dtype of the computation. The median, because rounding may send single
+TRIAL_TOKENS = 16
+MAX_DIFFERENCE = {torch.float32: 2e-3}
+"""The largest median difference of logprobs that is accepted, by dtype. The median, because rounding may send single
 tokens to other experts."""
-ROUGH = 0.25  # for all other dtypes
+MAX_DIFFERENCE_OTHERWISE = 0.25
 
 
-def trial_ids(config: Any, count: int = TOKENS) -> Tensor:
+def trial_ids(config: Any, count: int = TRIAL_TOKENS) -> Tensor:
     """Return token ids that are spread over the vocabulary and have no special meaning."""
     text = config.get_text_config()
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -32,10 +32,10 @@ def trial_ids(config: Any, count: int = TOKENS) -> Tensor:
 
 
 @torch.no_grad()
-def own_logprobs(module: Any, ids: Tensor, attention: str | None) -> Tensor:
-    """Return the logprob of each token but the first by the model's plain forward, without our attention.
+def reference_logprobs(module: Any, ids: Tensor, attention: str | None) -> Tensor:
+    """Return the logprob of each token but the first, by the model's own forward with eager attention.
 
-    `attention` is the implementation the model was loaded with, which it has again afterwards.
+    `attention` is the implementation that the model was loaded with, and is restored; None changes nothing.
     """
     if attention is not None:
         module.set_attn_implementation("eager")
@@ -52,21 +52,22 @@ def own_logprobs(module: Any, ids: Tensor, attention: str | None) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the logprob that each row of logits gives to its token, in float32."""
+    """Return the logprob of each token by its row of logits, in float32."""
     return logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
-def compare(who: str, module: Any, expected: Tensor, actual: Tensor) -> None:
-    """Raise ModelUnsupported if `who`, the engine or the trainer, does not get the logprobs of the model itself."""
+def check_logprobs(component: str, module: Any, expected: Tensor, actual: Tensor) -> None:
+    """Raise ModelUnsupported if the logprobs of a component, the engine or the trainer, are not the model's own."""
     difference = float((expected.float() - actual.float()).abs().median())
-    if not difference <= LIMITS.get(module.dtype, ROUGH):  # NaN is refused as well
-        raise disagreement(who, module, f"logprobs of a trial differ by {difference:.2g}")
+    if not difference <= MAX_DIFFERENCE.get(module.dtype, MAX_DIFFERENCE_OTHERWISE):  # NaN is refused as well
+        raise unsupported(component, module, f"logprobs of a trial differ by {difference:.2g}")
 
 
-def disagreement(who: str, module: Any, reason: str | Exception) -> RamifyError:
-    """Make the refusal of a model."""
+def unsupported(component: str, module: Any, reason: str | Exception) -> ModelUnsupported:
+    """Return the error for a model that a component computes differently, or cannot compute."""
     reason = reason if isinstance(reason, str) else _describe(reason)
-    return ModelUnsupported(f"{type(module).__name__}: the {who} does not compute what the model itself does: {reason}")
+    kind = type(module).__name__
+    return ModelUnsupported(f"{kind}: the {component} does not compute what the model itself does: {reason}")
 
 
 def _describe(error: Exception) -> str:

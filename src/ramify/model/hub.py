@@ -17,14 +17,14 @@ from ramify.errors import ModelNotFound
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 OTHER_FORMATS = ["original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "metal/*"]
-INTERVAL = 10.0  # seconds between two lines where there is no terminal
+INTERVAL = 10.0  # seconds between two lines of progress
 TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def download(name: str, cache: Path, *, say: Callable[[str], None]) -> Path:
     """Download the model `name` (ORG/NAME) into `cache`; returns its directory. Raises ModelNotFound."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE:
-        raise _not_here(name, "HF_HUB_OFFLINE is set")
+        raise _cannot_download(name, "HF_HUB_OFFLINE is set")
     from huggingface_hub import constants, snapshot_download  # takes a second, and few starts need it
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -45,22 +45,22 @@ def download(name: str, cache: Path, *, say: Callable[[str], None]) -> Path:
         advice = "check the name; for a private model log in with 'hf auth login'"
         raise ModelNotFound(f"model {name!r} is no directory here and not on {endpoint}: {advice}") from error
     except Exception as error:  # the library passes on whatever its HTTP client, its cache or the disk raised
-        raise _not_here(name, f"{endpoint}: {_first_line(error)}") from error
+        raise _cannot_download(name, f"{endpoint}: {_first_line(error)}") from error
     say(f"downloaded {name} in {time.monotonic() - started:.0f} s")
     return place
 
 
-def _not_here(name: str, reason: str) -> ModelNotFound:
-    """Say in one line how to bring the model here by other means."""
+def _cannot_download(name: str, reason: str) -> ModelNotFound:
+    """Return the error that says, in one line, how to get the model onto this machine by other means."""
     local = name.rpartition("/")[2]
-    bring = f"where there is a network run 'hf download {name} --local-dir {local}', copy {local} here"
+    advice = f"where there is a network run 'hf download {name} --local-dir {local}', copy {local} here"
     return ModelNotFound(
-        f"model {name!r} is not in the local cache and cannot be downloaded ({reason}): {bring}, and give -m {local}"
+        f"model {name!r} is not in the local cache and cannot be downloaded ({reason}): {advice}, and give -m {local}"
     )
 
 
 def _first_line(error: BaseException) -> str:
-    """Describe the failure that came first: the library wraps the connection's own in paragraphs of advice."""
+    """Describe the original failure: the library wraps it in paragraphs of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -68,7 +68,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _reporting(name: str, entry: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Say every few seconds how much has arrived; in a terminal the library's own bars do so."""
+    """Report the downloaded size every few seconds, unless the library shows its own bars in a terminal."""
     if sys.stderr.isatty():
         yield
         return
@@ -90,6 +90,6 @@ def _reporting(name: str, entry: Path, say: Callable[[str], None]) -> Iterator[N
 def _size(directory: Path) -> int:
     total = 0
     for path in directory.glob("*"):
-        with contextlib.suppress(OSError):  # renamed when it was complete
+        with contextlib.suppress(OSError):  # the library renames a file when it is complete
             total += path.stat().st_size
     return total

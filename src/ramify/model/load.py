@@ -48,7 +48,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type it computes in."""
+        """The dtype that the model computes in."""
         return self.choice.dtype
 
 

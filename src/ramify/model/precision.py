@@ -1,8 +1,9 @@
-"""The number type a model is computed in, and which of our operators in C this machine has for it.
+"""The dtype that a model is computed in, and which of our operators in C this machine has for it.
 
 Most checkpoints are stored in bfloat16. A CPU without instructions for it emulates every product, 4 to 50 times slower
-than float32, and torch logs a C++ stack on the way. So `auto` takes the checkpoint's type only where the device can
-multiply it, and float32 elsewhere; bfloat16 that is requested by name is computed, and the reason says that it is slow.
+than float32, and torch logs a C++ stack meanwhile. So `auto` takes the checkpoint's dtype only if the device has
+instructions for it, and float32 otherwise. If bfloat16 is requested by name it is used, and the reason says that it is
+slow.
 """
 
 import warnings
@@ -22,7 +23,7 @@ PROBE_SIZES = Sizes(heads=1, kv_heads=1, head_dim=32, hidden=32, inner=32, eps=1
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The type a model is computed in, and the reason in a few words."""
+    """The dtype that a model is computed in, and the reason in a few words."""
 
     dtype: torch.dtype
     reason: str
@@ -32,7 +33,10 @@ class DtypeChoice:
 
 
 def choose_dtype(requested: str, stored: Any, device: torch.device) -> DtypeChoice:
-    """Choose the type for weights that are `stored` in a type, a name or a torch.dtype; `requested` may be `auto`."""
+    """Choose the dtype for a model whose checkpoint is in dtype `stored`, a name or a torch.dtype.
+
+    `requested` is a name, or `auto`.
+    """
     emulated = device.type == "cpu" and not cpu_has_bfloat16()
     if requested != "auto":
         if emulated and requested == "bfloat16":
@@ -58,13 +62,13 @@ def describe_cpu() -> dict[str, str]:
     choice = choose_dtype("auto", torch.bfloat16, torch.device("cpu"))
     return {
         "dtype": str(choice),
-        "float32": _operators(compiled, torch.float32),
-        "bfloat16": _operators(streamed, torch.bfloat16),
+        "float32": _describe_operators(compiled, torch.float32),
+        "bfloat16": _describe_operators(streamed, torch.bfloat16),
     }
 
 
-def _operators(build: Any, dtype: torch.dtype) -> str:
-    """Build the operators for a model of one number and return their name, or why there are none."""
+def _describe_operators(build: Any, dtype: torch.dtype) -> str:
+    """Build the operators for a minimal model and return their name, or the reason why there are none."""
     number = torch.ones(1, dtype=dtype)
     try:
         return build(PROBE_SIZES, Model(number, number, number, number, None, [])).note

@@ -59,7 +59,7 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
         for name in COMPANIONS:
             if base is not None and (base / name).is_file():
                 shutil.copyfile(base / name, unfinished / name)
-        _name_dtype(unfinished / CONFIG, tensors)
+        _write_dtype(unfinished / CONFIG, tensors)
         Manifest(version, files).write(unfinished)
         unfinished.rename(directory)
     except BaseException:
@@ -74,7 +74,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises OSError: the library knows which one it met, but only mentions its number.
     """
     path.touch()
-    mode = path.stat().st_mode & 0o777  # as the umask has it; the library makes files that only their owner can read
+    mode = path.stat().st_mode & 0o777  # what the umask gives; the library's files can only be read by their owner
     try:
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path, {"format": "pt"})
     except SafetensorError as error:
@@ -86,8 +86,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     sync(path)
 
 
-def _name_dtype(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Make a model's config name the dtype that most of its weights are stored in."""
+def _write_dtype(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the dtype that most of the weights are stored in into the model's config."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         if tensor.is_floating_point():

@@ -1,7 +1,8 @@
-"""The adapter of a LoRA run as a directory that peft loads.
+"""Export the adapter of a LoRA run as a directory that peft loads.
 
-A checkpoint of such a run holds nothing but the adapter's matrices, in float32, so the export reads the last committed
-checkpoint and needs no model. Its matrices get the names that peft gives them; the run's configuration tells the rest.
+A checkpoint of such a run holds no weights but the adapter's matrices, in float32. So the export reads the last
+committed checkpoint, renames its matrices as peft names them, takes rank and alpha from the run's configuration, and
+needs no model.
 """
 
 import re
@@ -21,7 +22,7 @@ from ramify.model.weights import write_tensors
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
 from ramify.train.checkpoint import without_single_process_warning
-from ramify.train.checkpoint_manifest import renamed_steps, step_directory, verify_checkpoint
+from ramify.train.checkpoint_manifest import completed_steps, step_directory, verify_checkpoint
 from ramify.train.checkpoint_metadata import MetadataReader
 from ramify.train.config import LoraConfig
 from ramify.train.lora import ADAPTER
@@ -33,19 +34,20 @@ _MATRIX = re.compile(rf"model/model\.(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPT
 def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int, Path]:
     """Write the adapter of the last checkpoint; returns its step and the directory.
 
-    Raises ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if it is damaged.
+    Raises ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if the checkpoint is
+    damaged.
     """
     run = store.path
     name, lora = _read_config(run / "config.toml")
-    step = Ledger.read(store).marks().committed or max(renamed_steps(run / "checkpoints"), default=0)
+    step = Ledger.read(store).marks().committed or max(completed_steps(run / "checkpoints"), default=0)
     if not step:
         raise ConfigInvalid(f"{run} has no checkpoint yet: there is no adapter to export")
-    place = step_directory(run / "checkpoints", step)
+    checkpoint = step_directory(run / "checkpoints", step)
     directory = directory or run / f"adapter-{step:06}"
     if directory.exists():
         raise ConfigInvalid(f"{directory} exists already: remove it, or choose another with -o")
-    verify_checkpoint(place)
-    tensors = _read_matrices(place)
+    verify_checkpoint(checkpoint)
+    tensors = _read_matrices(checkpoint)
     unfinished = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -60,20 +62,20 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
 
 
 def _read_config(path: Path) -> tuple[str, LoraConfig]:
-    """Read what the run says about its model and its adapter."""
+    """Read the name of the model and the settings of the adapter from a run's configuration."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
         name, lora = str(table["model"]["name"]), LoraConfig.model_validate(table["trainer"]["lora"])
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigInvalid(f"{path} does not tell how the run was trained: {error}") from error
+        raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error
     if not lora.enabled:
         raise ConfigInvalid(f"{path.parent} has no adapter: it was not trained with trainer.lora.enabled = true")
     return name, lora
 
 
-def _read_matrices(place: Path) -> dict[str, Tensor]:
+def _read_matrices(checkpoint: Path) -> dict[str, Tensor]:
     """Read the adapter's matrices under the names that peft gives them."""
-    reader = MetadataReader(place)
+    reader = MetadataReader(checkpoint)
     names: dict[str, str] = {}
     state: dict[str, Any] = {}
     for key, entry in reader.metadata.state_dict_metadata.items():

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory that torch's distributed checkpointing (DCP) fills: all ranks write their shares at once,
 and any number of ranks can read them back. It is written beside its place and renamed into it, so what bears a step's
-name was complete when it was written; checksums show whether it still is (`checkpoint_manifest`). A disk that is full
+name was complete when it was renamed; checksums show whether it still is (`checkpoint_manifest`). A disk that is full
 fails the save by name and leaves the checkpoints before it as they were.
 """
 
@@ -26,11 +26,11 @@ from ramify.store.writer import is_full, named
 from ramify.train.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
-    find_whole,
-    renamed_steps,
+    checksum_files,
+    completed_steps,
+    find_intact_step,
     saved_steps,
     step_directory,
-    sum_files,
     verify_checkpoint,
 )
 from ramify.train.checkpoint_metadata import METADATA, MetadataReader
@@ -53,8 +53,8 @@ class Checkpoints:
         return saved_steps(self.directory)
 
     def newest(self) -> int:
-        """The newest step whose checkpoint was completed, damaged since or not; 0 if there is none."""
-        return max(renamed_steps(self.directory), default=0)
+        """The newest step whose checkpoint was completed, even if it is damaged now; 0 if there is none."""
+        return max(completed_steps(self.directory), default=0)
 
     def path(self, step: int) -> Path:
         return step_directory(self.directory, step)
@@ -69,7 +69,7 @@ class Checkpoints:
             with self.ranks.together(), _naming(self.directory):
                 if self.ranks.first:
                     self.clear()
-                    if place.exists():  # without its manifest it is none: somebody has removed a part of it
+                    if place.exists():  # a checkpoint without its manifest: somebody has removed a part of it
                         place.rename(place.with_name(f".{place.name}.gone.partial"))
                         self.clear()
                     aside.mkdir(parents=True)
@@ -78,11 +78,11 @@ class Checkpoints:
                 writer = FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)
                 with without_single_process_warning():
                     state_dict_saver.save(dict(_tensors(trainer)), storage_writer=writer, no_dist=self.ranks.size == 1)
-                records = sum_files(sorted(aside.glob(f"__{self.ranks.rank}_*")))
-            collected = {name: record for each in self.ranks.all(records) for name, record in each.items()}
+                records = checksum_files(sorted(aside.glob(f"__{self.ranks.rank}_*")))
+            collected = {name: record for share in self.ranks.all(records) for name, record in share.items()}
             with self.ranks.together(), _naming(self.directory):
                 if self.ranks.first:
-                    files = {**sum_files([aside / METADATA]), **collected}
+                    files = {**checksum_files([aside / METADATA]), **collected}
                     _check_complete(aside, files)
                     optimizer = trainer.config.optim.type
                     CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files).write(aside)
@@ -100,10 +100,10 @@ class Checkpoints:
         Every file is verified before anything is read. Raises CheckpointRefused, on all ranks alike.
         """
         place, kind, ranks = self.path(step), trainer.config.optim.type, self.ranks
-        manifest = self._or_offer(step, lambda: verify_checkpoint(place, rank=ranks.rank, ranks=ranks.size))
+        manifest = self._read_or_suggest(step, lambda: verify_checkpoint(place, rank=ranks.rank, ranks=ranks.size))
         if manifest.files is None:
             self.warn(f"{place} was written by a version that made no checksums: it is loaded without verification")
-        reader = self._or_offer(step, lambda: MetadataReader(place))
+        reader = self._read_or_suggest(step, lambda: MetadataReader(place))
         state: dict[str, Tensor] = {}
         with ranks.together():
             if manifest.optimizer != kind:
@@ -113,31 +113,33 @@ class Checkpoints:
             with without_single_process_warning():
                 state_dict_loader.load(state, storage_reader=reader, no_dist=ranks.size == 1)
         except CheckpointException as error:
-            raise CheckpointRefused(f"{place} cannot be read: {_first(error)}; {self._offer(step)}") from error
+            raise CheckpointRefused(
+                f"{place} cannot be read: {_first(error)}; {self._suggest_recovery(step)}"
+            ) from error
         _restore(trainer, state)
         return manifest.note
 
     def note(self, step: int) -> dict[str, Any]:
         """What the run wrote down beside the checkpoint of `step`. Raises CheckpointRefused."""
-        return self._or_offer(step, lambda: CheckpointManifest.read(self.path(step))).note
+        return self._read_or_suggest(step, lambda: CheckpointManifest.read(self.path(step))).note
 
-    def _or_offer(self, step: int, read: Callable[[], T]) -> T:
-        """Read something of a checkpoint. If that is refused on one rank, refuse on all and say what could be used."""
+    def _read_or_suggest(self, step: int, read: Callable[[], T]) -> T:
+        """Return what `read` returns. If it raises CheckpointRefused on one rank, raise it on all, with advice."""
         results: list[T] = []
         try:
             with self.ranks.together():
                 results.append(read())
         except CheckpointRefused as error:
-            raise CheckpointRefused(f"{error.message}; {self._offer(step)}") from error
+            raise CheckpointRefused(f"{error.message}; {self._suggest_recovery(step)}") from error
         return results[0]
 
-    def _offer(self, step: int) -> str:
-        """What to do when the checkpoint of `step` is refused; every rank must ask."""
-        whole = self.ranks.told(find_whole(self.directory, step) if self.ranks.first else None)
-        if whole is None:
-            return "there is no other checkpoint that is whole: bring its files back from a copy, or begin anew"
-        command = f"ramify rollback {shlex.quote(str(self.directory.parent))} {whole}"
-        return f"the newest checkpoint that is whole is {self.path(whole)}: '{command}' makes the run go on from there"
+    def _suggest_recovery(self, step: int) -> str:
+        """Return what to do when the checkpoint of `step` is refused. A collective: every rank must call it."""
+        intact = self.ranks.told(find_intact_step(self.directory, step) if self.ranks.first else None)
+        if intact is None:
+            return "no other checkpoint is intact: restore its files from a copy, or start a new run"
+        command = f"ramify rollback {shlex.quote(str(self.directory.parent))} {intact}"
+        return f"the newest intact checkpoint is {self.path(intact)}: '{command}' makes the run continue from there"
 
     def discard_after(self, step: int) -> None:
         """Remove what never became part of the run's history: newer checkpoints, and halves."""
@@ -166,14 +168,15 @@ class Checkpoints:
 
 
 def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raise StorageFailed if a file of the checkpoint has no checksum, because no rank counts it as its own."""
-    if unknown := sorted({path.name for path in directory.iterdir()} ^ set(files)):
-        raise StorageFailed(f"{directory} should hold {', '.join(sorted(files))}; what differs: {', '.join(unknown)}")
+    """Raise StorageFailed unless the directory holds exactly the files that the ranks have computed checksums of."""
+    if unexpected := sorted({path.name for path in directory.iterdir()} ^ set(files)):
+        problem = f"missing or without a checksum: {', '.join(unexpected)}"
+        raise StorageFailed(f"{directory} should hold {', '.join(sorted(files))}; {problem}")
 
 
 @contextlib.contextmanager
 def without_single_process_warning() -> Iterator[None]:
-    """Silence torch's warning that a single process is alone."""
+    """Silence torch's warning that only a single process saves or loads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

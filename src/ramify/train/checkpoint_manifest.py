@@ -1,12 +1,12 @@
 """The manifest of a checkpoint, `checkpoint.json`: what was saved, and checksums of every file. Needs no torch.
 
-Each rank sums up the files that it wrote, the first rank collects the sums and writes the manifest as the last file
-before the checkpoint is renamed into its place. Whoever loads a checkpoint verifies the manifest and every file before
-any byte is interpreted.
+Each rank computes the checksums of the files that it wrote. The first rank collects them and writes the manifest as the
+last file before the checkpoint is renamed into its place. Whoever loads a checkpoint verifies the manifest and every
+file before any byte is interpreted.
 
-A file is summed up in pieces by several threads, and ranks that load together share the pieces: a checkpoint holds
-twelve bytes per trained weight, so one thread would take longer than the disk. The checksum is a CRC, as for published
-weights: it detects damage, not an enemy, who could write the manifest as well.
+The checksums of a file are computed in pieces by several threads, and ranks that load together share the pieces: a
+checkpoint holds twelve bytes per trained weight, so one thread would take longer than the disk. The checksum is a CRC,
+as for published weights: it detects damage, not an attacker, who could write the manifest as well.
 """
 
 import os
@@ -30,15 +30,15 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """What a file should contain."""
+    """The expected size and checksums of a file."""
 
     bytes: int
     crc32: list[str]
-    """Of each piece, in hexadecimal."""
+    """One for each piece, in hexadecimal."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint is. Manifests written before there were checksums have neither `files` nor `checksum`."""
+    """The content of `checkpoint.json`. Manifests from before checksums have neither `files` nor `checksum`."""
 
     step: int
     optimizer: str
@@ -60,17 +60,17 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             raise CheckpointRefused(f"{path} is damaged: it is no manifest of a checkpoint ({error})") from error
         if (manifest.files is None) != (manifest.checksum is None):
             raise CheckpointRefused(f"{path} is damaged: it needs both files and checksum, or neither")
-        if manifest.checksum is not None and manifest.checksum != manifest._sum():
-            expected = f"its content has checksum {manifest._sum()}, expected {manifest.checksum}"
+        if manifest.checksum is not None and manifest.checksum != manifest._compute_checksum():
+            expected = f"its content has checksum {manifest._compute_checksum()}, expected {manifest.checksum}"
             raise CheckpointRefused(f"{path} is damaged: {expected}")
         return manifest
 
     def write(self, directory: Path) -> None:
         """Write the manifest, with its checksum, into `directory`; it is on disk when this returns."""
-        sealed = msgspec.structs.replace(self, checksum=self._sum())
-        write_synced(directory / MANIFEST, msgspec.json.encode(sealed))
+        complete = msgspec.structs.replace(self, checksum=self._compute_checksum())
+        write_synced(directory / MANIFEST, msgspec.json.encode(complete))
 
-    def _sum(self) -> str:
+    def _compute_checksum(self) -> str:
         content = msgspec.json.encode(msgspec.structs.replace(self, checksum=None), order="deterministic")
         return f"{zlib.crc32(content):08x}"
 
@@ -81,19 +81,22 @@ class _Piece(NamedTuple):
     expected: str
 
 
-def sum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
-    """Compute the records of these files, by name. Raises OSError."""
+def checksum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
+    """Compute the sizes and checksums of these files, by name. Raises OSError."""
     with _threads() as pool:
         records: dict[str, FileRecord] = {}
         for path in paths:
             size = path.stat().st_size
-            sums = pool.map(lambda index, path=path: _sum_piece(path, index), range(_count_pieces(size)))
+            sums = pool.map(lambda index, path=path: _checksum_piece(path, index), range(_count_pieces(size)))
             records[path.name] = FileRecord(size, list(sums))
         return records
 
 
 def verify_checkpoint(directory: Path, *, rank: int = 0, ranks: int = 1) -> CheckpointManifest:
-    """Verify the manifest, and of the files what falls to `rank` of `ranks`. Raises CheckpointRefused."""
+    """Verify the manifest, the sizes of all files, and every `ranks`-th piece from `rank` on.
+
+    Raises CheckpointRefused.
+    """
     manifest = CheckpointManifest.read(directory)
     pieces = list(_pieces(directory, manifest.files or {}))[rank::ranks]
     with _threads() as pool:
@@ -103,22 +106,22 @@ def verify_checkpoint(directory: Path, *, rank: int = 0, ranks: int = 1) -> Chec
 
 
 def step_directory(directory: Path, step: int) -> Path:
-    """Return the place of a step's checkpoint below the directory of all."""
+    """Return the path of a step's checkpoint in the directory of all checkpoints."""
     return directory / f"step_{step:06}"
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Return the steps whose checkpoints have a manifest, rising. Whether they are whole, verification shows."""
+    """Return the steps whose checkpoints have a manifest, in rising order. They may be damaged."""
     return _steps(path.parent for path in directory.glob(f"step_*/{MANIFEST}"))
 
 
-def renamed_steps(directory: Path) -> list[int]:
-    """Return the steps whose checkpoints were completed once, rising, even if a file is missing now."""
+def completed_steps(directory: Path) -> list[int]:
+    """Return the steps whose checkpoints were completed, in rising order, even if files are missing now."""
     return _steps(directory.glob("step_*"))
 
 
-def find_whole(directory: Path, before: int) -> int | None:
-    """Return the newest step below `before` whose checkpoint is verified; None if there is none.
+def find_intact_step(directory: Path, before: int) -> int | None:
+    """Return the newest step below `before` whose checkpoint passes verification; None if there is none.
 
     A checkpoint without checksums cannot be verified and does not count.
     """
@@ -137,7 +140,7 @@ def _steps(paths: Iterable[Path]) -> list[int]:
 
 
 def _pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterable[_Piece]:
-    """Check names and sizes, and yield what remains to be summed up."""
+    """Check names and sizes, and yield the pieces whose checksums remain to be verified."""
     for name, record in files.items():
         path = directory / name
         try:
@@ -153,7 +156,7 @@ def _pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterable[_Piece
 
 def _verify_piece(piece: _Piece) -> None:
     try:
-        actual = _sum_piece(piece.path, piece.index)
+        actual = _checksum_piece(piece.path, piece.index)
     except OSError as error:
         raise CheckpointRefused(f"{piece.path} cannot be read: {error.strerror or error}") from error
     if actual != piece.expected:
@@ -161,7 +164,7 @@ def _verify_piece(piece: _Piece) -> None:
         raise CheckpointRefused(f"{piece.path} is damaged: {where} have checksum {actual}, expected {piece.expected}")
 
 
-def _sum_piece(path: Path, index: int) -> str:
+def _checksum_piece(path: Path, index: int) -> str:
     value, buffer = 0, memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         file.seek(index * PIECE)

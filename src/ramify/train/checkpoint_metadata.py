@@ -1,7 +1,7 @@
 """The metadata of a checkpoint: which tensors it holds and where, as torch's distributed checkpointing wrote it.
 
-Torch keeps it in a pickle, and an ordinary unpickler calls whatever a pickle names. The one here knows the classes that
-this metadata consists of, and refuses every other name before anything is called.
+Torch keeps it in a pickle, and an ordinary unpickler calls whatever a pickle names. The unpickler here only allows the
+classes that this metadata consists of, and refuses every other name before anything is called.
 """
 
 import io
@@ -20,7 +20,7 @@ METADATA = ".metadata"
 
 
 class MetadataReader(FileSystemReader):
-    """Reads the tensors of a checkpoint whose metadata has been read already; never unpickles metadata itself."""
+    """Torch's reader of tensors, with metadata that was read by `read_metadata` and not by torch's unpickler."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -37,7 +37,7 @@ def read_metadata(directory: Path) -> Metadata:
         content = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # damaged bytes can raise anything here; it leaves under one name
+    except Exception as error:  # damaged bytes can raise anything here
         raise CheckpointRefused(f"{path} is damaged: {error}") from error
     if not _is_valid(content):
         raise CheckpointRefused(f"{path} is damaged: it does not describe tensors and where they lie")
@@ -53,25 +53,25 @@ def _is_valid(content: Any) -> bool:
         isinstance(tensors, dict)
         and all(isinstance(name, str) and isinstance(entry, TensorStorageMetadata) for name, entry in tensors.items())
         and isinstance(places, dict)
-        and all(isinstance(index, MetadataIndex) and _is_place(place) for index, place in places.items())
+        and all(isinstance(index, MetadataIndex) and _is_storage_info(place) for index, place in places.items())
     )
 
 
-def _is_place(place: Any) -> bool:
+def _is_storage_info(place: Any) -> bool:
     return isinstance(place, _STORAGE_INFO) and place.relative_path == PurePosixPath(place.relative_path).name
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads what torch's metadata consists of and nothing else."""
+    """Loads the classes in `_ALLOWED` and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _KNOWN:
+        if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
-        return _KNOWN[module, name]
+        return _ALLOWED[module, name]
 
 
 def _strided(name: str) -> torch.layout:
-    """Return the one layout that is saved; in place of a function of torch that looks up any."""
+    """Return torch.strided, the only layout that is saved. Replaces a function of torch that looks up any layout."""
     if name != "torch.strided":
         raise pickle.UnpicklingError(f"expected tensors of layout torch.strided, found {name}")
     return torch.strided
@@ -89,12 +89,12 @@ _CLASSES = (
     _MEMORY_FORMAT,
     _STORAGE_INFO,
 )
-_KNOWN: dict[tuple[str, str], Any] = {
-    **{(each.__module__, each.__qualname__): each for each in _CLASSES},
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _strided,
-    # The directory it was saved in, for information only; its class moved within the standard library.
+    # The directory that it was saved in, for information only. Its class has moved within the standard library.
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, RamifyError
-from ramify.model.agreement import compare, disagreement, own_logprobs, trial_ids
+from ramify.model.agreement import check_logprobs, reference_logprobs, trial_ids, unsupported
 from ramify.model.layout import Layout, layout_for, longrope
 from ramify.model.load import read_config, read_model
 from ramify.model.rewrite import compiler_for
@@ -85,8 +85,8 @@ class Policy(nn.Module):
 def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False) -> Policy:
     """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation.
 
-    Raises ModelUnsupported if the policy does not compute what the model itself does. That is tried on the CPU, where
-    every model is loaded: before sharding, and without kernels that training in another dtype would never use.
+    Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU, where
+    every model is loaded first: before sharding, and without kernels that training in another dtype would never use.
     """
     config = read_config(path)
     layout = layout_for(config)
@@ -105,20 +105,20 @@ def _check_agreement(policy: Policy) -> None:
     """Raise ModelUnsupported unless a policy on the CPU scores a few tokens as the model itself does."""
     model = policy.model
     ids = trial_ids(model.config)
-    expected = own_logprobs(model, ids, attention_for(policy.layout))
+    expected = reference_logprobs(model, ids, attention_for(policy.layout))
     try:
         actual, _ = policy.score(row_of(_chain(ids), layout=policy.layout, windows=policy.windows))
     except (RamifyError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that is put together in another way fails anywhere
-        raise disagreement("trainer", model, error) from error
-    compare("trainer", model, expected, actual)
+        raise unsupported("trainer", model, error) from error
+    check_logprobs("trainer", model, expected, actual)
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise ModelUnsupported(f"{type(model).__name__} has no list of layers, which the trainer compiles and shards")
 
 
 def _chain(ids: Tensor) -> Forest:
-    """A forest of one path, in which every token but the first is trained."""
+    """Return a forest of one path, in which every token but the first is trained."""
     trace = Trace(id="trial")
     first, *rest = ids.tolist()
     prompt = trace.add(-1, Message("user", ""), [first])
