@@ -386,7 +386,7 @@ def test_a_token_that_the_vocabulary_does_not_hold_is_the_engines_failure():
 
     session = Session(
         Trace(id="t"),
-        TokenPolicy(Odd(["hm"]), TINY, "tiny", vocabulary=512),
+        TokenPolicy(Odd(["hm"]), TINY, "tiny", vocabulary_size=512),
         sampling=SamplingConfig(),
         limits=Limits(),
         retries=0,

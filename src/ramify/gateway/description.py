@@ -1,7 +1,8 @@
-"""Images in words, for a model that cannot see them.
+"""Describe images in words, for a model that takes no images.
 
-A tool may return an image whether or not the model has eyes: a screenshot, a plot. A model without eyes is told that
-there was one. An image in a prompt stays one, and is refused: such a task cannot be solved without eyes.
+A tool may return an image, such as a screenshot or a plot, whatever the model. A model that takes no images gets a
+description of it instead. An image in a prompt is not replaced, and is refused later: such a task cannot be solved
+without seeing it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def describe_tool_images(messages: Sequence[Message], media: Mapping[str, Media]) -> Sequence[Message]:
-    """Return the messages with the images of tool results in words."""
+    """Return the messages with the images of tool results replaced by descriptions."""
     if not any(message.role == "tool" and not isinstance(message.content, str) for message in messages):
         return messages
     return [_describe(message, media) if message.role == "tool" else message for message in messages]
@@ -27,21 +28,23 @@ def describe_tool_images(messages: Sequence[Message], media: Mapping[str, Media]
 def _describe(message: Message, media: Mapping[str, Media]) -> Message:
     if isinstance(message.content, str):
         return message
-    words = (_words(media.get(part.hash)) if isinstance(part, MediaPart) else part.text for part in message.content)
-    return replace(message, content="".join(words))
+    texts = (
+        _describe_image(media.get(part.hash)) if isinstance(part, MediaPart) else part.text for part in message.content
+    )
+    return replace(message, content="".join(texts))
 
 
-def _words(image: Media | None) -> str:
+def _describe_image(image: Media | None) -> str:
     if image is None:
         return "[an image; you cannot see images]"
     if image.mime == POINTER:
         return f"[an image: {image.data.decode()}; you cannot see images]"
-    facts = [image.mime, *_pixels(image.data), f"{len(image.data)} bytes"]
+    facts = [image.mime, *_pixel_size(image.data), f"{len(image.data)} bytes"]
     return f"[an image: {', '.join(facts)}; you cannot see images]"
 
 
-def _pixels(data: bytes) -> list[str]:
-    """Return the size of a PNG, as one entry; none for other formats."""
+def _pixel_size(data: bytes) -> list[str]:
+    """Return the size of a PNG as a list of one text; an empty list for other formats."""
     if not data.startswith(PNG) or len(data) < 24:
         return []
     width, height = struct.unpack(">II", data[16:24])

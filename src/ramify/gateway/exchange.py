@@ -35,7 +35,7 @@ class Request:
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
     """What the media parts of the messages show, by hash."""
     remote: bool = False
-    """Whether it came over the endpoint; False for the harness in this process."""
+    """Whether it came over HTTP; False if the harness made it in this process."""
 
 
 @dataclass(frozen=True, slots=True)

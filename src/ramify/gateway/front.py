@@ -43,7 +43,7 @@ class Asks:
             asked = await _read(http, self._dialect, session)
             asking = session.begin(asked.request)
         except RamifyError as error:
-            _note(session, http, error)
+            _record_refusal(session, http, error)
             return await _refuse(self._dialect, error, scope, receive, send)
         except ClientDisconnect:
             return None
@@ -53,7 +53,7 @@ class Asks:
         try:
             delivered = await self._answer(asked, answer, gone, scope, receive, send)
             if delivered and (error := _failure(answer)) is not None:
-                _note(session, http, error)
+                _record_refusal(session, http, error)
         finally:
             answer.cancel()
             gone.cancel()
@@ -111,7 +111,7 @@ class Counts:
             asked = await _read(http, self._dialect, session)
             counted = self._dialect.count(session.count(asked.request))
         except RamifyError as error:
-            _note(session, http, error)
+            _record_refusal(session, http, error)
             return await _refuse(self._dialect, error, scope, receive, send)
         except ClientDisconnect:
             return None
@@ -155,10 +155,10 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-def _note(session: Session | None, http: HttpRequest, error: RamifyError) -> None:
-    """Put a refusal into the trace of the rollout, where it is known whose it is."""
+def _record_refusal(session: Session | None, http: HttpRequest, error: RamifyError) -> None:
+    """Record a refusal in the trace of the rollout, if the session is known."""
     if session is not None:
-        session.note_refusal(http.url.path, status_of(error), error.name, error.message)
+        session.record_refusal(http.url.path, status_of(error), error.name, error.message)
 
 
 async def _refuse(dialect: Dialect, error: RamifyError, scope: Scope, receive: Receive, send: Send) -> None:

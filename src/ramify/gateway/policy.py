@@ -86,7 +86,10 @@ class Policy(Protocol):
         ...
 
     def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
-        """The messages in a form that it can take; `opening` if no reply precedes them. Equal ones stay equal."""
+        """Return the messages in a form that the policy accepts; `opening` is False if they follow a reply.
+
+        Equal messages must give equal results.
+        """
         ...
 
     def prepare(
@@ -111,7 +114,7 @@ class Policy(Protocol):
     ) -> Sampled:
         """Take one sample, which ends with the token that completes one of the strings `stop`.
 
-        `clock` learns how long the engine made no progress, where that can be known.
+        `clock` measures how long the engine made no progress, if the policy can tell.
         """
         ...
 
@@ -131,7 +134,7 @@ class Sampler(Protocol):
 
 
 class ParsedSample(NamedTuple):
-    """The tokens of a sample, what they say, and whether a stop string ended it."""
+    """The tokens of a sample, the message that was parsed from them, and whether a stop string ended it."""
 
     ids: npt.NDArray[np.int32]
     parsed: Parsed
@@ -141,8 +144,8 @@ class ParsedSample(NamedTuple):
 class TokenPolicy:
     """A model behind the token client, rendered and read here: every token and logprob is known.
 
-    The last opening prompts are remembered: all attempts at a task begin with the same one. `vocabulary` is the number
-    of tokens the model has, where that is known: a sample with any other token is the engine's failure.
+    The last opening prompts are remembered: all attempts at a task begin with the same one. If `vocabulary_size` is
+    known, a sample with a token id beyond it is a ProviderError.
     """
 
     trainable = True
@@ -154,14 +157,14 @@ class TokenPolicy:
         name: str,
         *,
         max_model_len: int | None = None,
-        vocabulary: int | None = None,
+        vocabulary_size: int | None = None,
     ) -> None:
         self.client, self.renderer, self.name = client, renderer, name
-        self.max_model_len, self.vocabulary = max_model_len, vocabulary
+        self.max_model_len, self.vocabulary_size = max_model_len, vocabulary_size
         self._openings: OrderedDict[tuple[Message, ...], Rendered] = OrderedDict()
 
     def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
-        """The messages with images of tools in words, and late system messages as the template takes them."""
+        """Describe the images of tool results, and fold late system messages if the template does not accept them."""
         described = describe_tool_images(messages, media)
         return described if self._accepts_late_system else fold_late_system(described, opening=opening)
 
@@ -209,8 +212,9 @@ class TokenPolicy:
         done = await self.client.generate(prompt, wanted, session=session, deadline=deadline, clock=clock)
         if done.finish == "abort":
             raise ProviderError(f"{done.server} gave up a sample after {len(done.ids)} tokens")
-        if self.vocabulary is not None and len(done.ids) and int(done.ids.max()) >= self.vocabulary:
-            raise ProviderError(f"{done.server} sampled token id {done.ids.max()}; {self.name} has {self.vocabulary}")
+        if self.vocabulary_size is not None and len(done.ids) and int(done.ids.max()) >= self.vocabulary_size:
+            expected = f"the vocabulary of {self.name} has {self.vocabulary_size} tokens"
+            raise ProviderError(f"{done.server} sampled token id {done.ids.max()}; {expected}")
         ids, parsed, stopped = await offload(len(done.ids) >= LARGE_TOKENS, self._parse, done.ids, rendered, stop)
         return Sampled(
             message=parsed.message,
@@ -225,7 +229,7 @@ class TokenPolicy:
         )
 
     def _parse(self, sampled: npt.NDArray[np.int32], prompt: Rendered, stop: Sequence[str]) -> ParsedSample:
-        """The sample up to the first stop string, as a message."""
+        """Cut the sample behind the first stop string and parse it."""
         cut = stop_at(self.renderer.tokenizer, sampled, stop) if stop else None
         if cut is None:
             return ParsedSample(sampled, self.renderer.parse(sampled, prompt), False)
@@ -261,7 +265,7 @@ class ChatPolicy:
         await self._http.aclose()
 
     def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
-        """The messages as they are: what it cannot take, the endpoint will say."""
+        """Return the messages unchanged: the endpoint refuses what it does not accept."""
         return messages
 
     def prepare(
@@ -286,7 +290,7 @@ class ChatPolicy:
         stop: Sequence[str] = (),
         clock: StallClock | None = None,
     ) -> Sampled:
-        """Ask the endpoint. Whether it makes progress, it does not say: all its time counts."""
+        """Ask the endpoint. It does not report progress, so `clock` is not used and all time counts."""
         body: dict[str, Any] = {"model": self.name, "messages": write_messages(prepared.messages, prepared.media)}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         optional = {

@@ -45,8 +45,10 @@ async def reach(
             length = cards[0][0].get("max_model_len")
             longest = length if isinstance(length, int) else None
             path = resolve(model)
-            how_many = _vocabulary(path)
-            return TokenPolicy(client, load_renderer(path, renderer), model, max_model_len=longest, vocabulary=how_many)
+            vocabulary = _vocabulary_size(path)
+            return TokenPolicy(
+                client, load_renderer(path, renderer), model, max_model_len=longest, vocabulary_size=vocabulary
+            )
         except (TokensRequired, LogprobMismatch) as error:
             why = error.message
     if how == "tokens":
@@ -62,8 +64,8 @@ async def reach(
     return policy
 
 
-def _vocabulary(path: Path) -> int | None:
-    """The number of tokens of the model in a directory; None where its config does not say."""
+def _vocabulary_size(path: Path) -> int | None:
+    """Return the size of a model's vocabulary; None if its config does not say."""
     try:
         config = msgspec.json.decode((path / "config.json").read_bytes())
         return int(config["vocab_size"])

@@ -1,16 +1,16 @@
-"""Which calls of a rollout are the agent's work at its task, and which are housekeeping.
+"""Which calls of a rollout are the agent's work on its task, and which are housekeeping.
 
-Agent programs make calls that have nothing to do with the task: a title for the conversation, a "say hello" that tries
+Agent programs make calls that have nothing to do with the task: a title for the conversation, a "say hello" that tests
 the connection. Hooks and tools may call the policy too. Training such calls on the task's reward teaches nonsense. So
-`harness.train = "main"` trains the main conversations alone; a conversation is a call and all calls that continue it:
+`harness.train = "main"` trains only the main conversations. A conversation is a call and all calls that continue it:
 
 1. Calls made outside the agent's time (by `setup`, `finalize` or a reward) are never main.
 2. If the harness itself asks in this process, as the chat loop does, its conversations are main, and no others.
 3. Otherwise, if some calls offer tools, the conversations in which tools are offered are main. A sub-agent has tools,
    and so has an agent that goes on with a compacted history; a title or a probe has none.
-4. Otherwise, if the task's prompt stands in a conversation as one message, or as one part of it, such conversations are
-   main, and those that begin with the same system prompt.
-5. Otherwise all are main: there is nothing to tell them apart by.
+4. Otherwise, if a message before the first reply, or one part of it, is the task's prompt, such conversations are main,
+   and those with the same system prompt.
+5. Otherwise all are main: nothing distinguishes them.
 """
 
 from __future__ import annotations
@@ -28,52 +28,54 @@ NO_PROMPT = "holds neither the task's prompt nor the system prompt that stands b
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedCall:
-    """What decides about one recorded call."""
+class RecordedCall:
+    """What decides whether one recorded call is main."""
 
     node: int
     opening: tuple[Message, ...]
     """The messages before the first reply of its conversation; empty for a call that continues one."""
     continues: int | None
-    """The reply that it continues, as a node; None for the first call of a conversation."""
+    """The node of the reply that it continues; None for the first call of a conversation."""
     tools: bool
+    """Whether it offered tools."""
     remote: bool
     """Whether it came over the endpoint."""
     by_agent: bool
-    """Whether it was made in the agent's time."""
+    """Whether it was made while the agent ran, and not by `setup`, `finalize` or a reward."""
 
 
-def left_out(calls: Sequence[SelectedCall], prompt: Sequence[str]) -> dict[int, str]:
-    """Return the calls that are not main, by node, with the reason; `prompt` has the texts of the task's prompt."""
-    conversation: dict[int, int] = {}
+def side_calls(calls: Sequence[RecordedCall], prompt: Sequence[str]) -> dict[int, str]:
+    """Return the reason for each call that is not main, by its node; `prompt` holds the texts of the task's prompt."""
+    conversation: dict[int, int] = {}  # by the node of a call, the node of the first call of its conversation
     for call in calls:
         first = call.node if call.continues is None else conversation.get(call.continues, call.node)
         conversation[call.node] = first
-    agents = [call for call in calls if call.by_agent]
-    main, reason = _main(agents, conversation, prompt)
-    found = {call.node: HOOK for call in calls if not call.by_agent}
-    return found | {call.node: reason for call in agents if conversation[call.node] not in main}
+    agent_calls = [call for call in calls if call.by_agent]
+    main, reason = _find_main(agent_calls, conversation, prompt)
+    by_hooks = {call.node: HOOK for call in calls if not call.by_agent}
+    return by_hooks | {call.node: reason for call in agent_calls if conversation[call.node] not in main}
 
 
-def _main(
-    calls: Sequence[SelectedCall], conversation: Mapping[int, int], prompt: Sequence[str]
+def _find_main(
+    calls: Sequence[RecordedCall], conversation: Mapping[int, int], prompt: Sequence[str]
 ) -> tuple[set[int], str]:
-    """The main conversations, by their first reply, and the reason why others are not."""
-    own = {conversation[call.node] for call in calls if not call.remote}
-    if own:
-        return own, ENDPOINT
-    offering = {conversation[call.node] for call in calls if call.tools}
-    if offering:
-        return offering, NO_TOOLS
+    """Return the main conversations, by the node of their first call, and the reason why others are not main."""
+    in_process = {conversation[call.node] for call in calls if not call.remote}
+    if in_process:
+        return in_process, ENDPOINT
+    with_tools = {conversation[call.node] for call in calls if call.tools}
+    if with_tools:
+        return with_tools, NO_TOOLS
     openings = {call.node: call.opening for call in calls if call.continues is None}
-    holding = {first for first, opening in openings.items() if _holds(opening, prompt)}
-    if holding:
-        systems = {_system(openings[first]) for first in holding} - {""}
-        return holding | {first for first, opening in openings.items() if _system(opening) in systems}, NO_PROMPT
+    with_prompt = {first for first, opening in openings.items() if _contains_prompt(opening, prompt)}
+    if with_prompt:
+        systems = {_system_prompt(openings[first]) for first in with_prompt} - {""}
+        same_system = {first for first, opening in openings.items() if _system_prompt(opening) in systems}
+        return with_prompt | same_system, NO_PROMPT
     return set(conversation.values()), ""
 
 
-def _holds(opening: Sequence[Message], prompt: Sequence[str]) -> bool:
+def _contains_prompt(opening: Sequence[Message], prompt: Sequence[str]) -> bool:
     wanted = {text.strip() for text in prompt}
     for message in opening:
         parts = () if isinstance(message.content, str) else message.content
@@ -83,5 +85,5 @@ def _holds(opening: Sequence[Message], prompt: Sequence[str]) -> bool:
     return False
 
 
-def _system(opening: Sequence[Message]) -> str:
+def _system_prompt(opening: Sequence[Message]) -> str:
     return "\n".join(message.text for message in opening if message.role in SYSTEM)

@@ -116,7 +116,7 @@ class Gateway:
         assert isinstance(error, HTTPException)
         message = f"{http.method} {http.url.path}: {error.detail}"
         with contextlib.suppress(SecretUnknown):
-            self.session_of(http).note_refusal(http.url.path, error.status_code, NOT_FOUND, message)
+            self.session_of(http).record_refusal(http.url.path, error.status_code, NOT_FOUND, message)
         said = {"type": NOT_FOUND, "message": message, "code": "not_found"}
         return JSONResponse({"type": "error", "error": said}, error.status_code)
 

@@ -26,14 +26,14 @@ from ramify.gateway.conversations import Conversations, Said
 from ramify.gateway.exchange import Finish, Reply, Request
 from ramify.gateway.policy import Policy, Prepared, Sampled
 from ramify.gateway.recording import Recorder
-from ramify.gateway.selection import SelectedCall
+from ramify.gateway.selection import RecordedCall
 from ramify.gateway.wishes import call_seed, effective, recorded, stop_strings
 from ramify.render import History
 from ramify.trace import Call, Media, Trace
 
 BACKOFF = 0.25  # seconds before a failed call is made again; doubled each time
-REFUSALS = 50  # different ones that a trace keeps
-REFUSAL_LENGTH = 1000  # characters of each
+REFUSALS = 50  # different refusals that a trace keeps
+REFUSAL_LENGTH = 1000  # characters of a refusal's message that are kept
 LINGER = 5.0  # seconds a call goes on when its client has hung up: about as long as SDKs wait before they ask again
 
 
@@ -71,11 +71,11 @@ class Session:
         self.watch: Callable[[Reply], None] | None = None
         """Called with every reply that was recorded."""
         self.agent_runs = True
-        """Whether calls are the agent's; False before and after its time, when hooks may call."""
-        self.calls: list[SelectedCall] = []
-        """The trainable calls that were recorded, with what decides whether they are trained."""
+        """Whether the agent runs; False before and after, when calls are made by hooks."""
+        self.calls: list[RecordedCall] = []
+        """The recorded calls of the trainable policy, with what decides whether they are trained."""
         self.clock = StallClock()
-        """How long its calls waited for an engine that made no progress."""
+        """Measures how long its calls waited for an engine that made no progress."""
         self._budget = Budget(limits)
         self._recorder = Recorder(trace)
         self._talks: dict[int, Conversations] = {}  # by policy
@@ -126,8 +126,8 @@ class Session:
             raise RequestInvalid(f"no reply {call!r} is known in this session")
         return self._nodes[call]
 
-    def note_refusal(self, path: str, status: int, name: str, message: str) -> None:
-        """Put into the trace that a client was refused; equal refusals are counted, and only so many kept."""
+    def record_refusal(self, path: str, status: int, name: str, message: str) -> None:
+        """Record in the trace that a client was refused. Equal refusals are counted; at most `REFUSALS` are kept."""
         refusals = list(self.trace.info.get("refusals", []))
         entry = {"path": path, "status": status, "name": name, "message": message[:REFUSAL_LENGTH]}
         for at, known in enumerate(refusals):
@@ -228,7 +228,7 @@ class Session:
                     )
                     reply = self._record(policy, end, prepared, sampled, call, grant)
                     if policy.trainable and policy is self.policy:
-                        self._note_call(request, end, reply.node, by_agent=by_agent)
+                        self._record_call(request, end, reply.node, by_agent=by_agent)
                     return reply
                 finally:
                     self._budget.settle(grant)
@@ -244,12 +244,12 @@ class Session:
         finally:
             self._exit()
 
-    def _note_call(self, request: Request, end: Said, node: int, *, by_agent: bool) -> None:
-        """Keep what decides whether a recorded call is trained."""
+    def _record_call(self, request: Request, end: Said, node: int, *, by_agent: bool) -> None:
+        """Record what decides whether a call is trained."""
         last = end.last
         opening = tuple(end.since(None)) if last is None else ()
         continues = None if last is None else last.node
-        self.calls.append(SelectedCall(node, opening, continues, bool(request.tools), request.remote, by_agent))
+        self.calls.append(RecordedCall(node, opening, continues, bool(request.tools), request.remote, by_agent))
 
     def _wishes(self, request: Request, end: Said) -> Sampling:
         seed = call_seed(self.seed, end.digest, end.started)
@@ -306,10 +306,10 @@ class Session:
 
 
 def _check_logprobs(policy: Policy, sampled: Sampled) -> None:
-    """Raise ProviderError for a sample that could not be trained on; whoever gave such numbers is to blame."""
-    broken = ~np.isfinite(sampled.logprobs)
-    if broken.any():
-        at = int(broken.argmax())
+    """Raise ProviderError if a logprob is not finite: such a sample cannot be trained on."""
+    not_finite = ~np.isfinite(sampled.logprobs)
+    if not_finite.any():
+        at = int(not_finite.argmax())
         raise ProviderError(
             f"{policy.name} gave logprob {sampled.logprobs[at]:g} for token {at} of its sample: not finite"
         )

@@ -73,7 +73,7 @@ class _Conversation:
         self._context, self._session = context, session
         self._tools, self._user, self._stops = tools, user, stops
         self._malformed, self._malformed_limit = 0, malformed_limit
-        self._heard = 0  # replies that the user was told
+        self._replies_to_user = 0
 
     async def run(self) -> str:
         messages, media = opening(self._context.task)
@@ -133,8 +133,8 @@ class _Conversation:
                 f"task {self._context.task.identity} has no prompt, and `user` gave nobody to speak first"
             )
         if reply is not None:
-            self._heard += 1
-        return await self._user.speak(self._context, reply=reply, turn=self._heard)
+            self._replies_to_user += 1
+        return await self._user.speak(self._context, reply=reply, turn=self._replies_to_user)
 
     def _shown_in(self, messages: Sequence[Message]) -> dict[str, Media]:
         """The images that tools put into their answers; the trace has their bytes."""

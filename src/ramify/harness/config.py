@@ -25,7 +25,7 @@ class HarnessConfig(Config):
     timeout: float = Field(default=600.0, gt=0)
     """Seconds the agent has for a task that does not say otherwise."""
     train: Literal["main", "all"] = "main"
-    """Which calls are trained: those of the agent's conversations about the task, or every call of the policy."""
+    """Which calls are trained: those of the agent's conversations about the task, or all calls of the policy."""
     models: dict[str, ServedModel] = {}
     """Models that the agent may ask for by these names; every other name is answered by the policy."""
 

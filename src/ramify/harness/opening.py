@@ -28,7 +28,7 @@ def opening(task: Task) -> tuple[list[Message], dict[str, Media]]:
 
 
 def prompt_texts(task: Task) -> list[str]:
-    """Return the texts that the user says in the task's prompt."""
+    """Return the texts of the user's messages in the task's prompt; messages of several parts are left out."""
     if isinstance(task.prompt, str):
         return [task.prompt]
     contents = [message.get("content") for message in task.prompt or () if message.get("role") == "user"]

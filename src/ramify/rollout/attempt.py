@@ -27,7 +27,7 @@ from ramify.errors import (
 )
 from ramify.errors.origin import describe_exception
 from ramify.gateway.policy import Policy
-from ramify.gateway.selection import left_out
+from ramify.gateway.selection import side_calls
 from ramify.gateway.session import Session
 from ramify.harness.opening import prompt_texts
 from ramify.rollout.deadline import HarnessDeadline
@@ -138,7 +138,7 @@ class Attempt:
             await _surely(self._close())
         self.trace.timing.model = self.session.model_seconds
         self.trace.timing.stalled = self.session.clock.seconds
-        self._leave_out_calls()
+        self._leave_out_side_calls()
         _seal(self.trace)
         self._tell("done")
         return Episode((self.trace,))
@@ -159,10 +159,10 @@ class Attempt:
         except RamifyError as error:
             self._note(error)
 
-    def _leave_out_calls(self) -> None:
-        """Mark the calls that are not trained."""
+    def _leave_out_side_calls(self) -> None:
+        """Mark the calls that `harness.train` leaves out of training."""
         if self.env.harness.config.train == "main":
-            for node, reason in sorted(left_out(self.session.calls, prompt_texts(self.task)).items()):
+            for node, reason in sorted(side_calls(self.session.calls, prompt_texts(self.task)).items()):
                 self.trace.leave_out(node, reason)
 
     async def judge(self) -> None:

@@ -47,7 +47,7 @@ class Asked:
     custom: frozenset[str] = frozenset()
     """Tools that take free text instead of arguments."""
     namespaced: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
-    """Tools that the client knows by a namespace and a name, by the one name that the model knows."""
+    """Namespace and name of tools that the client has put into namespaces, by the name that the model sees."""
     continues: str | None = None
     """The call whose reply the messages follow, where the client does not repeat what came before."""
 

@@ -1,8 +1,8 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
 A conversation is a list of items there: reasoning, text and each tool call of one reply are separate, and become one
-message again here. Nothing is stored beyond the session, but `previous_response_id` works within it. A tool may lie in
-a namespace, by which its calls are known to the client; the model knows it by one name, `NAMESPACE__NAME`.
+message again here. Nothing is stored beyond the session, but `previous_response_id` works within it. A client may put a
+tool into a namespace; the model sees it under one name, `NAMESPACE__NAME`, and its calls are answered with both parts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Responses:
             reader.say("system", body["instructions"])
         given = body.get("input")
         reader.take([{"role": "user", "content": given}] if isinstance(given, str) else given or [])
-        tools, namespaced = _flatten(body.get("tools") or ())
+        tools, namespaced = _flatten_namespaces(body.get("tools") or ())
         request = Request(
             messages=tuple(reader.messages),
             tools=read_tools(tools, body.get("tool_choice"), _tool),
@@ -126,8 +126,10 @@ def _arguments(item: Mapping[str, Any]) -> str:
     return str(item.get("arguments") or "{}")
 
 
-def _flatten(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, tuple[str, str]]]:
-    """The tools with those of namespaces under one name each, and what these names stand for."""
+def _flatten_namespaces(
+    tools: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], dict[str, tuple[str, str]]]:
+    """Return all tools, those in namespaces under one name each, and namespace and name by that one name."""
     flat: list[Mapping[str, Any]] = []
     namespaced: dict[str, tuple[str, str]] = {}
     for tool in tools:
@@ -146,7 +148,7 @@ def _flatten(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]
 
 
 def _flat_name(named: Mapping[str, Any]) -> str:
-    """The one name of a tool or a call that may have a namespace."""
+    """Return the name by which the model sees a tool, or the tool of a call, that may have a namespace."""
     namespace = named.get("namespace")
     return f"{namespace}__{named['name']}" if namespace else named["name"]
 
