@@ -17,7 +17,7 @@ from ramify.errors import ProviderError, TokensRequired
 from ramify.trace import Usage
 
 S = TypeVar("S")
-LARGEST_ID = 2**31  # token ids are stored in 32 bits
+ID_LIMIT = 2**31  # token ids are stored in 32 bits
 LARGEST_LOGPROB = float(np.finfo(np.float32).max)  # logprobs are stored and trained as float32
 
 
@@ -104,7 +104,7 @@ def decode(data: bytes | str, kind: type[S], server: str) -> S:
 
 
 def only_choice(answer: Answer, server: str) -> Choice:
-    """The one choice that was asked for."""
+    """Return the choice of an answer that must have exactly one. Raises ProviderError."""
     if len(answer.choices) != 1:
         raise ProviderError(f"{server} answered {len(answer.choices)} choices, one was asked for")
     return answer.choices[0]
@@ -117,9 +117,9 @@ def sampled(choice: Choice, server: str) -> tuple[list[int], list[float]]:
     logprobs = [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
         raise ProviderError(f"{server} answered {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
-    odd = next((token for token in choice.token_ids if not 0 <= token < LARGEST_ID), None)
-    if odd is not None:
-        raise ProviderError(f"{server} answered token id {odd}, which no vocabulary holds")
+    invalid = next((token for token in choice.token_ids if not 0 <= token < ID_LIMIT), None)
+    if invalid is not None:
+        raise ProviderError(f"{server} answered token id {invalid}; expected 0 to {ID_LIMIT - 1}")
     for at, logprob in enumerate(logprobs):
         if not abs(logprob) <= LARGEST_LOGPROB:
             raise ProviderError(f"{server} answered logprob {logprob:g} for token {at} of its sample: not finite")

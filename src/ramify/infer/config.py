@@ -112,8 +112,8 @@ class ServerConfig(Config):
     model_name: str | None = None
     """What clients call the model; by default as `model.name` does."""
     allowed_hosts: list[str] = []
-    """Host names under which `/pause`, `/resume` and `/update_weights` answer, besides `host`, addresses, names without
-    a dot and this machine's own name."""
+    """Further names that the `Host` header of a request to `/pause`, `/resume` or `/update_weights` may hold; `host`,
+    addresses, names without a dot and this machine's own name are always accepted."""
     timeout: float = Field(default=3600.0, gt=0)
     """Seconds a request may take in all, waiting included."""
     shutdown: float = Field(default=10.0, gt=0)

@@ -27,9 +27,9 @@ KV = Literal["recompute", "keep"]
 LOOKOUT = 0.2  # seconds between two looks at the deadlines
 
 
-def overflow(tokens: str, limit: int) -> ContextOverflow:
-    """The refusal of a prompt that leaves no room for a reply."""
-    # Clients that shorten a conversation know an overflow by the first words.
+def context_overflow(tokens: str, limit: int) -> ContextOverflow:
+    """Return the error for a prompt that leaves no room for a reply."""
+    # Clients that shorten a conversation recognize an overflow by the first words.
     most = f"This model's maximum context length is {limit} tokens, for prompt and reply together"
     return ContextOverflow(f"{most}; the prompt has {tokens} tokens. Shorten it, or serve a larger max_model_len.")
 
@@ -66,7 +66,7 @@ class Core:
         if not prompt:
             raise RequestInvalid("the prompt is empty; at least one token is needed")
         if len(prompt) >= limit:
-            raise overflow(str(len(prompt)), limit)
+            raise context_overflow(str(len(prompt)), limit)
         if min(prompt) < 0 or max(prompt) >= vocab:
             found = next(token for token in prompt if not 0 <= token < vocab)
             raise RequestInvalid(f"the prompt holds token id {found}; the vocabulary is 0 to {vocab - 1}")

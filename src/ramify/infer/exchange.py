@@ -128,11 +128,11 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def status_of(error: RamifyError) -> int:
-    """The status that a failure's name decides."""
+    """Return the HTTP status of a failure."""
     return STATUS.get(type(error), 500)
 
 
 def refusal(error: RamifyError) -> dict[str, Any]:
-    """A failure with its name; its code is the status, or the word by which clients know that a prompt is too long."""
+    """Return the body for a failure. Its code is the status, or OpenAI's word for a prompt that is too long."""
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else status_of(error)
     return {"error": {"message": error.message, "type": error.name, "code": code}}

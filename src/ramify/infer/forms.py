@@ -15,8 +15,8 @@ Decode = Callable[[Sequence[int]], str]
 Rivals = list[list[tuple[int, float]]]
 
 
-class Shown(NamedTuple):
-    """Tokens that an answer shows, with their logprobs and rivals; the first token of a prompt has neither."""
+class ShownTokens(NamedTuple):
+    """Tokens that an answer shows with logprobs and the likeliest alternatives; the first of a prompt has neither."""
 
     tokens: list[int]
     logprobs: list[float] | list[float | None]
@@ -69,12 +69,12 @@ class Form(Protocol):
         """What a sample has grown by."""
         ...
 
-    def shown(self, sample: Sample) -> Shown:
-        """The tokens of a finished sample that have logprobs in the answer."""
+    def shown_tokens(self, sample: Sample) -> ShownTokens:
+        """Return the tokens of a finished sample that have logprobs in the answer."""
         ...
 
-    def count(self, sample: Sample) -> int:
-        """How many sampled tokens the answer shows."""
+    def count_sampled(self, sample: Sample) -> int:
+        """Return how many sampled tokens the answer shows."""
         ...
 
     def logprobs(self, tokens: list[int], logprobs: Sequence[float | None], top: Rivals) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class TextForm:
     echo: bool = False
     """Whether the answer begins with the prompt."""
     only_prompt: bool = False
-    """Whether the answer ends with it too."""
+    """Whether the answer is nothing but the prompt: the sampled token is left out."""
 
     def whole(self, sample: Sample) -> dict[str, Any]:
         prompt = self.decode(sample.prompt) if self.echo else ""
@@ -103,24 +103,26 @@ class TextForm:
             return {"text": prompt, "finish_reason": "length"}
         return {"text": prompt + sample.text.text, "finish_reason": sample.finish}
 
-    def shown(self, sample: Sample) -> Shown:
-        sampled = Shown([], [], []) if self.only_prompt else Shown(sample.tokens, sample.logprobs, sample.top)
+    def shown_tokens(self, sample: Sample) -> ShownTokens:
+        sampled = (
+            ShownTokens([], [], []) if self.only_prompt else ShownTokens(sample.tokens, sample.logprobs, sample.top)
+        )
         if not self.echo:
             return sampled
-        return Shown(
+        return ShownTokens(
             sample.prompt + sampled.tokens,
             [*sample.prompt_logprobs, *sampled.logprobs],
             sample.prompt_top + (sampled.top or [[] for _ in sampled.tokens]),
         )
 
-    def count(self, sample: Sample) -> int:
+    def count_sampled(self, sample: Sample) -> int:
         return 0 if self.only_prompt else len(sample.tokens)
 
     def part(self, sample: Sample, new: str, *, first: bool) -> dict[str, Any]:
         return {"text": new, "finish_reason": sample.finish}
 
     def logprobs(self, tokens: list[int], logprobs: Sequence[float | None], top: Rivals) -> dict[str, Any]:
-        spelled = [self._rivals(*each) for each in zip(tokens, logprobs, top)]
+        spelled = [self._rivals(*row) for row in zip(tokens, logprobs, top)]
         return {
             "tokens": [self.decode([token]) for token in tokens],
             "token_logprobs": logprobs,
@@ -128,7 +130,7 @@ class TextForm:
         }
 
     def _rivals(self, token: int, logprob: float | None, row: list[tuple[int, float]]) -> dict[str, float] | None:
-        """The likeliest tokens by their text, and the token itself; of two with one text the likelier is shown."""
+        """Return logprobs by text: of the likeliest tokens, and of the token itself. Of equal texts the first wins."""
         if logprob is None:
             return None
         rivals: dict[str, float] = {}
@@ -174,10 +176,10 @@ class ChatForm:
             call.setdefault("index", number)
         return {"delta": delta, "finish_reason": whole["finish_reason"]}
 
-    def shown(self, sample: Sample) -> Shown:
-        return Shown(sample.tokens, sample.logprobs, sample.top)
+    def shown_tokens(self, sample: Sample) -> ShownTokens:
+        return ShownTokens(sample.tokens, sample.logprobs, sample.top)
 
-    def count(self, sample: Sample) -> int:
+    def count_sampled(self, sample: Sample) -> int:
         return len(sample.tokens)
 
     def logprobs(self, tokens: list[int], logprobs: Sequence[float | None], top: Rivals) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.infer.engine import Engine, Stream
 from ramify.infer.exchange import DONE, Job, event, gather, merge, refusal, submit, watched
-from ramify.infer.forms import ChatForm, Decode, Form, Sample, Shown, TextForm
+from ramify.infer.forms import ChatForm, Decode, Form, Sample, ShownTokens, TextForm
 from ramify.infer.generate import spell_prompt_logprobs
 from ramify.infer.prompts import read_prompts, render_chat
 from ramify.infer.rendering import ChatRenderer
@@ -47,14 +47,14 @@ class Talk:
         return sum(lengths) >= LARGE_TOKENS
 
     def choices(self) -> list[dict[str, Any]]:
-        """All choices, when every sample has finished."""
+        """Return all choices; every sample has finished."""
         return [self.whole(index) for index in range(len(self.samples))]
 
     def whole(self, index: int) -> dict[str, Any]:
         """A choice that has finished."""
         sample = self.samples[index]
-        ids = sample.tokens[: self.form.count(sample)]
-        written = {"index": index, **self.form.whole(sample), **self._tokens(self.form.shown(sample), ids)}
+        ids = sample.tokens[: self.form.count_sampled(sample)]
+        written = {"index": index, **self.form.whole(sample), **self._tokens(self.form.shown_tokens(sample), ids)}
         if self.body.prompt_logprobs is not None and self.form.prompt_logprobs_in_choice:
             written["prompt_logprobs"] = spell_prompt_logprobs(sample.prompt, sample.prompt_logprobs)
         return {**written, "prompt_token_ids": sample.prompt} if self.body.return_token_ids else written
@@ -65,8 +65,8 @@ class Talk:
         first = len(sample.tokens) == len(piece.tokens)
         return {"index": index, **self.form.part(sample, new, first=first), **self._tokens(piece, piece.tokens)}
 
-    def _tokens(self, said: Shown | Completion, ids: list[int]) -> dict[str, Any]:
-        spelled = self.form.logprobs(said.tokens, said.logprobs, said.top) if self.logprobs else None
+    def _tokens(self, shown: ShownTokens | Completion, ids: list[int]) -> dict[str, Any]:
+        spelled = self.form.logprobs(shown.tokens, shown.logprobs, shown.top) if self.logprobs else None
         return {"logprobs": spelled, "token_ids": ids} if self.body.return_token_ids else {"logprobs": spelled}
 
 
@@ -111,7 +111,7 @@ def _talk(
     copies = range(body.copies)
     samplings = [body.sampling(eos=eos, max_tokens=max_tokens, top_logprobs=top or 0, copy=copy) for copy in copies]
     if body.echo and top is not None:
-        samplings = [replace(each, prompt_logprobs=True, prompt_top_logprobs=top) for each in samplings]
+        samplings = [replace(sampling, prompt_logprobs=True, prompt_top_logprobs=top) for sampling in samplings]
     salt = body.cache_salt or ""
     jobs = [Job(prompt, sampling, salt, body.priority) for prompt in prompts for sampling in samplings]
     samples = [Sample(job.prompt, TextStream(form.decode, body.stops)) for job in jobs]
@@ -173,7 +173,7 @@ def _envelope(talk: Talk, kind: str) -> dict[str, Any]:
 
 def _count(talk: Talk, streams: list[Stream]) -> dict[str, Any]:
     prompt = sum(len(prompt) for prompt in {id(job.prompt): job.prompt for job in talk.jobs}.values())
-    sampled = sum(talk.form.count(sample) for sample in talk.samples)
+    sampled = sum(talk.form.count_sampled(sample) for sample in talk.samples)
     cached = {"cached_tokens": max((stream.request.cached for stream in streams), default=0)}
     return {
         "prompt_tokens": prompt,

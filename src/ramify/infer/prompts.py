@@ -1,4 +1,4 @@
-"""Text and conversations to token ids: refused if they cannot fit, encoded beside the event loop if they are large."""
+"""Turn text and conversations into token ids. What cannot fit is refused; what is large is encoded in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.errors import RequestInvalid
-from ramify.infer.core import overflow
+from ramify.infer.core import context_overflow
 from ramify.infer.engine import Engine
 from ramify.infer.rendering import ChatRenderer, Prompt
 from ramify.render.offload import LARGE_CHARACTERS, offload
@@ -18,22 +18,22 @@ async def render_chat(
     engine: Engine,
     renderer: ChatRenderer,
 ) -> Prompt:
-    """The prompt for the next assistant turn."""
+    """Return the prompt for the next assistant turn. Raises RequestInvalid or ContextOverflow."""
     if not messages:
         raise RequestInvalid("messages: at least one is needed")
     characters = _count_characters(messages)
-    _refuse_too_long(characters, engine, renderer)
+    _check_length(characters, engine, renderer)
     return await offload(characters >= LARGE_CHARACTERS, renderer.render, messages, tools)
 
 
 async def encode_text(text: str, engine: Engine, renderer: ChatRenderer) -> list[int]:
-    """The tokens of a text."""
-    _refuse_too_long(len(text), engine, renderer)
+    """Return the token ids of a text. Raises ContextOverflow."""
+    _check_length(len(text), engine, renderer)
     return await offload(len(text) >= LARGE_CHARACTERS, renderer.encode, text)
 
 
 async def read_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
-    """The prompts of `/v1/completions`: one text or list of token ids, or a list of either."""
+    """Return the prompts of `/v1/completions` as token ids: one text or list of token ids, or a list of either."""
     if isinstance(prompt, str) or (prompt and all(isinstance(entry, int) for entry in prompt)):
         prompt = [prompt]
     prompts: list[list[int]] = []
@@ -52,7 +52,7 @@ async def read_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | Non
 
 
 def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How much text the messages show the model, without the space around it, which many templates trim."""
+    """Count the characters of all messages, without the space around each text, which many templates trim."""
     contents = [message.get("content") for message in messages]
     texts = [content for content in contents if isinstance(content, str)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
@@ -60,8 +60,11 @@ def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(text.strip()) for text in texts)
 
 
-def _refuse_too_long(characters: int, engine: Engine, renderer: ChatRenderer) -> None:
-    """Refuse a text that has too many tokens whatever they are: to render it may take longer than to answer it."""
-    tokens, limit = characters // renderer.longest_token, engine.core.max_model_len
-    if tokens >= limit:
-        raise overflow(f"at least {tokens}", limit)
+def _check_length(characters: int, engine: Engine, renderer: ChatRenderer) -> None:
+    """Raise ContextOverflow if the text is too long even if every token is the longest one.
+
+    This is checked before rendering, which may take longer than any answer.
+    """
+    fewest, limit = characters // renderer.longest_token, engine.core.max_model_len
+    if fewest >= limit:
+        raise context_overflow(f"at least {fewest}", limit)

@@ -27,7 +27,7 @@ class ChatRenderer(Protocol):
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token: the least number of tokens of a text follows from its length."""
+        """Characters of the longest token: a text of n characters has at least n / this many tokens."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
@@ -43,7 +43,7 @@ class ChatRenderer(Protocol):
         ...
 
     def spell(self, token: int) -> str:
-        """One token as it is written, special or not."""
+        """Return the text of one token, also of a special one."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -87,7 +87,7 @@ def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def top_logprobs_of(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` likeliest tokens of each row with their logprobs; those equal what `logprobs_of` gives for them."""
+    """Return the `count` likeliest tokens of each row with their logprobs, which equal those of `logprobs_of`."""
     if not count:
         return [[] for _ in range(len(logits))]
     scores = logits.float()

@@ -33,7 +33,7 @@ from ramify.wire.guard import BrowserGuard
 from ramify.wire.http import HttpServer
 
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights")
-KINDS = {404: "not_found_error", 405: "method_not_allowed"}
+ERROR_TYPES = {404: "not_found_error", 405: "method_not_allowed"}
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -144,17 +144,18 @@ async def _gone(_: HttpRequest, __: ClientGone | ClientDisconnect) -> Response:
 
 
 async def _unknown(http: HttpRequest, error: HTTPException) -> Response:
-    """A path or a method that nobody serves, or a model that is not here."""
-    kind = KINDS.get(error.status_code, "invalid_request_error")
-    said = {"message": f"{http.method} {http.url.path}: {error.detail}", "type": kind, "code": error.status_code}
-    return JSONResponse({"error": said}, error.status_code, headers=error.headers)
+    """Answer for an unknown path, method or model."""
+    kind = ERROR_TYPES.get(error.status_code, "invalid_request_error")
+    body = {"message": f"{http.method} {http.url.path}: {error.detail}", "type": kind, "code": error.status_code}
+    return JSONResponse({"error": body}, error.status_code, headers=error.headers)
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
-    """A fault of the server's own. Starlette raises it again for the log, whereupon uvicorn closes the connection."""
-    said = f"{http.method} {http.url.path} failed: {type(error).__name__}: {error}; the server's log has the traceback"
+    """Answer for an unexpected exception. Starlette raises it again for the log, and uvicorn closes the connection."""
+    reason = f"{type(error).__name__}: {error}; the server's log has the traceback"
+    message = f"{http.method} {http.url.path} failed: {reason}"
     return JSONResponse(
-        {"error": {"message": said, "type": "UnknownFailure", "code": 500}}, 500, {"Connection": "close"}
+        {"error": {"message": message, "type": "UnknownFailure", "code": 500}}, 500, {"Connection": "close"}
     )
 
 

@@ -8,7 +8,7 @@ settled up to a token that ended on a whole character, and decoding starts there
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-MOST_UNFINISHED = 16  # tokens that may be held back for one character; beyond that its bytes are no character
+MOST_UNFINISHED = 16  # tokens that are held back for one character; more than that are not the bytes of a character
 
 
 class TextStream:

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokens that the other endpoints make of text, in vLLM's shape.
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's format: how the other endpoints tokenize text.
 
 No special tokens are added to a text, because `/v1/completions` adds none.
 """
@@ -20,37 +20,37 @@ from ramify.render.offload import LARGE_TOKENS, offload
 
 
 async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None) -> Response:
-    """The tokens of a text, or of the prompt for a conversation."""
+    """Return the tokens of a text, or of the prompt for a conversation."""
     body = read(await http.body(), TokenizeBody)
-    known = _require(renderer)
+    tokenizer = _require(renderer)
     if body.add_special_tokens:
         raise RequestInvalid("add_special_tokens: this server adds none to a text, so only false is supported")
     if body.messages is not None:
-        ids = (await render_chat(body.messages, body.tools, engine, known)).ids
+        ids = (await render_chat(body.messages, body.tools, engine, tokenizer)).ids
     elif body.prompt is not None:
-        ids = await encode_text(body.prompt, engine, known)
+        ids = await encode_text(body.prompt, engine, tokenizer)
     else:
         raise RequestInvalid("prompt or messages: one of them is needed")
-    strings = await offload(len(ids) >= LARGE_TOKENS, _spell, ids, known) if body.return_token_strs else None
+    strings = await offload(len(ids) >= LARGE_TOKENS, _spell, ids, tokenizer) if body.return_token_strs else None
     length = engine.core.max_model_len
     return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
 
 async def detokenize(http: HttpRequest, renderer: ChatRenderer | None) -> Response:
-    """The text of some tokens."""
+    """Return the text of token ids."""
     body = read(await http.body(), DetokenizeBody)
-    known = _require(renderer)
+    tokenizer = _require(renderer)
     if any(not 0 <= token < 2**31 for token in body.tokens):
         raise RequestInvalid("tokens: expected token ids")
-    text = await offload(len(body.tokens) >= LARGE_TOKENS, known.decode, body.tokens)
+    text = await offload(len(body.tokens) >= LARGE_TOKENS, tokenizer.decode, body.tokens)
     return _json({"prompt": text})
 
 
 async def tokenizer_info(engine: Engine, renderer: ChatRenderer | None) -> Response:
-    """The token that ends a text, as evaluation tools ask for it."""
-    known = _require(renderer)
-    ends = sorted(engine.core.model.eos_ids) or sorted(known.stop_ids)
-    return _json({"eos_token": known.spell(ends[0]) if ends else None})
+    """Return the token that ends a text; evaluation tools ask for it."""
+    tokenizer = _require(renderer)
+    ends = sorted(engine.core.model.eos_ids) or sorted(tokenizer.stop_ids)
+    return _json({"eos_token": tokenizer.spell(ends[0]) if ends else None})
 
 
 def _spell(ids: list[int], renderer: ChatRenderer) -> list[str]:
@@ -59,7 +59,7 @@ def _spell(ids: list[int], renderer: ChatRenderer) -> list[str]:
 
 def _require(renderer: ChatRenderer | None) -> ChatRenderer:
     if renderer is None:
-        raise RequestInvalid("this server has no tokenizer for its model, so it knows no text; send token ids")
+        raise RequestInvalid("this server has no tokenizer for its model, so it takes no text; send token ids")
     return renderer
 
 
