@@ -1,7 +1,7 @@
-"""Rendering and parsing beside an event loop: small work is done at once, large work in a thread.
+"""Rendering and parsing in a process with an event loop: small work runs in the loop, large work in a thread.
 
-A thread costs about as much as a small reply. A large one would hold up every other coroutine of the process, and with
-them heartbeats, deadlines and other people's streams.
+Handing work to a thread costs about as much as parsing a small reply. Parsing a large one in the loop would hold up all
+other coroutines of the process, and with them heartbeats, deadlines and the streams of other clients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGE_CHARACTERS = 16_384
 
 
 async def offload(is_large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `function`, which runs in a thread if the work is large."""
+    """Return the result of `function`, which runs in a thread if `is_large`."""
     if is_large:
         return await asyncio.to_thread(function, *args, **kwargs)
     return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A small cache of what was computed last, safe to use from several threads: large prompts are rendered in one."""
+"""A small cache of recent results, safe for use by several threads: large prompts are rendered in threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class RecentCache(Generic[K, V]):
-    """At most `size` values by key; the oldest one makes room for a new one."""
+    """Holds at most `size` values by key. When it is full, the value that was stored first is removed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -18,7 +18,7 @@ class RecentCache(Generic[K, V]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
-        """The value of a key, or None."""
+        """Return the value of a key, or None."""
         return self._values.get(key)
 
     def put(self, key: K, value: V) -> None:

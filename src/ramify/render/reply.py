@@ -67,10 +67,10 @@ def split_reasoning(text: str, tags: ReasoningTags, opened: bool) -> tuple[str |
 
 
 class CallIds:
-    """Ids for the calls of one reply: nine letters and digits, as the strictest template wants them.
+    """Makes the ids for the calls of one reply: nine letters and digits, as the strictest template requires.
 
-    An id is a digest of the reply's tokens, of the turn and of the call's number. The tokens are digested once, so that
-    a reply of many calls costs its length.
+    An id is a digest of the reply's tokens, the turn and the number of the call. The tokens are digested once, so that
+    the time for a reply with many calls is linear in its length.
     """
 
     def __init__(self, sampled: Ints, turn: int) -> None:
@@ -78,7 +78,7 @@ class CallIds:
         self._digest.update(b" %d " % turn)
 
     def make(self, number: int) -> str:
-        """The id of call `number`."""
+        """Return the id of call `number`."""
         digest = self._digest.copy()
         digest.update(b"%d" % number)
         return digest.hexdigest()[:9]

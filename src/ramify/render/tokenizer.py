@@ -108,7 +108,7 @@ class FileTokenizer:
         return Encoded(np.array(encoding.ids[skip:], np.int32), offsets[:, 0], offsets[:, 1])
 
     def _encode(self, text: str) -> tokenizers.Encoding:
-        """The library lets other threads run while it encodes a batch, and not while it encodes one text."""
+        """Encode a text. The library releases the GIL only while it encodes a batch, so a large text is made one."""
         if len(text) < LARGE_CHARACTERS:
             return self.backend.encode(text, add_special_tokens=False)
         return self.backend.encode_batch([text], add_special_tokens=False)[0]

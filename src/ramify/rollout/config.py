@@ -13,15 +13,15 @@ class TimeoutsConfig(Config):
     """Seconds for each phase around the agent; the agent's own limit is `harness.timeout`."""
 
     load: float = Field(default=300.0, gt=0)
-    """For `load` to give the tasks that are asked for."""
+    """For `load` to return the requested tasks."""
     boot: float = Field(default=120.0, gt=0)
     setup: float = Field(default=120.0, gt=0)
     finalize: float = Field(default=120.0, gt=0)
     scoring: float = Field(default=300.0, gt=0)
     """For all rewards and metrics together."""
     engine_stall: float = Field(default=600.0, gt=0)
-    """For an engine that makes no progress while the agent waits for it, all waits together. They do not count towards
-    `harness.timeout`; a rollout that has to wait longer fails as EngineStalled."""
+    """For all waits of the agent for an engine that makes no progress, together. They do not count towards
+    `harness.timeout`; if a rollout has to wait longer, it fails with EngineStalled."""
 
 
 class SourceConfig(Config):

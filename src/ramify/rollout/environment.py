@@ -77,10 +77,11 @@ class Environment:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What its rollouts depend on besides the model and the task, as plain data: code, by file, and configuration.
+        """What its rollouts depend on besides the model and the task, as plain data: digests of code files, and
+        configuration.
 
-        Defaults are left out, so that a key that is added later changes no identity; those of a plugin of the user's
-        own are part of its code.
+        Defaults are left out, so that a key which a later version adds does not change the identity. The defaults of a
+        user's plugin are part of its code.
         """
         plugins = (type(self.taskset), type(self.harness), self.runtime_class)
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}

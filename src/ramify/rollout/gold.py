@@ -16,7 +16,7 @@ KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 
 def read_gold(gold: Any) -> list[str | Message]:
-    """Return the replies in order. Raises EnvironmentFault, with the place, for what is no reply."""
+    """Return the replies in order. Raises EnvironmentFault that names the entry which is no reply."""
     replies = [gold] if isinstance(gold, str | Message | Mapping) else list(gold)
     return [_read_reply(reply, f"gold[{number}]") for number, reply in enumerate(replies)]
 
@@ -46,7 +46,7 @@ def _read_reply(reply: Any, place: str) -> str | Message:
 
 
 def _read_call(call: Any, place: str) -> ToolCall:
-    """A call, with its arguments as a table or as JSON text; OpenAI's form wraps name and arguments in `function`."""
+    """Return a tool call. Its arguments are a dict or JSON text; OpenAI's form has both in a dict `function`."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise EnvironmentFault(f"{place} needs a name: {{'name': TOOL, 'arguments': {{...}}}}")

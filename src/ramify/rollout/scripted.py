@@ -12,7 +12,7 @@ from ramify.trace import Media, Message, Span, Usage
 
 
 class ScriptedPolicy:
-    """Answers with these replies, one after another. A call after the last one raises `exhausted`."""
+    """Answers with these replies, one after another. After the last one, a call raises `exhausted`."""
 
     name = "scripted"
     trainable = False
@@ -24,7 +24,7 @@ class ScriptedPolicy:
         self.said = 0
 
     def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
-        """The messages as they are."""
+        """Return the messages unchanged."""
         return messages
 
     def prepare(

@@ -1,8 +1,8 @@
 """The state of a rollout as text: what its hooks shared, saved so that its rewards can be computed again later.
 
 A reward may compare types (`state.position == (1, 2)`), so a state is saved exactly or not at all: values, lists,
-tuples, sets and dicts come back as what they were. Objects are refused by name: to make one again would mean to run
-code that may have changed since.
+tuples, sets and dicts are loaded with their types. Other objects are refused: loading one would run code that may have
+changed since.
 """
 
 import base64
@@ -15,13 +15,13 @@ from ramify.errors import ValueRefused
 from ramify.trace.plain import DEEPEST
 
 SCORING_STATE = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
-LARGEST = 1_000_000  # characters and values of a state that is saved
+LARGEST = 1_000_000  # characters and values that a saved state may have
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def save_state(state: SimpleNamespace) -> str:
-    """Return the state as text. Raises ValueRefused, with the place, for what cannot be saved."""
+    """Return the state as text. Raises ValueRefused that names the attribute which cannot be saved."""
     tagger = _Tagger()
     tagged = {name: tagger.tag(value, f"state.{name}") for name, value in vars(state).items()}
     try:
@@ -36,7 +36,7 @@ def load_state(text: str) -> SimpleNamespace:
 
 
 class _Tagger:
-    """Writes values as JSON: containers as [type, content], everything else as itself. It stops at `LARGEST`."""
+    """Turns values into JSON: containers into [type, content], bytes into base64. Refuses more than `LARGEST`."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -44,7 +44,7 @@ class _Tagger:
     def tag(self, value: Any, place: str, depth: int = 0) -> Any:
         if depth == DEEPEST:
             raise ValueRefused(f"{place} is nested more than {DEEPEST} deep")
-        kind = type(value)  # of a subclass nobody knows what else it is
+        kind = type(value)  # not isinstance: a subclass may hold more than its base does
         self._size += 1 + (len(value) if kind in (str, bytes) else 0)
         if self._size > LARGEST:
             raise ValueRefused(f"it is larger than {LARGEST:,} characters")

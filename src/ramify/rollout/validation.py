@@ -3,7 +3,7 @@
 The same attempt as any other, with a script in the place of the policy. So whatever would fail in a rollout that does
 everything right fails here: a setup that raises, a tool that does not answer, a reward that cannot be computed, or one
 that a perfect agent does not get. For a task without gold replies the script is one empty reply: its rewards run, but
-whether a right answer earns anything is not known.
+whether a correct answer earns anything is not checked.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ async def validate(env: Environment, task: Task, *, gateway: "Gateway | None" = 
 
 
 class _Validation(Attempt):
-    """An attempt by a perfect agent, or by a silent one where nobody knows what a perfect one says."""
+    """An attempt with the task's gold replies, or with one empty reply if it has none."""
 
     has_gold = False
 

@@ -16,7 +16,7 @@ from ramify.errors import ConfigInvalid
 
 Row = dict[str, Any]
 LONGEST_FIELD = 2**30  # characters of a field in a csv file; the module's own limit is 131,072
-NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`, beside rows
+NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # `datasets` writes these
 
 
 def rows(name: str, part: str | None = None) -> Iterator[Row]:
@@ -45,9 +45,12 @@ def _files(name: str, part: str | None) -> list[Path]:
 
 
 def _data_files(files: list[Path]) -> list[Path]:
-    """Of the files in a directory, those that hold its rows: csv and json files are often notes beside others."""
-    rows = [file for file in files if file.suffix not in (".csv", ".json")]
-    return rows or [file for file in files if file.name not in NOTES]
+    """Return the files that hold the rows of a directory.
+
+    If there are files of other formats, csv and json files are taken for notes beside them.
+    """
+    others = [file for file in files if file.suffix not in (".csv", ".json")]
+    return others or [file for file in files if file.name not in NOTES]
 
 
 def _is_made(file: Path) -> bool:
@@ -93,16 +96,16 @@ def _json(file: Path) -> Iterator[Row]:
     """A list of objects, or one object on each line."""
     text = file.read_text(encoding="utf-8-sig")
     try:
-        held = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         if text.lstrip().startswith("{"):  # one object on each line
             yield from _jsonl(file)
             return
         raise ConfigInvalid(f"dataset: {file} is not JSON: {error}") from error
-    if not isinstance(held, list):
-        found = f"an object with the keys {', '.join(held)}" if isinstance(held, dict) else type(held).__name__
+    if not isinstance(content, list):
+        found = f"an object with the keys {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
         raise ConfigInvalid(f"dataset: {file} holds no rows: expected a list of objects, found {found:.200}")
-    for number, row in enumerate(held, 1):
+    for number, row in enumerate(content, 1):
         if not isinstance(row, dict):
             raise ConfigInvalid(f"dataset: {file}: row {number} is not an object")
         yield row

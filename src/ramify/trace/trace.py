@@ -27,7 +27,7 @@ S = TypeVar("S", bound=np.generic)
 
 
 class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Seconds spent in each phase of a rollout; `stalled` are those its calls waited for an engine without progress."""
+    """Seconds spent in each phase of a rollout, and `stalled`, waiting for an engine that made no progress."""
 
     boot: float = 0.0
     setup: float = 0.0
@@ -117,7 +117,7 @@ class Trace(Header, kw_only=True, eq=False):
         return [Flat(_joined(ids, path), _joined(mask, path), _joined(logprobs, path)) for path in paths]
 
     def leave_out(self, node: int, reason: str) -> None:
-        """Keep a call from being trained; `info["untrained"]` has the reason."""
+        """Exclude a call from training, and add the reason to `info["untrained"]`."""
         self.graph.nodes.view["trainable"][node] = False
         self.info["untrained"] = [*self.info.get("untrained", []), {"node": node, "reason": reason}]
 

@@ -71,7 +71,7 @@ class ClientEnd:
         self._lost = False
         self._said = 0.0  # when a hello or a beat was last sent
         self._knocks = 0  # since the server was last met
-        self._hellos = 0  # of all times
+        self._hellos = 0  # since the start
         self._standstill = Standstill(settings.patience)
         self._send = sender(socket)
         self._secret, self._settings, self._pulse = secret, settings, pulse
@@ -117,7 +117,7 @@ class ClientEnd:
     def _hear(self, said: Said, body: Sequence[zmq.Frame], now: float) -> None:
         match said:
             case Welcome(knock=knock) if 0 < knock < self._hellos:
-                self._said = now + self._settings.interval  # the answers to later hellos are on their way
+                self._said = now + self._settings.interval  # wait for the answers to later hellos
             case Welcome():
                 self._meet(said)
             case Part() | Reply() | Fail():
@@ -173,8 +173,8 @@ class ClientEnd:
             self.state, self._said, self._knocks = State.MEETING, 0.0, 0
 
     def _greet(self) -> bool:
-        shown, knock = proof(self._secret, self.client), self._hellos + 1
-        if not self._say(Hello(VERSION, self.client, shown, self.link.got, self._session, knock)):
+        secret_proof, knock = proof(self._secret, self.client), self._hellos + 1
+        if not self._say(Hello(VERSION, self.client, secret_proof, self.link.got, self._session, knock)):
             return False
         self._hellos = knock
         return True

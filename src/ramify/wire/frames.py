@@ -35,9 +35,9 @@ class Header(msgspec.Struct, array_like=True, tag_field="kind"):
 class Hello(Header, tag=0):
     """A client introduces itself; the version stands first in every version.
 
-    `got` counts frames of `session`, the last one the client knows, which the server may have forgotten meanwhile. A
-    client repeats its hello, with the next number `knock`, until the last one is answered: an earlier answer may be
-    of a session that the server has forgotten when it hears a later hello.
+    `got` counts the frames of `session`, the last session that the client knows; the server may have forgotten it. A
+    client repeats its hello, each with the next number `knock`, until the last one is answered. An answer to an earlier
+    hello is not enough: the server may have forgotten its session before it received the last hello.
     """
 
     version: int

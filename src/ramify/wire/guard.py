@@ -1,10 +1,11 @@
-"""Control endpoints refuse web pages: what a page asks for carries the page's own name in `Origin` or in `Host`.
+"""Control endpoints refuse requests from web pages (CSRF and DNS rebinding).
 
-A page from anywhere can make the browser of a person who trains a model send requests to that person's machines. It
-needs no answer to pause an engine. Browsers put the page's address into `Origin` of every POST, so an `Origin` that is
-not the server itself is refused. With DNS rebinding the page's own name leads to this server, and `Origin` and `Host`
-agree; so `Host` has to be a name that no page can have: an address, a name without a dot, this machine's own name, or
-one that the configuration names. Programs send no `Origin`, and the `Host` that their configuration holds.
+Any web page can make the browser of a person who trains a model send requests to that person's machines. Pausing an
+engine needs no answer, so the same-origin policy does not prevent it. Browsers put the page's origin into the `Origin`
+header of every POST, so an `Origin` other than the server's own is refused. With DNS rebinding, the page's own domain
+resolves to this server, and `Origin` and `Host` agree. So `Host` has to be a name that no page can have: an IP address,
+a name without a dot, this machine's own name, or a name from the configuration. Programs send no `Origin`, and the
+`Host` from their configuration.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ramify.errors import OriginRefused
 
 
 class BrowserGuard:
-    """An application whose `paths` answer only requests that no web page can have sent; others get 403.
+    """ASGI middleware that answers requests to `paths` with 403 if a web page may have sent them.
 
-    `hosts` are names of the server that the configuration knows; `key` is where a person adds one.
+    `hosts` are the names of the server in the configuration; `key` is the configuration key for further ones.
     """
 
     def __init__(self, app: ASGIApp, *, paths: Collection[str], hosts: Collection[str], key: str) -> None:
@@ -56,16 +57,16 @@ class BrowserGuard:
                 raise OriginRefused(f"{request.url.path} was asked by a web page of {origin!r}; use a program, or curl")
 
     async def _is_trusted(self, name: str) -> bool:
-        if _is_address(name) or "." not in name or name.endswith(".localhost") or name in self._hosts:
+        if _is_ip_address(name) or "." not in name or name.endswith(".localhost") or name in self._hosts:
             return True
-        if not self._knows_own_names:  # asked for when it is needed: a name server may take seconds to answer
+        if not self._knows_own_names:  # looked up only if needed: a name server may take seconds to answer
             self._hosts |= await asyncio.to_thread(_own_names)
             self._knows_own_names = True
         return name in self._hosts
 
 
 def _host_name(host: str) -> str | None:
-    """The name in `NAME:PORT`, or None if there is none."""
+    """Return the name in `NAME:PORT`, or None if there is none."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
@@ -73,7 +74,7 @@ def _host_name(host: str) -> str | None:
     return name.rstrip(".") if name else None
 
 
-def _is_address(name: str) -> bool:
+def _is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Listening at an address, and why that cannot be done, under its name. Importable without ZMQ."""
+"""Listening at an address, and the error if that fails. Importable without ZMQ."""
 
 import errno
 import os
@@ -6,16 +6,16 @@ import socket
 
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError
 
-RESERVED = "RAMIFY_RESERVED_PORTS"  # the variable with the ports that a supervisor holds for this process
+RESERVED = "RAMIFY_RESERVED_PORTS"  # the environment variable with the ports that a supervisor holds for this process
 
 
 def is_reserved(port: int) -> bool:
-    """Whether whoever started this process holds the port for it."""
+    """Whether the supervisor of this process holds the port for it."""
     return bool(port) and str(port) in os.environ.get(RESERVED, "").split(",")
 
 
 def open_listener(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
-    """Listen at a port: together with whoever reserved it, or else alone. Raises OSError."""
+    """Listen at a port. If a supervisor holds it for this process, share it (SO_REUSEPORT). Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=is_reserved(port))
 

@@ -90,9 +90,9 @@ class ServerEnd:
 
     def tick(self, now: float) -> float:
         interval = self._settings.interval
-        slept = self._standstill.measure(now)
+        paused = self._standstill.measure(now)
         for session in list(self.sessions.values()):
-            session.heard = min(now, session.heard + slept)
+            session.heard = min(now, session.heard + paused)
             if now - session.heard > self._settings.grace:
                 self._drop(session, f"not heard for {self._settings.grace:g} s")
             elif session.link.kept_bytes > self._settings.max_kept:

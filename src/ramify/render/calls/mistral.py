@@ -22,7 +22,7 @@ def read(text: str, tools: Sequence[Tool]) -> Reading:
             calls, at = _read_block(text, start + len(START))
             reading.call(*calls)
         except Unreadable as problem:
-            if reading.is_full:
+            if reading.is_at_limit:
                 reading.refuse_rest(problem, text[start:])
                 return reading
             following = text.find(START, start + len(START))

@@ -12,10 +12,10 @@ from ramify.render.conversation import Problem, ProblemKind, Tool
 
 SPACE = re.compile(r"\s*")
 MAX_PROBLEMS = 32
-"""Malformed calls of one reply that are reported one by one.
+"""The most malformed calls of one reply that are reported.
 
-To read a call costs its own length. To find out that a call is malformed may cost the length of all text behind it, so
-the number of such calls has to be bounded for the whole reply to be read in linear time.
+Reading a well-formed call takes time linear in its length. Finding out that a call is malformed may take time linear in
+all text after it, so the number of malformed calls is bounded to keep the time for a reply linear.
 """
 _decoder = json.JSONDecoder()
 
@@ -63,13 +63,13 @@ class Reading:
         self._said.append(text)
 
     def refuse_rest(self, problem: Unreadable, text: str) -> None:
-        """Report the malformed call that `text` begins with, and keep `text` unread: the limit is reached."""
+        """Report the malformed call at the start of `text`, and do not read the rest: the limit is reached."""
         detail = f"{problem.detail}; the reply holds {MAX_PROBLEMS} malformed calls, what follows is not read"
         self.refuse(Unreadable(problem.kind, detail), text)
 
     @property
-    def is_full(self) -> bool:
-        """Whether the next malformed call is the last that is reported."""
+    def is_at_limit(self) -> bool:
+        """Whether the next malformed call is the last one that is reported."""
         return len(self.problems) >= MAX_PROBLEMS - 1
 
     @property

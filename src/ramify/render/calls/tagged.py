@@ -29,7 +29,7 @@ def read(text: str, tools: Sequence[Tool]) -> Reading:
             reading.call(call)
             at = stop + len(STOP)
         except Unreadable as problem:
-            if reading.is_full:
+            if reading.is_at_limit:
                 reading.refuse_rest(problem, text[start:])
                 return reading
             at = block_end(text, start)

@@ -3,7 +3,7 @@
 Values are bare text. A tool's schema says what they mean: text stays as it is, anything else is read as JSON. Without a
 schema a value that is JSON but not a text is taken as such.
 
-A value may contain any of the tags, so a tag only closes a block if the text behind it fits. Blocks are found with
+A value may contain any of the tags, so a tag only closes a block if the text after it fits. Blocks are found with
 `str.find`, each tag once, so that a call is read in linear time whatever the model has written.
 """
 
@@ -24,7 +24,7 @@ LITERALS = {"True": True, "False": False, "None": None}
 
 def read(text: str, tools: Sequence[Tool]) -> Reading:
     """What is said, and the calls between tags."""
-    reading, closes = Reading(), CallCloses(text)
+    reading, closes = Reading(), ClosingTags(text)
     at = 0
     while (start := text.find(START, at)) >= 0:
         reading.say(text[at:start])
@@ -32,7 +32,7 @@ def read(text: str, tools: Sequence[Tool]) -> Reading:
             call, at = _read_call(text, start, closes, tools)
             reading.call(call)
         except Unreadable as problem:
-            if reading.is_full:
+            if reading.is_at_limit:
                 reading.refuse_rest(problem, text[start:])
                 return reading
             at = block_end(text, start)
@@ -49,15 +49,15 @@ class NamedBlock(NamedTuple):
     stop: int
 
 
-class CallCloses:
-    """The places `</function>` `</tool_call>` where calls end, found from left to right and each looked for once."""
+class ClosingTags:
+    """Finds the places `</function> </tool_call>` where calls end, from left to right, each of them once."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._latest: tuple[int, int] | None = (-1, -1)
 
     def first_after(self, at: int) -> tuple[int, int] | None:
-        """Where the first close at or behind `at` begins and ends. `at` never decreases from one call to the next."""
+        """Return start and end of the first closing tags at or after `at`, which must not decrease between calls."""
         while self._latest is not None and self._latest[0] < at:
             self._latest = self._find(max(at, self._latest[1]))
         return self._latest
@@ -71,7 +71,7 @@ class CallCloses:
         return None
 
 
-def _read_call(text: str, start: int, closes: CallCloses, tools: Sequence[Tool]) -> tuple[Call, int]:
+def _read_call(text: str, start: int, closes: ClosingTags, tools: Sequence[Tool]) -> tuple[Call, int]:
     block = _read_function(text, start, closes)
     if block is None:
         closed = text.startswith(STOP, block_end(text, start) - len(STOP))
@@ -92,8 +92,8 @@ def _read_call(text: str, start: int, closes: CallCloses, tools: Sequence[Tool])
     return Call(block.name, json.dumps(arguments, ensure_ascii=False)), block.stop
 
 
-def _read_function(text: str, start: int, closes: CallCloses) -> NamedBlock | None:
-    """The function block of the call at `start`; its end is that of the call."""
+def _read_function(text: str, start: int, closes: ClosingTags) -> NamedBlock | None:
+    """Return the function block of the call at `start`; it ends where the call ends."""
     opening = _read_opening(text, skip_space(text, start + len(START)), FUNCTION)
     if opening is None:
         return None
@@ -103,7 +103,7 @@ def _read_function(text: str, start: int, closes: CallCloses) -> NamedBlock | No
 
 
 def _read_parameter(body: str, at: int) -> NamedBlock | None:
-    """The parameter block at `at`. It ends at the first close with another parameter, or nothing, behind it."""
+    """Return the parameter block at `at`. It ends at the first closing tag before another parameter or the end."""
     opening = _read_opening(body, at, PARAMETER)
     if opening is None or not opening[0]:
         return None
@@ -118,7 +118,7 @@ def _read_parameter(body: str, at: int) -> NamedBlock | None:
 
 
 def _read_opening(text: str, at: int, tag: str) -> tuple[str, int] | None:
-    """The name in the opening tag at `at`, which is one line, and where the tag ends."""
+    """Return the name in the opening tag at `at`, which must be on one line, and the end of the tag."""
     if not text.startswith(tag, at):
         return None
     end = text.find(">", at)
