@@ -1,4 +1,4 @@
-"""litellm against a server: chat, streams, tools, text, and the failures it tells apart by code and wording.
+"""litellm against a server: chat, streams, tools, text, and the failures that it distinguishes by code and wording.
 
 Run by an interpreter that has litellm: `python check_litellm.py http://127.0.0.1:8000`.
 """
@@ -49,7 +49,7 @@ def main(url: str) -> None:
 
 
 def expect(kind: type[Exception], **request: object) -> None:
-    """The request fails in just this way."""
+    """Assert that the request fails with exactly this exception."""
     try:
         litellm.completion(**request)
     except kind as error:

@@ -40,7 +40,7 @@ def main(url: str) -> None:
 
 
 def evaluate(url: str, folder: Path) -> dict[str, Any]:
-    """What lm-eval finds."""
+    """Return the results of lm-eval."""
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     task = {
@@ -65,15 +65,15 @@ def evaluate(url: str, folder: Path) -> dict[str, Any]:
 
 
 def score_choices(url: str, row: dict[str, Any]) -> list[float]:
-    """The logprob of each choice behind the question, from the endpoint for token ids."""
+    """Return the logprob of each choice after the question, from the endpoint for token ids."""
     context = tokens(url, row["question"])
     scores: list[float] = []
     for choice in row["choices"]:
         ids = tokens(url, f"{row['question']} {choice}")
         body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
         logprobs = post(f"{url}/inference/v1/generate", body)["prompt_logprobs"]
-        behind = zip(ids[len(context) :], logprobs[len(context) :], strict=True)
-        scores.append(sum(entry[str(id)]["logprob"] for id, entry in behind))
+        choice_logprobs = zip(ids[len(context) :], logprobs[len(context) :], strict=True)
+        scores.append(sum(entry[str(id)]["logprob"] for id, entry in choice_logprobs))
     return scores
 
 

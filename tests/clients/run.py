@@ -1,8 +1,9 @@
-"""Third-party clients against one `ramify serve -m tiny`: `make test-clients`.
+"""Run third-party clients against one `ramify serve -m tiny`: `make test-clients`.
 
-Each client gets an environment of its own, because their requirements contradict each other and ours. An environment is
-made once and again when its requirements change. A check is a script that this one runs with that environment's
-interpreter and the server's address; it fails by its exit status. Only package registries are asked for anything.
+Each client gets a virtual environment of its own, because their requirements conflict with each other and with ours. An
+environment is made again only when its requirements change. A check is a script that runs with that environment's
+interpreter and gets the server's address; its exit status says whether it passed. The network is only used to install
+packages.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def make_environment(name: str, folder: Path, uv: str) -> Path:
-    """The interpreter of a client's environment, which is made if it is not there or requires something else now."""
+    """Return the interpreter of a client's environment, which is made if it is missing or out of date."""
     home = folder / name
     python, stamp = home / "bin" / "python", home / "installed.txt"
     wanted = "\n".join([sys.version, *REQUIREMENTS[name]])
@@ -69,7 +70,7 @@ def make_environment(name: str, folder: Path, uv: str) -> Path:
 
 @contextlib.contextmanager
 def serving(log: Path) -> Iterator[str]:
-    """The address of a server while it runs."""
+    """Run a server and give its address."""
     command = [sys.executable, "-m", "ramify", "serve", "-m", "tiny", "--server.port", "0", "--inference.threads", "1"]
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
         try:
@@ -81,11 +82,11 @@ def serving(log: Path) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
     if "Traceback" in log.read_text():
-        raise SystemExit(f"the server failed while it was asked; its output:\n{log.read_text()}")
+        raise SystemExit(f"the server printed a traceback; its output:\n{log.read_text()}")
 
 
 def wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address that the server prints when it answers."""
+    """Return the address that the server prints when it is ready."""
     deadline = time.monotonic() + START_DEADLINE
     while time.monotonic() < deadline and process.poll() is None:
         if found := re.search(r"^serving .* at (http://\S+)$", log.read_text(), re.MULTILINE):
@@ -95,7 +96,7 @@ def wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def run_check(name: str, python: Path, url: str) -> bool:
-    """Whether a client's check passes; its output is shown."""
+    """Run a client's check and return whether it passed; its output is shown."""
     print(f"== {name}", flush=True)
     arguments = [url, str(resolve("tiny"))] if name == "verifiers" else [url]
     home = python.parents[1] / "home"
