@@ -18,12 +18,12 @@ def run(args: Sequence[str]) -> int:
     from ramify.cli.runs import run_path  # loaded here, not for help
     from ramify.errors import CheckpointRefused
     from ramify.store import RunStore, naming
-    from ramify.train.checkpoint_manifest import renamed_steps, step_directory, verify_checkpoint
+    from ramify.train.checkpoint_manifest import completed_steps, step_directory, verify_checkpoint
 
     path = run_path(asked.run)
     place = step_directory(path / "checkpoints", asked.step)
     if not place.is_dir():
-        steps = ", ".join(map(str, renamed_steps(path / "checkpoints")))
+        steps = ", ".join(map(str, completed_steps(path / "checkpoints")))
         raise CheckpointRefused(f"{place} does not exist; checkpoints of the run: {steps or 'none'}")
     with RunStore.open(path) as store:
         if verify_checkpoint(place).files is None:
