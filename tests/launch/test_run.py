@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from ramify.errors import ConfigInvalid, EnvironmentChanged, RunBusy, RunStalled
+from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled
 from ramify.launch.carrying import carry_out, claim
 from ramify.launch.dashboard import Quiet
 from ramify.launch.plan import Plan, plan_of
@@ -18,6 +18,7 @@ from ramify.launch.supervisor import Outcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
+from ramify.store.journal import Journal
 from ramify.train import places
 from tests.launch.scripts import FOR_EVER, entry, pids
 
@@ -79,6 +80,15 @@ def test_a_run_whose_tasks_ended_says_how_many_steps_it_has_and_goes_on_when_the
     assert (again.ran, again.steps) == (True, 2)
     assert run(3, None).ran
     assert (run(3, None).ran, run(3, None).steps) == (False, 3)
+
+
+def test_the_name_under_which_a_run_ended_is_recorded(tmp_path):
+    leader = 'import sys; print("NoTrainableGroups: none of 8 groups"); sys.exit(1)'
+    with pytest.raises(NoTrainableGroups):
+        carry_out(planned(tmp_path, leader), display=Quiet())
+    with RunStore.open(tmp_path / "run", write=False) as store:
+        (event,) = Journal(store).events("failed")
+    assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
 
 
 def test_another_run_under_the_same_name_is_refused(tmp_path):

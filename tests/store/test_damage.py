@@ -12,6 +12,7 @@ from ramify.errors import RunDamaged
 from ramify.store import Ledger, RunStore, open_run
 from ramify.store.integrity import check_storage
 from ramify.store.ledger import Group
+from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
 from tests.store.rollouts import rollout
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
@@ -37,7 +38,10 @@ def run():
         path = Path(folder) / "run"
         fill(path)
         (path / "checkpoints" / "step_000002").mkdir(parents=True)
-        (path / "checkpoints" / "step_000002" / "weights").write_bytes(b"weights")
+        weights = path / "checkpoints" / "step_000002" / "weights"
+        weights.write_bytes(b"weights")
+        manifest = CheckpointManifest(step=2, optimizer="adamw", note={}, files=checksum_files([weights]))
+        manifest.write(weights.parent)
         (path / "config.toml").write_text("[[train]]\n")
         yield path
 
@@ -131,6 +135,15 @@ def audit(run: Path, capsys) -> tuple[int, str]:
 
 def test_the_audit_of_a_whole_run_finds_nothing(run, capsys):
     assert audit(run, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("damaged_file", ["weights", "checkpoint.json"])
+def test_the_audit_names_a_damaged_checkpoint(run, capsys, damaged_file):
+    path = run / "checkpoints" / "step_000002" / damaged_file
+    path.write_bytes(path.read_bytes().replace(b"w", b"v", 1))
+    code, output = audit(run, capsys)
+    assert code == 1
+    assert f"step_000002/{damaged_file} is damaged" in output
 
 
 def test_the_audit_of_an_eval_looks_at_its_files(run, capsys):

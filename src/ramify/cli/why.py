@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.parser import CommandParser
-from ramify.errors import ConfigInvalid, RamifyError, RunBusy
+from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -181,12 +181,25 @@ def _audit(path: Path) -> int:
             told, lines = _audit_ledger(store)
         except (RamifyError, msgspec.MsgspecError, ValueError, TypeError) as error:
             told, lines = "no ledger", [f"the ledger cannot be read: {type(error).__name__}: {error}"]
-    problems += lines
+    problems += [*lines, *_audit_checkpoints(path)]
     for problem in problems:
         print(problem)
     verdict = "nothing is lost, nothing counts twice" if not problems else f"{len(problems)} problems"
     print(f"{path}: {told}: {verdict}")
     return 1 if problems else 0
+
+
+def _audit_checkpoints(path: Path) -> list[str]:
+    """Return a line for every checkpoint that is damaged; those that have no checksums cannot be checked."""
+    from ramify.train.checkpoint_manifest import completed_steps, step_directory, verify_checkpoint
+
+    problems: list[str] = []
+    for step in completed_steps(path / "checkpoints"):
+        try:
+            verify_checkpoint(step_directory(path / "checkpoints", step))
+        except CheckpointRefused as error:
+            problems.append(error.message)
+    return problems
 
 
 def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
@@ -210,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="check the database and the checksum of every stored trace, and that every group was trained once or "
-        "dropped by name; exit 1 if not",
+        help="check the database and the checksums of stored traces and checkpoints, and that every group was trained "
+        "once or dropped by name; exit 1 if not",
     )
     return parser

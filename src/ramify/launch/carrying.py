@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ramify.errors import ProviderError, RunBusy
+from ramify.errors import ProviderError, RamifyError, RunBusy
 from ramify.interactive import AwaitableResult, run_coroutine
 from ramify.launch.dashboard import EVERY, Display
 from ramify.launch.finished import finish, steps_of
@@ -20,8 +20,9 @@ from ramify.launch.plan import Plan
 from ramify.launch.record import Record
 from ramify.launch.status import StatusClient
 from ramify.launch.supervisor import Outcome, Supervisor
-from ramify.store import naming
-from ramify.store.journal import read_table
+from ramify.store import RunStore, naming
+from ramify.store.index import DATABASE
+from ramify.store.journal import Journal, read_table
 from ramify.store.locks import name_holders, write_holder
 
 CLAIM = "lock"  # how the name of its lock ends
@@ -65,11 +66,22 @@ def carry_out(
         with naming(path):
             plan.write()
         with weights_held(config):
-            outcome = run_coroutine(_supervised(plan, display, nursery))
+            try:
+                outcome = run_coroutine(_supervised(plan, display, nursery))
+            except RamifyError as error:
+                _record_failure(path, error)
+                raise
             if outcome is Outcome.FINISHED:
                 keep_newest(config)
                 return Ended(path, outcome, steps=finish(config))
     return Ended(path, outcome)
+
+
+def _record_failure(path: Path, error: RamifyError) -> None:
+    """Record under which name the run ended, for `ramify why`. A store that cannot be opened is left alone."""
+    if (path / DATABASE).is_file():
+        with contextlib.suppress(RamifyError), RunStore.open(path) as store:
+            Journal(store).note("failed", name=type(error).__name__, message=error.message)
 
 
 async def _supervised(plan: Plan, display: Display, nursery: Nursery | None) -> Outcome:
