@@ -54,6 +54,7 @@ seq_len = 256
 batch_size = 32
 group_size = 8
 max_off_policy = 2
+patience = "None"  # the task is solved before the last fault, and most groups earn equal rewards from then on
 
 [trainer.optim]
 lr = 1e-4
