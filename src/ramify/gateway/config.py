@@ -7,6 +7,8 @@ from pydantic import Field
 from ramify.config import Config
 from ramify.errors import ConfigInvalid
 
+AGENT_TIMEOUT = 600.0  # seconds that an agent has for a task, unless its harness or the task sets another limit
+
 
 class SamplingConfig(Config):
     """How tokens are chosen. In training this is all there is; elsewhere a client's own wishes come first."""

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from ramify.config import Config
 from ramify.env.mcp import McpServer
+from ramify.gateway.config import AGENT_TIMEOUT
 
 
 class ServedModel(Config):
@@ -22,7 +23,7 @@ class HarnessConfig(Config):
     """What every harness can be told."""
 
     id: str = "chat"
-    timeout: float = Field(default=600.0, gt=0)
+    timeout: float = Field(default=AGENT_TIMEOUT, gt=0)
     """Seconds the agent has for a task that does not say otherwise."""
     train: Literal["main", "all"] = "main"
     """Which calls are trained: those of the agent's conversations about the task, or all calls of the policy."""

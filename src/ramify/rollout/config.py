@@ -5,8 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from ramify.config import Config
-from ramify.gateway.config import Limits, SamplingConfig
-from ramify.harness.config import HarnessConfig
+from ramify.gateway.config import AGENT_TIMEOUT, Limits, SamplingConfig
 
 
 class TimeoutsConfig(Config):
@@ -55,7 +54,7 @@ class SourceConfig(Config):
         `task_timeout` is the limit of the task itself, which replaces that of the harness.
         """
         timeouts = self.timeouts
-        agent = task_timeout or float(self.harness.get("timeout", HarnessConfig().timeout))
+        agent = task_timeout or float(self.harness.get("timeout", AGENT_TIMEOUT))
         return timeouts.boot + timeouts.setup + agent + timeouts.engine_stall + timeouts.finalize + timeouts.scoring
 
     @property
