@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,14 @@ def read_trackio(folder: Path) -> list[Point]:
     ]
 
 
+def wait_for_points(read: Callable[[], list[Point]], expected: list[Point]) -> list[Point]:
+    """Read until all points are there: wandb writes its file in a process of its own, which outlives `finish`."""
+    deadline = time.monotonic() + 30.0
+    while (points := read()) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return points
+
+
 READERS = {"wandb": read_wandb, "tensorboard": read_tensorboard, "trackio": read_trackio}
 
 
@@ -97,7 +107,7 @@ def test_points_logged_out_of_order_and_after_a_resume_are_all_stored(tmp_path, 
     if sink == "wandb":  # names its folders by the second: a start in the same second would overwrite the first
         (tmp_path / "run" / "wandb").rename(tmp_path / "run" / "wandb-first")
     logged += log_a_run(tmp_path, sink, range(4, 9))  # the steps since the last checkpoint are done again
-    assert sorted(READERS[sink](tmp_path)) == sorted(logged)
+    assert wait_for_points(lambda: sorted(READERS[sink](tmp_path)), sorted(logged)) == sorted(logged)
 
 
 def test_tensorboard_has_a_point_as_soon_as_it_is_logged(tmp_path):
