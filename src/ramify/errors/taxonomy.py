@@ -240,7 +240,7 @@ class CheckpointRefused(RamifyError, blame="system", retryable=False):
 
 
 class SchemaUnsupported(RamifyError, blame="system", retryable=False):
-    """A trace was written with a newer schema than this version reads.
+    """A trace or the tables of a run were written with a newer schema than this version reads.
 
     Upgrade Ramify on the reading side.
     """

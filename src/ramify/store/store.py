@@ -19,6 +19,7 @@ from ramify.errors import ConfigInvalid, RunBusy, TraceCorrupt
 from ramify.store import rows
 from ramify.store.index import DATABASE, TRACES, check_contents, check_file, check_pages, damage_error, is_corruption
 from ramify.store.locks import name_holders, write_holder
+from ramify.store.migrations import check_version, migrate, migrate_copy
 from ramify.store.rows import Place, Row
 from ramify.store.segment import Segments, sync_directory
 from ramify.store.writer import Apply, Writer, naming
@@ -44,7 +45,8 @@ class RunStore:
 
         Raises RunDamaged if the directory holds results, but its index lists none of them: it has no tables, or it
         lacks the fact `required`, which is the first that a new run stores. With `write`, the pages of the index are
-        checked too.
+        checked too. Raises SchemaUnsupported if a later version of Ramify wrote the index; the tables of an earlier one
+        are migrated, for a reader in a copy.
         """
         with naming(path):
             check_file(path)
@@ -59,8 +61,12 @@ class RunStore:
                 if write:
                     check_pages(path, reader)
                 check_contents(path, reader, required)
+                check_version(path / DATABASE, reader)
                 segments = Segments(path / TRACES)
-                if write:
+                if not write:
+                    reader = migrate_copy(reader)
+                else:
+                    migrate(reader)
                     reader.executescript(rows.SCHEMA)
                     segments.open(rows.lengths(reader))
                     sync_directory(path)

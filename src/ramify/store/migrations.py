@@ -1,0 +1,74 @@
+"""The version of the tables in `run.sqlite`, and how an older file becomes a current one.
+
+SQLite keeps a number for this in the file's header, `user_version`. A file of version n is brought to the current
+version by the migrations from n on, all in one transaction: either the file is current afterwards, or it is unchanged.
+Whoever changes a table appends a function to `MIGRATIONS`; an entry that has been released is never changed.
+"""
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ramify.errors import SchemaUnsupported
+
+Migration = Callable[[sqlite3.Connection], None]
+
+
+def adopt_unversioned(_: sqlite3.Connection) -> None:
+    """Accept a file without a version: its tables are those of version 1."""
+
+
+MIGRATIONS: Sequence[Migration] = (adopt_unversioned,)
+
+
+def check_version(path: Path, connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Raise SchemaUnsupported if the file was written by a later version of Ramify than this one."""
+    version = read_version(connection)
+    if version > len(migrations):
+        raise SchemaUnsupported(
+            f"{path} has tables of version {version}; this version of ramify reads up to {len(migrations)}: "
+            "use the version of ramify that wrote the run, or a later one"
+        )
+
+
+def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Bring the tables to the current version; if a migration fails, the file keeps its tables and its version."""
+    version = read_version(connection)
+    if version >= len(migrations):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for migration in migrations[version:]:
+            migration(connection)
+        connection.execute(f"PRAGMA user_version = {len(migrations)}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def migrate_copy(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> sqlite3.Connection:
+    """Return a connection with current tables for a reader, which must not change the file.
+
+    If the file is older, the connection is closed, and the result is a migrated copy of the file in memory.
+    """
+    if read_version(connection) >= len(migrations) or not _changes_tables(connection, migrations):
+        return connection
+    copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    try:
+        connection.backup(copy)
+        migrate(copy, migrations)
+    except BaseException:
+        copy.close()
+        raise
+    connection.close()
+    return copy
+
+
+def read_version(connection: sqlite3.Connection) -> int:
+    """Return the version of the tables; 0 for a new file, and for a file from before versions were stored."""
+    return connection.execute("PRAGMA user_version").fetchone()[0]
+
+
+def _changes_tables(connection: sqlite3.Connection, migrations: Sequence[Migration]) -> bool:
+    return any(migration is not adopt_unversioned for migration in migrations[read_version(connection) :])
