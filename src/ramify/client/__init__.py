@@ -5,30 +5,6 @@ died. The client picks the server, keeps a session where its prefix is cached, s
 sampled, and knows for every token which weights it came from. Nothing here imports torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from ramify.client.client import Client as Client
-    from ramify.client.completion import Completion as Completion
-    from ramify.client.completion import Sampling as Sampling
-    from ramify.client.config import ClientConfig as ClientConfig
-    from ramify.client.control import Acknowledgement as Acknowledgement
-
-_FACE = {
-    "Acknowledgement": "ramify.client.control",
-    "Client": "ramify.client.client",
-    "ClientConfig": "ramify.client.config",
-    "Completion": "ramify.client.completion",
-    "Sampling": "ramify.client.completion",
-}
-
-__all__ = ["Acknowledgement", "Client", "ClientConfig", "Completion", "Sampling"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module 'ramify.client' has no attribute {name!r}")
-    value = getattr(import_module(_FACE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

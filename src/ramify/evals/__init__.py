@@ -4,22 +4,6 @@ One idea: an eval is a table of (task, repetition) pairs that is to be filled. W
 what is missing; whatever changes, a pair is never filled twice. `evaluate` is the same from Python.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from ramify.evals.config import EvalConfig as EvalConfig
-    from ramify.evals.run import Result as Result
-    from ramify.evals.run import evaluate as evaluate
-
-_FACE = {"EvalConfig": "ramify.evals.config", "Result": "ramify.evals.run", "evaluate": "ramify.evals.run"}
-
-__all__ = ["EvalConfig", "Result", "evaluate"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module 'ramify.evals' has no attribute {name!r}")
-    value = getattr(import_module(_FACE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

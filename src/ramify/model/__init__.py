@@ -5,28 +5,6 @@ registered where transformers offers a place for it, and a manifest that gives a
 they are used: resolving a model or reading a version needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from ramify.model.load import LoadedModel as LoadedModel
-    from ramify.model.manifest import Manifest as Manifest
-    from ramify.model.version import Version as Version
-    from ramify.model.weights import publish as publish
-
-_FACE = {
-    "LoadedModel": "ramify.model.load",
-    "Manifest": "ramify.model.manifest",
-    "Version": "ramify.model.version",
-    "publish": "ramify.model.weights",
-}
-
-__all__ = ["LoadedModel", "Manifest", "Version", "publish"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module 'ramify.model' has no attribute {name!r}")
-    value = getattr(import_module(_FACE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,11 @@
+from .config import Limits as Limits
+from .config import SamplingConfig as SamplingConfig
+from .exchange import Reply as Reply
+from .exchange import Request as Request
+from .policy import ChatPolicy as ChatPolicy
+from .policy import Policy as Policy
+from .policy import Prepared as Prepared
+from .policy import Sampled as Sampled
+from .policy import TokenPolicy as TokenPolicy
+from .server import Gateway as Gateway
+from .session import Session as Session

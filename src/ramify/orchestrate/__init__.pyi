@@ -1,0 +1,13 @@
+from .admission import Admission as Admission
+from .admission import Shape as Shape
+from .algorithms import Algorithm as Algorithm
+from .algorithms import AlgorithmConfig as AlgorithmConfig
+from .batch import Member as Member
+from .concurrency import Concurrency as Concurrency
+from .config import RunConfig as RunConfig
+from .core import Core as Core
+from .dispatch import Dispatch as Dispatch
+from .filters import Filter as Filter
+from .filters import FilterConfig as FilterConfig
+from .groups import GroupRun as GroupRun
+from .sources import Mix as Mix

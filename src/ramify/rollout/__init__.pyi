@@ -1,0 +1,11 @@
+from .attempt import run_attempt as run_attempt
+from .config import SourceConfig as SourceConfig
+from .config import TimeoutsConfig as TimeoutsConfig
+from .environment import Environment as Environment
+from .repeating import run as run
+from .repeating import system_failure as system_failure
+from .scoring import score as score
+from .scoring import score_group as score_group
+from .scripted import ScriptedPolicy as ScriptedPolicy
+from .validation import Verdict as Verdict
+from .validation import validate as validate

@@ -1,0 +1,12 @@
+from .directory import open_run as open_run
+from .directory import set_aside as set_aside
+from .exporting import FORMATS as FORMATS
+from .exporting import export as export
+from .journal import Journal as Journal
+from .ledger import Ledger as Ledger
+from .names import default_name as default_name
+from .rows import Row as Row
+from .states import DropReason as DropReason
+from .states import State as State
+from .store import RunStore as RunStore
+from .writer import naming as naming

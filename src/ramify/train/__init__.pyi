@@ -1,0 +1,9 @@
+from .batches import Batch as Batch
+from .batches import lay_out as lay_out
+from .build import build_trainer as build_trainer
+from .config import TrainerConfig as TrainerConfig
+from .losses import Entries as Entries
+from .losses import Term as Term
+from .losses import find_loss as find_loss
+from .metrics import StepMetrics as StepMetrics
+from .step import Trainer as Trainer
