@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ramify.model.layout import Layout
 from ramify.model.tree import ATTENTION
-from ramify.trace import Annotation, Message, Sample, Trace
+from ramify.trace import AnnotatedTrace, Annotation, Message, Trace
 from ramify.train import Trainer, TrainerConfig, find_loss
 from ramify.train.policy import Policy, compile_layers, load_policy
 
@@ -30,22 +30,28 @@ class Maker:
         return self.rng.integers(0, self.vocabulary, size, dtype=np.int32)
 
     def reply(self, trace: Trace, parent: int, size: int) -> int:
-        trace.add(
-            parent, Message("assistant"), self.ids(size), sampled=(0, size), logprobs=np.full(size, -11.0, np.float32)
+        trace.add_node(
+            parent,
+            Message("assistant"),
+            self.ids(size),
+            sampled_span=(0, size),
+            logprobs=np.full(size, -11.0, np.float32),
         )
         return len(trace.nodes) - 1
 
-    def sample(self, trace: Trace) -> Sample:
+    def sample(self, trace: Trace) -> AnnotatedTrace:
         sampled = [number for number, node in enumerate(trace.nodes) if node.message.role == "assistant"]
-        return Sample(trace, tuple(Annotation(trace.id, node, advantage=float(self.rng.normal())) for node in sampled))
+        return AnnotatedTrace(
+            trace, tuple(Annotation(trace.id, node, advantage=float(self.rng.normal())) for node in sampled)
+        )
 
-    def chain(self, prompt: np.ndarray, reply: int) -> Sample:
+    def chain(self, prompt: np.ndarray, reply: int) -> AnnotatedTrace:
         trace = Trace(id=f"t{next(self.names)}")
-        trace.add(-1, Message("user"), prompt)
+        trace.add_node(-1, Message("user"), prompt)
         self.reply(trace, 0, reply)
         return self.sample(trace)
 
-    def chains(self, count: int, length: int, trained: int) -> list[list[Sample]]:
+    def chains(self, count: int, length: int, trained: int) -> list[list[AnnotatedTrace]]:
         return [[self.chain(self.ids(length - trained), trained)] for _ in range(count)]
 
 

@@ -89,7 +89,7 @@ def tasks(repeat: int, count: int) -> list[Task]:
 
 def check(episode: Episode) -> None:
     (trace,) = episode.traces
-    if trace.reward != 1.0 or len(trace.calls) != 2:
+    if trace.reward != 1.0 or len(trace.sampled_nodes) != 2:
         raise AssertionError(f"a rollout went wrong: {trace.stop}, {trace.errors}")
 
 

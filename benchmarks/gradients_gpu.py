@@ -28,7 +28,7 @@ from _gpu import GROUP, PACK, PATH, Maker, trainer_of
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
 from ramify.model.resolve import resolve
-from ramify.trace import Annotation, Forest, Message, Sample, Trace, grow
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, Trace, build_forest
 from ramify.train import Batch, Trainer, lay_out
 from ramify.train.step import Running
 
@@ -69,28 +69,30 @@ class Reader(Maker):
         start = self.rng.integers(0, len(self.text) - size)
         return self.text[start : start + size]
 
-    def sample(self, trace: Trace) -> Sample:
+    def sample(self, trace: Trace) -> AnnotatedTrace:
         notes = super().sample(trace).annotations
         weights = [1.0 if self.learning else note.advantage for note in notes]
-        return Sample(trace, tuple(Annotation(note.trace, note.node, ce=ce) for note, ce in zip(notes, weights)))
+        return AnnotatedTrace(
+            trace, tuple(Annotation(note.trace_id, note.node, ce=ce) for note, ce in zip(notes, weights))
+        )
 
-    def uneven(self) -> list[Sample]:
+    def uneven(self) -> list[AnnotatedTrace]:
         """Attempts of any length at a prompt of any length."""
         prompt = self.ids(int(self.rng.integers(600, 900)))
         return [self.chain(prompt, int(self.rng.integers(90, 330))) for _ in range(GROUP)]
 
-    def wanderer(self) -> list[Sample]:
+    def wanderer(self) -> list[AnnotatedTrace]:
         """An agent that begins once or twice, takes turns of any length, and forks anywhere."""
         trace = Trace(id=f"t{next(self.names)}")
         turns: list[int] = []
         for _ in range(self.rng.integers(1, 3)):
             last = -1
             for _ in range(self.rng.integers(3, 9)):
-                trace.add(last, Message("user"), self.ids(int(self.rng.integers(40, 260))))
+                trace.add_node(last, Message("user"), self.ids(int(self.rng.integers(40, 260))))
                 last = self.reply(trace, len(trace.nodes) - 1, int(self.rng.integers(20, 120)))
                 turns.append(last)
         for _ in range(self.rng.integers(2, 10)):
-            trace.add(int(self.rng.choice(turns)), Message("tool"), self.ids(int(self.rng.integers(30, 120))))
+            trace.add_node(int(self.rng.choice(turns)), Message("tool"), self.ids(int(self.rng.integers(30, 120))))
             self.reply(trace, len(trace.nodes) - 1, int(self.rng.integers(30, 120)))
         return [self.sample(trace)]
 
@@ -117,7 +119,7 @@ def teach(name: str, trainer: Trainer, teacher: Maker, steps: int) -> None:
     running: Running | None = None
     for step in range(steps):
         chains = teacher.chains(PACK // PATH, PATH, PATH - 1)
-        begun = trainer.begin(Batch.of(step, lay_out([grow(each) for each in chains], PACK)))
+        begun = trainer.begin(Batch.of(step, lay_out([build_forest(each) for each in chains], PACK)))
         if running:
             losses.append(running.metrics().loss)
         running = begun
@@ -160,7 +162,7 @@ class Distances:
     flat_to_exact: list[float]
 
 
-def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[Sample]]) -> Distances:
+def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[AnnotatedTrace]]) -> Distances:
     """Forests and flat paths are laid out in about as many packs, as a pack's gradients are rounded to bfloat16 before
     those of several are added up."""
 
@@ -169,7 +171,10 @@ def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[
         mixed = [[forests[number] for number in maker.rng.permutation(len(forests))] for _ in PARTS]
         return [gradients(trainer, lay_out(each, size // parts + PATH, flat=flat)) for each, parts in zip(mixed, PARTS)]
 
-    trees, paths = [grow(group) for group in groups], [grow([each]) for group in groups for each in group]
+    trees, paths = (
+        [build_forest(group) for group in groups],
+        [build_forest([each]) for group in groups for each in group],
+    )
     forests, flat = runs(trees, flat=False), runs(paths, flat=True)
     truth = [gradients(exact, lay_out(paths, PACK, flat=True))]
     return Distances(

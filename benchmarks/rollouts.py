@@ -116,9 +116,9 @@ async def measure(url: str, renderer: Renderer, env: Environment, turns: int, co
                 name, group = f"{task.identity}.{attempt}", task.identity
                 episode = await run_attempt(env, task, policy=policy, id=name, group=group, attempt=attempt)
                 (trace,) = episode.traces
-                if trace.reward != 1.0 or len(trace.calls) != turns or trace.errors:
+                if trace.reward != 1.0 or len(trace.sampled_nodes) != turns or trace.errors:
                     raise AssertionError(
-                        f"a rollout went wrong: {trace.stop}, {trace.errors}, {len(trace.calls)} calls"
+                        f"a rollout went wrong: {trace.stop}, {trace.errors}, {len(trace.sampled_nodes)} calls"
                     )
 
         async def all_of(rollouts: list[tuple[rf.Task, int]]) -> None:

@@ -27,7 +27,7 @@ from ramify.orchestrate.process import Orchestrator
 from ramify.store import RunStore
 from ramify.store.ledger import Group, Ledger
 from ramify.store.states import State
-from ramify.trace import Call, Episode, Message, Trace, VersionRun, encode_episode
+from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
 from ramify.train.batches import Laying
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
 from ramify.wire import Client, Request, Server
@@ -48,10 +48,12 @@ def is_slow(task: int) -> bool:
 def rollout(ask: Run) -> bytes:
     """An episode of two tokens; whether it is a good one differs from attempt to attempt."""
     trace = Trace(id=ask.id, attempt=ask.attempt, task=ask.task, rewards={"luck": (float(ask.attempt % 2), 1.0)})
-    node = trace.add(-1, Message("user", "?"), [1, 2, 3])
+    node = trace.add_node(-1, Message("user", "?"), [1, 2, 3])
     reply, runs = Message("assistant", "!"), [VersionRun("tiny", 0, 0, 2)]
-    call = Call(ask.id, finish="stop")
-    trace.add(node, reply, [5, 10, 11], sampled=(1, 3), logprobs=[-0.5, -0.5], versions=runs, call=call, trainable=True)
+    call = ModelCall(ask.id, finish_reason="stop")
+    trace.add_node(
+        node, reply, [5, 10, 11], sampled_span=(1, 3), logprobs=[-0.5, -0.5], versions=runs, call=call, trainable=True
+    )
     return encode_episode(Episode((trace,)))
 
 

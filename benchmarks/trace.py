@@ -20,22 +20,22 @@ from _synthetic import MESSAGE_TOKENS, chain, digest, path, prompt, tree
 from _synthetic import Turn as SyntheticTurn
 
 from ramify.trace import (
+    AnnotatedTrace,
     Annotation,
-    Call,
     Message,
-    Sample,
-    Span,
+    MessageSpan,
+    ModelCall,
     Trace,
+    TraceBuilder,
     Turn,
-    TurnBuilder,
     Usage,
     VersionRun,
-    balance,
-    cut,
-    decode,
-    encode,
-    grow,
-    pack,
+    balance_packs,
+    build_forest,
+    decode_trace,
+    encode_trace,
+    pack_trees,
+    split_forest,
 )
 
 APPEND_TURNS = (50, 200, 400)
@@ -47,15 +47,17 @@ PACKS, RANKS = 512, 32
 def turn_of(turns: Sequence[SyntheticTurn], index: int) -> Turn:
     """The call as the engine saw it, all of the prompt and every message of it given."""
     ids = np.array(prompt(turns, index), np.int32)
-    spans: list[Span] = []
+    spans: list[MessageSpan] = []
     for depth, before in enumerate(path(turns, index)):
         start = 2 * MESSAGE_TOKENS * depth
         middle, stop = start + MESSAGE_TOKENS, start + 2 * MESSAGE_TOKENS
-        spans.append(Span(Message("user", turns[before].user), middle, (start, middle)))
+        spans.append(MessageSpan(Message("user", turns[before].user), middle, (start, middle)))
         if before != index:
-            spans.append(Span(Message("assistant", turns[before].reply), stop, (middle, stop)))
+            spans.append(MessageSpan(Message("assistant", turns[before].reply), stop, (middle, stop)))
     return Turn(
-        call=Call(f"call-{index}", "policy", "policy", {"temperature": 1.0}, "stop", Usage(len(ids), MESSAGE_TOKENS)),
+        call=ModelCall(
+            f"call-{index}", "policy", "policy", {"temperature": 1.0}, "stop", Usage(len(ids), MESSAGE_TOKENS)
+        ),
         prompt=ids,
         spans=spans,
         reply=Message("assistant", turns[index].reply),
@@ -68,12 +70,12 @@ def turn_of(turns: Sequence[SyntheticTurn], index: int) -> Turn:
 def record(turns: Sequence[SyntheticTurn]) -> tuple[Trace, float]:
     """The trace of these turns, and the CPU seconds spent attaching them."""
     trace = Trace(id="synthetic")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     seconds = 0.0
     for index in range(len(turns)):
         turn = turn_of(turns, index)
         started = time.process_time()
-        builder.attach(turn)
+        builder.add_turn(turn)
         seconds += time.process_time() - started
     return trace, seconds
 
@@ -108,38 +110,38 @@ def verify(turns: Sequence[SyntheticTurn], trace: Trace) -> None:
             raise AssertionError("a recorded branch does not have the logprobs of the synthetic rollout")
 
 
-def groups(rng: np.random.Generator) -> list[list[Sample]]:
+def groups(rng: np.random.Generator) -> list[list[AnnotatedTrace]]:
     """Groups of attempts that share a prompt; half of what follows it is sampled, in several calls."""
     each = (TOKENS - SHARED) // CALLS
-    found: list[list[Sample]] = []
+    found: list[list[AnnotatedTrace]] = []
     for group in range(GROUPS):
         shared = rng.integers(0, 50_000, SHARED, np.int32)
-        samples: list[Sample] = []
+        samples: list[AnnotatedTrace] = []
         for attempt in range(GROUP_SIZE):
             trace = Trace(id=f"{group}-{attempt}")
-            node = trace.add(-1, Message("user", "task"), shared)
+            node = trace.add_node(-1, Message("user", "task"), shared)
             notes: list[Annotation] = []
             for call in range(CALLS):
                 ids = rng.integers(0, 50_000, each, np.int32)
-                node = trace.add(
+                node = trace.add_node(
                     node,
                     Message("assistant", "reply"),
                     ids,
-                    sampled=(0, each // 2),
+                    sampled_span=(0, each // 2),
                     logprobs=rng.random(each // 2, np.float32),
                     versions=[VersionRun("policy", 0, call, each // 2)],
-                    call=Call(f"{call}"),
+                    call=ModelCall(f"{call}"),
                 )
                 notes.append(Annotation(trace.id, node, advantage=float(rng.normal())))
-            samples.append(Sample(trace, tuple(notes)))
+            samples.append(AnnotatedTrace(trace, tuple(notes)))
         found.append(samples)
     return found
 
 
-def lay_out(batch: Sequence[Sequence[Sample]]) -> tuple[int, int]:
+def lay_out(batch: Sequence[Sequence[AnnotatedTrace]]) -> tuple[int, int]:
     """From traces to rows: merge, cut, pack. Returns the numbers of rows and targets."""
-    pieces = [piece for group in batch for piece in cut(grow(group, seq_len=TOKENS), BUDGET)]
-    rows = pack(pieces, BUDGET, bucket=128)
+    pieces = [piece for group in batch for piece in split_forest(build_forest(group, seq_len=TOKENS), BUDGET)]
+    rows = pack_trees(pieces, BUDGET, pad_to_multiple=128)
     return len(rows), sum(len(row.targets) for row in rows)
 
 
@@ -154,11 +156,11 @@ def balance_rows(rng: np.random.Generator) -> list[Row]:
     }
     rows: list[Row] = []
     for name, costs in shapes.items():
-        table = balance(costs, RANKS)
+        table = balance_packs(costs, RANKS)
         load = np.append(costs, 0.0)[table].sum(axis=1).max()
         reference = max(sum(costs[i] for i in part) for part in karmarkar_karp(costs.tolist(), RANKS))
         rows.append(Row(f"balance, heaviest rank, {name}", load, reference, "cost", 1.02 * reference))
-    ours = median(lambda: milliseconds(lambda: balance(shapes["quadratic"], RANKS)))
+    ours = median(lambda: milliseconds(lambda: balance_packs(shapes["quadratic"], RANKS)))
     theirs = median(lambda: milliseconds(lambda: karmarkar_karp(shapes["quadratic"].tolist(), RANKS)))
     return [Row(f"balance {PACKS} packs over {RANKS} ranks", ours, theirs, "ms", 50.0), *rows]
 
@@ -183,8 +185,8 @@ def main() -> int:
     trace, branching = record(turns)[0], record(forked)[0]
     verify(turns, trace)
     verify(forked, branching)
-    wire = len(encode(trace)) / trace.graph.tokens.size
-    codec = median(lambda: milliseconds(lambda: decode(encode(trace))))
+    wire = len(encode_trace(trace)) / trace.graph.tokens.size
+    codec = median(lambda: milliseconds(lambda: decode_trace(encode_trace(trace))))
     flat = median(lambda: milliseconds(branching.flatten))
     rng = np.random.default_rng(0)
     batch = groups(rng)

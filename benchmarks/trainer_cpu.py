@@ -19,7 +19,7 @@ import torch
 from _check import NO_COMPETITOR, REPETITIONS, Row, competitor, finish, parser
 from _samples import LOGPROB, Example, examples, micro_batches
 
-from ramify.trace import Annotation, Forest, Message, Sample, Trace, grow
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, Trace, build_forest
 from ramify.train import Batch, TrainerConfig, build_trainer, lay_out
 from ramify.train.parallel import Ranks
 
@@ -49,13 +49,13 @@ class Subject:
         return [str(self.directory), *map(str, (self.threads, self.count, *self.prompt, *self.reply, self.vocabulary))]
 
 
-def sample(name: str, made: Example) -> Sample:
+def sample(name: str, made: Example) -> AnnotatedTrace:
     trace = Trace(id=name)
-    trace.add(-1, Message("user"), np.array(made.prompt, np.int32))
+    trace.add_node(-1, Message("user"), np.array(made.prompt, np.int32))
     size = len(made.reply)
     reply = np.array(made.reply, np.int32)
-    trace.add(0, Message("assistant"), reply, sampled=(0, size), logprobs=np.full(size, LOGPROB, np.float32))
-    return Sample(trace, (Annotation(name, 1, advantage=made.advantage),))
+    trace.add_node(0, Message("assistant"), reply, sampled_span=(0, size), logprobs=np.full(size, LOGPROB, np.float32))
+    return AnnotatedTrace(trace, (Annotation(name, 1, advantage=made.advantage),))
 
 
 def padded(subject: Subject) -> Callable[[int], float]:
@@ -117,7 +117,7 @@ def beside_others(subject: Subject, trl_python: str | None, check: bool) -> list
     torch.set_num_threads(subject.threads)
     made = subject.examples()
     tokens = sum(len(each.prompt) + len(each.reply) for each in made)
-    packs = lay_out([grow([sample(f"s{number}", each)]) for number, each in enumerate(made)], 8192)
+    packs = lay_out([build_forest([sample(f"s{number}", each)]) for number, each in enumerate(made)], 8192)
     step, loop = ours(subject), padded(subject)
     mine, *others = interleaved(lambda: step(packs), *(lambda size=size: loop(size) for size in SIZES))
     rate = tokens / mine
@@ -135,20 +135,20 @@ def forest_beside_flat(subject: Subject) -> list[Row]:
     torch.set_num_threads(subject.threads)
     prompt = round(GROUP * PATH * (1 - 1 / RATIO) / (GROUP - 1))
     rng = np.random.default_rng(0)
-    groups: list[list[Sample]] = []
+    groups: list[list[AnnotatedTrace]] = []
     for number in range(6):
         shared = rng.integers(3, subject.vocabulary, prompt).tolist()
         replies = [rng.integers(3, subject.vocabulary, PATH - prompt).tolist() for _ in range(GROUP)]
         groups.append([sample(f"{number}/{i}", Example(shared, reply, 1.0)) for i, reply in enumerate(replies)])
-    together = [grow(group) for group in groups]
-    apart = [grow([each]) for group in groups for each in group]
+    together = [build_forest(group) for group in groups]
+    apart = [build_forest([each]) for group in groups for each in group]
     packs, flat = lay_out(together, 8192), lay_out(apart, 8192)
     settings: Any = {"device": "cpu", "dtype": "float32", "optim": {"lr": 1e-7}, "pack_tokens": 8192}
     trainer = build_trainer(subject.directory, TrainerConfig(**settings), CPU)
     fast, slow = interleaved(*(lambda p=p: trainer.step(Batch.of(0, p)).seconds for p in (packs, flat)))
     flops = [sum(map(trainer.cost.flops, each)) for each in (packs, flat)]
     ratio = flops[1] / flops[0]
-    tokens = sum(each.tokens for each in flat) / sum(each.tokens for each in packs)
+    tokens = sum(each.num_tokens for each in flat) / sum(each.num_tokens for each in packs)
     what = f"{subject.name}: forest over flat at {tokens:.1f} x tokens, {ratio:.2f} x FLOPs"
     return [Row(what, slow / fast, ratio, "x", 0.85 * ratio, at_least=True)]
 

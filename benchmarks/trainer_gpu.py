@@ -25,7 +25,7 @@ from _gpu import GROUP, PACK, PATH, Maker, trainer_of
 from torch._dynamo.utils import counters
 from transformers import Qwen3Config
 
-from ramify.trace import Forest, Message, Sample, Trace, grow
+from ramify.trace import AnnotatedTrace, Forest, Message, Trace, build_forest
 from ramify.train import Batch, Trainer, lay_out
 from ramify.train.flops import FORMULA, PEAK
 from ramify.train.metrics import StepMetrics
@@ -67,7 +67,7 @@ SHAPES = {
 class Rollouts(Maker):
     """Groups and agents of a given ratio of tokens, flat over forest."""
 
-    def group(self, ratio: float) -> list[Sample]:
+    def group(self, ratio: float) -> list[AnnotatedTrace]:
         """Attempts at one prompt whose paths have about `ratio` times the tokens of their forest; packs hold it
         without a rest."""
         if ratio == 1:
@@ -77,7 +77,7 @@ class Rollouts(Maker):
         prompt = self.ids(PATH - reply)
         return [self.chain(prompt, reply) for _ in range(GROUP)]
 
-    def agent(self, ratio: float) -> list[Sample]:
+    def agent(self, ratio: float) -> list[AnnotatedTrace]:
         """A main line of turns and side branches that fork off it evenly, in trees that fill packs."""
         size = PACK // AGENTS[ratio]
         line = TURN * round((size + (size**2 - 8 * FORK * (ratio - 1) * size) ** 0.5) / 2 / TURN)
@@ -85,30 +85,30 @@ class Rollouts(Maker):
         turns: list[int] = []
         last = -1
         for _ in range(line // TURN):
-            trace.add(last, Message("user"), self.ids(TURN * 3 // 4))
+            trace.add_node(last, Message("user"), self.ids(TURN * 3 // 4))
             last = self.reply(trace, len(trace.nodes) - 1, TURN // 4)
             turns.append(last)
         forks = (size - line) // FORK
         for number in range(forks):
             place = turns[round((number + 0.5) / forks * (len(turns) - 1))]
-            trace.add(place, Message("tool"), self.ids(FORK // 2))
+            trace.add_node(place, Message("tool"), self.ids(FORK // 2))
             self.reply(trace, len(trace.nodes) - 1, FORK // 2)
         return [self.sample(trace)]
 
 
-def both(groups: Sequence[list[Sample]]) -> tuple[list[Forest], list[Forest]]:
+def both(groups: Sequence[list[AnnotatedTrace]]) -> tuple[list[Forest], list[Forest]]:
     """The rollouts as forests and as flat paths."""
-    forests = lay_out([grow(group) for group in groups], PACK)
-    return forests, lay_out([grow([each]) for group in groups for each in group], PACK, flat=True)
+    forests = lay_out([build_forest(group) for group in groups], PACK)
+    return forests, lay_out([build_forest([each]) for group in groups for each in group], PACK, flat=True)
 
 
-def filled(make: Any, ratio: float, packs: int) -> list[list[Sample]]:
+def filled(make: Any, ratio: float, packs: int) -> list[list[AnnotatedTrace]]:
     """As many groups as fill so many packs when laid out as forests."""
-    groups: list[list[Sample]] = []
+    groups: list[list[AnnotatedTrace]] = []
     size = 0
     while True:
         group = make(ratio)
-        size += len(grow(group))
+        size += len(build_forest(group))
         if size > packs * PACK and groups:
             return groups
         groups.append(group)
@@ -206,7 +206,7 @@ def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
 
         def batches(count: int = count, length: int = length, trained: int = trained) -> Iterator[list[Forest]]:
             while True:
-                yield lay_out([grow(each) for each in maker.chains(count, length, trained)], count * length)
+                yield lay_out([build_forest(each) for each in maker.chains(count, length, trained)], count * length)
 
         alone, in_a_row, again = measured(trainer, batches(), steps)
         compiled += again
@@ -229,7 +229,7 @@ def speed_up(trainer: Trainer, maker: Rollouts, packs: int) -> tuple[list[Row], 
                 seconds.append(statistics.mean(trainer.step(Batch.of(0, each)).seconds for _ in range(2)))
                 compiled += frames() - before
             flops = sum(map(trainer.cost.flops, flat)) / sum(map(trainer.cost.flops, forests))
-            tokens = sum(each.tokens for each in flat) / sum(each.tokens for each in forests)
+            tokens = sum(each.num_tokens for each in flat) / sum(each.num_tokens for each in forests)
             what = f"{name}, forest over flat: {tokens:.2f} x tokens, {flops:.2f} x FLOPs"
             rows.append(Row(what, seconds[1] / seconds[0], flops, "x", 0.9 * flops, at_least=True))
             full = " and ".join(f"{len(each)} packs {_fill(each):.0%} full" for each in (forests, flat))
@@ -238,7 +238,7 @@ def speed_up(trainer: Trainer, maker: Rollouts, packs: int) -> tuple[list[Row], 
 
 
 def _fill(packs: list[Forest]) -> float:
-    return sum(each.tokens for each in packs) / (PACK * len(packs))
+    return sum(each.num_tokens for each in packs) / (PACK * len(packs))
 
 
 def speed(trainer: Trainer, maker: Rollouts, args: Any) -> list[Row]:

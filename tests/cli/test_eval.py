@@ -44,7 +44,7 @@ def outcome(path: Path) -> dict[str, tuple]:
         found = {}
         for row in store.rows():
             (trace,) = store.read(row.id)
-            ids = [node.tokens.tolist() for node in trace.nodes]
+            ids = [node.token_ids.tolist() for node in trace.nodes]
             found[row.id] = (row.task, row.repetition, row.reward, row.failure, trace.stop, ids)
         return found
 

@@ -55,7 +55,12 @@ async def test_a_completion_has_ids_logprobs_versions_usage_and_its_server():
     assert done.ids.tolist() == [7, 7, 7] and done.ids.dtype == np.int32
     assert done.logprobs.tolist() == [-0.5] * 3 and done.logprobs.dtype == np.float32
     assert [(run.policy, run.incarnation, run.step, run.count) for run in done.versions] == [("fake", 2, 9, 3)]
-    assert (done.usage.prompt, done.usage.completion, done.finish, done.server) == (2, 3, "length", fake.url)
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.finish, done.server) == (
+        2,
+        3,
+        "length",
+        fake.url,
+    )
     assert fake.asked[0]["cache_salt"] == "s" and fake.asked[0]["priority"] == 4
 
 

@@ -10,9 +10,9 @@ from ramify.trace import Message, Trace
 
 def context(task: Task | None = None, *replies: str, **more: Any) -> Context:
     trace = Trace(id="trace-1")
-    parent = trace.add(-1, Message("user", "question"))
+    parent = trace.add_node(-1, Message("user", "question"))
     for reply in replies:
-        parent = trace.add(parent, Message("assistant", reply))
+        parent = trace.add_node(parent, Message("assistant", reply))
     return Context(task=task or Task(prompt="question"), trace=trace, **more)
 
 

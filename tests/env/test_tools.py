@@ -160,7 +160,7 @@ def test_results_become_text():
 
 
 def test_an_image_goes_into_the_traces_media_table():
-    image = Media.of(b"png", "image/png")
+    image = Media.from_bytes(b"png", "image/png")
 
     def look():
         return ["here:", image]

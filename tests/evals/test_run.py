@@ -62,7 +62,7 @@ def test_every_task_is_run_so_often_and_scored(configured, engine):
         assert trace.task["key"] == "task-2"
         assert trace.metrics["length"] > 10
         assert len(trace.branches) == 1
-        assert len(trace.calls) == 1
+        assert len(trace.sampled_nodes) == 1
 
 
 def test_the_same_again_is_finished_and_asks_nobody(configured, engine):

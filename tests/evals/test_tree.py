@@ -5,7 +5,7 @@ from rich.console import Console
 from ramify.cli.runs import paper
 from ramify.errors import EnvironmentFault, Failure
 from ramify.evals.tree import tree_of
-from ramify.trace import Call, Message, ToolCall, Trace, Usage
+from ramify.trace import Message, ModelCall, ToolCall, Trace, Usage
 
 
 def printed(trace: Trace, **options) -> str:
@@ -16,16 +16,18 @@ def printed(trace: Trace, **options) -> str:
 
 
 def reply(trace: Trace, parent: int, text: str, number: int, **more) -> int:
-    call = Call(f"c{number}", finish="stop", usage=Usage(5, 3))
+    call = ModelCall(f"c{number}", finish_reason="stop", usage=Usage(5, 3))
     ids = [1, 2, number]
-    return trace.add(parent, Message("assistant", text, **more), ids, sampled=(0, 3), logprobs=[-1.0] * 3, call=call)
+    return trace.add_node(
+        parent, Message("assistant", text, **more), ids, sampled_span=(0, 3), logprobs=[-1.0] * 3, call=call
+    )
 
 
 def forked() -> Trace:
     trace = Trace(id="t1", rewards={"score": (0.5, 2.0), "late": None}, metrics={"turns": 2.0}, stop="done")
-    user = trace.add(-1, Message("user", "go"), [7, 8])
+    user = trace.add_node(-1, Message("user", "go"), [7, 8])
     first = reply(trace, user, "left way", 3, tool_calls=(ToolCall("x", "look", '{"at": 1}'),))
-    trace.add(first, Message("tool", "seen", tool_call_id="x"), [9])
+    trace.add_node(first, Message("tool", "seen", tool_call_id="x"), [9])
     reply(trace, user, "right way", 4)
     trace.info["forks"] = [{"node": 3, "at": 0, "reason": "sample", "detail": ""}]
     trace.errors = [Failure.of(EnvironmentFault("reward late raised"))]
@@ -56,7 +58,7 @@ def test_rewards_metrics_and_errors_are_shown():
 
 def test_a_long_message_is_cut_unless_it_is_asked_for():
     trace = Trace(id="t")
-    trace.add(-1, Message("user", "x" * 5000 + "END"), [1])
+    trace.add_node(-1, Message("user", "x" * 5000 + "END"), [1])
     assert "END" not in printed(trace)
     assert "5003 characters" in printed(trace)
     assert "END" in printed(trace, full=True)
@@ -66,19 +68,19 @@ def test_a_long_conversation_is_a_list():
     trace = Trace(id="t")
     node = -1
     for number in range(1500):
-        node = trace.add(node, Message("user", f"turn {number}"), [number])
+        node = trace.add_node(node, Message("user", f"turn {number}"), [number])
     assert "turn 1499" in printed(trace)
 
 
 def test_square_brackets_of_a_message_are_text():
     trace = Trace(id="t")
-    trace.add(-1, Message("user", "guess [crane] and [/red]"), [1])
+    trace.add_node(-1, Message("user", "guess [crane] and [/red]"), [1])
     assert "[crane] and [/red]" in printed(trace)
 
 
 def test_what_is_wider_than_the_page_goes_on_in_the_next_line(capsys):
     trace = Trace(id="t")
-    trace.add(-1, Message("user", " ".join(f"word{number}" for number in range(40))), [1])
+    trace.add_node(-1, Message("user", " ".join(f"word{number}" for number in range(40))), [1])
     paper().print(tree_of(trace))
     text = capsys.readouterr().out
     assert all(f"word{number}" in text for number in range(40))

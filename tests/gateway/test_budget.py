@@ -52,7 +52,7 @@ def test_context_counts_once_however_many_calls_see_it():
         session, _ = session_of(["one"] * 40, limits={"max_input_tokens": 40})
         await session.ask(user("hello"))
         prompt, _ = used(session.trace)
-        opening = session.trace.nodes[1].sampled[0]  # what opens a reply is context of its own
+        opening = session.trace.nodes[1].sampled_span[0]  # what opens a reply is context of its own
         samples = (40 - prompt) // opening
         for _ in range(samples):
             await session.ask(user("hello"))

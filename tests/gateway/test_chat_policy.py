@@ -10,7 +10,7 @@ import pytest
 
 from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway import ChatPolicy, Limits, Request, SamplingConfig, Session
-from ramify.trace import Message, Trace, decode, encode
+from ramify.trace import Message, Trace, decode_trace, encode_trace
 from tests.client.fake import Exchange, Fake
 from tests.gateway.engine import check_tokens
 from tests.gateway.sampler import user
@@ -63,15 +63,15 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_by_usage():
 
     async def act(session: Session, endpoint: Endpoint) -> None:
         reply = await session.ask(user("one two three", tools=tools, model="gpt-x"))
-        assert reply.finish == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached == 1
+        assert reply.finish == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached_tokens == 1
         result = Message("tool", "four five", tool_call_id="c1")
         await session.ask(Request((result,), tools, after=reply.node, asked={"temperature": 0.5, "stop": ["x"]}))
-        trace = decode(encode(session.trace))
+        trace = decode_trace(encode_trace(session.trace))
         assert [node.message.role for node in trace.nodes] == ["user", "assistant", "tool", "assistant"]
         assert (
             len(trace.leaves) == 1
             and trace.graph.tokens.size == 0
-            and not any(n.trainable for n in trace.nodes if n.call)
+            and not any(n.is_trainable for n in trace.nodes if n.call)
         )
         assert trace.info["token_counts"] == "usage"
         assert (session.turns, session.output_tokens) == (2, 6) and session.input_tokens == 3

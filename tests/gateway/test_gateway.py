@@ -65,7 +65,7 @@ def test_a_tool_may_ask_the_model_through_the_endpoint_while_the_rollout_goes_on
         assert answer.choices[0].message.content == "from a tool"
         await stage.session.ask(user("and then?", after=reply.node))
         assert stage.reasons == ["new_conversation"] and len(stage.trace.leaves) == 2
-        assert all(node.trainable for node in stage.trace.nodes)
+        assert all(node.is_trainable for node in stage.trace.nodes)
         check_tokens(stage.trace, stage.engine)
 
     play(["one", "from a tool", "two"], act)

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from ramify.evals.tree import tree_of
-from ramify.trace import decode, encode
+from ramify.trace import decode_trace, encode_trace
 from tests.gateway.engine import TINY, check_tokens
 from tests.gateway.stage import Stage
 from tests.render.models import renderer
@@ -199,7 +199,7 @@ def test_what_the_gateway_refuses_stands_in_the_trace_and_in_show(play):
             ("/v1/embeddings", 404, "not_found_error", 1),
             ("/v1/chat/completions", 502, "ProviderError", 1),
         ]
-        assert decode(encode(stage.trace)).info["refusals"] == refusals
+        assert decode_trace(encode_trace(stage.trace)).info["refusals"] == refusals
         console = Console(width=200, no_color=True)
         with console.capture() as captured:
             console.print(tree_of(stage.trace))

@@ -21,7 +21,7 @@ def shared_once(trace: Trace) -> None:
     seen: set[tuple[int, bytes]] = set()
     for node in trace.nodes:
         if node.call is None:
-            place = (node.parent, node.tokens.tobytes())
+            place = (node.parent, node.token_ids.tobytes())
             assert place not in seen, f"node {node.index} repeats a sibling"
             seen.add(place)
 

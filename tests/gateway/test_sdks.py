@@ -132,9 +132,11 @@ def test_a_tool_conversation_is_one_branch_of_the_engines_own_tokens(play, conve
         assert not [name for name in trace.metrics if name.startswith("render/breaks")]
         check_tokens(trace, stage.engine)
         calls = [node.call for node in trace.nodes if node.call is not None]
-        assert [call.requested for call in calls] == ["gpt-x"] * 2 and {call.served for call in calls} == {"tiny"}
-        assert [call.finish for call in calls] == ["tool_calls", "stop"]
-        assert all(node.trainable for node in trace.nodes)
+        assert [call.requested_model for call in calls] == ["gpt-x"] * 2 and {call.served_model for call in calls} == {
+            "tiny"
+        }
+        assert [call.finish_reason for call in calls] == ["tool_calls", "stop"]
+        assert all(node.is_trainable for node in trace.nodes)
         (prompt, ids, _), (continued, _, _) = stage.engine.seen
         assert continued[: len(prompt) + len(ids)] == prompt + ids
 

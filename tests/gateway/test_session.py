@@ -43,7 +43,7 @@ def test_a_conversation_in_process_is_one_branch_of_the_engines_tokens():
         node = session.trace.nodes[reply.node]
         assert node.call is not None and node.call.id == reply.call and node.call.usage == reply.usage
         assert [run.step for run in node.versions] == [1, 2]
-        assert 0 < node.call.start <= node.call.end and session.model_seconds > 0
+        assert 0 < node.call.start_time <= node.call.end_time and session.model_seconds > 0
 
     asyncio.run(act())
 
@@ -67,11 +67,15 @@ def test_what_a_call_asked_for_and_got_is_in_its_record():
             user("a", model="gpt-x", asked={"temperature": 0.25, "max_tokens": 9, "stop": ["zz"]})
         )
         call = session.trace.nodes[reply.node].call
-        assert call is not None and (call.requested, call.served, call.finish) == ("gpt-x", "tiny", "stop")
-        seed = call.sampling.pop("seed")
+        assert call is not None and (call.requested_model, call.served_model, call.finish_reason) == (
+            "gpt-x",
+            "tiny",
+            "stop",
+        )
+        seed = call.sampling_params.pop("seed")
         assert isinstance(seed, int)
         expected = {"temperature": 0.25, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 9, "stop": ["zz"]}
-        assert call.sampling == expected
+        assert call.sampling_params == expected
 
     asyncio.run(act())
 
@@ -84,8 +88,8 @@ def test_another_model_by_name_is_recorded_but_not_trained():
         first = await session.ask(user("a"))
         second = await session.ask(user("b", model="helper", after=first.node))
         await session.ask(user("c", model="helper", after=second.node))
-        assert [node.trainable for node in session.trace.nodes if node.call] == [True, False, False]
-        assert session.trace.nodes[second.node].call.requested == "helper"
+        assert [node.is_trainable for node in session.trace.nodes if node.call] == [True, False, False]
+        assert session.trace.nodes[second.node].call.requested_model == "helper"
         check_tokens(session.trace, _both(sampler, other.client))
         assert len(session.trace.leaves) == 1
 
@@ -232,7 +236,7 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
         reply = await session.ask(user("a", asked={"stop": ["een", "blue"]}))
         assert reply.message.text == "red, gr" and reply.finish == "stop"
         node = session.trace.nodes[reply.node]
-        sample = node.tokens[slice(*node.sampled)]
+        sample = node.token_ids[slice(*node.sampled_span)]
         prompt, ids, logprobs = sampler.seen[0]
         assert len(sample) < len(ids) and sample.tolist() == ids[: len(sample)]
         assert node.logprobs.tolist() == logprobs[: len(sample)]
@@ -290,7 +294,7 @@ def test_whatever_number_or_depth_a_call_has_it_is_recorded_and_found_again(writ
 
 
 def test_images_are_refused_by_name_where_the_renderer_shows_none():
-    media = Media.of(b"picture", "image/png")
+    media = Media.from_bytes(b"picture", "image/png")
     message = Message("user", (TextPart("see"), MediaPart(media.hash)))
     session, _ = session_of(["one"])
     with pytest.raises(TemplateRefused, match="media"):

@@ -49,7 +49,7 @@ def test_a_reply_without_calls_and_without_a_user_is_the_end():
 def test_a_reply_that_was_cut_off_says_so():
     trace = attempt(environment(OneTask, sampling={"max_tokens": 3}), ["forty-two"])
     assert trace.stop == "length"
-    assert trace.truncated
+    assert trace.is_truncated
 
 
 def test_tool_calls_are_answered_in_order_on_one_branch():
@@ -73,7 +73,7 @@ def test_what_a_tool_or_its_caller_does_wrong_is_told_to_the_model():
 def test_without_tools_a_call_is_only_text():
     trace = attempt(environment(OneTask), [call("add", a=1, b=2)])
     assert trace.stop == "done"
-    assert len(trace.calls) == 1
+    assert len(trace.sampled_nodes) == 1
 
 
 def test_a_call_that_cannot_be_read_is_answered_and_a_good_one_counts_anew():
@@ -129,7 +129,7 @@ def test_a_stop_hook_ends_it_under_its_own_name():
 
     trace = attempt(environment(Stopping), [call("add", a=1, b=1), "stop" + call("add", a=1, b=1), "never"])
     assert trace.stop == "enough"
-    assert len(trace.calls) == 2
+    assert len(trace.sampled_nodes) == 2
 
 
 def test_a_stop_hook_sees_what_the_tools_did_before_the_model_is_asked_again():
@@ -146,13 +146,13 @@ def test_a_stop_hook_sees_what_the_tools_did_before_the_model_is_asked_again():
 
     trace = attempt(environment(Counting), [call("add", a=1, b=1), call("finish"), "never"])
     assert trace.stop == "finished"
-    assert len(trace.calls) == 2
+    assert len(trace.sampled_nodes) == 2
 
 
 def test_turns_are_used_up_exactly():
     trace = attempt(environment(Adding, max_turns=2), [call("add", a=1, b=1)] * 5)
     assert trace.stop == "max_turns"
-    assert len(trace.calls) == 2
+    assert len(trace.sampled_nodes) == 2
     assert not trace.errors
 
 
@@ -219,7 +219,7 @@ def test_an_image_that_a_tool_returns_is_described_to_a_model_without_eyes():
         @rf.tool
         def paint(self) -> list[TextPart | Media]:
             """Paint something."""
-            return [TextPart("here: "), Media.of(b"not really a picture", "image/jpeg")]
+            return [TextPart("here: "), Media.from_bytes(b"not really a picture", "image/jpeg")]
 
     trace = attempt(environment(Painter), [call("paint"), "nice"])
     assert names(trace) == []

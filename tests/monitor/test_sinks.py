@@ -24,14 +24,16 @@ def config(tmp_path, *sinks) -> RunConfig:
 def rollout() -> Trace:
     """Two branches: a picture is asked about, and answered twice, once with a tool."""
     trace = Trace(id="r1", rewards={"right": (0.5, 1.0)})
-    media = Media.of(b"x" * 2048, "image/png")
+    media = Media.from_bytes(b"x" * 2048, "image/png")
     trace.add_media(media)
     tokens = np.arange(3, dtype=np.int32)
     question = Message(role="user", content=(TextPart(text="What is this? "), MediaPart(hash=media.hash)))
-    trace.add(parent=-1, message=question, tokens=tokens)
+    trace.add_node(parent=-1, message=question, token_ids=tokens)
     call = Message(role="assistant", tool_calls=(ToolCall(id="1", name="zoom", arguments='{"by": 2}'),))
-    trace.add(parent=0, message=call, tokens=tokens)
-    trace.add(parent=0, message=Message(role="assistant", content="a tree", reasoning="green"), tokens=tokens + 9)
+    trace.add_node(parent=0, message=call, token_ids=tokens)
+    trace.add_node(
+        parent=0, message=Message(role="assistant", content="a tree", reasoning="green"), token_ids=tokens + 9
+    )
     return trace
 
 

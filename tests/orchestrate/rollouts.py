@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ramify.errors import Failure
-from ramify.trace import Call, Message, Trace, VersionRun
+from ramify.trace import Message, ModelCall, Trace, VersionRun
 
 PROMPT = [1, 2, 3]
 
@@ -21,18 +21,18 @@ def rollout(
     version: int = 0,
 ) -> Trace:
     trace = Trace(id=name, agent=agent, rewards={"score": None if reward is None else (reward, 1.0)})
-    node = trace.add(-1, Message("user", "?"), PROMPT)
+    node = trace.add_node(-1, Message("user", "?"), PROMPT)
     for turn in range(turns):
         if turn:
-            node = trace.add(node, Message("user", "and?"), [4])
-        node = trace.add(
+            node = trace.add_node(node, Message("user", "and?"), [4])
+        node = trace.add_node(
             node,
             Message("assistant", "!"),
             [5, *reply],
-            sampled=(1, 1 + len(reply)),
+            sampled_span=(1, 1 + len(reply)),
             logprobs=[-0.5] * len(reply) if logprobs is None else logprobs,
             versions=[VersionRun("policy", 0, version, len(reply))],
-            call=Call(f"{name}-{turn}", finish="stop"),
+            call=ModelCall(f"{name}-{turn}", finish_reason="stop"),
             trainable=trainable,
         )
     if failure:

@@ -11,8 +11,8 @@ from ramify.errors import BatchCorrupt
 from ramify.orchestrate.batch import Member, decide, members_of, rebuild, regrow, share_out
 from ramify.store import Row, RunStore
 from ramify.store.ledger import Group, Ledger
-from ramify.trace import Annotation, encode
-from ramify.trace.forest import COMPONENTS, Targets
+from ramify.trace import Annotation, encode_trace
+from ramify.trace.forest import LOSS_COMPONENTS, Targets
 from ramify.train.batches import Laying
 from tests.orchestrate.rollouts import rollout
 
@@ -66,7 +66,7 @@ def test_it_is_rebuilt_as_it_was_decided():
     assert sum(len(pack.targets) for pack in batch.packs) == BATCH.counts["rl"]
     assert {row[4] for row in entries([batch])} == {"reverse", "wordle"}
     assert "1-0" not in {row[0] for row in entries([batch])}
-    assert sum(pack.flat_tokens for pack in batch.packs) > sum(pack.tokens for pack in batch.packs)
+    assert sum(pack.flat_tokens for pack in batch.packs) > sum(pack.num_tokens for pack in batch.packs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -137,8 +137,8 @@ def test_a_batch_goes_through_ledger_and_store(tmp_path):
         (stored,) = Ledger.open(store).batches()
         batch = rebuild(stored, store.read, LAYING)
         assert entries([batch]) == entries([rebuild(BATCH, STORED.__getitem__, LAYING)])
-        assert encode(store.read("r4-1")[0]) == encode(STORED["r4-1"][0])
+        assert encode_trace(store.read("r4-1")[0]) == encode_trace(STORED["r4-1"][0])
 
 
 def test_the_counts_name_every_component():
-    assert set(BATCH.counts) == set(COMPONENTS) <= set(Targets.__slots__)
+    assert set(BATCH.counts) == set(LOSS_COMPONENTS) <= set(Targets.__slots__)

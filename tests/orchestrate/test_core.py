@@ -119,7 +119,9 @@ async def live(core: Core, world: World, rng: Random) -> None:
         await core.cut()
         if rng.random() < 0.5 and (batch := await core.serve(version)):
             again = regrow(batch, core.ledger.store.read)
-            assert [each.ids.tolist() for each in core.forests(batch)] == [each.ids.tolist() for each in again]
+            assert [each.token_ids.tolist() for each in core.forests(batch)] == [
+                each.token_ids.tolist() for each in again
+            ]
             await core.acknowledge(version)
             version += 1
             if rng.random() < world.kills:

@@ -69,7 +69,7 @@ def test_firing_is_told_and_acts_only_when_enforced(case, mode):
     found = sift([build(case, mode=mode)], group, notes, VOCABULARY)
     id = case.partition(":")[0]
     assert found.verdicts == {"bad": (id,)}
-    assert {note.trace for note in found.annotations} == ({"good"} if mode == "enforce" else {"good", "bad"})
+    assert {note.trace_id for note in found.annotations} == ({"good"} if mode == "enforce" else {"good", "bad"})
     assert found.detail == (id if mode == "enforce" else "")
 
 

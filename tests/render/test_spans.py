@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.render import History, Rendered
-from ramify.trace import Call, Message, ToolCall, Trace, Turn, TurnBuilder
+from ramify.trace import Message, ModelCall, ToolCall, Trace, TraceBuilder, Turn
 from tests.render.conversations import conversations
 from tests.render.models import MODELS, TOOLS, Model, renderer
 from tests.render.oracle import oracle_of
@@ -109,7 +109,7 @@ def test_messages_that_a_template_reads_are_still_told_apart():
 
 def turn(prompt: Rendered, sampled: list[int], parsed, call: int, after: int) -> Turn:
     return Turn(
-        call=Call(f"call-{call}"),
+        call=ModelCall(f"call-{call}"),
         prompt=prompt.added,
         spans=prompt.spans,
         reply=parsed.message,
@@ -124,7 +124,7 @@ def turn(prompt: Rendered, sampled: list[int], parsed, call: int, after: int) ->
 def test_a_rollout_becomes_a_trace_whose_branch_is_what_the_engine_saw(name: str):
     render, oracle = renderer(name), oracle_of(name)
     trace = Trace(id=name)
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     tools = TOOLS if oracle.model.tools else []
     prompt, node = render.render([Message("system", "Be brief."), Message("user", "Well?")], tools), -1
     messages, forks = list(prompt.messages), 0
@@ -136,7 +136,7 @@ def test_a_rollout_becomes_a_trace_whose_branch_is_what_the_engine_saw(name: str
             reply = msgspec.structs.replace(reply, content="", tool_calls=called)
         sampled = oracle.reply(messages, reply, tools)
         parsed = render.parse(sampled, prompt)
-        node = builder.attach(turn(prompt, sampled, parsed, number, node))
+        node = builder.add_turn(turn(prompt, sampled, parsed, number, node))
         history = prompt.answered(sampled, parsed)
         branch = trace.branches[-1]
         assert branch.token_ids.tolist() == history.ids.tolist()
@@ -146,7 +146,7 @@ def test_a_rollout_becomes_a_trace_whose_branch_is_what_the_engine_saw(name: str
             list(branch.messages),
             tools,
             branch.token_ids,
-            sampled=last.sampled[1] - last.sampled[0],
+            sampled=last.sampled_span[1] - last.sampled_span[0],
         )
         new = [Message("user", f"And {number}?")]
         if parsed.message.tool_calls:

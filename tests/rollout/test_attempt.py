@@ -13,7 +13,7 @@ from ramify.harness import Harness, HarnessConfig
 from ramify.rollout import run_attempt
 from ramify.rollout.config import SourceConfig
 from ramify.runtime import LocalRuntime
-from ramify.trace import decode, encode
+from ramify.trace import decode_trace, encode_trace
 from tests.rollout.stage import TASK, OneTask, attempt, attempted, call, environment, names, policy_of, said
 
 
@@ -38,7 +38,7 @@ def test_the_header_says_what_was_run():
     assert trace.sampler["sampling"]["temperature"] == 0.5
     assert trace.rewards == {"right": (1.0, 0.5)}
     assert trace.metrics == {"letters": 2.0}
-    assert decode(encode(trace)).reward == 0.5
+    assert decode_trace(encode_trace(trace)).reward == 0.5
 
 
 def test_phases_are_told_in_order_and_timed():
@@ -111,7 +111,7 @@ def test_state_rng_and_the_box_are_the_rollouts_own():
 def test_a_call_is_sampled_with_the_same_seed_again_and_with_another_elsewhere():
     def seeds(**options):
         trace = attempt(environment(OneTask), ["a"], **options)
-        return [trace.nodes[node].call.sampling["seed"] for node in trace.calls]
+        return [trace.nodes[node].call.sampling_params["seed"] for node in trace.sampled_nodes]
 
     assert seeds(seed=5) == seeds(seed=5)
     assert seeds(seed=5) != seeds(seed=5, attempt=1)
@@ -157,7 +157,7 @@ def test_a_setup_that_raises_ends_the_attempt_and_leaves_the_rewards_due():
     assert trace.errors[0].cause is not None
     assert trace.rewards == {"right": None}
     assert trace.reward is None
-    assert not trace.calls
+    assert not trace.sampled_nodes
 
 
 def test_a_setup_that_hangs_is_ended_by_its_deadline():
@@ -309,7 +309,7 @@ def test_what_was_slipped_into_a_list_of_info_is_named_too_and_the_trace_can_tra
     assert names(trace) == ["ValueRefused"]
     assert "info.seen[0]" in trace.errors[0].message
     assert "set" in trace.errors[0].message
-    assert decode(encode(trace)).info == {"kept": "yes"}
+    assert decode_trace(encode_trace(trace)).info == {"kept": "yes"}
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_a_tool_may_ask_the_policy_through_the_endpoint():
             trace = await attempted(environment(Calling), script, gateway=gateway)
         assert ("tool", "because") in said(trace)
         assert len(trace.branches) == 2
-        assert len(trace.calls) == 3
+        assert len(trace.sampled_nodes) == 3
 
     asyncio.run(asyncio.wait_for(check(), 20))
 

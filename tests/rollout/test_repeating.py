@@ -39,7 +39,7 @@ def test_a_reward_that_did_not_run_is_reason_to_run_again():
     trace = rolled(env, ["a", "b"])
     assert trace.reward == 1.0
     assert not trace.errors
-    assert len(trace.calls) == 1  # the trace of the second run, alone
+    assert len(trace.sampled_nodes) == 1  # the trace of the second run, alone
     assert trace.last_reply == "b"
     assert len(trace.info["tries"]) == 1
     assert "not yet" in trace.info["tries"][0]

@@ -104,8 +104,11 @@ def test_a_stopped_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner,
 
     plain, stopped = runner.run(main())
     assert names(stopped) == []
-    assert len(stopped.calls) == 2
-    assert stopped.nodes[stopped.calls[0]].tokens.tolist() == plain.nodes[plain.calls[0]].tokens.tolist()
+    assert len(stopped.sampled_nodes) == 2
+    assert (
+        stopped.nodes[stopped.sampled_nodes[0]].token_ids.tolist()
+        == plain.nodes[plain.sampled_nodes[0]].token_ids.tolist()
+    )
     assert stopped.timing.stalled >= STOPPED - LIMIT
 
 
@@ -188,7 +191,7 @@ def test_only_the_request_that_was_lost_is_sent_again():
     trace, engine = asyncio.run(main())
     assert names(trace) == []
     assert phases.count("boot") == 1
-    assert len(trace.calls) == 2
+    assert len(trace.sampled_nodes) == 2
     first, lost, again = engine.asked
     assert lost == again != first
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ramify.errors import ValueRefused
 from ramify.rollout.state import load_state, save_state
 from ramify.trace import Trace
-from ramify.trace.codec import decode, encode
+from ramify.trace.codec import decode_trace, encode_trace
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 KEYS = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
@@ -30,7 +30,7 @@ def carried(state: SimpleNamespace) -> SimpleNamespace:
     """The state as it comes back from a trace that was stored."""
     trace = Trace(id="t")
     trace.info["state"] = save_state(state)
-    return load_state(decode(encode(trace)).info["state"])
+    return load_state(decode_trace(encode_trace(trace)).info["state"])
 
 
 def types(value: object) -> object:

@@ -13,7 +13,7 @@ from ramify.evals.tree import tree_of
 from ramify.gateway import Gateway
 from ramify.harness import Harness
 from ramify.orchestrate.algorithms.base import trained_nodes
-from ramify.trace import Trace, decode, encode
+from ramify.trace import Trace, decode_trace, encode_trace
 from tests.rollout.stage import TASK, OneTask, attempted, call, environment
 
 BASH = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}]
@@ -67,7 +67,7 @@ def rollout(taskset: type[rf.Taskset], script: list[str], **source: Any) -> Trac
         async with Gateway() as gateway:
             return await attempted(environment(taskset, **source), script, gateway=gateway)
 
-    return decode(encode(asyncio.run(asyncio.wait_for(main(), 20))))
+    return decode_trace(encode_trace(asyncio.run(asyncio.wait_for(main(), 20))))
 
 
 def trained(trace: Trace) -> list[str]:

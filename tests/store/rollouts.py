@@ -1,21 +1,21 @@
 """Rollouts to keep, made by hand: a question, a reply, a reward."""
 
 from ramify.store import Row
-from ramify.trace import Call, Message, Trace, Usage
+from ramify.trace import Message, ModelCall, Trace, Usage
 
 
 def rollout(number: int = 0, *, text: str | None = None, reward: float | None = 0.5, failure: str | None = None):
     """(row, traces) of rollout `number`."""
     reply = text if text is not None else f"reply {number}"
     trace = Trace(id=f"t{number}", episode=f"e{number}", task={"prompt": f"question {number}"})
-    question = trace.add(-1, Message("user", f"question {number}"), [1, 2, number])
-    trace.add(
+    question = trace.add_node(-1, Message("user", f"question {number}"), [1, 2, number])
+    trace.add_node(
         question,
         Message("assistant", reply),
         [3, 4, 5],
-        sampled=(1, 3),
+        sampled_span=(1, 3),
         logprobs=[-0.5, -0.25],
-        call=Call(f"c{number}", finish="stop", usage=Usage(3, 2)),
+        call=ModelCall(f"c{number}", finish_reason="stop", usage=Usage(3, 2)),
     )
     trace.rewards = {"score": None if reward is None else (reward, 1.0)}
     summary = {"output": 2}

@@ -32,7 +32,7 @@ async def _play(taskset: Taskset, task: Task, replies: Sequence[str | Message]) 
 
     def add(message: Message | None) -> bool:
         if message is not None:
-            trace.add(len(trace.nodes) - 1, message)
+            trace.add_node(len(trace.nodes) - 1, message)
         return message is not None
 
     if isinstance(task.prompt, str):

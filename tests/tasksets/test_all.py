@@ -94,7 +94,7 @@ def test_a_reply_counts_once_where_the_template_rewrites_what_was_said(settings,
     script = [f"<think>\nhm\n</think>\n\n{reply}" for reply in [*before, *env.taskset.gold(task)]]
     policy = TokenPolicy(Sampler(script, qwen), qwen, "qwen")
     (trace,) = asyncio.run(run_attempt(env, task, policy=policy, id="r1")).traces
-    assert trace.metrics["render/breaks"] > 0 and len(trace.calls) == len(script)
+    assert trace.metrics["render/breaks"] > 0 and len(trace.sampled_nodes) == len(script)
     assert trace.reward == 1
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from ramify.trace import Annotation, Forest, Media, MediaRef, Message, Sample, Trace, Version, VersionRun
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Media, MediaRef, Message, PolicyVersion, Trace, VersionRun
 
 COMPONENTS = ("rl", "ce", "ref_kl")
 NUMBERS = ("logprob", "advantage", *COMPONENTS, "reference")
@@ -46,12 +46,12 @@ class Planned:
                 found[at] = (self.tokens[at], run)
         return found
 
-    def version(self, offset: int) -> Version | None:
+    def version(self, offset: int) -> PolicyVersion | None:
         """The weights that sampled a token, None where none is known."""
         at = offset - self.sampled[0]
         for run in self.versions:
             if 0 <= at < run.count:
-                return Version(run.policy, run.incarnation, run.step)
+                return PolicyVersion(run.policy, run.incarnation, run.step)
             at -= run.count
         return None
 
@@ -64,23 +64,23 @@ class Attempt:
     temperature: float = 1.0
     env: str = ""
 
-    def sample(self) -> Sample:
+    def sample(self) -> AnnotatedTrace:
         trace = Trace(id=self.name)
         for node in self.nodes:
-            trace.add(
+            trace.add_node(
                 node.parent,
                 Message("assistant" if node.sampled[1] else "user"),
                 np.array(node.tokens, np.int32),
-                sampled=node.sampled,
+                sampled_span=node.sampled,
                 logprobs=node.logprobs,
                 versions=node.versions,
                 media=[
-                    MediaRef(part, trace.add_media(Media.of(data, "image/png")), start, stop)
+                    MediaRef(part, trace.add_media(Media.from_bytes(data, "image/png")), start, stop)
                     for part, (start, stop, data) in enumerate(node.images)
                 ],
                 trainable=node.trainable,
             )
-        return Sample(trace, self.notes, self.temperature, self.env)
+        return AnnotatedTrace(trace, self.notes, self.temperature, self.env)
 
     def path(self, node: int) -> list[int]:
         found: list[int] = []
@@ -101,7 +101,7 @@ class Attempt:
         """(offset in the node, advantage and weights) of each trained token of an annotation."""
         start, stop = note.span or self.nodes[note.node].sampled
         columns = {name: np.broadcast_to(getattr(note, name), stop - start) for name in ("advantage", *COMPONENTS)}
-        columns["reference"] = np.broadcast_to(np.nan if note.reference is None else note.reference, stop - start)
+        columns["reference"] = np.broadcast_to(np.nan if note.ref_logprobs is None else note.ref_logprobs, stop - start)
         rows = [{name: float(column[i]) for name, column in columns.items()} for i in range(stop - start)]
         return [(start + i, row) for i, row in enumerate(rows) if any(row[name] for name in COMPONENTS)]
 
@@ -140,7 +140,7 @@ class Entry(NamedTuple):
     node: int
     path: int
     token: int
-    version: Version | None
+    version: PolicyVersion | None
     env: str
     numbers: bytes  # NUMBERS and temperature, float32, bit by bit
 
@@ -219,7 +219,7 @@ def parents(forest: Forest) -> list[int]:
     """The token before each token on its path, read off the depths alone: in depth-first order they spell the tree."""
     path: list[int] = []
     found: list[int] = []
-    for index, depth in enumerate(forest.position.tolist()):
+    for index, depth in enumerate(forest.position_ids.tolist()):
         del path[depth:]
         assert len(path) == depth, f"token {index} is {depth} deep below a path of {len(path)}"
         found.append(path[-1] if path else -1)
@@ -246,11 +246,11 @@ def paths_of(forest: Forest, paths: Paths) -> list[int]:
     """For each token the number of the path that ends there."""
     images: dict[int, object] = {}
     for item in forest.media:
-        run = (item.media.data, tuple(forest.ids[item.start : item.stop].tolist()))
+        run = (item.media.data, tuple(forest.token_ids[item.start : item.stop].tolist()))
         images |= dict.fromkeys(range(item.start, item.stop), run)
     found: list[int] = []
     for index, parent in enumerate(parents(forest)):
-        found.append(paths.step(found[parent] if parent >= 0 else 0, (int(forest.ids[index]), images.get(index))))
+        found.append(paths.step(found[parent] if parent >= 0 else 0, (int(forest.token_ids[index]), images.get(index))))
     return found
 
 
@@ -260,8 +260,8 @@ def entries_of(forest: Forest, paths: Paths) -> Counter[Entry]:
     targets = forest.targets
     found: Counter[Entry] = Counter()
     for i in range(len(targets)):
-        index, call = int(targets.index[i]), forest.sequences[int(targets.sequence[i])]
-        assert targets.source[i] == before[index] >= 0
+        index, call = int(targets.token_index[i]), forest.sequences[int(targets.sequence[i])]
+        assert targets.logits_index[i] == before[index] >= 0
         version = int(targets.version[i])
         numbers = [getattr(targets, name)[i] for name in NUMBERS]
         found[
@@ -296,23 +296,23 @@ def calls_of(forest: Forest) -> list[Call]:
 
 def check_layout(forest: Forest) -> None:
     """What holds for every forest, grown, cut or packed: mask rule, segments, whole image runs, one row per call."""
-    assert np.array_equal(forest.visible(), ancestors(forest))
-    assert forest.pairs == np.count_nonzero(forest.visible())
+    assert np.array_equal(forest.build_attention_mask(), ancestors(forest))
+    assert forest.num_attention_pairs == np.count_nonzero(forest.build_attention_mask())
     calls = calls_of(forest)
     assert len(set(calls)) == len(calls)
     assert set(forest.targets.sequence.tolist()) == set(range(len(calls)))
     up = parents(forest)
     table = forest.segments.tolist()
-    assert sum(length for _, length, _, _, _ in table) == forest.tokens
+    assert sum(length for _, length, _, _, _ in table) == forest.num_tokens
     for start, length, depth, parent, last in table:
         above = table[parent][0] + table[parent][1] - 1 if parent >= 0 else -1
         assert up[start : start + length] == [above, *range(start, start + length - 1)]
-        assert forest.position[start] == depth
-        assert forest.end[start] == table[last - 1][0] + table[last - 1][1]
+        assert forest.position_ids[start] == depth
+        assert forest.subtree_end[start] == table[last - 1][0] + table[last - 1][1]
     for item in forest.media:
         assert 0 <= item.start < item.stop <= len(forest)
         assert up[item.start + 1 : item.stop] == list(range(item.start, item.stop - 1))
-    assert {forest.ids.dtype, forest.position.dtype, forest.end.dtype} == {np.dtype(np.int32)}
+    assert {forest.token_ids.dtype, forest.position_ids.dtype, forest.subtree_end.dtype} == {np.dtype(np.int32)}
 
 
 # -- random groups -------------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ def _on_policy(rng: Random, name: str, node: int, span: tuple[int, int] | None, 
         rl=_value(rng, count, (0.0, 1.0, 1.0, 0.5)) if "rl" in kind else 0.0,
         ce=_value(rng, count, (1.0, 0.125)) if "ce" in kind else 0.0,
         ref_kl=_value(rng, count, (0.0, 0.5)) if "ref_kl" in kind else 0.0,
-        reference=_value(rng, count, (-1.0, -3.0)) if "ref_kl" in kind else None,
+        ref_logprobs=_value(rng, count, (-1.0, -3.0)) if "ref_kl" in kind else None,
     )
 
 

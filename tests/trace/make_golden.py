@@ -11,32 +11,32 @@ import numpy as np
 
 from ramify.errors import Failure, WorkerDied
 from ramify.trace import (
-    SCHEMA,
-    Call,
+    TRACE_SCHEMA,
     Episode,
     Media,
     MediaPart,
     Message,
-    PlacedMedia,
-    Span,
+    MessageSpan,
+    ModelCall,
+    PromptMedia,
     TextPart,
     ToolCall,
     Trace,
+    TraceBuilder,
     Turn,
-    TurnBuilder,
     Usage,
     VersionRun,
-    encode,
     encode_episode,
+    encode_trace,
     to_json,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-IMAGE = Media.of(b"not really a png", "image/png")
+IMAGE = Media.from_bytes(b"not really a png", "image/png")
 SYSTEM = Message("system", "Be brief.")
 USER = Message("user", (TextPart("What is this? Größe?"), MediaPart(IMAGE.hash)))
 PROMPT = [1, 10, 3, 2, 11, 0, 0, 12, 3]
-SPANS = [Span(SYSTEM, 3, (1, 2)), Span(USER, 9, (4, 8))]
+SPANS = [MessageSpan(SYSTEM, 3, (1, 2)), MessageSpan(USER, 9, (4, 8))]
 
 
 def golden_trace() -> Trace:
@@ -59,24 +59,26 @@ def golden_trace() -> Trace:
         errors=[Failure(WorkerDied.name, "exit code 9", WorkerDied.blame, WorkerDied.retryable)],
     )
     trace.timing.model, trace.timing.scoring = 1.5, 0.25
-    builder = TurnBuilder(trace)
-    shown = [PlacedMedia(IMAGE, 1, 1, 5, 7)]
+    builder = TraceBuilder(trace)
+    shown = [PromptMedia(IMAGE, 1, 1, 5, 7)]
     turns = [_first(shown), _second(shown), _answered(shown), _other_root()]
     for turn in turns:
-        builder.attach(turn)
+        builder.add_turn(turn)
     return trace
 
 
 def golden_episode() -> Episode:
     critic = Trace(id="golden-critic", episode="e1", group="g1", attempt=2, agent="critic")
-    critic.add(-1, Message("user", "judge"), [1, 2], content=(0, 1))
+    critic.add_node(-1, Message("user", "judge"), [1, 2], content_span=(0, 1))
     return Episode((golden_trace(), critic))
 
 
-def _first(shown: list[PlacedMedia]) -> Turn:
+def _first(shown: list[PromptMedia]) -> Turn:
     usage = Usage(11, 3, 0)
     return Turn(
-        call=Call("call-1", "policy", "policy@4", {"temperature": 0.5, "stop": ["x"]}, "stop", usage, 100.5, 101.25),
+        call=ModelCall(
+            "call-1", "policy", "policy@4", {"temperature": 0.5, "stop": ["x"]}, "stop", usage, 100.5, 101.25
+        ),
         prompt=[*PROMPT, 2, 20],
         spans=SPANS,
         reply=Message("assistant", "An image.", "It looks like one."),
@@ -88,10 +90,10 @@ def _first(shown: list[PlacedMedia]) -> Turn:
     )
 
 
-def _second(shown: list[PlacedMedia]) -> Turn:
+def _second(shown: list[PromptMedia]) -> Turn:
     tool = ToolCall("tc", "look", '{"at": 1}')
     return Turn(
-        call=Call("call-2", finish="length"),
+        call=ModelCall("call-2", finish_reason="length"),
         prompt=[*PROMPT, 2, 20],
         spans=SPANS,
         reply=Message("assistant", "", None, (tool,)),
@@ -102,11 +104,15 @@ def _second(shown: list[PlacedMedia]) -> Turn:
     )
 
 
-def _answered(shown: list[PlacedMedia]) -> Turn:
+def _answered(shown: list[PromptMedia]) -> Turn:
     reply = Message("assistant", "", None, (ToolCall("tc", "look", '{"at": 1}'),))
-    spans = [*SPANS, Span(reply, 14, (11, 12)), Span(Message("tool", "seen", tool_call_id="tc"), 17, (15, 16))]
+    spans = [
+        *SPANS,
+        MessageSpan(reply, 14, (11, 12)),
+        MessageSpan(Message("tool", "seen", tool_call_id="tc"), 17, (15, 16)),
+    ]
     return Turn(
-        call=Call("call-3"),
+        call=ModelCall("call-3"),
         prompt=[*PROMPT, 2, 20, 33, 3, 4, 2, 13, 3, 2, 20],
         spans=spans,
         reply=Message("assistant", "Seen."),
@@ -119,9 +125,9 @@ def _answered(shown: list[PlacedMedia]) -> Turn:
 
 def _other_root() -> Turn:
     return Turn(
-        call=Call("call-4"),
+        call=ModelCall("call-4"),
         prompt=[7],
-        spans=[Span(Message("system", "unseen"), 0, (0, 0))],
+        spans=[MessageSpan(Message("system", "unseen"), 0, (0, 0))],
         reply=Message("assistant", ""),
         reply_ids=[],
         logprobs=[],
@@ -132,9 +138,9 @@ def write() -> None:
     """Write the files of the present schema version."""
     GOLDEN.mkdir(exist_ok=True)
     trace = golden_trace()
-    (GOLDEN / f"v{SCHEMA}.trace").write_bytes(encode(trace))
-    (GOLDEN / f"v{SCHEMA}.json").write_text(to_json(trace, indent=2) + "\n", encoding="utf-8")
-    (GOLDEN / f"v{SCHEMA}.episode").write_bytes(encode_episode(golden_episode()))
+    (GOLDEN / f"v{TRACE_SCHEMA}.trace").write_bytes(encode_trace(trace))
+    (GOLDEN / f"v{TRACE_SCHEMA}.json").write_text(to_json(trace, indent=2) + "\n", encoding="utf-8")
+    (GOLDEN / f"v{TRACE_SCHEMA}.episode").write_bytes(encode_episode(golden_episode()))
 
 
 if __name__ == "__main__":

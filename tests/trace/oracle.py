@@ -28,7 +28,7 @@ def path(trace: Trace, node: int) -> list[Node]:
 
 
 def tokens_to(trace: Trace, node: int) -> list[int]:
-    return [int(token) for step in path(trace, node) for token in step.tokens]
+    return [int(token) for step in path(trace, node) for token in step.token_ids]
 
 
 def images_to(trace: Trace, node: int) -> Images:
@@ -37,7 +37,7 @@ def images_to(trace: Trace, node: int) -> Images:
     at = 0
     for step in path(trace, node):
         found += [(at + ref.start, at + ref.stop, trace.graph.media[ref.media].hash) for ref in step.media]
-        at += len(step.tokens)
+        at += len(step.token_ids)
     return found
 
 
@@ -56,7 +56,7 @@ def longest_prefix(trace: Trace, prompt: list[int], images: Images, below: int =
     best, length = below, len(tokens_to(trace, below))
     for node in trace.nodes:
         on_path = below < 0 or any(step.index == below for step in path(trace, node.index))
-        if on_path and len(node.tokens) and is_prefix(trace, node.index, prompt, images):
+        if on_path and len(node.token_ids) and is_prefix(trace, node.index, prompt, images):
             size = len(tokens_to(trace, node.index))
             if size > length:
                 best, length = node.index, size
@@ -72,15 +72,15 @@ def node_content(node: Node) -> dict[str, Any]:
     return {
         "parent": node.parent,
         "message": node.message,
-        "tokens": node.tokens.tolist(),
-        "sampled": node.sampled,
-        "content": node.content,
+        "tokens": node.token_ids.tolist(),
+        "sampled": node.sampled_span,
+        "content": node.content_span,
         "logprobs": np.asarray(node.logprobs, "<f4").tobytes(),
         "versions": node.versions,
         "media": node.media,
         "arrays": {name: _array_content(array) for name, array in node.arrays.items()},
         "call": node.call,
-        "trainable": node.trainable,
+        "trainable": node.is_trainable,
     }
 
 
@@ -103,10 +103,12 @@ def look_at_everything(trace: Trace) -> None:
     for branch in trace.branches:
         assert len(branch.messages) == len(branch.nodes)
         assert len(branch.token_ids) == len(branch.sampled_mask) == len(branch.logprobs) == len(branch)
-        assert branch.turns >= 0
+        assert branch.num_turns >= 0
     for node in trace.nodes:
         assert node.children == children(trace, node.index)
-    assert isinstance(trace.truncated, bool) and isinstance(trace.last_reply, str) and trace.calls is not None
+    assert (
+        isinstance(trace.is_truncated, bool) and isinstance(trace.last_reply, str) and trace.sampled_nodes is not None
+    )
 
 
 def assert_records_script(trace: Trace, nodes: Iterable[int], script: Script) -> None:
@@ -115,15 +117,15 @@ def assert_records_script(trace: Trace, nodes: Iterable[int], script: Script) ->
         view, branch = trace.nodes[node], Branch(trace, node)
         assert tokens_to(trace, node) == seen.prompt + seen.sampled
         assert images_to(trace, node) == seen.images
-        start, stop = view.sampled
-        assert view.tokens[start:stop].tolist() == seen.sampled and stop == len(view.tokens)
+        start, stop = view.sampled_span
+        assert view.token_ids[start:stop].tolist() == seen.sampled and stop == len(view.token_ids)
         assert view.logprobs.dtype == np.float32 and view.logprobs.tolist() == [float(x) for x in seen.logprobs]
         assert branch.token_ids.tolist() == seen.prompt + seen.sampled
         assert_branch(branch)
         assert branch.sampled_mask[len(seen.prompt) :].all()
         assert branch.logprobs[len(seen.prompt) :].tolist() == [float(x) for x in seen.logprobs]
         assert (view.call, view.message, view.versions) == (turn.call, seen.message, seen.versions)
-        assert view.trainable is turn.trainable
+        assert view.is_trainable is turn.trainable
         assert {name: array.tolist() for name, array in view.arrays.items()} == {
             name: array.tolist() for name, array in turn.arrays.items()
         }
@@ -134,9 +136,9 @@ def assert_branch(branch: Branch) -> None:
     mask: list[bool] = []
     logprobs: list[float] = []
     for node in path(branch.trace, branch.leaf):
-        start, stop = node.sampled
+        start, stop = node.sampled_span
         mine = iter(node.logprobs.tolist())
-        for i in range(len(node.tokens)):
+        for i in range(len(node.token_ids)):
             mask.append(start <= i < stop)
             logprobs.append(next(mine) if mask[-1] else float("nan"))
         assert next(mine, None) is None

@@ -18,23 +18,23 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ramify.trace import (
-    Call,
     Media,
     MediaPart,
     Message,
-    PlacedMedia,
-    Span,
+    MessageSpan,
+    ModelCall,
+    PromptMedia,
     TextPart,
     ToolCall,
     Trace,
+    TraceBuilder,
     Turn,
-    TurnBuilder,
     Usage,
     VersionRun,
 )
 
 PLACEHOLDER = 0  # what stands for an image in the prompt; text may use the same id, to be nasty
-IMAGES = tuple(Media.of(bytes([65 + i]) * (3 + i), "image/png") for i in range(3))
+IMAGES = tuple(Media.from_bytes(bytes([65 + i]) * (3 + i), "image/png") for i in range(3))
 ROLES = ("system", "user", "tool")
 KINDS = (
     "go_on",
@@ -89,8 +89,8 @@ class Script:
 def replay(script: Script, trace: Trace | None = None) -> tuple[Trace, list[int]]:
     """The script recorded in a trace, and the reply node of each of its turns."""
     trace = Trace(id="t") if trace is None else trace
-    builder = TurnBuilder(trace)
-    return trace, [builder.attach(turn) for turn in script.turns]
+    builder = TraceBuilder(trace)
+    return trace, [builder.add_turn(turn) for turn in script.turns]
 
 
 def write_script(
@@ -309,24 +309,24 @@ def _reply(number: int, ids: list[int]) -> Message:
     return Message("assistant", f"answers {len(ids)} {number % 2}")
 
 
-def _called(name: str, number: int, prompt: list[int], reply: list[int]) -> Call:
+def _called(name: str, number: int, prompt: list[int], reply: list[int]) -> ModelCall:
     usage = Usage(len(prompt), len(reply), number % (len(prompt) + 1))
     finish = "length" if number % 3 == 2 else "stop"
-    return Call(name, "policy", "policy@3", {"temperature": 0.5}, finish, usage, number, number + 1)
+    return ModelCall(name, "policy", "policy@3", {"temperature": 0.5}, finish, usage, number, number + 1)
 
 
 def _message(role: str, text: str, images: list | tuple) -> Message:
     return Message(role, (TextPart(text), *(MediaPart(image.hash) for *_, image in images)))
 
 
-def _laid_out(line: tuple[Piece, ...]) -> tuple[list[Span], list[PlacedMedia], list[int]]:
+def _laid_out(line: tuple[Piece, ...]) -> tuple[list[MessageSpan], list[PromptMedia], list[int]]:
     """The line as one prompt: spans and images counted from its first token."""
-    spans: list[Span] = []
-    media: list[PlacedMedia] = []
+    spans: list[MessageSpan] = []
+    media: list[PromptMedia] = []
     prompt: list[int] = []
     for number, piece in enumerate(line):
         start = len(prompt)
         prompt += piece.ids
-        spans.append(Span(piece.message, len(prompt), (start + piece.body[0], start + piece.body[1])))
-        media += [PlacedMedia(image, number, part + 1, start + a, start + b) for part, a, b, image in piece.images]
+        spans.append(MessageSpan(piece.message, len(prompt), (start + piece.body[0], start + piece.body[1])))
+        media += [PromptMedia(image, number, part + 1, start + a, start + b) for part, a, b, image in piece.images]
     return spans, media, prompt

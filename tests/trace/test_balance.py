@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.trace import balance
+from ramify.trace import balance_packs
 from tests.trace.forests import karmarkar_karp
 
 
@@ -15,7 +15,7 @@ def loads(costs, table):
 
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9))
 def test_every_pack_runs_once_and_all_ranks_run_the_same_number(costs, ranks):
-    table = balance(costs, ranks)
+    table = balance_packs(costs, ranks)
     assert table.dtype == np.int32
     assert table.shape[0] == ranks
     assert sorted(table[table >= 0].tolist()) == list(range(len(costs)))
@@ -27,7 +27,7 @@ def test_every_pack_runs_once_and_all_ranks_run_the_same_number(costs, ranks):
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 9))
 def test_no_more_fillers_than_an_even_load_asks_for(costs, ranks):
     """More steps than the fewest possible are taken only where they lower the heaviest load."""
-    table = balance(costs, ranks)
+    table = balance_packs(costs, ranks)
     fewest = -(-len(costs) // ranks)
     assert table.shape[1] >= fewest
     if table.shape[1] > fewest:
@@ -37,12 +37,12 @@ def test_no_more_fillers_than_an_even_load_asks_for(costs, ranks):
 @pytest.mark.parametrize("name", ["equal", "uniform", "uniform from 0", "quadratic"])
 def test_packs_alike_take_the_fewest_steps(name):
     for packs in (512, 500):
-        assert balance(COSTS[name](np.random.default_rng(0), packs), 32).shape == (32, 16)
+        assert balance_packs(COSTS[name](np.random.default_rng(0), packs), 32).shape == (32, 16)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 9))
 def test_fillers_run_last_and_packs_of_a_step_are_alike(costs, ranks):
-    table = balance(costs, ranks)
+    table = balance_packs(costs, ranks)
     weights = np.append(np.asarray(costs, float), 0.0)[table]
     assert (np.diff(weights, axis=1) <= 0).all(), "heaviest first, so that what runs together costs about the same"
     assert not ((table[:, :-1] < 0) & (table[:, 1:] >= 0)).any()
@@ -73,4 +73,4 @@ COSTS = {
 def test_loads_are_within_two_percent_of_karmarkar_karp(name, ranks):
     for seed in range(3):
         costs = COSTS[name](np.random.default_rng(seed), 512)
-        assert loads(costs, balance(costs, ranks)).max() <= 1.02 * karmarkar_karp(costs.tolist(), ranks)
+        assert loads(costs, balance_packs(costs, ranks)).max() <= 1.02 * karmarkar_karp(costs.tolist(), ranks)

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from ramify.errors import Failure, SchemaUnsupported, TraceCorrupt, TraceInvalid
 from ramify.trace import (
-    SCHEMA,
-    Call,
+    TRACE_SCHEMA,
     Episode,
     MediaRef,
     Message,
+    ModelCall,
     Trace,
-    TraceReader,
-    TurnBuilder,
+    TraceBuilder,
+    TraceDeltaDecoder,
     VersionRun,
-    decode,
     decode_episode,
-    encode,
+    decode_trace,
     encode_episode,
+    encode_trace,
     to_json,
 )
 from tests.trace import frames, oracle
@@ -40,18 +40,18 @@ def small_trace() -> Trace:
     """Every column, table and header field in as few bytes as they take."""
     trace = Trace(id="t", group="g", info={"a": 1}, rewards={"r": (1.0, 0.5), "due": None})
     image = trace.add_media(IMAGES[0])
-    trace.add(-1, Message("u", "é"), [7, 0, 9], content=(1, 3), media=[MediaRef(0, image, 1, 2)])
+    trace.add_node(-1, Message("u", "é"), [7, 0, 9], content_span=(1, 3), media=[MediaRef(0, image, 1, 2)])
     versions = [VersionRun("p", 0, 1, 1), VersionRun("q", 0, 2, 1)]
     for name in ("c", "d"):
-        trace.add(
+        trace.add_node(
             0,
             Message("a", "yo"),
             [3, 4, 5],
-            sampled=(1, 3),
+            sampled_span=(1, 3),
             logprobs=[-0.5, -1.5],
             versions=versions,
             arrays={"x": np.arange(4, dtype=np.int16).reshape(2, 2)},
-            call=Call(name),
+            call=ModelCall(name),
         )
     return trace
 
@@ -59,11 +59,11 @@ def small_trace() -> Trace:
 def read_or_refuse(data: bytes) -> None:
     """Whatever the bytes say, the only complaint is TraceCorrupt, at once or when the broken part is looked at."""
     try:
-        trace = decode(data)
+        trace = decode_trace(data)
         oracle.look_at_everything(trace)
         to_json(trace)
-        TurnBuilder(trace)
-        encode(trace)
+        TraceBuilder(trace)
+        encode_trace(trace)
     except TraceCorrupt:
         return
 
@@ -72,10 +72,10 @@ def read_or_refuse(data: bytes) -> None:
 def test_a_round_trip_keeps_everything(script: Script, rng: random.Random):
     trace, nodes = replay(script)
     decorate(trace, rng)
-    data = encode(trace)
-    again = decode(data)
+    data = encode_trace(trace)
+    again = decode_trace(data)
     assert oracle.content(again) == oracle.content(trace)
-    assert encode(again) == data
+    assert encode_trace(again) == data
     assert list(again.graph.runs()) == list(trace.graph.runs())
     oracle.assert_records_script(again, nodes, script)
 
@@ -83,25 +83,25 @@ def test_a_round_trip_keeps_everything(script: Script, rng: random.Random):
 @given(scripts(max_turns=4), st.integers(0, 17), st.sampled_from([bytes, bytearray, memoryview]))
 def test_any_buffer_at_any_address_can_be_read(script: Script, offset: int, kind: type):
     trace, _ = replay(script)
-    data = encode(trace)
+    data = encode_trace(trace)
     inside = bytes(offset) + data + b"behind"
     buffer = memoryview(bytearray(inside))[offset : offset + len(data)] if kind is memoryview else kind(data)
-    again = decode(buffer)
+    again = decode_trace(buffer)
     assert oracle.content(again) == oracle.content(trace)
-    assert encode(again) == data
+    assert encode_trace(again) == data
 
 
 @given(scripts(max_turns=4))
 def test_arrays_are_read_only_views_of_the_received_bytes(script: Script):
-    buffer = bytearray(encode(replay(script)[0]))
+    buffer = bytearray(encode_trace(replay(script)[0]))
     memory = np.frombuffer(buffer, np.uint8)
-    trace = decode(buffer)
+    trace = decode_trace(buffer)
     for node in trace.nodes:
-        for array in (node.tokens, node.logprobs, *node.arrays.values()):
+        for array in (node.token_ids, node.logprobs, *node.arrays.values()):
             assert not array.flags.writeable
             assert not array.size or np.shares_memory(array, memory)
     for branch in trace.branches:
-        if len(list(trace.graph.slices(branch.leaf))) == 1 and len(branch):
+        if len(list(trace.graph.path_slices(branch.leaf))) == 1 and len(branch):
             assert np.shares_memory(branch.token_ids, memory)
 
 
@@ -109,26 +109,26 @@ def test_arrays_are_read_only_views_of_the_received_bytes(script: Script):
 def test_a_decoded_trace_grows_like_the_original(script: Script, data: st.DataObject):
     at = data.draw(st.integers(0, len(script.turns)))
     first, rest = Script(script.turns[:at]), Script(script.turns[at:])
-    received = bytearray(encode(replay(first)[0]))
+    received = bytearray(encode_trace(replay(first)[0]))
     kept = bytes(received)
-    trace, _ = replay(rest, decode(received))
-    assert encode(trace) == encode(replay(script)[0])
+    trace, _ = replay(rest, decode_trace(received))
+    assert encode_trace(trace) == encode_trace(replay(script)[0])
     assert received == kept
 
 
 def test_empty_traces_and_empty_columns_travel():
-    assert encode(decode(encode(Trace(id="t")))) == encode(Trace(id="t"))
+    assert encode_trace(decode_trace(encode_trace(Trace(id="t")))) == encode_trace(Trace(id="t"))
     trace = Trace(id="")
-    trace.add(-1, Message(""), arrays={"none": np.zeros((0, 3))})
-    assert decode(encode(trace)).nodes[0].arrays["none"].shape == (0, 3)
+    trace.add_node(-1, Message(""), arrays={"none": np.zeros((0, 3))})
+    assert decode_trace(encode_trace(trace)).nodes[0].arrays["none"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "<u2", ">i4", "<f2", ">f8", "<c8", "<U3", "S2", "<M8[s]"])
 def test_arrays_of_any_plain_dtype_come_back(dtype: str):
     array = np.array([0, 1, 1]).astype(dtype)
     trace = Trace(id="t")
-    trace.add(-1, Message("u"), [1, 2, 3], arrays={"x": array, "strided": np.repeat(array, 2)[::2]})
-    again = decode(encode(trace)).nodes[0].arrays
+    trace.add_node(-1, Message("u"), [1, 2, 3], arrays={"x": array, "strided": np.repeat(array, 2)[::2]})
+    again = decode_trace(encode_trace(trace)).nodes[0].arrays
     for name in ("x", "strided"):
         assert again[name].tolist() == array.tolist()
         assert again[name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
@@ -137,7 +137,7 @@ def test_arrays_of_any_plain_dtype_come_back(dtype: str):
 def test_failures_and_timing_travel_in_the_header():
     trace = Trace(id="t", errors=[Failure.of(TraceInvalid("broken"))])
     trace.timing.scoring = 1.5
-    again = decode(encode(trace))
+    again = decode_trace(encode_trace(trace))
     assert (again.errors, again.timing) == (trace.errors, trace.timing)
     assert isinstance(again.errors[0].error(), TraceInvalid)
 
@@ -145,40 +145,40 @@ def test_failures_and_timing_travel_in_the_header():
 def test_logprobs_keep_their_bits():
     odd = np.array([0x7FC00001, 0x80000000, 0xFF800000, 0x00000001], np.uint32).view(np.float32)[1:]
     trace = Trace(id="t")
-    trace.add(-1, Message("a"), [1, 2, 3], sampled=(0, 3), logprobs=odd)
-    assert decode(encode(trace)).nodes[0].logprobs.tobytes() == odd.tobytes()
+    trace.add_node(-1, Message("a"), [1, 2, 3], sampled_span=(0, 3), logprobs=odd)
+    assert decode_trace(encode_trace(trace)).nodes[0].logprobs.tobytes() == odd.tobytes()
 
 
 # -- damage --------------------------------------------------------------------------------------------------------
 
 
 def test_every_flipped_bit_is_refused():
-    data = encode(small_trace())
+    data = encode_trace(small_trace())
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises((TraceCorrupt, SchemaUnsupported)):
-            decode(damaged)
+            decode_trace(damaged)
 
 
 def test_every_truncation_is_refused():
-    data = encode(small_trace())
+    data = encode_trace(small_trace())
     for length in range(len(data)):
         with pytest.raises(TraceCorrupt):
-            decode(data[:length])
+            decode_trace(data[:length])
 
 
 @pytest.mark.parametrize("more", [b"\0", bytes(8), bytes(4096), b"RMFY"])
 def test_appended_bytes_are_refused(more: bytes):
-    data = encode(small_trace())
+    data = encode_trace(small_trace())
     for wrong in (data + more, more + data):
         with pytest.raises(TraceCorrupt):
-            decode(wrong)
+            decode_trace(wrong)
 
 
 @given(scripts(max_turns=5), RANDOM)
 def test_random_damage_is_refused(script: Script, rng: random.Random):
-    data = encode(replay(script)[0])
+    data = encode_trace(replay(script)[0])
     for _ in range(10):
         damaged = bytearray(data)
         start = rng.randint(0, len(data) - 1)
@@ -186,35 +186,35 @@ def test_random_damage_is_refused(script: Script, rng: random.Random):
         damaged[start : start + length] = bytes(rng.randint(0, 255) for _ in range(rng.choice([length, length, 0, 5])))
         if damaged != data:
             with pytest.raises((TraceCorrupt, SchemaUnsupported)):
-                decode(damaged)
+                decode_trace(damaged)
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_something_else_are_refused(data: bytes):
     for wrong in (data, b"RMFY" + data):
         with pytest.raises((TraceCorrupt, SchemaUnsupported)):
-            decode(wrong)
+            decode_trace(wrong)
 
 
-@pytest.mark.parametrize("schema", [SCHEMA + 1, 255, 65535])
+@pytest.mark.parametrize("schema", [TRACE_SCHEMA + 1, 255, 65535])
 def test_a_newer_schema_is_named(schema: int):
-    frame = frames.take_apart(encode(small_trace()))
+    frame = frames.take_apart(encode_trace(small_trace()))
     frame.schema = schema
     with pytest.raises(SchemaUnsupported, match=str(schema)):
-        decode(frame.sealed())
+        decode_trace(frame.sealed())
 
 
 def test_a_schema_before_the_first_is_refused():
-    frame = frames.take_apart(encode(small_trace()))
+    frame = frames.take_apart(encode_trace(small_trace()))
     frame.schema = 0
     with pytest.raises(TraceCorrupt):
-        decode(frame.sealed())
+        decode_trace(frame.sealed())
 
 
 def test_surgery_without_a_cut_changes_nothing():
-    data = encode(small_trace())
+    data = encode_trace(small_trace())
     assert frames.reseal(data) == data
-    assert encode(decode(frames.take_apart(data).sealed())) == data
+    assert encode_trace(decode_trace(frames.take_apart(data).sealed())) == data
 
 
 # -- nonsense with a right checksum -------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_surgery_without_a_cut_changes_nothing():
 
 def test_no_single_byte_of_nonsense_breaks_the_reader():
     """Every byte set to a few values, the checksum made right: refused, or readable to the last node."""
-    data = encode(small_trace())
+    data = encode_trace(small_trace())
     for at in range(4, len(data)):
         for value in {0, 0x7F, 0xFF} - {data[at]}:
             if frames.PREFIX.size - 4 <= at < frames.PREFIX.size or at in (4, 5):
@@ -232,7 +232,7 @@ def test_no_single_byte_of_nonsense_breaks_the_reader():
 
 @given(scripts(max_turns=5), RANDOM)
 def test_no_nonsense_breaks_the_reader(script: Script, rng: random.Random):
-    data = encode(replay(script)[0])
+    data = encode_trace(replay(script)[0])
     for _ in range(5):
         damaged = bytearray(data)
         for _ in range(rng.randint(1, 4)):
@@ -281,24 +281,24 @@ NODE_NONSENSE = {
 
 @pytest.mark.parametrize("change", NODE_NONSENSE.values(), ids=NODE_NONSENSE.keys())
 def test_tables_that_make_no_sense_are_refused(change: tuple[str, int, str, int]):
-    frame = frames.take_apart(encode(small_trace())).row(*change)
-    for read in (decode, lambda data: TraceReader().apply(data)):
+    frame = frames.take_apart(encode_trace(small_trace())).row(*change)
+    for read in (decode_trace, lambda data: TraceDeltaDecoder().apply(data)):
         with pytest.raises(TraceCorrupt):
             read(frame.sealed())
 
 
 def test_negative_token_ids_are_refused():
-    frame = frames.take_apart(encode(small_trace()))
+    frame = frames.take_apart(encode_trace(small_trace()))
     frame.columns["tokens"].view("<i4")[1] = -5
     with pytest.raises(TraceCorrupt):
-        decode(frame.sealed())
+        decode_trace(frame.sealed())
 
 
 def test_a_record_that_is_no_message_is_refused_when_it_is_read():
-    frame = frames.take_apart(encode(small_trace()))
+    frame = frames.take_apart(encode_trace(small_trace()))
     frame.columns["records"][:] = 0xC1
     with pytest.raises(TraceCorrupt):
-        oracle.look_at_everything(decode(frame.sealed()))
+        oracle.look_at_everything(decode_trace(frame.sealed()))
 
 
 HEAD_NONSENSE: dict[str, Callable[[dict], object]] = {
@@ -350,10 +350,10 @@ HEAD_NONSENSE: dict[str, Callable[[dict], object]] = {
 
 @pytest.mark.parametrize("change", HEAD_NONSENSE.values(), ids=HEAD_NONSENSE.keys())
 def test_heads_that_make_no_sense_are_refused(change: Callable[[dict], object]):
-    frame = frames.take_apart(encode(small_trace()))
+    frame = frames.take_apart(encode_trace(small_trace()))
     change(frame.head)
     with pytest.raises(TraceCorrupt):
-        decode(frame.sealed())
+        decode_trace(frame.sealed())
 
 
 def test_a_head_nested_without_end_is_refused():
@@ -361,12 +361,12 @@ def test_a_head_nested_without_end_is_refused():
     assert head[-1] == 0
     for depth in (1_000, 100_000):
         with pytest.raises(TraceCorrupt):
-            decode(frames.seal(head[:-1] + b"\x91" * depth + b"\x00", []))
+            decode_trace(frames.seal(head[:-1] + b"\x91" * depth + b"\x00", []))
 
 
 def test_values_nested_as_deep_as_they_may_be_set_come_back():
     trace = Trace(id="t", info={"deep": nested(50)})
-    assert decode(encode(trace)).info == trace.info
+    assert decode_trace(encode_trace(trace)).info == trace.info
 
 
 # -- episodes ------------------------------------------------------------------------------------------------------
@@ -386,7 +386,10 @@ def test_an_episode_keeps_its_traces(one: Script, two: Script):
     assert encode_episode(again) == data
     memory = np.frombuffer(data, np.uint8)
     assert all(
-        np.shares_memory(node.tokens, memory) for trace in again.traces for node in trace.nodes if len(node.tokens)
+        np.shares_memory(node.token_ids, memory)
+        for trace in again.traces
+        for node in trace.nodes
+        if len(node.token_ids)
     )
 
 
@@ -427,19 +430,19 @@ def test_damaged_episodes_are_refused():
 def test_a_trace_is_not_an_episode_nor_the_reverse():
     trace = small_trace()
     with pytest.raises(TraceCorrupt):
-        decode_episode(encode(trace))
+        decode_episode(encode_trace(trace))
     with pytest.raises(TraceCorrupt):
-        decode(encode_episode(Episode((trace,))))
+        decode_trace(encode_episode(Episode((trace,))))
 
 
 @pytest.mark.parametrize("lengths", [[-8], [2**40], [8, 8], [], "x", [0.5], [None]])
 def test_episodes_that_make_no_sense_are_refused(lengths: object):
     with pytest.raises(TraceCorrupt):
-        decode_episode(frames.seal(msgspec.msgpack.encode(lengths), [encode(small_trace())], kind=1))
+        decode_episode(frames.seal(msgspec.msgpack.encode(lengths), [encode_trace(small_trace())], kind=1))
 
 
 def test_an_encoded_episode_of_strangers_is_refused():
-    parts = [encode(Trace(id="1", attempt=1)), encode(Trace(id="2", attempt=2))]
+    parts = [encode_trace(Trace(id="1", attempt=1)), encode_trace(Trace(id="2", attempt=2))]
     with pytest.raises(TraceCorrupt):
         decode_episode(frames.seal(msgspec.msgpack.encode([len(part) for part in parts]), parts, kind=1))
 
@@ -448,12 +451,12 @@ def test_an_encoded_episode_of_strangers_is_refused():
 
 
 def test_the_golden_trace_stays_readable():
-    trace = decode((GOLDEN / "v1.trace").read_bytes())
+    trace = decode_trace((GOLDEN / "v1.trace").read_bytes())
     assert to_json(trace, indent=2) + "\n" == (GOLDEN / "v1.json").read_text(encoding="utf-8")
     assert [node.parent for node in trace.nodes] == [-1, 0, 1, 1, 3, 4, -1, 6]
-    assert trace.nodes[1].tokens.tolist() == [2, 11, 0, 0, 12, 3]
-    assert trace.nodes[2].tokens.tolist() == [2, 20, 31, 32, 3]
-    assert trace.nodes[2].sampled == (2, 5)
+    assert trace.nodes[1].token_ids.tolist() == [2, 11, 0, 0, 12, 3]
+    assert trace.nodes[2].token_ids.tolist() == [2, 20, 31, 32, 3]
+    assert trace.nodes[2].sampled_span == (2, 5)
     assert trace.nodes[2].logprobs.tolist() == [-0.5, -1.25, -0.0078125]
     assert trace.nodes[2].versions == (VersionRun("policy", 1, 4, 2), VersionRun("policy", 1, 5, 1))
     assert trace.nodes[3].arrays["experts"].tolist() == [[1, 2], [3, 4]]

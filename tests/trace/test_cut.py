@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.trace import Annotation, Dropped, cut, grow
+from ramify.trace import Annotation, DroppedTargets, build_forest, split_forest
 from tests.trace.forests import (
     Attempt,
     Paths,
@@ -26,7 +26,7 @@ budgets = st.integers(1, 40)
 @given(groups(), budgets)
 def test_every_target_is_in_one_piece_with_its_full_context(attempts, budget):
     paths = Paths()
-    pieces = cut(grow([attempt.sample() for attempt in attempts]), budget)
+    pieces = split_forest(build_forest([attempt.sample() for attempt in attempts]), budget)
     entries, _, _ = expected(attempts, paths)
     found: Counter = Counter()
     for piece in pieces:
@@ -37,17 +37,17 @@ def test_every_target_is_in_one_piece_with_its_full_context(attempts, budget):
 
 @given(groups(), budgets)
 def test_no_call_is_split_over_pieces(attempts, budget):
-    pieces = cut(grow([attempt.sample() for attempt in attempts]), budget)
+    pieces = split_forest(build_forest([attempt.sample() for attempt in attempts]), budget)
     homes = Counter(call for piece in pieces for call in calls_of(piece))
     assert all(count == 1 for count in homes.values())
 
 
 @given(groups(), budgets)
 def test_pieces_keep_to_the_budget_unless_they_are_one_path(attempts, budget):
-    forest = grow([attempt.sample() for attempt in attempts])
-    pieces = cut(forest, budget)
+    forest = build_forest([attempt.sample() for attempt in attempts])
+    pieces = split_forest(forest, budget)
     for piece in pieces:
-        assert len(piece) == piece.tokens
+        assert len(piece) == piece.num_tokens
         assert len(piece) <= budget or leaves(piece) == 1
     assert sum(leaves(piece) for piece in pieces) == leaves(forest)
 
@@ -55,7 +55,7 @@ def test_pieces_keep_to_the_budget_unless_they_are_one_path(attempts, budget):
 @given(groups(), budgets)
 def test_a_piece_holds_only_what_its_targets_need(attempts, budget):
     paths = Paths()
-    for piece in cut(grow([attempt.sample() for attempt in attempts]), budget):
+    for piece in split_forest(build_forest([attempt.sample() for attempt in attempts]), budget):
         needed = {place for entry in entries_of(piece, paths) for place in paths.up(entry.path)}
         laid_out = paths_of(piece, paths)
         assert len(set(laid_out)) == len(laid_out)
@@ -66,32 +66,34 @@ def test_a_piece_holds_only_what_its_targets_need(attempts, budget):
 def test_media_are_exactly_those_whose_placeholders_the_piece_holds(attempts, budget):
     paths = Paths()
     entries, _, _ = expected(attempts, paths)
-    for piece in cut(grow([attempt.sample() for attempt in attempts]), budget):
+    for piece in split_forest(build_forest([attempt.sample() for attempt in attempts]), budget):
         calls = set(calls_of(piece))
         held = {place for entry in entries if (entry.trace, entry.node) in calls for place in paths.up(entry.path)}
         placeholders = Counter(paths.key[place] for place in held if paths.key[place][1] is not None)
         shown: Counter = Counter()
         for item in piece.media:
-            run = tuple(piece.ids[item.start : item.stop].tolist())
+            run = tuple(piece.token_ids[item.start : item.stop].tolist())
             shown.update((token, (item.media.data, run)) for token in run)
         assert shown == placeholders
 
 
 @given(groups())
 def test_a_forest_that_fits_is_returned_whole(attempts):
-    forest = grow([attempt.sample() for attempt in attempts])
-    assert cut(forest, len(forest)) == ([forest] if len(forest) else [])
+    forest = build_forest([attempt.sample() for attempt in attempts])
+    assert split_forest(forest, len(forest)) == ([forest] if len(forest) else [])
 
 
 @given(groups(), budgets, st.integers(1, 12))
 def test_what_was_dropped_is_told_once_over_all_pieces(attempts, budget, seq_len):
-    forest = grow([attempt.sample() for attempt in attempts], seq_len=seq_len)
-    pieces = cut(forest, budget)
+    forest = build_forest([attempt.sample() for attempt in attempts], seq_len=seq_len)
+    pieces = split_forest(forest, budget)
     if pieces:
-        assert [call for piece in pieces for call in piece.dropped.too_long] == list(forest.dropped.too_long)
-    shortened = grow([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong="cut")
-    if pieces := cut(shortened, budget):
-        assert sum(piece.dropped.cut_tokens for piece in pieces) == shortened.dropped.cut_tokens
+        assert [call for piece in pieces for call in piece.dropped.overlong_calls] == list(
+            forest.dropped.overlong_calls
+        )
+    shortened = build_forest([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong="cut")
+    if pieces := split_forest(shortened, budget):
+        assert sum(piece.dropped.num_truncated_tokens for piece in pieces) == shortened.dropped.num_truncated_tokens
 
 
 def test_repeated_context_carries_no_targets():
@@ -99,10 +101,13 @@ def test_repeated_context_carries_no_targets():
     shared = Planned(0, (4, 4), (0, 2), (-1.0, -1.0))
     replies = [Planned(1, (token,) * 4, (0, 4), (-1.0,) * 4) for token in (5, 6, 7)]
     attempt = Attempt("a", (prompt, shared, *replies), tuple(Annotation("a", node) for node in (1, 2, 3, 4)))
-    forest = grow([attempt.sample()])
+    forest = build_forest([attempt.sample()])
     assert len(forest) == 17
-    pieces = cut(forest, 13)
-    assert [piece.ids.tolist() for piece in pieces] == [[1, 2, 3, 4, 4] + [5] * 4 + [6] * 4, [1, 2, 3, 4, 4] + [7] * 4]
+    pieces = split_forest(forest, 13)
+    assert [piece.token_ids.tolist() for piece in pieces] == [
+        [1, 2, 3, 4, 4] + [5] * 4 + [6] * 4,
+        [1, 2, 3, 4, 4] + [7] * 4,
+    ]
     assert [calls_of(piece) for piece in pieces] == [[("a", 1), ("a", 2), ("a", 3)], [("a", 4)]]
     assert [len(piece.targets) for piece in pieces] == [10, 4]
 
@@ -113,7 +118,7 @@ def test_a_single_path_over_the_budget_is_a_piece_of_its_own():
         Planned(0, (token,) * length, (0, length), (-1.0,) * length) for token, length in ((5, 9), (6, 2), (7, 2))
     ]
     attempt = Attempt("a", (prompt, *replies), tuple(Annotation("a", node) for node in (1, 2, 3)))
-    pieces = cut(grow([attempt.sample()]), 5)
+    pieces = split_forest(build_forest([attempt.sample()]), 5)
     assert sorted(len(piece) for piece in pieces) == [5, 10]
 
 
@@ -122,18 +127,21 @@ def test_a_cousins_own_path_counts_against_the_budget():
     replies = {token: Planned(parent, (token,) * 2, (0, 2), (-1.0,) * 2) for token, parent in ((5, 0), (6, 2), (7, 2))}
     nodes = (Planned(-1, (1,)), replies[5], Planned(0, (2, 2, 2)), replies[6], replies[7])
     attempt = Attempt("a", nodes, tuple(Annotation("a", node) for node in (1, 3, 4)))
-    assert [len(piece) for piece in cut(grow([attempt.sample()]), 7)] == [3, 6, 6]
+    assert [len(piece) for piece in split_forest(build_forest([attempt.sample()]), 7)] == [3, 6, 6]
 
 
 @pytest.mark.parametrize("budget", [0, -1])
 def test_a_budget_of_nothing_gives_every_path_its_own_piece(budget):
     nodes = (Planned(-1, (1,)), *(Planned(0, (token,), (0, 1), (-1.0,)) for token in (5, 6)))
     attempt = Attempt("a", nodes, (Annotation("a", 1), Annotation("a", 2)))
-    assert [piece.ids.tolist() for piece in cut(grow([attempt.sample()]), budget)] == [[1, 5], [1, 6]]
+    assert [piece.token_ids.tolist() for piece in split_forest(build_forest([attempt.sample()]), budget)] == [
+        [1, 5],
+        [1, 6],
+    ]
 
 
 def test_nothing_to_cut():
     attempt = Attempt("a", (Planned(-1, (1, 2)),), ())
-    forest = grow([attempt.sample()])
-    assert cut(forest, 4) == []
-    assert forest.dropped == Dropped()
+    forest = build_forest([attempt.sample()])
+    assert split_forest(forest, 4) == []
+    assert forest.dropped == DroppedTargets()

@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from ramify.errors import DeltaLost, DeltaRepeated, RamifyError, SchemaUnsupported, TraceCorrupt, TraceInvalid
-from ramify.trace import Message, Trace, TraceReader, TraceWriter, TurnBuilder, decode, encode
+from ramify.trace import Message, Trace, TraceBuilder, TraceDeltaDecoder, TraceDeltaEncoder, decode_trace, encode_trace
 from tests.trace import frames, oracle
 from tests.trace.strategies import IMAGES, Script, big_script, decorate, scripts
 
@@ -20,10 +20,10 @@ RANDOM = st.randoms(use_true_random=False)
 
 def growth(script: Script, rng: random.Random, trace: Trace) -> Iterator[None]:
     """Record the script in `trace`, stopping at random points, with header changes, media and silence between."""
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     yield
     for turn in script.turns:
-        builder.attach(turn)
+        builder.add_turn(turn)
         if rng.random() < 0.3:
             decorate(trace, rng)
         if rng.random() < 0.6:
@@ -42,26 +42,26 @@ def growth(script: Script, rng: random.Random, trace: Trace) -> Iterator[None]:
 def sent(script: Script, rng: random.Random, trace: Trace | None = None) -> tuple[Trace, list[bytes]]:
     """The grown trace and the deltas that were sent on the way."""
     trace = Trace(id="t") if trace is None else trace
-    writer = TraceWriter(trace)
-    deltas = [writer.delta() for _ in growth(script, rng, trace)]
+    writer = TraceDeltaEncoder(trace)
+    deltas = [writer.next_delta() for _ in growth(script, rng, trace)]
     return trace, [delta for delta in deltas if delta is not None]
 
 
-def received(deltas: list[bytes]) -> TraceReader:
-    reader = TraceReader()
+def received(deltas: list[bytes]) -> TraceDeltaDecoder:
+    reader = TraceDeltaDecoder()
     for delta in deltas:
         reader.apply(delta)
     return reader
 
 
-def state(reader: TraceReader) -> bytes | None:
+def state(reader: TraceDeltaDecoder) -> bytes | None:
     try:
-        return encode(reader.trace)
+        return encode_trace(reader.trace)
     except TraceInvalid:  # nothing has arrived
         return None
 
 
-def refused(reader: TraceReader, delta: bytes | bytearray, *errors: type[RamifyError]) -> None:
+def refused(reader: TraceDeltaDecoder, delta: bytes | bytearray, *errors: type[RamifyError]) -> None:
     """The delta is refused by name and the reader is as it was."""
     before = state(reader)
     with pytest.raises(errors):
@@ -74,22 +74,22 @@ def test_deltas_in_order_are_the_trace(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     event(f"deltas: {min(len(deltas), 10)}")
     again = received(deltas).trace
-    assert encode(again) == encode(trace)
+    assert encode_trace(again) == encode_trace(trace)
     assert oracle.content(again) == oracle.content(trace)
     oracle.look_at_everything(again)
 
 
 @given(scripts(max_turns=6), RANDOM)
 def test_the_reader_is_in_step_after_every_delta(script: Script, rng: random.Random):
-    trace, reader = Trace(id="t"), TraceReader()
-    writer = TraceWriter(trace)
+    trace, reader = Trace(id="t"), TraceDeltaDecoder()
+    writer = TraceDeltaEncoder(trace)
     for _ in growth(script, rng, trace):
-        before = encode(trace)
-        delta = writer.delta()
+        before = encode_trace(trace)
+        delta = writer.next_delta()
         if delta is not None:
             reader.apply(memoryview(delta))
-        assert encode(reader.trace) == before == encode(trace)
-        assert writer.delta() is None
+        assert encode_trace(reader.trace) == before == encode_trace(trace)
+        assert writer.next_delta() is None
 
 
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
@@ -103,7 +103,7 @@ def test_a_lost_delta_is_noticed(script: Script, rng: random.Random):
         refused(reader, later, DeltaLost)
     for delta in deltas[lost:]:
         reader.apply(delta)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
@@ -115,14 +115,14 @@ def test_a_repeated_delta_is_noticed(script: Script, rng: random.Random):
         refused(reader, delta, DeltaRepeated)
     for delta in deltas[again + 1 :]:
         reader.apply(delta)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 @given(scripts(min_turns=3, max_turns=6), RANDOM)
 def test_any_disorder_is_noticed_and_the_right_order_still_works(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
     arrivals = [rng.randint(0, len(deltas) - 1) for _ in range(len(deltas))]
-    reader, expected = TraceReader(), 0
+    reader, expected = TraceDeltaDecoder(), 0
     for number in arrivals:
         if number == expected:
             reader.apply(deltas[number])
@@ -131,7 +131,7 @@ def test_any_disorder_is_noticed_and_the_right_order_still_works(script: Script,
             refused(reader, deltas[number], DeltaRepeated if number < expected else DeltaLost)
     for delta in deltas[expected:]:
         reader.apply(delta)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 @given(scripts(max_turns=4), scripts(max_turns=4), RANDOM)
@@ -145,7 +145,7 @@ def test_a_later_attempt_replaces_the_earlier_one(one: Script, two: Script, rng:
     for delta in new:
         reader.apply(delta)
         refused(reader, rng.choice(old), DeltaRepeated)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 @given(scripts(max_turns=4), RANDOM)
@@ -155,13 +155,13 @@ def test_deltas_of_another_trace_are_refused(script: Script, rng: random.Random)
     reader = received(deltas)
     for delta in foreign:
         refused(reader, delta, TraceInvalid)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 @given(scripts(max_turns=3), RANDOM)
 def test_damaged_deltas_are_refused(script: Script, rng: random.Random):
     trace, deltas = sent(script, rng)
-    reader = TraceReader()
+    reader = TraceDeltaDecoder()
     for delta in deltas:
         for _ in range(4):
             damaged = bytearray(delta)
@@ -170,14 +170,14 @@ def test_damaged_deltas_are_refused(script: Script, rng: random.Random):
         refused(reader, delta[: rng.randint(0, len(delta) - 1)], TraceCorrupt)
         refused(reader, delta + b"\0", TraceCorrupt)
         reader.apply(delta)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 @given(scripts(max_turns=4), RANDOM)
 def test_deltas_of_nonsense_are_refused_and_harmless(script: Script, rng: random.Random):
     """With a right checksum: refused and without effect, or readable; never anything but a named error."""
     _, deltas = sent(script, rng)
-    reader = TraceReader()
+    reader = TraceDeltaDecoder()
     for delta in deltas:
         nonsense = bytearray(delta)
         for _ in range(rng.randint(1, 3)):
@@ -196,102 +196,102 @@ def test_deltas_of_nonsense_are_refused_and_harmless(script: Script, rng: random
 
 def test_a_delta_with_a_header_of_nonsense_is_refused_when_it_arrives():
     trace = Trace(id="t", rewards={"r": (1.0, 1.0)})
-    delta = TraceWriter(trace).delta()
+    delta = TraceDeltaEncoder(trace).next_delta()
     assert delta is not None
     frame = frames.take_apart(delta)
     frame.head["header"]["rewards"]["r"] = [float("nan"), 1.0]
-    reader = TraceReader()
+    reader = TraceDeltaDecoder()
     refused(reader, frame.sealed(), TraceCorrupt)
     reader.apply(delta)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 def test_a_delta_that_names_what_the_trace_does_not_have_is_refused():
     trace = Trace(id="t")
-    writer = TraceWriter(trace)
-    first = writer.delta()
+    writer = TraceDeltaEncoder(trace)
+    first = writer.next_delta()
     assert first is not None
     trace.add_media(IMAGES[0])
-    trace.add(-1, Message("user"), [1])
-    second = writer.delta()
+    trace.add_node(-1, Message("user"), [1])
+    second = writer.next_delta()
     assert second is not None
     frame = frames.take_apart(second)
     frame.head["media"] = []
     reader = received([first])
     refused(reader, frame.sealed(), TraceCorrupt)
     reader.apply(second)
-    assert encode(reader.trace) == encode(trace)
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 def test_a_delta_with_the_right_number_but_another_beginning_is_refused():
     """Two writers of one trace count alike and cut elsewhere: their deltas do not mix."""
     trace = Trace(id="t")
-    early, late = TraceWriter(trace), TraceWriter(trace)
-    first = early.delta() or b""
-    trace.add(-1, Message("user"), [1])
-    other_first = late.delta() or b""
-    trace.add(0, Message("user"), [2])
-    second, other_second = early.delta() or b"", late.delta() or b""
+    early, late = TraceDeltaEncoder(trace), TraceDeltaEncoder(trace)
+    first = early.next_delta() or b""
+    trace.add_node(-1, Message("user"), [1])
+    other_first = late.next_delta() or b""
+    trace.add_node(0, Message("user"), [2])
+    second, other_second = early.next_delta() or b"", late.next_delta() or b""
     for mine, foreign in (((first, second), other_second), ((other_first, other_second), second)):
         reader = received([mine[0]])
         refused(reader, foreign, DeltaLost)
         reader.apply(mine[1])
-        assert encode(reader.trace) == encode(trace)
+        assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 def test_no_news_is_no_delta():
     trace = Trace(id="t")
-    writer = TraceWriter(trace)
-    assert writer.delta() is not None
-    assert writer.delta() is None
+    writer = TraceDeltaEncoder(trace)
+    assert writer.next_delta() is not None
+    assert writer.next_delta() is None
     trace.info["a"] = 1
-    assert writer.delta() is not None
+    assert writer.next_delta() is not None
     trace.info["a"] = 1
-    assert writer.delta() is None
+    assert writer.next_delta() is None
     trace.timing.model = 2.0
-    assert writer.delta() is not None
+    assert writer.next_delta() is not None
 
 
 def test_a_delta_carries_only_what_is_new():
     trace = Trace(id="t")
-    writer = TraceWriter(trace)
-    trace.add(-1, Message("user", "x" * 1000), list(range(1000)))
+    writer = TraceDeltaEncoder(trace)
+    trace.add_node(-1, Message("user", "x" * 1000), list(range(1000)))
     trace.add_media(IMAGES[0])
-    assert len(writer.delta() or b"") > 5000
-    trace.add(0, Message("user", "y"), [5])
-    assert len(writer.delta() or b"") < 250
+    assert len(writer.next_delta() or b"") > 5000
+    trace.add_node(0, Message("user", "y"), [5])
+    assert len(writer.next_delta() or b"") < 250
 
 
 def test_a_reader_that_has_nothing_says_so():
     with pytest.raises(TraceInvalid):
-        _ = TraceReader().trace
+        _ = TraceDeltaDecoder().trace
 
 
 def test_a_delta_is_not_a_whole_trace_but_a_whole_trace_is_a_first_delta():
     trace = Trace(id="t")
-    writer = TraceWriter(trace)
-    writer.delta()
-    trace.add(-1, Message("user"), [1])
-    delta = writer.delta()
+    writer = TraceDeltaEncoder(trace)
+    writer.next_delta()
+    trace.add_node(-1, Message("user"), [1])
+    delta = writer.next_delta()
     assert delta is not None
     with pytest.raises(TraceCorrupt):
-        decode(delta)
-    assert encode(received([encode(trace)]).trace) == encode(trace)
+        decode_trace(delta)
+    assert encode_trace(received([encode_trace(trace)]).trace) == encode_trace(trace)
 
 
 def test_a_value_that_slipped_in_is_refused_by_name_and_the_writer_goes_on():
     """A list inside `info` is an ordinary list; what was put into it afterwards is found when it is sent."""
     trace = Trace(id="t", info={"log": [1]})
-    writer = TraceWriter(trace)
-    reader = received([writer.delta() or b""])
+    writer = TraceDeltaEncoder(trace)
+    reader = received([writer.next_delta() or b""])
     trace.info["log"].append(object())
-    for send in (writer.delta, lambda: encode(trace)):
+    for send in (writer.next_delta, lambda: encode_trace(trace)):
         with pytest.raises(RamifyError):
             send()
     trace.info["log"].pop()
     trace.info["log"].append(2)
-    reader.apply(writer.delta() or b"")
-    assert encode(reader.trace) == encode(trace)
+    reader.apply(writer.next_delta() or b"")
+    assert encode_trace(reader.trace) == encode_trace(trace)
 
 
 def test_thousands_of_nodes_survive_growing_encoding_and_reassembly():
@@ -300,8 +300,8 @@ def test_thousands_of_nodes_survive_growing_encoding_and_reassembly():
     assert len(trace.nodes) >= 3000 and len(list(trace.graph.runs())) > 1000 and len(deltas) > 1000
     nodes = {node.call.id: node.index for node in trace.nodes if node.call is not None}
     oracle.assert_records_script(trace, [nodes[turn.call.id] for turn in script.turns], script)
-    data = encode(trace)
-    again = decode(data)
-    assert encode(again) == data == encode(received(deltas).trace)
+    data = encode_trace(trace)
+    again = decode_trace(data)
+    assert encode_trace(again) == data == encode_trace(received(deltas).trace)
     assert list(again.graph.runs()) == list(trace.graph.runs())
     assert oracle.content(again) == oracle.content(trace)

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.errors import TraceInvalid
-from ramify.trace import Annotation, Media, MediaRef, Message, Sample, Trace, VersionRun, concat, filler, grow
+from ramify.trace import (
+    AnnotatedTrace,
+    Annotation,
+    Media,
+    MediaRef,
+    Message,
+    Trace,
+    VersionRun,
+    build_forest,
+    concat_forests,
+    make_padding_forest,
+)
 from tests.trace.forests import (
     COMPONENTS,
     Attempt,
@@ -37,29 +48,29 @@ def rl(name: str, node: int, advantage: float = 1.0) -> Annotation:
 
 @given(groups())
 def test_mask_is_ancestor_or_self_and_position_is_depth(attempts):
-    forest = grow([attempt.sample() for attempt in attempts])
+    forest = build_forest([attempt.sample() for attempt in attempts])
     check_layout(forest)
     depth: list[int] = []
     for parent in parents(forest):
         depth.append(depth[parent] + 1 if parent >= 0 else 0)
-    assert forest.position.tolist() == depth
+    assert forest.position_ids.tolist() == depth
 
 
 @given(groups())
 def test_layout_holds_each_needed_token_once_and_nothing_else(attempts):
     paths = Paths()
-    forest = grow([attempt.sample() for attempt in attempts])
+    forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
     needed = {place for entry in entries for place in paths.up(entry.path)}
     laid_out = paths_of(forest, paths)
-    assert len(laid_out) == len(set(laid_out)) == forest.tokens
+    assert len(laid_out) == len(set(laid_out)) == forest.num_tokens
     assert set(laid_out) == needed
 
 
 @given(groups())
 def test_media_are_exactly_those_whose_placeholders_are_laid_out(attempts):
     paths = Paths()
-    forest = grow([attempt.sample() for attempt in attempts])
+    forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
     needed = {place for entry in entries for place in paths.up(entry.path)}
     placeholders = sum(paths.key[place][1] is not None for place in needed)
@@ -80,7 +91,7 @@ def test_annotations_never_decide_a_merge(attempts, seed):
         )
         for attempt in attempts
     ]
-    one, two = (grow([attempt.sample() for attempt in either]) for either in (attempts, reweighted))
+    one, two = (build_forest([attempt.sample() for attempt in either]) for either in (attempts, reweighted))
     for name in ("ids", "position", "end", "segments"):
         assert np.array_equal(getattr(one, name), getattr(two, name))
     assert one.media == two.media
@@ -91,9 +102,9 @@ def test_annotations_never_decide_a_merge(attempts, seed):
 @given(groups(), st.randoms(use_true_random=False))
 def test_the_order_of_the_traces_changes_no_target(attempts, rng):
     paths = Paths()
-    one = entries_of(grow([attempt.sample() for attempt in attempts]), paths)
+    one = entries_of(build_forest([attempt.sample() for attempt in attempts]), paths)
     shuffled = rng.sample(attempts, len(attempts))
-    assert entries_of(grow([attempt.sample() for attempt in shuffled]), paths) == one
+    assert entries_of(build_forest([attempt.sample() for attempt in shuffled]), paths) == one
 
 
 def test_different_images_part_at_equal_placeholders():
@@ -101,11 +112,11 @@ def test_different_images_part_at_equal_placeholders():
         stop = 1 + len(run)
         return Attempt(name, (Planned(-1, (1, *run, 2), images=((1, stop, data),)), LEAF), (rl(name, 1),))
 
-    same = grow([attempt("a", b"cat", (9, 9)).sample(), attempt("b", b"cat", (9, 9)).sample()])
+    same = build_forest([attempt("a", b"cat", (9, 9)).sample(), attempt("b", b"cat", (9, 9)).sample()])
     assert len(same) == 6
     assert [(item.start, item.stop, item.media.data) for item in same.media] == [(1, 3, b"cat")]
     for other in (attempt("b", b"dog", (9, 9)), attempt("b", b"cat", (9, 9, 9)), attempt("b", b"cat", (9, 8))):
-        forest = grow([attempt("a", b"cat", (9, 9)).sample(), other.sample()])
+        forest = build_forest([attempt("a", b"cat", (9, 9)).sample(), other.sample()])
         check_layout(forest)
         assert len(forest.media) == 2
         assert len(forest) == 6 + len(other.nodes[0].tokens) + 1  # only the token before the image is shared
@@ -117,7 +128,7 @@ def test_different_images_part_at_equal_placeholders():
 @given(groups())
 def test_one_target_per_trained_token_with_all_its_numbers(attempts):
     paths = Paths()
-    forest = grow([attempt.sample() for attempt in attempts])
+    forest = build_forest([attempt.sample() for attempt in attempts])
     entries, _, _ = expected(attempts, paths)
     assert entries_of(forest, paths) == entries
     assert sorted(calls_of(forest)) == sorted({(entry.trace, entry.node) for entry in entries})
@@ -125,12 +136,12 @@ def test_one_target_per_trained_token_with_all_its_numbers(attempts):
 
 @given(groups())
 def test_counts_count_entries_and_heads_score_each_pair_once(attempts):
-    forest = grow([attempt.sample() for attempt in attempts])
+    forest = build_forest([attempt.sample() for attempt in attempts])
     rows = [row for attempt in attempts for note in attempt.notes for _, row in attempt.values(note)]
-    assert forest.counts() == {name: sum(row[name] != 0 for row in rows) for name in COMPONENTS}
-    sources, tokens, own = forest.heads()
+    assert forest.count_by_component() == {name: sum(row[name] != 0 for row in rows) for name in COMPONENTS}
+    sources, tokens, own = forest.unique_head_inputs()
     pairs = list(zip(sources.tolist(), tokens.tolist(), strict=True))
-    wanted = list(zip(forest.targets.source.tolist(), forest.targets.token.tolist(), strict=True))
+    wanted = list(zip(forest.targets.logits_index.tolist(), forest.targets.token.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs)
     assert [pairs[which] for which in own.tolist()] == wanted
 
@@ -139,39 +150,42 @@ def test_identical_attempts_are_two_targets_at_one_place():
     nodes = (Planned(-1, (1, 2)), LEAF)
     one = Attempt("a", nodes, (rl("a", 1, 1.0),))
     two = Attempt("b", nodes, (rl("b", 1, -1.0),))
-    forest = grow([one.sample(), two.sample()])
-    assert forest.ids.tolist() == [1, 2, 5, 6]
-    assert Counter(forest.targets.index.tolist()) == {2: 2, 3: 2}
-    assert sorted(zip(forest.targets.index.tolist(), forest.targets.advantage.tolist(), strict=True)) == [
+    forest = build_forest([one.sample(), two.sample()])
+    assert forest.token_ids.tolist() == [1, 2, 5, 6]
+    assert Counter(forest.targets.token_index.tolist()) == {2: 2, 3: 2}
+    assert sorted(zip(forest.targets.token_index.tolist(), forest.targets.advantage.tolist(), strict=True)) == [
         (2, -1.0),
         (2, 1.0),
         (3, -1.0),
         (3, 1.0),
     ]
     assert len(forest.sequences) == 2
-    assert forest.counts() == {"rl": 4, "ce": 0, "ref_kl": 0}
+    assert forest.count_by_component() == {"rl": 4, "ce": 0, "ref_kl": 0}
 
 
 def test_equal_sampled_prefixes_share_places_whatever_their_advantages():
     prompt = Planned(-1, (1,))
     short, long = Planned(0, (5, 6), (0, 2), (-1.0, -1.0)), Planned(0, (5, 7), (0, 2), (-2.0, -2.0))
-    forest = grow(
+    forest = build_forest(
         [
             Attempt("a", (prompt, short), (rl("a", 1, 1.0),)).sample(),
             Attempt("b", (prompt, long), (rl("b", 1, -1.0),)).sample(),
         ]
     )
-    assert forest.ids.tolist() == [1, 5, 6, 7]
-    assert forest.end.tolist() == [4, 4, 3, 4]
+    assert forest.token_ids.tolist() == [1, 5, 6, 7]
+    assert forest.subtree_end.tolist() == [4, 4, 3, 4]
     targets = zip(
-        forest.targets.index.tolist(), forest.targets.source.tolist(), forest.targets.logprob.tolist(), strict=True
+        forest.targets.token_index.tolist(),
+        forest.targets.logits_index.tolist(),
+        forest.targets.logprob.tolist(),
+        strict=True,
     )
     assert sorted(targets) == [(1, 0, -2.0), (1, 0, -1.0), (2, 1, -1.0), (3, 1, -2.0)]
 
 
 def test_a_node_counts_once_however_many_branches_pass_through():
     nodes = (Planned(-1, (1,)), LEAF, *(Planned(1, (7, i), (1, 2), (-1.0,)) for i in range(3)))
-    forest = grow([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 3, 4))).sample()])
+    forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 3, 4))).sample()])
     assert Counter(calls_of(forest)[call] for call in forest.targets.sequence) == {
         ("a", 1): 2,
         ("a", 2): 1,
@@ -179,19 +193,19 @@ def test_a_node_counts_once_however_many_branches_pass_through():
         ("a", 4): 1,
     }
     assert forest.flat_tokens == 3 * 5
-    assert forest.tokens == 4 + 3
+    assert forest.num_tokens == 4 + 3
 
 
 def test_source_skips_messages_without_tokens():
     nodes = (Planned(-1, (3,)), Planned(0, ()), Planned(1, ()), Planned(0, (4,)), replace(LEAF, parent=2))
-    forest = grow([Attempt("a", nodes, (rl("a", 4),)).sample()])
-    assert forest.ids.tolist() == [3, 5, 6]
-    assert forest.targets.source.tolist() == [0, 1]
+    forest = build_forest([Attempt("a", nodes, (rl("a", 4),)).sample()])
+    assert forest.token_ids.tolist() == [3, 5, 6]
+    assert forest.targets.logits_index.tolist() == [0, 1]
 
 
 def test_a_call_may_span_versions():
     reply = Planned(0, (8, 5, 6), (1, 3), (-1.0, -1.0), (VersionRun("p", 0, 3, 1), VersionRun("p", 1, 0, 1)))
-    forest = grow([Attempt("a", (Planned(-1, (1,)), reply), (rl("a", 1),)).sample()])
+    forest = build_forest([Attempt("a", (Planned(-1, (1,)), reply), (rl("a", 1),)).sample()])
     assert [forest.versions[i] for i in forest.targets.version] == [("p", 0, 3), ("p", 1, 0)]
 
 
@@ -199,24 +213,32 @@ def test_nothing_trained_is_an_empty_forest():
     untrained = Attempt("a", (Planned(-1, (1, 2)), LEAF), ())
     weightless = replace(untrained, notes=(Annotation("a", 1, rl=0.0),))
     for samples in ([], [untrained.sample()], [weightless.sample()]):
-        forest = grow(samples)
-        assert (len(forest), forest.tokens, forest.flat_tokens, forest.pairs, len(forest.targets)) == (0, 0, 0, 0, 0)
-        assert forest.counts() == {"rl": 0, "ce": 0, "ref_kl": 0}
-        assert forest.visible().shape == (0, 0)
+        forest = build_forest(samples)
+        assert (
+            len(forest),
+            forest.num_tokens,
+            forest.flat_tokens,
+            forest.num_attention_pairs,
+            len(forest.targets),
+        ) == (0, 0, 0, 0, 0)
+        assert forest.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0}
+        assert forest.build_attention_mask().shape == (0, 0)
 
 
 def test_positions_of_several_axes_come_from_the_node_and_text_counts_alike_on_all():
     trace = Trace(id="a")
-    image = trace.add_media(Media.of(b"cat", "image/png"))
+    image = trace.add_media(Media.from_bytes(b"cat", "image/png"))
     axes = np.array([[1, 1, 1], [1, 1, 2], [3, 3, 3]], np.int32)
-    trace.add(-1, Message("system"), [1])
-    trace.add(0, Message("user"), [9, 9, 2], media=[MediaRef(0, image, 0, 2)], arrays={"position": axes})
-    trace.add(1, Message("assistant"), [5], sampled=(0, 1), logprobs=[-1.0], arrays={"position": np.full((1, 3), 4)})
-    forest = grow([Sample(trace, (rl("a", 2),))])
-    assert forest.position.tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
-    plain = grow([Attempt("b", (Planned(-1, (1,)), LEAF), (rl("b", 1),)).sample()])
-    row = concat([plain, forest, filler(2)])
-    assert row.position.tolist() == [[0, 1, 2, *axis, 0, 0] for axis in forest.position.tolist()]
+    trace.add_node(-1, Message("system"), [1])
+    trace.add_node(0, Message("user"), [9, 9, 2], media=[MediaRef(0, image, 0, 2)], arrays={"position": axes})
+    trace.add_node(
+        1, Message("assistant"), [5], sampled_span=(0, 1), logprobs=[-1.0], arrays={"position": np.full((1, 3), 4)}
+    )
+    forest = build_forest([AnnotatedTrace(trace, (rl("a", 2),))])
+    assert forest.position_ids.tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
+    plain = build_forest([Attempt("b", (Planned(-1, (1,)), LEAF), (rl("b", 1),)).sample()])
+    row = concat_forests([plain, forest, make_padding_forest(2)])
+    assert row.position_ids.tolist() == [[0, 1, 2, *axis, 0, 0] for axis in forest.position_ids.tolist()]
 
 
 # -- paths over the limit ------------------------------------------------------------------------------------------
@@ -225,40 +247,40 @@ def test_positions_of_several_axes_come_from_the_node_and_text_counts_alike_on_a
 @given(groups(), st.integers(1, 20), st.sampled_from(["drop", "cut"]))
 def test_paths_over_seq_len_are_dropped_or_cut_and_counted(attempts, seq_len, overlong):
     paths = Paths()
-    forest = grow([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong=overlong)
+    forest = build_forest([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong=overlong)
     entries, too_long, cut = expected(attempts, paths, seq_len, overlong)
     check_layout(forest)
     assert entries_of(forest, paths) == entries
-    assert Counter(forest.dropped.too_long) == too_long
-    assert forest.dropped.cut_tokens == cut
+    assert Counter(forest.dropped.overlong_calls) == too_long
+    assert forest.dropped.num_truncated_tokens == cut
     assert set(paths_of(forest, paths)) == {place for entry in entries for place in paths.up(entry.path)}
 
 
 def test_a_call_shared_with_a_path_that_fits_is_kept():
     long = Planned(1, (7, 7, 7), (0, 3), (-1.0,) * 3)
     nodes = (Planned(-1, (1,)), LEAF, long, Planned(1, (2,)), Planned(3, (5,), (0, 1), (-1.0,)))
-    forest = grow([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 4))).sample()], seq_len=5)
+    forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2, 4))).sample()], seq_len=5)
     assert calls_of(forest) == [("a", 1), ("a", 4)]
-    assert forest.dropped.too_long == (("a", 2),)
+    assert forest.dropped.overlong_calls == (("a", 2),)
 
 
 def test_a_call_on_a_fitting_path_that_ends_in_context_is_kept():
     long = Planned(1, (7, 7, 7), (0, 3), (-1.0,) * 3)
     nodes = (Planned(-1, (1,)), LEAF, long, Planned(1, (2,)))  # the tool's answer (node 3) was never replied to
-    forest = grow([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2))).sample()], seq_len=5)
+    forest = build_forest([Attempt("a", nodes, tuple(rl("a", i) for i in (1, 2))).sample()], seq_len=5)
     assert calls_of(forest) == [("a", 1)]
-    assert forest.dropped.too_long == (("a", 2),)
+    assert forest.dropped.overlong_calls == (("a", 2),)
 
 
 def test_a_path_over_seq_len_takes_its_earlier_calls_with_it():
     nodes = (Planned(-1, (1,)), LEAF, Planned(1, (2,)), Planned(2, (7, 7), (0, 2), (-1.0,) * 2))
     samples = [Attempt("a", nodes, (rl("a", 1), rl("a", 3))).sample()]
-    forest = grow(samples, seq_len=5)
+    forest = build_forest(samples, seq_len=5)
     assert len(forest) == 0
-    assert sorted(forest.dropped.too_long) == [("a", 1), ("a", 3)]
-    assert grow(samples, seq_len=6).dropped.too_long == ()
-    end_cut = grow(samples, seq_len=5, overlong="cut")
-    assert (end_cut.dropped.too_long, end_cut.dropped.cut_tokens, len(end_cut)) == ((), 1, 5)
+    assert sorted(forest.dropped.overlong_calls) == [("a", 1), ("a", 3)]
+    assert build_forest(samples, seq_len=6).dropped.overlong_calls == ()
+    end_cut = build_forest(samples, seq_len=5, overlong="cut")
+    assert (end_cut.dropped.overlong_calls, end_cut.dropped.num_truncated_tokens, len(end_cut)) == ((), 1, 5)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -288,11 +310,11 @@ IMAGE = (Planned(-1, (1, 9, 9), images=((1, 3, b"cat"),)), LEAF)
         ),
         (PLAIN, [Annotation("trace-a", 1, rl=np.nan)], ["trace-a", "node 1", "token 1", "finite"]),
         (PLAIN, [Annotation("trace-a", 1, ce=np.inf)], ["trace-a", "node 1", "token 1", "finite"]),
-        (PLAIN, [Annotation("trace-a", 1, ref_kl=1.0, reference=-np.inf)], ["trace-a", "node 1", "token 1"]),
+        (PLAIN, [Annotation("trace-a", 1, ref_kl=1.0, ref_logprobs=-np.inf)], ["trace-a", "node 1", "token 1"]),
         (PLAIN, [Annotation("trace-a", 1, advantage=np.ones(3, np.float32))], ["trace-a", "node 1", "advantage"]),
         (PLAIN, [Annotation("trace-a", 1, ce=np.ones(1, np.float32))], ["trace-a", "node 1", "ce"]),
         (PLAIN, [Annotation("trace-a", 1, rl=np.ones((1, 2), np.float32))], ["trace-a", "node 1", "rl"]),
-        (PLAIN, [Annotation("trace-a", 1, ref_kl=1.0, reference=[-1.0])], ["trace-a", "node 1", "reference"]),
+        (PLAIN, [Annotation("trace-a", 1, ref_kl=1.0, ref_logprobs=[-1.0])], ["trace-a", "node 1", "reference"]),
         (IMAGE, [Annotation("trace-a", 0, (1, 3), rl=0.0, ce=1.0)], ["trace-a", "node 0", "token 1", "placeholder"]),
         ((PLAIN[0], replace(PLAIN[1], trainable=False)), [rl("trace-a", 1)], ["trace-a", "node 1", "trainable"]),
         ((PLAIN[0], replace(PLAIN[1], logprobs=(-np.inf, -1.0))), [rl("trace-a", 1)], ["trace-a", "node 1", "token 1"]),
@@ -304,41 +326,41 @@ def test_what_cannot_be_trained_is_refused_by_name(nodes, notes, named):
     sample = Attempt("trace-a", nodes, tuple(notes)).sample()
     for samples in ([sample], [other, sample]):
         with pytest.raises(TraceInvalid) as refusal:
-            grow(samples)
+            build_forest(samples)
         assert all(word in str(refusal.value) for word in named), refusal.value
 
 
 @given(groups())
 def test_flat_tokens_count_every_trained_path_whole(attempts):
-    assert grow([attempt.sample() for attempt in attempts]).flat_tokens == flat_tokens(attempts)
+    assert build_forest([attempt.sample() for attempt in attempts]).flat_tokens == flat_tokens(attempts)
 
 
 def test_sixteen_equal_attempts_are_sixteen_flat_paths():
     attempts = [Attempt(f"t{i}", PLAIN, (rl(f"t{i}", 1),)) for i in range(16)]
-    forest = grow([attempt.sample() for attempt in attempts])
-    assert forest.flat_tokens == 16 * forest.tokens
+    forest = build_forest([attempt.sample() for attempt in attempts])
+    assert forest.flat_tokens == 16 * forest.num_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, np.inf])
 def test_a_temperature_must_be_above_zero(temperature):
     with pytest.raises(TraceInvalid, match="temperature"):
-        grow([Attempt("t", PLAIN, (rl("t", 1),), temperature).sample()])
+        build_forest([Attempt("t", PLAIN, (rl("t", 1),), temperature).sample()])
 
 
 def test_ref_kl_is_refused_at_another_temperature_than_one():
-    note = Annotation("t", 1, ref_kl=1.0, reference=np.array([-1.0, -1.0], np.float32))
-    grow([Attempt("t", PLAIN, (note,)).sample()])
+    note = Annotation("t", 1, ref_kl=1.0, ref_logprobs=np.array([-1.0, -1.0], np.float32))
+    build_forest([Attempt("t", PLAIN, (note,)).sample()])
     with pytest.raises(TraceInvalid, match=r"node 1.*'t'.*ref_kl.*temperature"):
-        grow([Attempt("t", PLAIN, (note,), 0.7).sample()])
+        build_forest([Attempt("t", PLAIN, (note,), 0.7).sample()])
 
 
 def test_one_trace_given_twice_is_refused():
     sample = Attempt("trace-a", PLAIN, (rl("trace-a", 1),)).sample()
     with pytest.raises(TraceInvalid, match="trace-a"):
-        grow([sample, sample])
+        build_forest([sample, sample])
 
 
 def test_another_models_call_may_be_learned_from_by_ce_alone():
     nodes = (PLAIN[0], replace(PLAIN[1], trainable=False))
-    forest = grow([Attempt("a", nodes, (Annotation("a", 1, rl=0.0, ce=1.0),)).sample()])
-    assert forest.counts() == {"rl": 0, "ce": 2, "ref_kl": 0}
+    forest = build_forest([Attempt("a", nodes, (Annotation("a", 1, rl=0.0, ce=1.0),)).sample()])
+    assert forest.count_by_component() == {"rl": 0, "ce": 2, "ref_kl": 0}

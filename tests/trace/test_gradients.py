@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from ramify.trace import Annotation, Forest, cut, grow, pack
+from ramify.trace import Annotation, Forest, build_forest, pack_trees, split_forest
 from tests.trace.forests import COMPONENTS, Attempt, Planned, Size, group
 
 SEEDS = range(20 if os.environ.get("RAMIFY_FULL") else 2)
@@ -133,10 +133,10 @@ def train_forest(model: Transformer, rows: Iterable[Forest], counts: dict[str, i
     def steps():
         for row in rows:
             images = [(item.start, item.stop, item.media.data) for item in row.media]
-            hidden = model(row.ids, row.position, row.visible(), images)
-            sources, tokens, own = row.heads()
+            hidden = model(row.token_ids, row.position_ids, row.build_attention_mask(), images)
+            sources, tokens, own = row.unique_head_inputs()
             logits = model.head(hidden[torch.as_tensor(sources)])
-            temperature = torch.as_tensor(row.of_sequence("temperature"))
+            temperature = torch.as_tensor(row.expand_sequence_column("temperature"))
             logp = (logits[own] / temperature[:, None]).log_softmax(-1)
             logp = logp.gather(1, torch.as_tensor(tokens).long()[own][:, None])[:, 0]
             columns = {name: torch.as_tensor(getattr(row.targets, name)) for name in Batch.__dataclass_fields__}
@@ -192,7 +192,7 @@ def assert_equal(forest: Result, flat: Result) -> None:
 
 
 def total(forests: Iterable[Forest]) -> dict[str, int]:
-    found = [forest.counts() for forest in forests]
+    found = [forest.count_by_component() for forest in forests]
     return {name: sum(count[name] for count in found) for name in COMPONENTS}
 
 
@@ -234,7 +234,7 @@ def _attempt(rng: Random, name: str, parents: list[int]) -> Attempt:
             nodes.append(Planned(parent, tokens, (2, 10), tuple(rng.uniform(-5.0, -0.1) for _ in range(8))))
     notes = tuple(
         Annotation(
-            name, i, advantage=rng.choice([-1.0, 0.5, 2.0]), ce=rng.choice([0.0, 0.1]), ref_kl=0.2, reference=-3.0
+            name, i, advantage=rng.choice([-1.0, 0.5, 2.0]), ce=rng.choice([0.0, 0.1]), ref_kl=0.2, ref_logprobs=-3.0
         )
         for i, parent in enumerate(parents)
         if parent >= 0
@@ -246,8 +246,8 @@ def _attempt(rng: Random, name: str, parents: list[int]) -> Attempt:
 @pytest.mark.parametrize("case", [one_branching_trace, several_roots, merged_group])
 def test_a_whole_forest_gives_the_flat_gradients(case, seed):
     model, (attempts,) = Transformer(seed), case(Random(seed))
-    forest = grow(samples(attempts))
-    counts = forest.counts()
+    forest = build_forest(samples(attempts))
+    counts = forest.count_by_component()
     assert min(counts.values()) > 0
     ours, flat = train_forest(model, [forest], counts), train_flat(model, attempts, counts)
     assert_equal(ours, flat)
@@ -258,23 +258,26 @@ def test_a_whole_forest_gives_the_flat_gradients(case, seed):
 @pytest.mark.parametrize("case", [one_branching_trace, several_roots, merged_group])
 def test_cut_trees_give_the_flat_gradients(case, seed):
     model, (attempts,) = Transformer(seed), case(Random(seed))
-    forest = grow(samples(attempts))
-    pieces = cut(forest, 45)
+    forest = build_forest(samples(attempts))
+    pieces = split_forest(forest, 45)
     assert len(pieces) > 1
-    assert total(pieces) == forest.counts()
-    ours, flat = train_forest(model, pieces, forest.counts()), train_flat(model, attempts, forest.counts())
+    assert total(pieces) == forest.count_by_component()
+    ours, flat = (
+        train_forest(model, pieces, forest.count_by_component()),
+        train_flat(model, attempts, forest.count_by_component()),
+    )
     assert_equal(ours, flat)
-    assert forest.tokens <= ours.tokens < flat.tokens
+    assert forest.num_tokens <= ours.tokens < flat.tokens
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_packs_with_padding_give_the_flat_gradients(seed):
     rng, model = Random(seed), Transformer(seed)
     attempts = [_attempt(rng, f"a{i}", [-1, 0, 0]) for i in range(6)]
-    trees = [grow(samples([attempt])) for attempt in attempts]
-    rows = pack(trees, 80, bucket=32)
+    trees = [build_forest(samples([attempt])) for attempt in attempts]
+    rows = pack_trees(trees, 80, pad_to_multiple=32)
     assert max(len(row.traces) for row in rows) > 1
-    assert any(len(row) > row.tokens for row in rows)
+    assert any(len(row) > row.num_tokens for row in rows)
     counts = total(rows)
     assert counts == total(trees)
     assert_equal(train_forest(model, rows, counts), train_flat(model, attempts, counts))
@@ -285,19 +288,19 @@ def test_all_at_once_gives_the_flat_gradients(seed):
     """Random groups with images, retries, several roots, context CE and masks: merged, cut, packed, padded."""
     rng, model = Random(seed), Transformer(seed)
     groups = [group(rng, SIZE, f"g{number}-") for number in range(8)]
-    forests = [grow(samples(attempts)) for attempts in groups]
-    pieces = [piece for forest in forests for piece in cut(forest, 60)]
-    rows = pack(pieces, 100, bucket=16)
+    forests = [build_forest(samples(attempts)) for attempts in groups]
+    pieces = [piece for forest in forests for piece in split_forest(forest, 60)]
+    rows = pack_trees(pieces, 100, pad_to_multiple=16)
     assert len(pieces) > len(forests)
     assert len(rows) < len(pieces)
-    assert any(len(row) > row.tokens for row in rows)
+    assert any(len(row) > row.num_tokens for row in rows)
     assert any(row.media for row in rows)
     counts = total(rows)
     assert min(counts.values()) > 0
     flat = train_flat(model, [attempt for each in groups for attempt in each], counts)
     ours = train_forest(model, rows, counts)
     assert_equal(ours, flat)
-    assert sum(forest.tokens for forest in forests) < sum(forest.flat_tokens for forest in forests) <= flat.tokens
+    assert sum(forest.num_tokens for forest in forests) < sum(forest.flat_tokens for forest in forests) <= flat.tokens
     assert ours.tokens < flat.tokens
 
 
@@ -306,10 +309,10 @@ def test_identical_attempts_give_exactly_twice_the_gradient_of_one(seed):
     """Bit for bit: both entries of a place add up to twice one before anything is rounded."""
     model, attempt = Transformer(seed), _attempt(Random(seed), "a", [-1, 0, 0, 1])
     twin = replace(attempt, name="b", notes=tuple(replace(note, trace="b") for note in attempt.notes))
-    alone, both = grow(samples([attempt])), grow(samples([attempt, twin]))
+    alone, both = build_forest(samples([attempt])), build_forest(samples([attempt, twin]))
     assert len(both) == len(alone)
-    assert both.counts() == {name: 2 * count for name, count in alone.counts().items()}
-    one, two = (train_forest(model, [forest], alone.counts()) for forest in (alone, both))
+    assert both.count_by_component() == {name: 2 * count for name, count in alone.count_by_component().items()}
+    one, two = (train_forest(model, [forest], alone.count_by_component()) for forest in (alone, both))
     for name, gradient in one.gradients.items():
         assert torch.equal(two.gradients[name], 2 * gradient), name
     assert two.loss == pytest.approx(2 * one.loss, rel=0, abs=1e-12 * one.size)
@@ -318,10 +321,10 @@ def test_identical_attempts_give_exactly_twice_the_gradient_of_one(seed):
 def test_dppo_drops_some_entries():
     """The cases above would not notice a mask that differs if none ever did anything."""
     model, (attempts,) = Transformer(0), merged_group(Random(0))
-    forest = grow(samples(attempts))
+    forest = build_forest(samples(attempts))
     with torch.no_grad():
-        hidden = model(forest.ids, forest.position, forest.visible())
-        logits = model.head(hidden[torch.as_tensor(forest.targets.source)])
+        hidden = model(forest.token_ids, forest.position_ids, forest.build_attention_mask())
+        logits = model.head(hidden[torch.as_tensor(forest.targets.logits_index)])
     p = logits.softmax(-1).gather(1, torch.as_tensor(forest.targets.token).long()[:, None])[:, 0].numpy()
     far = p - np.exp(forest.targets.logprob) < -0.2
     assert 0 < np.count_nonzero(far & (forest.targets.advantage < 0)) < len(far)

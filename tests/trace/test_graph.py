@@ -12,7 +12,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from ramify.errors import RamifyError, TraceInvalid, ValueRefused
-from ramify.trace import Call, Media, MediaRef, Message, TextPart, Trace, TurnBuilder, VersionRun, encode
+from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, Trace, TraceBuilder, VersionRun, encode_trace
 from tests.trace import oracle
 from tests.trace.strategies import IMAGES, KINDS, PLACEHOLDER, Script, big_script, replay, scripts, write_script
 
@@ -37,7 +37,7 @@ def found(trace: Trace, prompt: list[int], images: oracle.Images, after: int = -
     """What the graph's own search answers, as (node, length of its path)."""
     skip = len(oracle.tokens_to(trace, after))
     placed = [(a - skip, b - skip, digest) for a, b, digest in images if a >= skip]
-    node, length = trace.graph.match(np.array(prompt[skip:], np.int32), placed, after)
+    node, length = trace.graph.match_prefix(np.array(prompt[skip:], np.int32), placed, after)
     return node, skip + length
 
 
@@ -84,9 +84,16 @@ def test_parents_precede_children_and_lengths_add_up(script: Script):
         assert -1 <= node.parent < node.index
         assert node.children == oracle.children(trace, node.index)
         before = oracle.tokens_to(trace, node.parent)
-        assert (graph.depth(node.index), graph.end(node.index)) == (len(before), len(before) + len(node.tokens))
-        assert [step.index for step in oracle.path(trace, node.index)] == graph.path(node.index)
-        assert (graph.tokens.view[graph.before(node.index)] == before[-1]) if before else graph.before(node.index) == -1
+        assert (graph.depth(node.index), graph.path_length(node.index)) == (
+            len(before),
+            len(before) + len(node.token_ids),
+        )
+        assert [step.index for step in oracle.path(trace, node.index)] == graph.path_nodes(node.index)
+        assert (
+            (graph.tokens.view[graph.previous_token_index(node.index)] == before[-1])
+            if before
+            else graph.previous_token_index(node.index) == -1
+        )
     assert graph.children(-1) == oracle.children(trace, -1)
     assert trace.leaves == [node.index for node in trace.nodes if not oracle.children(trace, node.index)]
     assert [branch.leaf for branch in trace.branches] == trace.leaves
@@ -100,7 +107,7 @@ def test_runs_are_the_chains_of_neighbours(script: Script):
         nodes = list(range(first, last + 1))
         assert nodes and all(trace.nodes[node].parent == node - 1 for node in nodes[1:])
         assert trace.graph.run_depth(run) == len(oracle.tokens_to(trace, trace.nodes[first].parent))
-        assert all(trace.graph.run_of(node) == run for node in nodes)
+        assert all(trace.graph.find_run(node) == run for node in nodes)
         covered += nodes
     assert covered == list(range(len(trace.nodes)))
 
@@ -109,17 +116,17 @@ def test_runs_are_the_chains_of_neighbours(script: Script):
 def test_nothing_is_stored_twice(script: Script):
     """A turn adds what its longest known prefix leaves over; equal neighbours are samples, never context."""
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     for turn, seen in zip(script.turns, script.seen, strict=True):
         _, known = oracle.longest_prefix(trace, seen.prompt, seen.images)
         before = trace.graph.tokens.size
-        builder.attach(turn)
+        builder.add_turn(turn)
         assert trace.graph.tokens.size - before == len(seen.prompt) - known + len(seen.sampled)
     for parent in range(-1, len(trace.nodes)):
         stored: set[object] = set()
         for child in map(trace.nodes.__getitem__, oracle.children(trace, parent)):
             refs = tuple((ref.start, ref.stop, ref.media) for ref in child.media)
-            key = (tuple(child.tokens.tolist()), refs, None if len(child.tokens) else child.message)
+            key = (tuple(child.token_ids.tolist()), refs, None if len(child.token_ids) else child.message)
             assert key not in stored or child.call is not None
             stored.add(key)
 
@@ -127,19 +134,19 @@ def test_nothing_is_stored_twice(script: Script):
 @given(scripts())
 def test_views_handed_out_survive_growth(script: Script):
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     kept: list[tuple[np.ndarray, list[int]]] = []
     for turn in script.turns:
-        view = trace.nodes[builder.attach(turn)].tokens
+        view = trace.nodes[builder.add_turn(turn)].token_ids
         kept.append((view, view.tolist()))
     assert all(view.tolist() == values for view, values in kept)
 
 
 def test_views_cannot_change_the_trace():
     trace = Trace(id="t")
-    trace.add(-1, USER, [1, 2], sampled=(0, 2), logprobs=[-1, -2], arrays={"x": np.zeros(2)})
+    trace.add_node(-1, USER, [1, 2], sampled_span=(0, 2), logprobs=[-1, -2], arrays={"x": np.zeros(2)})
     node, branch = trace.nodes[0], trace.branches[0]
-    for view in (node.tokens, node.logprobs, node.arrays["x"], branch.token_ids):
+    for view in (node.token_ids, node.logprobs, node.arrays["x"], branch.token_ids):
         with pytest.raises(ValueError, match="read-only"):
             view[0] = 9
 
@@ -147,11 +154,11 @@ def test_views_cannot_change_the_trace():
 def test_arrays_belong_to_the_trace_from_the_moment_they_are_given():
     trace = Trace(id="t")
     tokens, logprobs, extra = np.array([1, 2], np.int32), np.zeros(2, np.float32), np.zeros(2)
-    trace.add(-1, USER, tokens, sampled=(0, 2), logprobs=logprobs, arrays={"extra": extra})
-    before = encode(trace)
+    trace.add_node(-1, USER, tokens, sampled_span=(0, 2), logprobs=logprobs, arrays={"extra": extra})
+    before = encode_trace(trace)
     for array in (tokens, logprobs, extra):
         array[:] = 7
-    assert encode(trace) == before
+    assert encode_trace(trace) == before
 
 
 VALID = {"tokens": [1, 2, 3], "sampled": (1, 3), "logprobs": [-1.0, -2.0], "content": (1, 2)}
@@ -195,9 +202,9 @@ WRONG_NODES = {
     "a part is not unicode": {"message": Message("user", (TextPart("\udfff"),))},
     "content is a number": {"message": Message("user", 7)},  # pyright: ignore[reportArgumentType]
     "no message": {"message": None},
-    "a call without name": {"call": Call(5)},  # pyright: ignore[reportArgumentType]
-    "sampling holds an object": {"call": Call("c", sampling={"seed": object()})},
-    "sampling holds a set": {"call": Call("c", sampling={"stop": {1, 2}})},
+    "a call without name": {"call": ModelCall(5)},  # pyright: ignore[reportArgumentType]
+    "sampling holds an object": {"call": ModelCall("c", sampling_params={"seed": object()})},
+    "sampling holds a set": {"call": ModelCall("c", sampling_params={"stop": {1, 2}})},
 }
 
 
@@ -205,26 +212,26 @@ WRONG_NODES = {
 def test_a_wrong_node_is_refused_by_name_and_leaves_no_mark(wrong: dict):
     trace = Trace(id="t")
     trace.add_media(IMAGES[0])
-    trace.add(-1, USER, [9])
-    before = encode(trace)
+    trace.add_node(-1, USER, [9])
+    before = encode_trace(trace)
     node = {"parent": 0, "message": USER} | VALID | wrong
     with pytest.raises((TraceInvalid, ValueRefused)):
-        trace.add(node.pop("parent"), node.pop("message"), node.pop("tokens"), **node)
-    assert encode(trace) == before
-    assert trace.add(0, USER, [1]) == 1
+        trace.add_node(node.pop("parent"), node.pop("message"), node.pop("tokens"), **node)
+    assert encode_trace(trace) == before
+    assert trace.add_node(0, USER, [1]) == 1
     oracle.look_at_everything(trace)
 
 
 def test_sampling_that_cannot_be_encoded_is_refused_by_key_and_type():
     with pytest.raises(ValueRefused, match=r"seed.*complex"):
-        Trace(id="t").add(-1, USER, call=Call("c", sampling={"seed": 1j}))
+        Trace(id="t").add_node(-1, USER, call=ModelCall("c", sampling_params={"seed": 1j}))
 
 
 def test_a_number_from_numpy_is_a_number_in_a_call():
     trace = Trace(id="t")
-    trace.add(-1, USER, call=Call("c", sampling={"temperature": np.float32(0.5), "seed": np.int64(3)}))
+    trace.add_node(-1, USER, call=ModelCall("c", sampling_params={"temperature": np.float32(0.5), "seed": np.int64(3)}))
     call = trace.nodes[0].call
-    assert call is not None and call.sampling == {"temperature": 0.5, "seed": 3}
+    assert call is not None and call.sampling_params == {"temperature": 0.5, "seed": 3}
 
 
 @pytest.mark.parametrize("wrong", [("h", None, b""), ("\ud800", "x", b""), ("h", "x", "text")], ids=repr)
@@ -243,13 +250,13 @@ def test_equal_media_are_one_entry():
 def test_same_placeholders_with_another_image_are_another_history():
     trace = Trace(id="t")
     first, second = (trace.add_media(image) for image in IMAGES[:2])
-    trace.add(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, first, 1, 2)])
+    trace.add_node(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, first, 1, 2)])
     prompt = np.array([1, PLACEHOLDER, 2], np.int32)
-    assert trace.graph.match(prompt, [(1, 2, IMAGES[0].hash)]) == (0, 3)
-    assert trace.graph.match(prompt, [(1, 2, IMAGES[1].hash)]) == (-1, 0)
-    assert trace.graph.match(prompt) == (-1, 0)
-    trace.add(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, second, 1, 2)])
-    assert trace.graph.match(prompt, [(1, 2, IMAGES[1].hash)]) == (1, 3)
+    assert trace.graph.match_prefix(prompt, [(1, 2, IMAGES[0].hash)]) == (0, 3)
+    assert trace.graph.match_prefix(prompt, [(1, 2, IMAGES[1].hash)]) == (-1, 0)
+    assert trace.graph.match_prefix(prompt) == (-1, 0)
+    trace.add_node(-1, USER, [1, PLACEHOLDER, 2], media=[MediaRef(0, second, 1, 2)])
+    assert trace.graph.match_prefix(prompt, [(1, 2, IMAGES[1].hash)]) == (1, 3)
 
 
 HAPPENED = {"forks", "equal_samples", "other_image", "empty_nodes", "empty_samples", "roots", "partly_known"}
@@ -263,10 +270,12 @@ def happened(script: Script) -> Counter[str]:
         family = [trace.nodes[child] for child in oracle.children(trace, parent)]
         counts["roots" if parent < 0 else "forks"] += max(0, len(family) - 1)
         for i, one in enumerate(family):
-            twins = [other for other in family[:i] if len(one.tokens) and np.array_equal(one.tokens, other.tokens)]
+            twins = [
+                other for other in family[:i] if len(one.token_ids) and np.array_equal(one.token_ids, other.token_ids)
+            ]
             counts["equal_samples"] += any(one.call and other.call for other in twins)
             counts["other_image"] += any(one.media != other.media for other in twins)
-    counts["empty_nodes"] = sum(not len(node.tokens) for node in trace.nodes)
+    counts["empty_nodes"] = sum(not len(node.token_ids) for node in trace.nodes)
     counts["empty_samples"] = sum(node.call is not None and not len(node.logprobs) for node in trace.nodes)
     for node, turn in zip(nodes, script.turns, strict=True):
         edges = {span.stop for span in turn.spans} | {0}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.trace import Annotation, concat, cut, filler, grow, pack
-from ramify.trace.forest import padded
+from ramify.trace import Annotation, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
+from ramify.trace.forest import pad_forest
 from tests.trace.forests import (
     Attempt,
     Paths,
@@ -33,7 +33,11 @@ def batches(draw):
     rng = draw(st.randoms(use_true_random=False))
     attempts = [group(rng, Size(traces=2, nodes=5), f"g{number}-") for number in range(rng.randint(0, 4))]
     budget = rng.randint(1, 40)
-    trees = [piece for each in attempts for piece in cut(grow([attempt.sample() for attempt in each]), budget)]
+    trees = [
+        piece
+        for each in attempts
+        for piece in split_forest(build_forest([attempt.sample() for attempt in each]), budget)
+    ]
     return [attempt for each in attempts for attempt in each], trees, budget
 
 
@@ -42,7 +46,7 @@ def test_nothing_is_lost_and_nothing_invented(batch, bucket):
     attempts, trees, budget = batch
     paths = Paths()
     found: Counter = Counter()
-    for row in pack(trees, budget, bucket):
+    for row in pack_trees(trees, budget, bucket):
         check_layout(row)
         found += entries_of(row, paths)
     assert found == expected(attempts, paths)[0]
@@ -51,7 +55,7 @@ def test_nothing_is_lost_and_nothing_invented(batch, bucket):
 @given(batches(), st.integers(1, 8))
 def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
     _, trees, budget = batch
-    rows = pack(trees, budget, bucket)
+    rows = pack_trees(trees, budget, bucket)
 
     def shapes(forests):
         """What each root and its subtree look like."""
@@ -69,40 +73,42 @@ def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
         return found
 
     assert shapes(rows) == shapes(trees)
-    assert sum(row.tokens for row in rows) == sum(tree.tokens for tree in trees)
+    assert sum(row.num_tokens for row in rows) == sum(tree.tokens for tree in trees)
     assert sum(row.flat_tokens for row in rows) == sum(tree.flat_tokens for tree in trees)
 
 
 @given(batches(), st.integers(1, 8))
 def test_rows_keep_to_the_budget_and_pad_only_up_to_the_bucket(batch, bucket):
     _, trees, budget = batch
-    rows = pack(trees, budget, bucket)
+    rows = pack_trees(trees, budget, bucket)
     oversize = Counter(len(tree) for tree in trees if len(tree) > budget)
-    assert Counter(row.tokens for row in rows if row.tokens > budget) == oversize
+    assert Counter(row.num_tokens for row in rows if row.num_tokens > budget) == oversize
     for row in rows:
-        assert row.tokens > 0
+        assert row.num_tokens > 0
         assert len(row) % bucket == 0 or len(row) == budget
-        assert len(row) - row.tokens < bucket
-        assert len(row) <= budget or row.tokens > budget
-        padding = np.arange(len(row)) >= row.tokens
-        seen = row.visible()
+        assert len(row) - row.num_tokens < bucket
+        assert len(row) <= budget or row.num_tokens > budget
+        padding = np.arange(len(row)) >= row.num_tokens
+        seen = row.build_attention_mask()
         assert np.array_equal(seen[padding], np.eye(len(row), dtype=bool)[padding])
         assert np.array_equal(seen[:, padding], np.eye(len(row), dtype=bool)[:, padding])
-        assert not padding[row.targets.index].any()
-        assert not padding[row.targets.source].any()
+        assert not padding[row.targets.token_index].any()
+        assert not padding[row.targets.logits_index].any()
 
 
 @given(batches())
 def test_tables_of_a_row_are_those_of_its_trees(batch):
     _, trees, _ = batch
-    row = concat(trees)
+    row = concat_forests(trees)
     for name in ("traces", "envs", "versions"):
         names = getattr(row, name)
         assert len(set(names)) == len(names)
         assert set(names) == {entry for tree in trees for entry in getattr(tree, name)}
     assert calls_of(row) == [call for tree in trees for call in calls_of(tree)]
     assert [item.media for item in row.media] == [item.media for tree in trees for item in tree.media]
-    assert row.counts() == {name: sum(tree.counts()[name] for tree in trees) for name in ("rl", "ce", "ref_kl")}
+    assert row.count_by_component() == {
+        name: sum(tree.counts()[name] for tree in trees) for name in ("rl", "ce", "ref_kl")
+    }
 
 
 def test_rows_are_filled_well():
@@ -112,32 +118,36 @@ def test_rows_are_filled_well():
     for number in range(60):
         reply = tuple(rng.randrange(5) for _ in range(rng.randint(1, 60)))
         nodes = (Planned(-1, (1,)), Planned(0, reply, (0, len(reply)), (-1.0,) * len(reply)))
-        trees.append(grow([Attempt(f"t{number}", nodes, (Annotation(f"t{number}", 1),)).sample()]))
-    rows = pack(trees, 100)
-    assert sum(row.tokens * 2 <= 100 for row in rows) <= 1
+        trees.append(build_forest([Attempt(f"t{number}", nodes, (Annotation(f"t{number}", 1),)).sample()]))
+    rows = pack_trees(trees, 100)
+    assert sum(row.num_tokens * 2 <= 100 for row in rows) <= 1
     assert any(len(row.traces) > 2 for row in rows)
 
 
 def test_a_filler_has_no_targets_and_its_tokens_see_only_themselves():
-    row = filler(5)
-    assert len(row) == row.pairs == 5
-    assert (row.tokens, row.flat_tokens, len(row.targets), len(row.sequences)) == (0, 0, 0, 0)
-    assert row.counts() == {"rl": 0, "ce": 0, "ref_kl": 0}
-    assert np.array_equal(row.visible(), np.eye(5, dtype=bool))
+    row = make_padding_forest(5)
+    assert len(row) == row.num_attention_pairs == 5
+    assert (row.num_tokens, row.flat_tokens, len(row.targets), len(row.sequences)) == (0, 0, 0, 0)
+    assert row.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0}
+    assert np.array_equal(row.build_attention_mask(), np.eye(5, dtype=bool))
 
 
 @given(batches())
 def test_a_padded_tree_is_the_tree_and_a_filler(batch):
     for tree in batch[1]:
-        ours, theirs = padded(tree, len(tree) + 5), concat([tree, filler(5)])
+        ours, theirs = pad_forest(tree, len(tree) + 5), concat_forests([tree, make_padding_forest(5)])
         for name in ("ids", "position", "end"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name))
-        assert (ours.tokens, ours.pairs, calls_of(ours)) == (tree.tokens, theirs.pairs, calls_of(tree))
+        assert (ours.num_tokens, ours.num_attention_pairs, calls_of(ours)) == (
+            tree.tokens,
+            theirs.num_attention_pairs,
+            calls_of(tree),
+        )
 
 
 def test_no_trees_are_no_rows():
-    assert pack([], 8) == []
-    assert len(concat([])) == 0
+    assert pack_trees([], 8) == []
+    assert len(concat_forests([])) == 0
 
 
 SMALL, LARGE = Size(), Size(traces=8, nodes=12, tokens=8)
@@ -151,9 +161,9 @@ def test_from_traces_to_rows_all_mechanisms_at_work():
         attempts = group(rng, rng.choice([SMALL, LARGE]))
         budget, seq_len = rng.randint(8, 80), rng.choice([None, rng.randint(4, 40)])
         overlong: Literal["drop", "cut"] = rng.choice(["drop", "cut"])
-        forest = grow([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong=overlong)
-        pieces = cut(forest, budget)
-        rows = pack(pieces, 2 * budget, rng.choice([1, 8]))
+        forest = build_forest([attempt.sample() for attempt in attempts], seq_len=seq_len, overlong=overlong)
+        pieces = split_forest(forest, budget)
+        rows = pack_trees(pieces, 2 * budget, rng.choice([1, 8]))
         entries, too_long, past = expected(attempts, paths, seq_len, overlong)
         found: Counter = Counter()
         for row in rows:
@@ -161,17 +171,17 @@ def test_from_traces_to_rows_all_mechanisms_at_work():
             found += entries_of(row, paths)
         assert found == entries, seed
         assert all(len(piece) <= budget or leaves(piece) == 1 for piece in pieces), seed
-        assert forest.dropped.cut_tokens == past, seed
-        assert Counter(forest.dropped.too_long) == too_long, seed
-        met["several roots"] += int(np.count_nonzero(forest.position == 0)) > 1
-        met["shared targets"] += len(np.unique(forest.targets.index)) < len(forest.targets)
-        met["source elsewhere"] += bool((forest.targets.source < forest.targets.index - 1).any())
+        assert forest.dropped.num_truncated_tokens == past, seed
+        assert Counter(forest.dropped.overlong_calls) == too_long, seed
+        met["several roots"] += int(np.count_nonzero(forest.position_ids == 0)) > 1
+        met["shared targets"] += len(np.unique(forest.targets.token_index)) < len(forest.targets)
+        met["source elsewhere"] += bool((forest.targets.logits_index < forest.targets.token_index - 1).any())
         met["cut"] += len(pieces) > 1
         met["cut with images"] += len(pieces) > 1 and any(piece.media for piece in pieces)
         met["image shown twice"] += len({item.media.hash for item in forest.media}) < len(forest.media)
         met["over the budget"] += any(len(piece) > budget for piece in pieces)
         met["packed"] += len(rows) < len(pieces)
-        met["padded"] += any(len(row) > row.tokens for row in rows)
+        met["padded"] += any(len(row) > row.num_tokens for row in rows)
         met["too long"] += len(forest) > 0 and len(too_long) > 0
         met["end cut"] += past > 0
     assert len(met) == 11
@@ -183,7 +193,7 @@ def test_thousands_of_nodes(seed):
     paths, rng = Paths(), Random(seed)
     attempts = group(rng, Size(traces=2, nodes=2000, fewest=1500, tokens=3, parting=0.2))
     found: Counter = Counter()
-    rows = pack(cut(grow([attempt.sample() for attempt in attempts]), 500), 1000)
+    rows = pack_trees(split_forest(build_forest([attempt.sample() for attempt in attempts]), 500), 1000)
     for row in rows:
         found += entries_of(row, paths)
     assert found == expected(attempts, paths)[0]

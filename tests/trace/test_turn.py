@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from ramify.errors import CallConflict, RamifyError
 from ramify.trace import (
     Branch,
-    Call,
     MediaPart,
     Message,
-    PlacedMedia,
-    Span,
+    MessageSpan,
+    ModelCall,
+    PromptMedia,
     Trace,
+    TraceBuilder,
     Turn,
-    TurnBuilder,
     VersionRun,
-    decode,
-    encode,
+    decode_trace,
+    encode_trace,
 )
 from tests.trace import oracle
 from tests.trace.strategies import IMAGES, PLACEHOLDER, Script, replay, scripts, tidy_scripts
@@ -34,9 +34,9 @@ RANDOM = st.randoms(use_true_random=False)
 def turn(prompt: list[int], ids: list[int], **changes) -> Turn:
     """A turn with one user message that is all of its prompt."""
     base = Turn(
-        call=Call("c"),
+        call=ModelCall("c"),
         prompt=prompt,
-        spans=[Span(Message("user", "hi"), len(prompt), (0, len(prompt)))],
+        spans=[MessageSpan(Message("user", "hi"), len(prompt), (0, len(prompt)))],
         reply=Message("assistant", "yo"),
         reply_ids=ids,
         logprobs=[-1.0] * len(ids),
@@ -70,14 +70,14 @@ def test_a_branch_says_what_the_prompt_said(script: Script):
 @given(scripts(max_turns=8))
 def test_a_turn_hangs_off_the_longest_known_path(script: Script):
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     for each, seen in zip(script.turns, script.seen, strict=True):
         expected, length = oracle.longest_prefix(trace, seen.prompt, seen.images)
         before = len(trace.nodes)
-        node = builder.attach(each)
+        node = builder.add_turn(each)
         old = [step for step in oracle.path(trace, node) if step.index < before]
         assert len(oracle.tokens_to(trace, old[-1].index if old else -1)) == length
-        with_tokens = [step.index for step in old if len(step.tokens)]
+        with_tokens = [step.index for step in old if len(step.token_ids)]
         assert (with_tokens[-1] if with_tokens else -1) == expected
         assert [step.index for step in oracle.path(trace, node)][len(old) :] == list(range(before, len(trace.nodes)))
 
@@ -86,22 +86,22 @@ def test_a_turn_hangs_off_the_longest_known_path(script: Script):
 def test_new_messages_keep_their_body(script: Script):
     """The body of a message that is new as a whole is recorded as told; of the rest, what is new of it."""
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     for each, seen in zip(script.turns, script.seen, strict=True):
         before = len(trace.nodes)
-        node = builder.attach(each)
+        node = builder.add_turn(each)
         new = [step for step in oracle.path(trace, node) if step.index >= before]
         spans = {span.stop: span for span in each.spans}
         for step in new[:-1]:
             stop = len(oracle.tokens_to(trace, step.index))
-            start = stop - len(step.tokens)
+            start = stop - len(step.token_ids)
             told = [span for span in each.spans if span.stop == stop and span.message == step.message]
             assert told and stop in spans
-            low, high = step.content
+            low, high = step.content_span
             bodies = [(max(span.body[0], start), max(span.body[1], start)) for span in told]
             assert (low + start, high + start) in bodies
-        lead = len(new[-1].tokens) - len(seen.sampled)
-        assert new[-1].content == (lead, len(new[-1].tokens))
+        lead = len(new[-1].token_ids) - len(seen.sampled)
+        assert new[-1].content_span == (lead, len(new[-1].token_ids))
 
 
 def says_where(each: Turn, known: int) -> bool:
@@ -114,16 +114,16 @@ def says_where(each: Turn, known: int) -> bool:
 def continued(trace: Trace, each: Turn, after: int) -> Turn:
     """The turn as a renderer reports it that kept the path of `after` verbatim."""
     known = len(oracle.tokens_to(trace, after))
-    spans: list[Span] = []
+    spans: list[MessageSpan] = []
     starts = [0, *(span.stop for span in each.spans)]
     for start, span in zip(starts, each.spans, strict=False):
         if span.stop <= known or (start < known and span.body[1] <= known):
             continue  # on the path already, at most its closing scaffold follows
         low, high = span.body
-        spans.append(Span(span.message, span.stop - known, (max(0, low - known), max(0, high - known))))
+        spans.append(MessageSpan(span.message, span.stop - known, (max(0, low - known), max(0, high - known))))
     skipped = len(each.spans) - len(spans)
     media = [
-        PlacedMedia(item.media, item.span - skipped, item.part, item.start - known, item.stop - known)
+        PromptMedia(item.media, item.message_index - skipped, item.part, item.start - known, item.stop - known)
         for item in each.media
         if item.start >= known
     ]
@@ -133,68 +133,68 @@ def continued(trace: Trace, each: Turn, after: int) -> Turn:
 @given(scripts(), RANDOM)
 def test_a_proven_prefix_gives_the_same_trace_as_the_whole_prompt(script: Script, rng: random.Random):
     whole, proven = Trace(id="t"), Trace(id="t")
-    told, short = TurnBuilder(whole), TurnBuilder(proven)
+    told, short = TraceBuilder(whole), TraceBuilder(proven)
     for each, seen in zip(script.turns, script.seen, strict=True):
         best, _ = oracle.longest_prefix(whole, seen.prompt, seen.images)
         steps = [step.index for step in oracle.path(proven, best)]
         ends = [len(oracle.tokens_to(proven, step)) for step in steps]
         clear = [step for i, step in enumerate(steps) if all(says_where(each, end) for end in ends[i:])]
         after = rng.choice([-1, *clear])
-        node = told.attach(each)
-        assert short.attach(each if after < 0 else continued(proven, each, after)) == node
-    assert encode(proven) == encode(whole)
+        node = told.add_turn(each)
+        assert short.add_turn(each if after < 0 else continued(proven, each, after)) == node
+    assert encode_trace(proven) == encode_trace(whole)
 
 
 @given(scripts(), RANDOM)
 def test_a_call_counts_once(script: Script, rng: random.Random):
     original, nodes = replay(script)
-    before = encode(original)
-    for trace in (original, decode(before)):
-        builder = TurnBuilder(trace)
+    before = encode_trace(original)
+    for trace in (original, decode_trace(before)):
+        builder = TraceBuilder(trace)
         for i in rng.sample(range(len(nodes)), len(nodes)):
-            assert builder.attach(script.turns[i]) == nodes[i]
-        assert encode(trace) == before
+            assert builder.add_turn(script.turns[i]) == nodes[i]
+        assert encode_trace(trace) == before
 
 
 @given(scripts(), RANDOM)
 def test_repeats_while_the_trace_grows_change_nothing(script: Script, rng: random.Random):
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     nodes: list[int] = []
     for each in script.turns:
-        nodes.append(builder.attach(each))
+        nodes.append(builder.add_turn(each))
         again = rng.randint(0, len(nodes) - 1)
-        assert builder.attach(script.turns[again]) == nodes[again]
-    assert encode(trace) == encode(replay(script)[0])
+        assert builder.add_turn(script.turns[again]) == nodes[again]
+    assert encode_trace(trace) == encode_trace(replay(script)[0])
 
 
 @given(scripts(max_turns=6), RANDOM)
 def test_refused_turns_leave_a_growing_trace_as_it_was(script: Script, rng: random.Random):
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     for each in script.turns:
-        before = encode(trace)
+        before = encode_trace(trace)
         wrong = rng.choice([{"reply": Message("assistant", "\ud800")}, {"logprobs": [0.0] * 9}])
         with pytest.raises(RamifyError):
-            builder.attach(replace(each, call=Call("wrong"), **wrong))
-        assert encode(trace) == before
-        assert list(trace.graph.runs()) == list(decode(before).graph.runs())
-        builder.attach(each)
-    assert encode(trace) == encode(replay(script)[0])
+            builder.add_turn(replace(each, call=ModelCall("wrong"), **wrong))
+        assert encode_trace(trace) == before
+        assert list(trace.graph.runs()) == list(decode_trace(before).graph.runs())
+        builder.add_turn(each)
+    assert encode_trace(trace) == encode_trace(replay(script)[0])
     assert [node.children for node in trace.nodes] == [oracle.children(trace, i) for i in range(len(trace.nodes))]
 
 
 @given(scripts(), RANDOM)
 def test_equal_requests_are_two_samples(script: Script, rng: random.Random):
     trace, nodes = replay(script)
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     i = rng.randint(0, len(nodes) - 1)
-    other = builder.attach(replace(script.turns[i], call=Call("another")))
+    other = builder.add_turn(replace(script.turns[i], call=ModelCall("another")))
     assert other == len(trace.nodes) - 1 and other not in nodes
     seen = script.seen[i]
     assert oracle.tokens_to(trace, other) == seen.prompt + seen.sampled
-    a, b = trace.nodes[other].sampled
-    assert trace.nodes[other].tokens[a:b].tolist() == seen.sampled
+    a, b = trace.nodes[other].sampled_span
+    assert trace.nodes[other].token_ids[a:b].tolist() == seen.sampled
 
 
 BASE = turn([1, 2], [3, 4])
@@ -206,7 +206,7 @@ CONFLICTS = {
     "no reply": turn([1, 2], []),
     "a token moved from the reply to the prompt": turn([1, 2, 3], [4]),
     "a token moved from the prompt to the reply": turn([1], [2, 3, 4]),
-    "an image in the prompt": turn([1, 2], [3, 4], media=[PlacedMedia(IMAGES[0], 0, 0, 1, 2)]),
+    "an image in the prompt": turn([1, 2], [3, 4], media=[PromptMedia(IMAGES[0], 0, 0, 1, 2)]),
     "other logprobs": turn([1, 2], [3, 4], logprobs=[-1.0, -2.0]),
 }
 
@@ -214,69 +214,77 @@ CONFLICTS = {
 @pytest.mark.parametrize("other", CONFLICTS.values(), ids=CONFLICTS.keys())
 def test_a_call_id_with_other_content_is_a_conflict(other: Turn):
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
-    node = builder.attach(BASE)
-    before = encode(trace)
+    builder = TraceBuilder(trace)
+    node = builder.add_turn(BASE)
+    before = encode_trace(trace)
     with pytest.raises(CallConflict, match="'c'"):
-        builder.attach(other)
-    assert encode(trace) == before
-    assert builder.attach(BASE) == node
+        builder.add_turn(other)
+    assert encode_trace(trace) == before
+    assert builder.add_turn(BASE) == node
 
 
 def test_a_repeat_that_claims_another_prefix_is_a_conflict():
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
-    first = builder.attach(turn([1, 2], [3], call=Call("a")))
-    second = builder.attach(turn([1, 2], [4], call=Call("b")))
-    reply = replace(turn([5], [6], call=Call("c")), after=first)
-    node = builder.attach(reply)
-    assert builder.attach(reply) == node
+    builder = TraceBuilder(trace)
+    first = builder.add_turn(turn([1, 2], [3], call=ModelCall("a")))
+    second = builder.add_turn(turn([1, 2], [4], call=ModelCall("b")))
+    reply = replace(turn([5], [6], call=ModelCall("c")), after=first)
+    node = builder.add_turn(reply)
+    assert builder.add_turn(reply) == node
     with pytest.raises(CallConflict):
-        builder.attach(replace(reply, after=second))
+        builder.add_turn(replace(reply, after=second))
 
 
 def test_call_ids_are_known_after_a_new_builder_takes_over():
     trace = Trace(id="t")
-    old, new = TurnBuilder(trace), TurnBuilder(trace)
-    node = old.attach(BASE)
-    assert new.attach(BASE) == node
+    old, new = TraceBuilder(trace), TraceBuilder(trace)
+    node = old.add_turn(BASE)
+    assert new.add_turn(BASE) == node
 
 
 def test_conversations_without_forks_are_one_path():
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     prompt: list[int] = []
-    spans: list[Span] = []
+    spans: list[MessageSpan] = []
     for i in range(20):
         prompt += [1, i]
-        spans = [*spans, Span(Message("user", str(i)), len(prompt), (len(prompt) - 1, len(prompt)))]
-        builder.attach(turn([*prompt, 2], [3, 4], call=Call(str(i)), spans=spans))
+        spans = [*spans, MessageSpan(Message("user", str(i)), len(prompt), (len(prompt) - 1, len(prompt)))]
+        builder.add_turn(turn([*prompt, 2], [3, 4], call=ModelCall(str(i)), spans=spans))
         prompt += [2, 3, 4]
-        spans = [*spans, Span(Message("assistant", "yo"), len(prompt), (len(prompt) - 2, len(prompt)))]
+        spans = [*spans, MessageSpan(Message("assistant", "yo"), len(prompt), (len(prompt) - 2, len(prompt)))]
     assert len(trace.nodes) == 40 and len(trace.leaves) == 1
-    assert trace.branches[0].turns == 20
+    assert trace.branches[0].num_turns == 20
 
 
 def test_closing_scaffold_after_a_known_reply_joins_the_next_message():
     """The sampler stopped before the newline of the template; the message after the reply begins with it."""
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
-    first = builder.attach(turn([1, 2], [3], call=Call("a")))
+    builder = TraceBuilder(trace)
+    first = builder.add_turn(turn([1, 2], [3], call=ModelCall("a")))
     user, reply = Message("user", "hi"), Message("assistant", "yo")
-    spans = [Span(user, 2, (0, 2)), Span(reply, 4, (2, 3)), Span(Message("user", "more"), 6, (5, 6))]
-    second = builder.attach(turn([1, 2, 3, 9, 8, 7], [4], call=Call("b"), spans=spans))
+    spans = [
+        MessageSpan(user, 2, (0, 2)),
+        MessageSpan(reply, 4, (2, 3)),
+        MessageSpan(Message("user", "more"), 6, (5, 6)),
+    ]
+    second = builder.add_turn(turn([1, 2, 3, 9, 8, 7], [4], call=ModelCall("b"), spans=spans))
     more = trace.nodes[trace.nodes[second].parent]
     assert more.parent == first
-    assert (more.tokens.tolist(), more.content) == ([9, 8, 7], (2, 3))
+    assert (more.token_ids.tolist(), more.content_span) == ([9, 8, 7], (2, 3))
 
 
 def test_messages_without_tokens_are_kept_and_known_again():
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     silent = Message("system", "unseen")
-    spans = [Span(silent, 0, (0, 0)), Span(Message("user", "hi"), 2, (0, 2)), Span(silent, 2, (2, 2))]
-    first = builder.attach(turn([1, 2], [3], call=Call("a"), spans=spans))
-    second = builder.attach(turn([1, 2], [4], call=Call("b"), spans=spans))
+    spans = [
+        MessageSpan(silent, 0, (0, 0)),
+        MessageSpan(Message("user", "hi"), 2, (0, 2)),
+        MessageSpan(silent, 2, (2, 2)),
+    ]
+    first = builder.add_turn(turn([1, 2], [3], call=ModelCall("a"), spans=spans))
+    second = builder.add_turn(turn([1, 2], [4], call=ModelCall("b"), spans=spans))
     assert Branch(trace, first).messages[:-1] == [silent, Message("user", "hi"), silent]
     assert trace.nodes[first].parent == trace.nodes[second].parent
     assert len(trace.nodes) == 5
@@ -285,79 +293,79 @@ def test_messages_without_tokens_are_kept_and_known_again():
 def test_a_message_without_tokens_behind_closing_scaffold_is_known_again():
     """It stands where the scaffold of the reply before it goes, so its node has a token that is not its own."""
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
-    builder.attach(turn([1, 2], [3], call=Call("a")))
+    builder = TraceBuilder(trace)
+    builder.add_turn(turn([1, 2], [3], call=ModelCall("a")))
     said = [Message("user", "hi"), Message("assistant", "yo"), Message("system", "unseen")]
-    spans = [Span(said[0], 2, (0, 2)), Span(said[1], 4, (2, 3)), Span(said[2], 4, (4, 4))]
+    spans = [MessageSpan(said[0], 2, (0, 2)), MessageSpan(said[1], 4, (2, 3)), MessageSpan(said[2], 4, (4, 4))]
     for i in range(3):
-        node = builder.attach(turn([1, 2, 3, 9, 8], [i], call=Call(str(i)), spans=spans))
+        node = builder.add_turn(turn([1, 2, 3, 9, 8], [i], call=ModelCall(str(i)), spans=spans))
         assert Branch(trace, node).messages == [*said, Message("assistant", "yo")]
 
 
 def test_a_reply_without_any_token_can_be_continued():
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
+    builder = TraceBuilder(trace)
     said = Message("assistant", "")
     hi, more = Message("user", "hi"), Message("user", "more")
-    first = builder.attach(turn([1, 2], [], call=Call("a"), reply=said))
-    spans = [Span(hi, 2, (0, 2)), Span(said, 2, (2, 2)), Span(more, 3, (2, 3))]
-    second = builder.attach(turn([1, 2, 5], [6], call=Call("b"), spans=spans))
+    first = builder.add_turn(turn([1, 2], [], call=ModelCall("a"), reply=said))
+    spans = [MessageSpan(hi, 2, (0, 2)), MessageSpan(said, 2, (2, 2)), MessageSpan(more, 3, (2, 3))]
+    second = builder.add_turn(turn([1, 2, 5], [6], call=ModelCall("b"), spans=spans))
     assert Branch(trace, second).messages[:3] == [hi, said, more]
-    assert trace.graph.path(second)[1] == first
-    assert Branch(trace, second).turns == 2
+    assert trace.graph.path_nodes(second)[1] == first
+    assert Branch(trace, second).num_turns == 2
 
 
 def test_an_image_outside_the_body_is_never_lost():
     """A path may end inside a message, behind its text but before its image: the image is still part of the prompt."""
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
-    builder.attach(turn([1], [2], call=Call("a")))
-    shown = Span(Message("user", (MediaPart(IMAGES[0].hash),)), 4, (1, 2))
-    image = PlacedMedia(IMAGES[0], 0, 0, 2, 3)
-    node = builder.attach(turn([1, 2, PLACEHOLDER, 3], [4], call=Call("b"), spans=[shown], media=[image]))
+    builder = TraceBuilder(trace)
+    builder.add_turn(turn([1], [2], call=ModelCall("a")))
+    shown = MessageSpan(Message("user", (MediaPart(IMAGES[0].hash),)), 4, (1, 2))
+    image = PromptMedia(IMAGES[0], 0, 0, 2, 3)
+    node = builder.add_turn(turn([1, 2, PLACEHOLDER, 3], [4], call=ModelCall("b"), spans=[shown], media=[image]))
     assert oracle.tokens_to(trace, node) == [1, 2, PLACEHOLDER, 3, 4]
     assert oracle.images_to(trace, node) == [(2, 3, IMAGES[0].hash)]
 
 
-SPAN = Span(Message("user", "hi"), 3, (0, 3))
+SPAN = MessageSpan(Message("user", "hi"), 3, (0, 3))
 WRONG_TURNS = {
     "reply is not unicode": {"reply": Message("assistant", "\ud800")},
-    "second message is not unicode": {"spans": [SPAN, Span(Message("user", "\ud800"), 4, (3, 4))]},
-    "message of the wrong type": {"spans": [Span(Message("user", 7), 3, (0, 3))]},  # pyright: ignore[reportArgumentType]
+    "second message is not unicode": {"spans": [SPAN, MessageSpan(Message("user", "\ud800"), 4, (3, 4))]},
+    "message of the wrong type": {"spans": [MessageSpan(Message("user", 7), 3, (0, 3))]},  # pyright: ignore[reportArgumentType]
     "a logprob too few": {"logprobs": [-1.0]},
     "reply body leaves the reply": {"reply_body": (0, 5)},
     "versions cover too little": {"versions": [VersionRun("p", 0, 0, 1)]},
     "a version does not fit": {"versions": [VersionRun("p", 2**40, 0, 2)]},
     "an array is too long": {"arrays": {"x": np.zeros(9)}},
-    "span leaves the prompt": {"spans": [Span(Message("user"), 9, (0, 3))]},
-    "spans run backwards": {"spans": [SPAN, Span(Message("user"), 2, (2, 2))]},
-    "body leaves its message": {"spans": [Span(Message("user"), 2, (0, 3))]},
+    "span leaves the prompt": {"spans": [MessageSpan(Message("user"), 9, (0, 3))]},
+    "spans run backwards": {"spans": [SPAN, MessageSpan(Message("user"), 2, (2, 2))]},
+    "body leaves its message": {"spans": [MessageSpan(Message("user"), 2, (0, 3))]},
     "an id is negative": {"reply_ids": [3, -1]},
     "a prompt id is negative": {"prompt": np.array([1, -1, 1, 1], np.int32)},
     "a prompt that is text": {"prompt": "abc"},
-    "media leaves its message": {"media": [PlacedMedia(IMAGES[0], 0, 0, 2, 4)]},
-    "media of a message that is not there": {"media": [PlacedMedia(IMAGES[0], 7, 0, 0, 1)]},
-    "media of a message before the first": {"media": [PlacedMedia(IMAGES[0], -1, 0, 0, 1)]},
-    "media without tokens": {"media": [PlacedMedia(IMAGES[0], 0, 0, 1, 1)]},
-    "media overlap": {"media": [PlacedMedia(IMAGES[0], 0, 0, 0, 2), PlacedMedia(IMAGES[1], 0, 1, 1, 3)]},
-    "media out of order": {"media": [PlacedMedia(IMAGES[0], 0, 0, 2, 3), PlacedMedia(IMAGES[1], 0, 1, 0, 1)]},
+    "media leaves its message": {"media": [PromptMedia(IMAGES[0], 0, 0, 2, 4)]},
+    "media of a message that is not there": {"media": [PromptMedia(IMAGES[0], 7, 0, 0, 1)]},
+    "media of a message before the first": {"media": [PromptMedia(IMAGES[0], -1, 0, 0, 1)]},
+    "media without tokens": {"media": [PromptMedia(IMAGES[0], 0, 0, 1, 1)]},
+    "media overlap": {"media": [PromptMedia(IMAGES[0], 0, 0, 0, 2), PromptMedia(IMAGES[1], 0, 1, 1, 3)]},
+    "media out of order": {"media": [PromptMedia(IMAGES[0], 0, 0, 2, 3), PromptMedia(IMAGES[1], 0, 1, 0, 1)]},
     "continues a node that is not there": {"after": 99},
     "continues a node before the first": {"after": -2},
-    "sampling holds an object": {"call": Call("x", sampling={"seed": object()})},
+    "sampling holds an object": {"call": ModelCall("x", sampling_params={"seed": object()})},
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_TURNS.values(), ids=WRONG_TURNS.keys())
 def test_a_wrong_turn_is_refused_by_name_and_leaves_no_mark(wrong: dict):
     trace = Trace(id="t")
-    builder = TurnBuilder(trace)
-    builder.attach(turn([1, 2], [3], call=Call("before")))
-    before = encode(trace)
-    right = turn([1, 1, 1, 1], [3, 4], call=Call("x"), spans=[SPAN])
+    builder = TraceBuilder(trace)
+    builder.add_turn(turn([1, 2], [3], call=ModelCall("before")))
+    before = encode_trace(trace)
+    right = turn([1, 1, 1, 1], [3, 4], call=ModelCall("x"), spans=[SPAN])
     with pytest.raises(RamifyError):
-        builder.attach(replace(right, **wrong))
-    assert encode(trace) == before
-    builder.attach(right)
+        builder.add_turn(replace(right, **wrong))
+    assert encode_trace(trace) == before
+    builder.add_turn(right)
     oracle.look_at_everything(trace)
 
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from ramify.trace import grow
+from ramify.trace import build_forest
 from ramify.train.batches import Batch, lay_out
 from tests.train.test_gradients import merged
 
@@ -13,6 +13,6 @@ def random_batches(count: int, budget: int = 128) -> list[Batch]:
     for step in range(count):
         rng = Random(step)
         groups = [merged(rng, rng.randint(1, 5), [-1, 0, 1, 0]) for _ in range(rng.randint(1, 3))]
-        forests = [grow([each.sample() for each in attempts]) for attempts in groups]
+        forests = [build_forest([each.sample() for each in attempts]) for attempts in groups]
         found.append(Batch.of(step, lay_out(forests, budget)))
     return found

@@ -138,5 +138,5 @@ def assert_equal(ours: Result, flat: Result, tolerance: float = 1e-5) -> None:
 
 
 def total(forests: Iterable[Forest]) -> dict[str, int]:
-    found = [forest.counts() for forest in forests]
+    found = [forest.count_by_component() for forest in forests]
     return {name: sum(each[name] for each in found) for name in COMPONENTS}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import BatchCorrupt
 from ramify.model.layout import Layout
-from ramify.trace import Forest, Targets, filler, grow
+from ramify.trace import Forest, Targets, build_forest, make_padding_forest
 from ramify.train.batches import Batch, Laying, decode, encode, laid_again, lay_out, shares
 from tests.trace.forests import Size, group
 
@@ -22,7 +22,7 @@ SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=50, logprobs=(-5.0, -0
 
 def batch(seed: int, groups: int = 4, budget: int = 128) -> Batch:
     rng = Random(seed)
-    forests = [grow([each.sample() for each in group(rng, SIZE, f"g{number}-")]) for number in range(groups)]
+    forests = [build_forest([each.sample() for each in group(rng, SIZE, f"g{number}-")]) for number in range(groups)]
     return Batch.of(seed, lay_out(forests, budget))
 
 
@@ -48,7 +48,7 @@ def entries(packs) -> Counter:
 @given(st.integers(0, 10_000))
 def test_a_batch_comes_back_as_it_was_as_views_over_its_bytes(seed):
     sent = batch(seed)
-    sent = Batch(sent.step, [*sent.packs, filler(8)], sent.counts)
+    sent = Batch(sent.step, [*sent.packs, make_padding_forest(8)], sent.counts)
     data = encode(sent)
     got = decode(data)
     assert (got.step, got.counts) == (sent.step, sent.counts)
@@ -101,7 +101,7 @@ def test_shares_are_put_together_again_as_a_forest_or_flat(flat):
     again = laid_again(shares(whole, laying, 3), laying, flat=flat)
     assert again.counts == whole.counts
     assert entries(again.packs) == entries(whole.packs)
-    tokens = [sum(pack.tokens for pack in each.packs) for each in (again, whole)]
+    tokens = [sum(pack.num_tokens for pack in each.packs) for each in (again, whole)]
     assert tokens[0] > tokens[1] if flat else tokens[0] == tokens[1]
 
 

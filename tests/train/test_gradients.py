@@ -12,7 +12,7 @@ from transformers import MixtralConfig, OPTConfig, Phi3Config
 from ramify.errors import ModelUnsupported
 from ramify.model.layout import Layout
 from ramify.model.precision import cpu_has_bfloat16
-from ramify.trace import Annotation, grow
+from ramify.trace import Annotation, build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, lay_out
 from tests.trace.forests import Attempt, Planned, Size, group
 from tests.train.models import (
@@ -47,7 +47,7 @@ def attempt(rng: Random, name: str, parents: list[int], temperature: float = 1.0
             advantage=rng.choice([-1.0, 0.5, 2.0]),
             ce=rng.choice([0.0, 0.1]),
             ref_kl=0.2 if temperature == 1 else 0.0,
-            reference=-3.0,
+            ref_logprobs=-3.0,
         )
         for number, parent in enumerate(parents)
         if parent >= 0
@@ -85,8 +85,8 @@ def test_a_forest_whole_and_cut_gives_the_flat_gradients(shape, case, seed):
     config = CONFIGS[shape]
     ours, plain = policy(config, seed), made(config, "eager", seed)
     (attempts,) = CASES[case](Random(seed))
-    forest = grow([each.sample() for each in attempts])
-    counts = forest.counts()
+    forest = build_forest([each.sample() for each in attempts])
+    counts = forest.count_by_component()
     flat = train_flat(plain, attempts, counts)
     whole = train_forest(ours, [forest], counts)
     assert_equal(whole, flat)
@@ -113,8 +113,8 @@ NOISY = {
 def test_a_policy_has_no_noise_of_its_own(noise):
     config = NOISY[noise]
     (attempts,) = CASES["branches"](Random(0))
-    forest = grow([each.sample() for each in attempts])
-    counts = forest.counts()
+    forest = build_forest([each.sample() for each in attempts])
+    counts = forest.count_by_component()
     plain = made(config, "eager").eval()
     assert_equal(train_forest(policy(config), [forest], counts), train_flat(plain, attempts, counts))
 
@@ -129,10 +129,10 @@ def test_longrope_is_refused_where_a_row_would_turn_all_its_tokens_by_other_angl
         "original_max_position_embeddings": 30,
     }
     module = policy(Phi3Config(**SIZES, original_max_position_embeddings=30, rope_parameters=rope))
-    short, long = (grow([attempt(Random(0), "a", [-1, 0], tokens=size).sample()]) for size in (10, 20))
-    train_forest(module, [short], short.counts())
+    short, long = (build_forest([attempt(Random(0), "a", [-1, 0], tokens=size).sample()]) for size in (10, 20))
+    train_forest(module, [short], short.count_by_component())
     with pytest.raises(ModelUnsupported, match="longrope"):
-        train_forest(module, [long], long.counts())
+        train_forest(module, [long], long.count_by_component())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -141,7 +141,7 @@ def test_random_groups_merged_cut_and_packed_give_the_flat_gradients(shape, seed
     rng, config = Random(seed), CONFIGS[shape]
     groups = [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
     groups.append(merged(rng, 3, [-1, 0, 1, 0]))  # several temperatures in one pack
-    forests = [grow([each.sample() for each in attempts]) for attempts in groups]
+    forests = [build_forest([each.sample() for each in attempts]) for attempts in groups]
     packs = lay_out(forests, 150)
     assert len(packs) > 1
     assert any(len(pack.traces) > len(groups[0]) for pack in packs)
@@ -175,7 +175,7 @@ def test_in_bfloat16_a_forest_is_as_near_to_float32_as_flat_paths_are(shape, dev
         rng = Random(seed)
         groups = [merged(rng, 6, [-1, 0, 1, 1], tokens=40), [attempt(rng, "r", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=30)]]
         groups += [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
-        forests = [grow([each.sample() for each in attempts]) for attempts in groups]
+        forests = [build_forest([each.sample() for each in attempts]) for attempts in groups]
         truth = gradient(exact, lay_out(forests, 2048, flat=True))
         for flat in off:
             found = [gradient(rounded, lay_out(forests, size, flat=flat)) for size in (2048, 300)]
@@ -195,10 +195,10 @@ def test_identical_attempts_give_exactly_twice_the_gradient_of_one(shape):
     """Bit for bit: both entries of a place add up to twice one before anything is rounded."""
     one = attempt(Random(0), "a", [-1, 0, 0, 1])
     twin = replace(one, name="b", notes=tuple(replace(note, trace="b") for note in one.notes))
-    alone, both = grow([one.sample()]), grow([one.sample(), twin.sample()])
+    alone, both = build_forest([one.sample()]), build_forest([one.sample(), twin.sample()])
     assert len(both) == len(alone)
     module = policy(CONFIGS[shape])
-    single, double = (train_forest(module, [forest], alone.counts()) for forest in (alone, both))
+    single, double = (train_forest(module, [forest], alone.count_by_component()) for forest in (alone, both))
     for name, gradient in single.gradients.items():
         assert torch.equal(double.gradients[name], 2 * gradient), name
 
@@ -208,7 +208,7 @@ def test_a_hybrid_model_gets_chains_with_the_flat_gradients(seed):
     ours, plain = policy(HYBRID, seed), made(HYBRID, "eager", seed)
     assert ours.layout is Layout.CHAINS
     attempts = [attempt(Random(seed), "a", [-1, 0, 0, 0, 1, 1, 4]), attempt(Random(seed + 1), "b", [-1, 0, 1])]
-    forests = [grow([each.sample()]) for each in attempts]
+    forests = [build_forest([each.sample()]) for each in attempts]
     packs = lay_out(forests, 120, Layout.CHAINS)
     assert len(packs) > 1
     counts = total(packs)
@@ -217,10 +217,10 @@ def test_a_hybrid_model_gets_chains_with_the_flat_gradients(seed):
 
 @pytest.mark.parametrize("shape", ["llama", "mixed"])
 def test_recomputed_activations_change_nothing(shape):
-    forest = grow([each.sample() for each in merged(Random(0), 3, [-1, 0, 1])])
+    forest = build_forest([each.sample() for each in merged(Random(0), 3, [-1, 0, 1])])
     module = policy(CONFIGS[shape])
-    before = train_forest(module, [forest], forest.counts())
+    before = train_forest(module, [forest], forest.count_by_component())
     module.model.gradient_checkpointing_enable({"use_reentrant": False})
-    after = train_forest(module, [forest], forest.counts())
+    after = train_forest(module, [forest], forest.count_by_component())
     for name, gradient in before.gradients.items():
         assert torch.equal(after.gradients[name], gradient), name

@@ -70,18 +70,20 @@ def test_what_is_trained_is_the_template_rendered_once(renderer):
     (chat,) = read_chats([{"messages": TALK, "tools": [TOOL]}], data())
     forest = forest_of([("a", chat)], renderer, ["assistant"], 1000)
     whole = renderer.render(chat.messages, chat.tools, generate=False).ids
-    np.testing.assert_array_equal(forest.ids, whole[: len(forest.ids)])
+    np.testing.assert_array_equal(forest.token_ids, whole[: len(forest.token_ids)])
 
 
 def test_shared_prefixes_exist_once_and_a_long_example_loses_its_end(renderer):
     same = [{"messages": [*TALK[:2], {"role": "assistant", "content": text}]} for text in ("one", "two")]
     chats = read_chats(same, data())
     forest = forest_of(list(zip("ab", chats)), renderer, ["assistant"], 1000)
-    assert forest.flat_tokens == sum(forest_of([("a", chat)], renderer, ["assistant"], 1000).tokens for chat in chats)
-    assert forest.tokens < 0.7 * forest.flat_tokens
-    short = forest_of([("a", chats[0])], renderer, ["assistant"], forest.tokens // 2 + 3)
-    assert short.dropped.cut_tokens > 0
-    assert short.counts()["ce"] + short.dropped.cut_tokens == len("one") + 1
+    assert forest.flat_tokens == sum(
+        forest_of([("a", chat)], renderer, ["assistant"], 1000).num_tokens for chat in chats
+    )
+    assert forest.num_tokens < 0.7 * forest.flat_tokens
+    short = forest_of([("a", chats[0])], renderer, ["assistant"], forest.num_tokens // 2 + 3)
+    assert short.dropped.num_truncated_tokens > 0
+    assert short.count_by_component()["ce"] + short.dropped.num_truncated_tokens == len("one") + 1
 
 
 THINKING = """{%- for message in messages -%}<|im_start|>{{ message.role }}
@@ -107,8 +109,8 @@ def test_a_template_that_hides_earlier_thinking_makes_the_conversation_a_tree(tm
     assert learned(chat, renderer) == ["<think>hm</think>b<|im_end|>", "<think>so</think>d<|im_end|>"]
     forest = forest_of([("a", chat)], renderer, ["assistant"], 1000)
     for at in np.flatnonzero(forest.targets.sequence == 1)[:1]:  # the second reply never saw the first one's thinking
-        source = forest.targets.source[at]
-        path = forest.ids[: source + 1][forest.visible()[source, : source + 1]]
+        source = forest.targets.logits_index[at]
+        path = forest.token_ids[: source + 1][forest.build_attention_mask()[source, : source + 1]]
         assert "hm" not in renderer.tokenizer.decode(path)
 
 

@@ -17,7 +17,7 @@ from ramify.errors import DeadlineExceeded, WeightsRefused
 from ramify.model.layout import Layout, explain
 from ramify.model.resolve import resolve
 from ramify.model.tree import BLOCK
-from ramify.trace import Annotation, Message, Sample, Trace, VersionRun, filler, grow
+from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionRun, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, find_loss, lay_out
 from ramify.train.build import choose_trainer_dtype
 from ramify.train.config import OptimConfig, ScheduleConfig
@@ -36,21 +36,21 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 def sample(
     rng: Random, name: str, prompt: list[int], env: str = "e", step: int = 0, temperature: float = 1.0
-) -> Sample:
+) -> AnnotatedTrace:
     trace = Trace(id=name)
-    trace.add(-1, Message("user"), np.array(prompt, np.int32))
+    trace.add_node(-1, Message("user"), np.array(prompt, np.int32))
     size = rng.randrange(4, 12)
     half = size // 2
-    trace.add(
+    trace.add_node(
         0,
         Message("assistant"),
         np.array([rng.randrange(VOCAB) for _ in range(size)], np.int32),
-        sampled=(0, size),
+        sampled_span=(0, size),
         logprobs=[rng.uniform(-5.0, -2.0) for _ in range(size)],
         versions=[VersionRun("p", 0, step, half), VersionRun("p", 0, step + 1, size - half)],
     )
     note = Annotation(name, 1, advantage=rng.choice([-1.0, 1.0]), ce=rng.choice([0.0, 0.5]))
-    return Sample(trace, (note,), temperature, env)
+    return AnnotatedTrace(trace, (note,), temperature, env)
 
 
 def forests(seed: int = 0, count: int = 4):
@@ -59,7 +59,7 @@ def forests(seed: int = 0, count: int = 4):
     for number in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(20)]
         env, heat = ("math", "code")[number % 2], (1.0, 0.8)[number % 2]
-        found.append(grow([sample(rng, f"g{number}a{i}", prompt, env, i % 3, heat) for i in range(5)]))
+        found.append(build_forest([sample(rng, f"g{number}a{i}", prompt, env, i % 3, heat) for i in range(5)]))
     return found
 
 
@@ -73,7 +73,7 @@ def weights(made: Trainer) -> dict[str, torch.Tensor]:
 
 def test_a_step_does_not_depend_on_how_the_batch_was_packed():
     made = [trainer(lr=1e-3), trainer(lr=1e-3), trainer(lr=1e-3)]
-    packs = [lay_out(forests(), 10_000), lay_out(forests(), 50), [*lay_out(forests(), 60), filler(30)]]
+    packs = [lay_out(forests(), 10_000), lay_out(forests(), 50), [*lay_out(forests(), 60), make_padding_forest(30)]]
     assert len(packs[0]) == 1 < len(packs[1])
     seen = [each.step(Batch.of(3, part)) for each, part in zip(made, packs)]
     for other in seen[1:]:
@@ -145,7 +145,7 @@ def unmeasured(metrics: StepMetrics) -> dict[str, float]:
 
 def test_training_lowers_the_loss_of_what_is_trained():
     trace = sample(Random(1), "a", [1, 2, 3]).trace
-    batch = Batch.of(0, lay_out([grow([Sample(trace, (Annotation("a", 1, rl=0.0, ce=1.0),))])], 1000))
+    batch = Batch.of(0, lay_out([build_forest([AnnotatedTrace(trace, (Annotation("a", 1, rl=0.0, ce=1.0),))])], 1000))
     made = trainer("qwen3", lr=1e-2)
     losses = [made.step(batch).loss for _ in range(8)]
     assert losses[-1] < 0.5 * losses[0]
@@ -229,7 +229,7 @@ def test_metrics_equal_a_count_token_by_token():
         masked = made.policy.losses["rl"](row_of(pack).told.entries("rl", logprob)).masked
         for t in range(len(pack.targets)):
             age = 4 - pack.versions[pack.targets.version[t]].step
-            where = f"/{pack.envs[pack.of_sequence('env')[t]]}/age_{age}"
+            where = f"/{pack.envs[pack.expand_sequence_column('env')[t]]}/age_{age}"
             lr = float(logprob[t]) - float(pack.targets.logprob[t])
             for place in ("", where):
                 sums[place]["mismatch_kl"].append(math.exp(lr) - lr - 1)
@@ -244,7 +244,7 @@ def test_metrics_equal_a_count_token_by_token():
             assert found[f"{name}{place}"] == pytest.approx(wanted, rel=1e-4, abs=1e-6), (name, place)
         exact = float(np.quantile(columns["max_log_ratio"], 0.999, method="inverted_cdf"))
         assert exact * 0.999 <= found[f"p999_log_ratio{place}"] <= max(1.2 * exact, 2e-5), place
-    assert found["forest/token_ratio"] == sum(f.flat_tokens for f in forests()) / sum(f.tokens for f in packs)
+    assert found["forest/token_ratio"] == sum(f.flat_tokens for f in forests()) / sum(f.num_tokens for f in packs)
     assert {"train/grad_norm", "train/tokens_per_second", "train/lr", "loss/rl", "loss/ce"} <= found.keys()
 
 
@@ -264,7 +264,7 @@ def test_sums_of_ranks_add_up_to_those_of_one():
 @pytest.mark.parametrize("config", [CONFIGS["mixed"], HYBRID], ids=["forest", "chains"])
 def test_a_row_without_targets_takes_part_and_changes_nothing(config):
     made = Trainer(policy(config), TrainerConfig())
-    metrics = made.step(Batch(0, [filler(16)], {"rl": 1, "ce": 1, "ref_kl": 1}))
+    metrics = made.step(Batch(0, [make_padding_forest(16)], {"rl": 1, "ce": 1, "ref_kl": 1}))
     assert metrics.loss == 0.0
     assert metrics.grad_norm == 0.0
     (adamw,) = made.optimizer.parts

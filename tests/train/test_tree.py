@@ -15,7 +15,7 @@ from ramify.model.chains import LONG, STEP, Chains, causal
 from ramify.model.layout import Layout, layout_for
 from ramify.model.tiles import TiledAttention, products
 from ramify.model.tree import BLOCK, Blocks, by_blocks
-from ramify.trace import Forest, concat, cut, filler, grow, pack
+from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.trace.forests import Size, group
 from tests.train.models import CONFIGS, HYBRID
 
@@ -26,14 +26,14 @@ SIZE = Size(traces=4, nodes=8, fewest=5, tokens=70, vocab=3, logprobs=(-5.0, -0.
 def row(seed: int) -> Forest:
     """Bushy trees with long and short runs, some cut, with padding behind, a multiple of the block long."""
     rng = Random(seed)
-    forests = [grow([each.sample() for each in group(rng, SIZE, f"g{number}-")]) for number in range(3)]
-    whole = concat(pack([piece for forest in forests for piece in cut(forest, 400)], 10_000))
-    return concat([whole, filler(-len(whole) % BLOCK)])
+    forests = [build_forest([each.sample() for each in group(rng, SIZE, f"g{number}-")]) for number in range(3)]
+    whole = concat_forests(pack_trees([piece for forest in forests for piece in split_forest(forest, 400)], 10_000))
+    return concat_forests([whole, make_padding_forest(-len(whole) % BLOCK)])
 
 
 def seen(forest: Forest, window: int) -> torch.Tensor:
-    near = forest.position[:, None] - forest.position[None, :] < (window or len(forest))
-    return torch.from_numpy(forest.visible() & near)
+    near = forest.position_ids[:, None] - forest.position_ids[None, :] < (window or len(forest))
+    return torch.from_numpy(forest.build_attention_mask() & near)
 
 
 @pytest.mark.parametrize("window", [0, 5, 40, 300])
@@ -47,7 +47,7 @@ def test_tiles_attend_to_what_the_rule_says_forward_and_backward(seed, window):
         query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=seen(forest, window)
     )
     grad = torch.randn_like(wanted)
-    plan = products(forest.end, forest.position, window)
+    plan = products(forest.subtree_end, forest.position_ids, window)
     assert any(product.mask is not None for product in plan)
     assert window or any(product.causal for product in plan)
     found = TiledAttention.apply(query, key, value, plan, None)
@@ -68,7 +68,7 @@ def listed(lists: torch.Tensor) -> dict[int, tuple[set[int], set[int]]]:
 @pytest.mark.parametrize("window", [0, 40])
 def test_blocks_hold_what_the_rule_says_and_leave_the_rest_out(window):
     forest = row(1)
-    blocks = Blocks.of(forest.end, forest.position, window, torch.device("cpu"))
+    blocks = Blocks.of(forest.subtree_end, forest.position_ids, window, torch.device("cpu"))
     tiled = seen(forest, window).reshape(len(forest) // BLOCK, BLOCK, len(forest) // BLOCK, BLOCK)
     some, every = tiled.any(3).any(1), tiled.all(3).all(1)
     keys, queries = listed(blocks.keys), listed(blocks.queries)
@@ -106,7 +106,7 @@ def test_kernels_attend_to_what_the_rule_says_forward_and_backward(dtype, width,
     cuda = torch.device("cuda")
     shapes = [(1, heads, len(forest), width) for heads in (4, 2, 2, 4)]
     query, key, value, grad = (torch.randn(shape, device=cuda, dtype=dtype).requires_grad_() for shape in shapes)
-    blocks = Blocks.of(forest.end, forest.position, window, cuda)
+    blocks = Blocks.of(forest.subtree_end, forest.position_ids, window, cuda)
     found = by_blocks(query, key, value, blocks, None, window).transpose(1, 2)
     exact = [each.detach().double().requires_grad_() for each in (query, key, value)]
     seen_pairs = seen(forest, window).to(cuda)
@@ -129,7 +129,7 @@ def test_a_row_of_long_chains_is_known_by_its_ends():
         found = Chains.of(end)
         return found and found.lengths
 
-    padding = filler(300).end
+    padding = make_padding_forest(300).subtree_end
     assert lengths(ends(LONG, LONG + 7)) == [LONG, LONG + 7]
     assert lengths(np.concatenate([ends(LONG), padding + LONG])) == [LONG]
     assert lengths(ends(LONG, 5, LONG)) is None

@@ -100,7 +100,7 @@ class Chat:
 def count(trace: Trace, role: str, usage: Usage) -> None:
     """Add what a call cost to `trace.info[role]`: these tokens are nobody's rollout, but somebody pays for them."""
     before = trace.info.get(role, {})
-    cost = {"calls": 1, "prompt": usage.prompt, "completion": usage.completion}
+    cost = {"calls": 1, "prompt": usage.prompt_tokens, "completion": usage.completion_tokens}
     trace.info[role] = {**before, **{name: before.get(name, 0) + n for name, n in cost.items()}}
 
 

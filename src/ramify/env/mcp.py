@@ -170,6 +170,6 @@ def _part(block: Any) -> str | Media:
         case "text":
             return block.text
         case "image":
-            return Media.of(base64.b64decode(block.data), block.mime_type)
+            return Media.from_bytes(base64.b64decode(block.data), block.mime_type)
         case _:
             return block.model_dump_json(exclude_none=True)

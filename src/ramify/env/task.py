@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ramify.trace.plain import plain
+from ramify.trace.plain_data import to_plain
 
 IDENTITY_DIGITS = 16
 
@@ -43,7 +43,7 @@ class Task(BaseModel):
             return data
         fields = cls.model_fields
         free = {name for name in data if name not in fields or fields[name].annotation is Any}
-        return {name: plain(value, f"task.{name}") if name in free else value for name, value in data.items()}
+        return {name: to_plain(value, f"task.{name}") if name in free else value for name, value in data.items()}
 
     @cached_property
     def identity(self) -> str:
@@ -57,7 +57,7 @@ class Task(BaseModel):
 
     def wire(self) -> dict[str, Any]:
         """The task as plain data; defaults are left out, so that a field added later changes no identity."""
-        return plain(self.model_dump(mode="json", exclude_defaults=True), "task")
+        return to_plain(self.model_dump(mode="json", exclude_defaults=True), "task")
 
     @classmethod
     def read(cls, wire: dict[str, Any]) -> Self:

@@ -19,7 +19,7 @@ from ramify.envserver.messages import (
     Tasks,
     Turn,
 )
-from ramify.trace import Episode, Trace, TraceReader, decode_episode, encode
+from ramify.trace import Episode, Trace, TraceDeltaDecoder, decode_episode, encode_trace
 from ramify.wire import Client, Message, Settings
 
 QUICK = 30.0  # seconds for what needs no model
@@ -110,7 +110,7 @@ class EnvClient:
     ) -> GroupScores:
         """The rewards that only all attempts at a task together have, for each trace."""
         ask = ScoreGroup(task.wire() if isinstance(task, Task) else task, environment)
-        message = Message.of(ask, *(encode(trace) for trace in traces))
+        message = Message.of(ask, *(encode_trace(trace) for trace in traces))
         return (await self._client.call("score_group", message, deadline=deadline)).read(GroupScores)
 
     async def tasks(self, start: int = 0, count: int = 100, *, deadline: float = 300.0) -> TaskPage:
@@ -138,14 +138,14 @@ class _Growing:
     """Puts the deltas of a rollout together; a later start replaces an earlier one."""
 
     def __init__(self, watch: Watch) -> None:
-        self._watch, self._start, self._reader = watch, -1, TraceReader()
+        self._watch, self._start, self._reader = watch, -1, TraceDeltaDecoder()
 
     def take(self, part: Message) -> None:
         turn = part.read(Turn)
         if turn.start < self._start:
             return
         if turn.start > self._start:
-            self._start, self._reader = turn.start, TraceReader()
+            self._start, self._reader = turn.start, TraceDeltaDecoder()
         for delta in part.blobs:
             self._reader.apply(delta)
         self._watch(turn.phase, self._reader.trace)

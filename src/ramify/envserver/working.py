@@ -43,7 +43,7 @@ from ramify.errors import ConfigInvalid, Failure, RequestInvalid
 from ramify.errors.origin import describe_exception
 from ramify.gateway import Gateway, Policy
 from ramify.rollout import Environment, SourceConfig, run, score_group
-from ramify.trace import Trace, TraceWriter, decode, encode_episode
+from ramify.trace import Trace, TraceDeltaEncoder, decode_trace, encode_episode
 from ramify.wire import Message, Request, Server, Settings
 
 LINGER = 2000  # milliseconds for the last words
@@ -180,7 +180,7 @@ class Worker:
     async def score_group(self, request: Request) -> Message:
         """The rewards that only all attempts at a task together have."""
         ask = request.read(ScoreGroup)
-        traces = [decode(blob) for blob in request.message.blobs]
+        traces = [decode_trace(blob) for blob in request.message.blobs]
         before = [len(trace.errors) for trace in traces]
         names = [hook.name for hook in self._env.hooks.group_rewards]
         await score_group(self._env, self._task(ask.task), traces)
@@ -215,15 +215,15 @@ class Starts:
 
     def __init__(self, ask: Run, request: Request) -> None:
         self._ask, self._request = ask, request
-        self._writer: TraceWriter | None = None
+        self._writer: TraceDeltaEncoder | None = None
         self.count = 0
 
     def watch(self, phase: str, trace: Trace) -> None:
         if phase == "boot":
             self.count += 1
-            self._writer = TraceWriter(trace)
+            self._writer = TraceDeltaEncoder(trace)
         if self._ask.stream and self._writer is not None:
-            delta = self._writer.delta()
+            delta = self._writer.next_delta()
             turn = Turn(self._ask.start + self.count - 1, phase)
             self._request.part(Message.of(turn, *(() if delta is None else (delta,))))
 

@@ -174,7 +174,7 @@ class Filling:
 
     async def _run(self, pair: Pair) -> Sequence[Trace]:
         def watch(phase: str, trace: Trace) -> None:
-            self.progress.watch(pair.id, phase, len(trace.calls))
+            self.progress.watch(pair.id, phase, len(trace.sampled_nodes))
 
         return await self.runs(pair, watch)
 

@@ -53,17 +53,17 @@ def _grow(tree: Tree, trace: Trace, starts: list[int], remarks: Remarks, full: b
 
 def _line(node: Node, full: bool, reason: str, untrained: str) -> Text:
     message = node.message
-    sampled = node.sampled[1] - node.sampled[0]
-    counts = f"{len(node.tokens)} tokens" + (f", {sampled} sampled" if sampled else "")
+    sampled = node.sampled_span[1] - node.sampled_span[0]
+    counts = f"{len(node.token_ids)} tokens" + (f", {sampled} sampled" if sampled else "")
     if node.call is not None:
         usage = node.call.usage
-        if not len(node.tokens):
-            counts = f"{usage.prompt} in, {usage.completion} out by the server's count"
-        counts += f", {node.call.finish}"
+        if not len(node.token_ids):
+            counts = f"{usage.prompt_tokens} in, {usage.completion_tokens} out by the server's count"
+        counts += f", {node.call.finish_reason}"
         if untrained:
             counts += f", not trained: {untrained}"
-        elif not node.trainable:
-            counts += f", by {node.call.served or 'another model'}"
+        elif not node.is_trainable:
+            counts += f", by {node.call.served_model or 'another model'}"
     line = Text.assemble(
         (message.role, f"bold {STYLES.get(message.role, 'white')}"), " ", (f"[{node.index}] {counts}", "dim")
     )
@@ -94,7 +94,9 @@ def _left_out(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
     if not untrained:
         return []
     nodes = ", ".join(f"[{node}]" for node in untrained)
-    return [Text(f"{len(untrained)} of {len(trace.calls)} calls are left out of training: {nodes}", style="dim")]
+    return [
+        Text(f"{len(untrained)} of {len(trace.sampled_nodes)} calls are left out of training: {nodes}", style="dim")
+    ]
 
 
 def _refusals(trace: Trace) -> list[Text]:
@@ -108,8 +110,8 @@ def _refusals(trace: Trace) -> list[Text]:
 
 
 def _title(trace: Trace) -> Text:
-    sampled = sum(node.sampled[1] - node.sampled[0] for node in trace.nodes)
-    total = sum(len(node.tokens) for node in trace.nodes)
+    sampled = sum(node.sampled_span[1] - node.sampled_span[0] for node in trace.nodes)
+    total = sum(len(node.token_ids) for node in trace.nodes)
     agent = f" {trace.agent}" if trace.agent else ""
     counts = f"{len(trace.nodes)} messages, {len(trace.leaves)} branches, {total} tokens, {sampled} sampled"
     return Text.assemble((f"{trace.id}{agent}", "bold"), "  ", (counts, "dim"))

@@ -17,7 +17,7 @@ POINTER = "text/uri-list"
 def read_url(url: str) -> Media:
     """The image behind a data URL, or a pointer to one elsewhere."""
     if not url.startswith("data:"):
-        return Media.of(url.encode(), POINTER)
+        return Media.from_bytes(url.encode(), POINTER)
     head, comma, data = url.partition(",")
     mime = head.removeprefix("data:").partition(";")[0]
     if not comma or ";base64" not in head:
@@ -28,7 +28,7 @@ def read_url(url: str) -> Media:
 def read_base64(data: str, mime: str) -> Media:
     """The image that this text spells."""
     try:
-        return Media.of(base64.b64decode(data, validate=True), mime)
+        return Media.from_bytes(base64.b64decode(data, validate=True), mime)
     except (binascii.Error, ValueError) as error:
         raise RequestInvalid(f"image: not valid base64: {error}") from error
 

@@ -28,7 +28,7 @@ from ramify.render import Break, History, Parsed, Problem, Rendered, Renderer, T
 from ramify.render.late_system import accepts_late_system, fold_late_system
 from ramify.render.offload import LARGE_TOKENS, offload
 from ramify.render.outline import Outline
-from ramify.trace import Media, Message, Span, Usage, VersionRun
+from ramify.trace import Media, Message, MessageSpan, Usage, VersionRun
 
 EMPTY = np.empty(0, np.int32)
 OPENINGS = 64  # opening prompts a policy remembers
@@ -44,7 +44,7 @@ class Prepared:
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[MessageSpan, ...]
     added: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY)
     length: int = 0
     """Tokens of the whole prompt."""
@@ -219,7 +219,7 @@ class TokenPolicy:
         return Sampled(
             message=parsed.message,
             finish="stop" if stopped else done.finish,
-            usage=Usage(len(rendered.ids), len(ids), done.usage.cached),
+            usage=Usage(len(rendered.ids), len(ids), done.usage.cached_tokens),
             history=rendered.answered(ids, parsed),
             ids=ids,
             logprobs=done.logprobs[: len(ids)],
@@ -277,7 +277,7 @@ class ChatPolicy:
     ) -> Prepared:
         """The conversation as it is; how many tokens it has, the endpoint will say."""
         whole = (*(history.messages if history else ()), *messages)
-        spans = tuple(Span(message, 0, (0, 0)) for message in messages)
+        spans = tuple(MessageSpan(message, 0, (0, 0)) for message in messages)
         return Prepared(whole, tuple(tools), spans, media=media or {})
 
     async def sample(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ramify.gateway.conversations import Said, parting
 from ramify.gateway.policy import Prepared, Sampled
-from ramify.trace import Call, Media, MediaPart, Trace, Turn, TurnBuilder
+from ramify.trace import Media, MediaPart, ModelCall, Trace, TraceBuilder, Turn
 
 
 class Recorded(NamedTuple):
@@ -28,18 +28,18 @@ class Recorder:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._builder = TurnBuilder(trace)
+        self._builder = TraceBuilder(trace)
 
     def new_tokens(self, prepared: Prepared, end: Said) -> int:
         """How many tokens of a prompt the trace does not hold yet."""
-        return len(prepared.added) - self.trace.graph.match(prepared.added, (), _after(prepared, end))[1]
+        return len(prepared.added) - self.trace.graph.match_prefix(prepared.added, (), _after(prepared, end))[1]
 
     def add(
         self,
         end: Said,
         prepared: Prepared,
         sampled: Sampled,
-        call: Call,
+        call: ModelCall,
         media: Mapping[str, Media],
         *,
         trainable: bool,
@@ -47,7 +47,7 @@ class Recorder:
         """Add the turn whose prompt leads to `end`. A turn that is refused leaves no mark."""
         graph = self.trace.graph
         first, tokens, logprobs = len(graph), graph.tokens.size, graph.logprobs.size
-        node = self._builder.attach(
+        node = self._builder.add_turn(
             Turn(
                 call,
                 prepared.added,
@@ -73,8 +73,8 @@ class Recorder:
         self.trace.info["token_counts"] = "usage"
         usage = sampled.usage
         before = end.last.length if end.last else 0
-        new = 0 if end.replies else max(0, usage.prompt - before)
-        return Recorded(node, new, usage.completion, usage.prompt + usage.completion)
+        new = 0 if end.replies else max(0, usage.prompt_tokens - before)
+        return Recorded(node, new, usage.completion_tokens, usage.prompt_tokens + usage.completion_tokens)
 
     def _keep_media(self, prepared: Prepared, media: Mapping[str, Media]) -> None:
         """What new messages show, into the trace's table."""

@@ -29,7 +29,7 @@ from ramify.gateway.recording import Recorder
 from ramify.gateway.selection import RecordedCall
 from ramify.gateway.wishes import call_seed, effective, recorded, stop_strings
 from ramify.render import History
-from ramify.trace import Call, Media, Trace
+from ramify.trace import Media, ModelCall, Trace
 
 BACKOFF = 0.25  # seconds before a failed call is made again; doubled each time
 REFUSALS = 50  # different refusals that a trace keeps
@@ -196,7 +196,7 @@ class Session:
     def _history(self, policy: Policy, reply: Said) -> History:
         """What a turn after `reply` continues, its tokens as the trace has them."""
         if reply.history is None:
-            sampled = self.trace.nodes[reply.node].sampled
+            sampled = self.trace.nodes[reply.node].sampled_span
             ids = self.trace.graph.path_tokens(reply.node)
             history = History.of(reply.since(None), reply.tools, ids, sampled=sampled[1] - sampled[0])
             self._talks[id(policy)].keep(reply, history)
@@ -216,7 +216,7 @@ class Session:
                         sampling = replace(sampling, max_tokens=grant.output)
                     sampled = await self._sample(policy, prepared, sampling, stop)
                     self._calls += 1
-                    call = Call(
+                    call = ModelCall(
                         f"{self.trace.id}-{self._calls}",
                         request.model,
                         policy.name,
@@ -280,7 +280,7 @@ class Session:
         raise AssertionError  # the loop returns or raises
 
     def _record(
-        self, policy: Policy, end: Said, prepared: Prepared, sampled: Sampled, call: Call, grant: Grant
+        self, policy: Policy, end: Said, prepared: Prepared, sampled: Sampled, call: ModelCall, grant: Grant
     ) -> Reply:
         """The call into the trace, the budget and the conversations, all before anybody sees the answer."""
         trainable = policy.trainable and policy is self.policy

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ramify.trace.columns import Ints
+from ramify.trace.columns import Int32Array
 
 LONG = 8192  # tokens of a chain from which on this is faster
 STEP = 512  # lengths are multiples of it
@@ -27,7 +27,7 @@ class Chains:
         self.lengths = lengths
 
     @classmethod
-    def of(cls, end: Ints) -> "Chains | None":
+    def of(cls, end: Int32Array) -> "Chains | None":
         """If the row holds nothing else and all are long; padding behind them aside."""
         lengths: list[int] = []
         start = 0

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.trace.columns import Ints
+from ramify.trace.columns import Int32Array
 
 ALONE = 32  # a run this long is no part of a tile
 WIDE = 128  # a run this long is seen by all that hangs from it in one product
@@ -37,7 +37,7 @@ class Product(NamedTuple):
     first: bool = False  # of these queries: every query meets itself in exactly one product, which comes first
 
 
-def products(end: Ints, position: Ints, window: int) -> list[Product]:
+def products(end: Int32Array, position: Int32Array, window: int) -> list[Product]:
     """The products of a row; `window` is 0 where attention has none."""
     bounds = runs(end)
     wide = [] if window else [(a, b) for a, b in pairwise(bounds) if b - a >= WIDE and end[a] > b]
@@ -61,7 +61,7 @@ def products(end: Ints, position: Ints, window: int) -> list[Product]:
     return found + [Product(stop, int(end[start]), slice(start, stop)) for start, stop in wide]
 
 
-def runs(end: Ints) -> list[int]:
+def runs(end: Int32Array) -> list[int]:
     """Where runs begin, and the end of the last."""
     forks = (end[1:] != end[:-1]) | (end[:-1] == np.arange(1, len(end)))
     return [0, *(np.flatnonzero(forks) + 1).tolist(), len(end)]
@@ -83,7 +83,7 @@ def _stretches(bounds: list[int], most: int | None) -> Iterator[tuple[int, int, 
         yield tile
 
 
-def _mask(end: Ints, position: Ints, window: int, queries: np.ndarray, keys: np.ndarray) -> Tensor:
+def _mask(end: Int32Array, position: Int32Array, window: int, queries: np.ndarray, keys: np.ndarray) -> Tensor:
     seen = (keys[None, :] <= queries[:, None]) & (queries[:, None] < end[keys][None, :])
     if window:
         seen &= position[queries][:, None] - position[keys][None, :] < window

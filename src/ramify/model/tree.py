@@ -20,7 +20,7 @@ from ramify.model.chains import Chains, causal
 from ramify.model.paged import refuse_masks
 from ramify.model.put import put
 from ramify.model.tiles import Product, TiledAttention, products
-from ramify.trace.columns import Ints
+from ramify.trace.columns import Int32Array
 
 ATTENTION = "ramify_tree"
 BLOCK = 64  # tokens; small, because branches begin and end anywhere and leave the blocks around partly empty
@@ -32,7 +32,7 @@ class Tree:
     """Who sees whom in one row, in the form its device computes it; made for each window once."""
 
     def __init__(
-        self, end: Ints, position: Ints, device: torch.device, windows: frozenset[int] = frozenset({0})
+        self, end: Int32Array, position: Int32Array, device: torch.device, windows: frozenset[int] = frozenset({0})
     ) -> None:
         depth = position if position.ndim == 1 else position[0]
         self.windowed = any(windows)
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
     queries: Tensor  # a block of keys, and in the same way the blocks of queries that see it
 
     @classmethod
-    def of(cls, end: Ints, position: Ints, window: int, device: torch.device) -> "Blocks":
+    def of(cls, end: Int32Array, position: Int32Array, window: int, device: torch.device) -> "Blocks":
         """Made on the device, from the smallest and largest `end` of each block, not from pairs of tokens."""
         count = len(end) // BLOCK
         if count * BLOCK != len(end):

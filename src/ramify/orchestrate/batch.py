@@ -14,8 +14,8 @@ import numpy as np
 
 from ramify.errors import BatchCorrupt
 from ramify.store.ledger import StoredBatch
-from ramify.trace import Annotation, Forest, Sample, Trace, grow
-from ramify.trace.forest import COMPONENTS
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
+from ramify.trace.forest import LOSS_COMPONENTS
 from ramify.train.batches import Batch, Laying, lay_out, shares
 
 Read = Callable[[str], Sequence[Trace]]  # a rollout's traces by its id
@@ -35,14 +35,16 @@ class Member:
         """The forest of the group; traces without an annotation have no part in it."""
         notes: dict[str, list[Annotation]] = {}
         for note in self.annotations:
-            notes.setdefault(note.trace, []).append(note)
+            notes.setdefault(note.trace_id, []).append(note)
         known = {trace.id for trace in traces}
         if lost := sorted(notes.keys() - known):
             raise BatchCorrupt(f"group {self.group} has annotations of traces {lost}, which are not in the run")
         samples = [
-            Sample(trace, tuple(notes[trace.id]), self.temperature, self.env) for trace in traces if trace.id in notes
+            AnnotatedTrace(trace, tuple(notes[trace.id]), self.temperature, self.env)
+            for trace in traces
+            if trace.id in notes
         ]
-        return grow(samples, seq_len=seq_len)
+        return build_forest(samples, seq_len=seq_len)
 
 
 def decide(step: int, members: Sequence[tuple[Member, Forest]], seq_len: int | None) -> StoredBatch:
@@ -93,8 +95,8 @@ def share_out(stored: StoredBatch, forests: Sequence[Forest], laying: Laying, ra
 
 
 def _counts(forests: Sequence[Forest]) -> dict[str, int]:
-    found = [forest.counts() for forest in forests]
-    return {name: sum(each[name] for each in found) for name in COMPONENTS}
+    found = [forest.count_by_component() for forest in forests]
+    return {name: sum(each[name] for each in found) for name in LOSS_COMPONENTS}
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -133,7 +135,7 @@ def _member(member: Member) -> _Member:
     names: dict[str, int] = {}
     notes = [
         _Note(
-            names.setdefault(note.trace, len(names)),
+            names.setdefault(note.trace_id, len(names)),
             note.node,
             note.span,
             *(_packed(getattr(note, v)) for v in _VALUES),

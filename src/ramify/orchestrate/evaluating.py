@@ -175,5 +175,5 @@ def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]
         name: [trace.metrics[name] for trace in traces if name in trace.metrics] for name in names
     }
     values |= {f"{prefix}/metric/{name}": mean_of(numbers) for name, numbers in metrics.items()}
-    values[f"{prefix}/truncated"] = mean_of([trace.truncated for trace in traces])
+    values[f"{prefix}/truncated"] = mean_of([trace.is_truncated for trace in traces])
     return values

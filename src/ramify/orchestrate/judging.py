@@ -86,7 +86,9 @@ def _judge_scored(group: GroupRun, source: Source, rules: Rules, rewards: Sequen
         detail = f"{error.message}; rewards from {min(rewards):g} to {max(rewards):g}"
         return Judged(None, notes, fired, reason=DropReason.NOT_FINITE, detail=detail)
     if not len(forest.targets):
-        detail = f"every path is over {rules.seq_len} tokens" if forest.dropped.too_long else "all weights are zero"
+        detail = (
+            f"every path is over {rules.seq_len} tokens" if forest.dropped.overlong_calls else "all weights are zero"
+        )
         return Judged(mean, notes, fired, reason=DropReason.NOTHING_TRAINABLE, detail=detail)
     return Judged(mean, notes, fired, member, forest)
 
@@ -102,7 +104,7 @@ def _notes(
     """Reward, advantage and verdicts of each attempt; an advantage per token is told by its mean."""
     advantage: dict[str, list[float]] = {}
     for note in annotations:
-        advantage.setdefault(note.trace, []).append(float(np.mean(note.advantage)))
+        advantage.setdefault(note.trace_id, []).append(float(np.mean(note.advantage)))
     found: dict[int, dict[str, Any]] = {}
     for attempt, traces in group.rollouts.items():
         told = [value for trace in traces for value in advantage.get(trace.id, [])]

@@ -98,9 +98,9 @@ class Progress:
             self._rollouts.popleft()
 
     def _told(self, source: str, trace: Trace) -> Iterable[tuple[str, float]]:
-        yield "turns/mean", float(len(trace.calls))
+        yield "turns/mean", float(len(trace.sampled_nodes))
         yield "tokens/sampled", float(trace.graph.logprobs.size)
-        yield "truncated", float(trace.truncated)
+        yield "truncated", float(trace.is_truncated)
         yield "render/breaks", trace.metrics.get("render/breaks", 0.0)
         for name, value in trace.metrics.items():
             if not name.startswith("render/breaks"):

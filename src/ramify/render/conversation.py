@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ramify.render.outline import Outline
 from ramify.render.tokenizer import Ints, Tokenizer
-from ramify.trace import Message, Span
+from ramify.trace import Message, MessageSpan
 
 Tool = Mapping[str, Any]
 """A tool as the model is told about it: `{"type": "function", "function": {name, description, parameters}}`."""
@@ -93,7 +93,7 @@ class Rendered:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     ids: Ints
-    spans: tuple[Span, ...]
+    spans: tuple[MessageSpan, ...]
     outline: Outline
     kept: int = 0
     broke: Break | None = None
@@ -149,9 +149,9 @@ class History:
         return cls(tuple(messages), tuple(tools), np.asarray(ids, np.int32), sampled, Outline.of(messages))
 
 
-def _earlier(span: Span, by: int) -> Span:
+def _earlier(span: MessageSpan, by: int) -> MessageSpan:
     low, high = span.body
-    return Span(span.message, max(0, span.stop - by), (max(0, low - by), max(0, high - by)))
+    return MessageSpan(span.message, max(0, span.stop - by), (max(0, low - by), max(0, high - by)))
 
 
 class Renderer(Protocol):

@@ -20,7 +20,7 @@ from ramify.render.outline import Outline
 from ramify.render.reply import CallIds
 from ramify.render.tokenizer import Ints, Tokenizer
 from ramify.render.writer import text_of
-from ramify.trace import Message, Span, ToolCall
+from ramify.trace import Message, MessageSpan, ToolCall
 
 PROBLEMS = {
     "invalid_json": ProblemKind.INVALID_JSON,
@@ -158,18 +158,18 @@ def _create(tokenizer: _HuggingFaceDress, family: str, args: dict[str, Any]) -> 
         ) from error
 
 
-def _spans(messages: Sequence[Message], tokens: Any, kept: int) -> tuple[Span, ...]:
+def _spans(messages: Sequence[Message], tokens: Any, kept: int) -> tuple[MessageSpan, ...]:
     """Which tokens are whose, behind the first `kept`."""
     owner = np.array(tokens.message_indices, np.int64)[kept:]
     body: Ints = np.array(tokens.is_content or [False] * len(tokens.token_ids), np.int32)[kept:]
-    spans: list[Span] = []
+    spans: list[MessageSpan] = []
     before = 0
     for number, message in enumerate(messages):
         mine = np.flatnonzero(owner == number)
         stop = max(before, int(mine[-1]) + 1) if len(mine) else before
         said = mine[body[mine] > 0] if len(mine) else mine
         low, high = (int(said[0]), int(said[-1]) + 1) if len(said) else (stop, stop)
-        spans.append(Span(message, stop, (min(max(low, before), stop), min(max(high, before), stop))))
+        spans.append(MessageSpan(message, stop, (min(max(low, before), stop), min(max(high, before), stop))))
         before = stop
     return tuple(spans)
 

@@ -28,7 +28,7 @@ from ramify.render.seams import NOTHING, Seams
 from ramify.render.template import ChatTemplate
 from ramify.render.tokenizer import Encoded, Tokenizer
 from ramify.render.writer import Writer
-from ramify.trace import Message, Span
+from ramify.trace import Message, MessageSpan
 
 MOST_PROMPTS = 64
 
@@ -167,9 +167,9 @@ class TemplateRenderer:
         return text[len(prompt) : slot.start] if text.startswith(prompt) else "", text[slot.stop :]
 
 
-def _spans(messages: Sequence[Message], places: Sequence[Place], encoded: Encoded) -> tuple[Span, ...]:
+def _spans(messages: Sequence[Message], places: Sequence[Place], encoded: Encoded) -> tuple[MessageSpan, ...]:
     """Characters to tokens: a token belongs to the message that its first character is in."""
-    spans: list[Span] = []
+    spans: list[MessageSpan] = []
     before = 0
     starts, stops = encoded.starts.tolist(), encoded.stops.tolist()
     for message, place in zip(messages, places, strict=True):
@@ -178,7 +178,7 @@ def _spans(messages: Sequence[Message], places: Sequence[Place], encoded: Encode
         high = bisect_left(starts, place.body[1])
         high = min(max(high, before), stop)
         low = min(max(low, before), high) if place.body[0] < place.body[1] else high
-        spans.append(Span(message, stop, (low, high)))
+        spans.append(MessageSpan(message, stop, (low, high)))
         before = stop
     return tuple(spans)
 

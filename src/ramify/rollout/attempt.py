@@ -37,7 +37,7 @@ from ramify.rollout.scoring import due, score
 from ramify.rollout.state import SCORING_STATE, save_state
 from ramify.rollout.within import within
 from ramify.trace import Episode, Trace
-from ramify.trace.plain import plain
+from ramify.trace.plain_data import to_plain
 
 if TYPE_CHECKING:
     from ramify.gateway import Gateway
@@ -163,7 +163,7 @@ class Attempt:
         """Mark the calls that `harness.train` leaves out of training."""
         if self.env.harness.config.train == "main":
             for node, reason in sorted(side_calls(self.session.calls, prompt_texts(self.task)).items()):
-                self.trace.leave_out(node, reason)
+                self.trace.exclude_from_training(node, reason)
 
     async def judge(self) -> None:
         """Let the environment look at what came of it."""
@@ -256,7 +256,7 @@ def _seal(trace: Trace) -> None:
     """Take out what cannot travel: a list in `trace.info` may have been given anything since it was set."""
     for key in list(trace.info):
         try:
-            plain(trace.info[key], f"info.{key}")
+            to_plain(trace.info[key], f"info.{key}")
         except ValueRefused as error:
             del trace.info[key]
             trace.errors.append(Failure.of(error))

@@ -8,7 +8,7 @@ from ramify.errors import EnvironmentFault, RamifyError
 from ramify.gateway.policy import EMPTY, Prepared, Sampled
 from ramify.render import History, Tool
 from ramify.render.outline import Outline
-from ramify.trace import Media, Message, Span, Usage
+from ramify.trace import Media, Message, MessageSpan, Usage
 
 
 class ScriptedPolicy:
@@ -36,7 +36,7 @@ class ScriptedPolicy:
     ) -> Prepared:
         """The conversation as it is."""
         whole = (*(history.messages if history else ()), *messages)
-        return Prepared(whole, tuple(tools), tuple(Span(message, 0, (0, 0)) for message in messages))
+        return Prepared(whole, tuple(tools), tuple(MessageSpan(message, 0, (0, 0)) for message in messages))
 
     async def sample(
         self,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ramify.errors import ValueRefused
-from ramify.trace.plain import DEEPEST
+from ramify.trace.plain_data import MAX_DEPTH
 
 SCORING_STATE = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
 LARGEST = 1_000_000  # characters and values that a saved state may have
@@ -42,8 +42,8 @@ class _Tagger:
         self._size = 0
 
     def tag(self, value: Any, place: str, depth: int = 0) -> Any:
-        if depth == DEEPEST:
-            raise ValueRefused(f"{place} is nested more than {DEEPEST} deep")
+        if depth == MAX_DEPTH:
+            raise ValueRefused(f"{place} is nested more than {MAX_DEPTH} deep")
         kind = type(value)  # not isinstance: a subclass may hold more than its base does
         self._size += 1 + (len(value) if kind in (str, bytes) else 0)
         if self._size > LARGEST:

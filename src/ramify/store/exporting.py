@@ -13,7 +13,7 @@ import msgspec
 
 from ramify.errors import ConfigInvalid
 from ramify.store.store import RunStore
-from ramify.trace.readable import to_dict
+from ramify.trace.json_view import to_dict
 
 FORMATS = ("jsonl", "parquet")
 ReportProgress = Callable[[int, int], None]

@@ -19,10 +19,10 @@ def summary_of(traces: Sequence[Trace], failure: Failure | None = None) -> dict[
     calls = [node.call for trace in traces for node in trace.nodes if node.call is not None]
     return {
         "stop": first.stop,
-        "truncated": any(trace.truncated for trace in traces),
+        "truncated": any(trace.is_truncated for trace in traces),
         "calls": len(calls),
-        "input": sum(call.usage.prompt for call in calls),
-        "output": sum(call.usage.completion for call in calls),
+        "input": sum(call.usage.prompt_tokens for call in calls),
+        "output": sum(call.usage.completion_tokens for call in calls),
         "rewards": {name: None if entry is None else entry[0] for name, entry in first.rewards.items()},
         "weights": {name: entry[1] for name, entry in first.rewards.items() if entry is not None},
         "metrics": dict(first.metrics),

@@ -4,67 +4,75 @@ A `Trace` holds what the sampler did; `grow`, `cut`, `pack` and `balance` turn t
 Needs numpy and msgspec alone.
 """
 
-from ramify.trace.annotation import Annotation, Sample
-from ramify.trace.codec import decode, decode_episode, encode, encode_episode
-from ramify.trace.cutting import cut
-from ramify.trace.delta import TraceReader, TraceWriter
-from ramify.trace.forest import Dropped, Forest, MediaSpan, Targets, Version, concat, filler
-from ramify.trace.growing import grow
+from ramify.trace.annotation import AnnotatedTrace, Annotation
+from ramify.trace.codec import decode_episode, decode_trace, encode_episode, encode_trace
+from ramify.trace.delta import TraceDeltaDecoder, TraceDeltaEncoder
+from ramify.trace.forest import (
+    DroppedTargets,
+    Forest,
+    MediaSpan,
+    PolicyVersion,
+    Targets,
+    concat_forests,
+    make_padding_forest,
+)
+from ramify.trace.forest_builder import build_forest
+from ramify.trace.forest_split import split_forest
+from ramify.trace.json_view import to_json
 from ramify.trace.message import (
-    Call,
     Media,
     MediaPart,
     MediaRef,
     Message,
+    ModelCall,
     TextPart,
     ToolCall,
     Usage,
     VersionRun,
 )
-from ramify.trace.packing import balance, pack
-from ramify.trace.readable import to_json
-from ramify.trace.trace import SCHEMA, Branch, Episode, Flat, Node, Timing, Trace
-from ramify.trace.turn import PlacedMedia, Span, Turn, TurnBuilder
+from ramify.trace.packing import balance_packs, pack_trees
+from ramify.trace.trace import TRACE_SCHEMA, Branch, Episode, FlatBranch, Node, Timing, Trace
+from ramify.trace.turn import MessageSpan, PromptMedia, TraceBuilder, Turn
 
 __all__ = [
-    "SCHEMA",
+    "TRACE_SCHEMA",
+    "AnnotatedTrace",
     "Annotation",
     "Branch",
-    "Call",
-    "Dropped",
+    "DroppedTargets",
     "Episode",
-    "Flat",
+    "FlatBranch",
     "Forest",
     "Media",
     "MediaPart",
     "MediaRef",
     "MediaSpan",
     "Message",
+    "MessageSpan",
+    "ModelCall",
     "Node",
-    "PlacedMedia",
-    "Sample",
-    "Span",
+    "PolicyVersion",
+    "PromptMedia",
     "Targets",
     "TextPart",
     "Timing",
     "ToolCall",
     "Trace",
-    "TraceReader",
-    "TraceWriter",
+    "TraceBuilder",
+    "TraceDeltaDecoder",
+    "TraceDeltaEncoder",
     "Turn",
-    "TurnBuilder",
     "Usage",
-    "Version",
     "VersionRun",
-    "balance",
-    "concat",
-    "cut",
-    "decode",
+    "balance_packs",
+    "build_forest",
+    "concat_forests",
     "decode_episode",
-    "encode",
+    "decode_trace",
     "encode_episode",
-    "filler",
-    "grow",
-    "pack",
+    "encode_trace",
+    "make_padding_forest",
+    "pack_trees",
+    "split_forest",
     "to_json",
 ]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ramify.trace.columns import Floats
+from ramify.trace.columns import Float32Array
 from ramify.trace.trace import Trace
 
-Weight = float | Floats
+TokenWeight = float | Float32Array
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -21,18 +21,18 @@ class Annotation:
     weights is not zero; `ce` alone may also reach tokens that the policy did not sample.
     """
 
-    trace: str
+    trace_id: str
     node: int
     span: tuple[int, int] | None = None  # tokens of the node; the sampled ones unless said
-    advantage: Weight = 0.0
-    rl: Weight = 1.0
-    ce: Weight = 0.0
-    ref_kl: Weight = 0.0
-    reference: Floats | None = None  # logprobs under the reference model
+    advantage: TokenWeight = 0.0
+    rl: TokenWeight = 1.0
+    ce: TokenWeight = 0.0
+    ref_kl: TokenWeight = 0.0
+    ref_logprobs: Float32Array | None = None  # logprobs under the reference model
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Sample:
+class AnnotatedTrace:
     """A trace on its way into a batch, with all that is trained of it."""
 
     trace: Trace

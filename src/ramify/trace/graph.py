@@ -20,24 +20,32 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import TraceCorrupt
-from ramify.trace.checks import (
+from ramify.trace.columns import (
+    MEDIA_DTYPE,
+    NODE_DTYPE,
+    VERSION_DTYPE,
+    Column,
+    Int32Array,
+    common_prefix_length,
+    make_readonly,
+)
+from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionRun
+from ramify.trace.node_checks import (
+    as_logprobs,
+    as_token_ids,
+    build_table,
     check_media,
     check_node,
     check_versions,
+    copy_node_array,
     decode_record,
-    float_row,
-    node_array,
-    record_bytes,
-    rows_of,
-    token_ids,
+    encode_record,
 )
-from ramify.trace.columns import MEDIA, NODE, VERSION, Column, Ints, common_prefix, frozen
-from ramify.trace.message import Call, Media, MediaRef, Message, Record, VersionRun
 
-Placed = Sequence[tuple[int, int, str]]  # media in a token sequence: (start, stop, hash), in order
+MediaSpans = Sequence[tuple[int, int, str]]  # media in a token sequence: (start, stop, hash), in order
 
 
-class Graph:
+class MessageGraph:
     """Columns of nodes, tokens, logprobs, records, weight versions and media, plus the runs they form."""
 
     __slots__ = (
@@ -56,12 +64,12 @@ class Graph:
     )
 
     def __init__(self) -> None:
-        self.nodes = Column(np.empty(0, NODE))
+        self.nodes = Column(np.empty(0, NODE_DTYPE))
         self.tokens = Column(np.empty(0, np.int32))
         self.logprobs = Column(np.empty(0, np.float32))
         self.records = Column(np.empty(0, np.uint8))
-        self.versions = Column(np.empty(0, VERSION))
-        self.media_refs = Column(np.empty(0, MEDIA))
+        self.versions = Column(np.empty(0, VERSION_DTYPE))
+        self.media_refs = Column(np.empty(0, MEDIA_DTYPE))
         self.policies: list[str] = []
         self.media: list[Media] = []
         self.arrays: dict[int, dict[str, npt.NDArray[Any]]] = {}
@@ -74,34 +82,34 @@ class Graph:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def start(self, node: int) -> int:
+    def token_start(self, node: int) -> int:
         """Where the node's tokens begin in the token column."""
         return int(self.nodes.view["stop"][node - 1]) if node > 0 else 0
 
-    def stop(self, node: int) -> int:
+    def token_stop(self, node: int) -> int:
         return int(self.nodes.view["stop"][node]) if node >= 0 else 0
 
     def depth(self, node: int) -> int:
         """Tokens on the path before the node."""
-        run = self.run_of(node)
-        return self._run_depth[run] + self.start(node) - self.start(self._run_first[run])
+        run = self.find_run(node)
+        return self._run_depth[run] + self.token_start(node) - self.token_start(self._run_first[run])
 
-    def end(self, node: int) -> int:
+    def path_length(self, node: int) -> int:
         """Tokens on the path up to and with the node; 0 for node -1."""
-        return self.depth(node) + self.stop(node) - self.start(node) if node >= 0 else 0
+        return self.depth(node) + self.token_stop(node) - self.token_start(node) if node >= 0 else 0
 
-    def before(self, node: int) -> int:
+    def previous_token_index(self, node: int) -> int:
         """The token before the node's first on its path, as an index into the token column; -1 if there is none."""
         while node >= 0:
-            first = self._run_first[self.run_of(node)]
-            if self.start(node) > self.start(first):
-                return self.start(node) - 1
+            first = self._run_first[self.find_run(node)]
+            if self.token_start(node) > self.token_start(first):
+                return self.token_start(node) - 1
             node = int(self.nodes.view["parent"][first])
-            if node >= 0 and self.stop(node) > self.start(node):
-                return self.stop(node) - 1
+            if node >= 0 and self.token_stop(node) > self.token_start(node):
+                return self.token_stop(node) - 1
         return -1
 
-    def record(self, node: int) -> Record:
+    def read_record(self, node: int) -> NodeRecord:
         stops = self.nodes.view["record_stop"]
         try:
             return decode_record(self.records.view[stops[node - 1] if node else 0 : stops[node]].data)
@@ -109,18 +117,18 @@ class Graph:
             raise TraceCorrupt(f"the message of node {node} cannot be read: {error}") from error
 
     def version_runs(self, node: int) -> tuple[VersionRun, ...]:
-        rows = _rows(self.versions.view, node, node)
+        rows = _select_rows(self.versions.view, node, node)
         return tuple(VersionRun(self.policies[p], i, s, c) for _, p, i, s, c in rows)
 
-    def refs(self, node: int) -> tuple[MediaRef, ...]:
-        return tuple(MediaRef(*row[1:]) for row in _rows(self.media_refs.view, node, node))
+    def node_media(self, node: int) -> tuple[MediaRef, ...]:
+        return tuple(MediaRef(*row[1:]) for row in _select_rows(self.media_refs.view, node, node))
 
-    def images(self, first: int = 0, last: int | None = None) -> list[tuple[int, int, Media]]:
+    def media_spans(self, first: int = 0, last: int | None = None) -> list[tuple[int, int, Media]]:
         """(start, stop, media) of all media of nodes first to last, placed in the token column."""
         if not self.media_refs.size:
             return []
-        rows = _rows(self.media_refs.view, first, len(self) - 1 if last is None else last)
-        starts = ((self.start(node), media, start, stop) for node, _, media, start, stop in rows)
+        rows = _select_rows(self.media_refs.view, first, len(self) - 1 if last is None else last)
+        starts = ((self.token_start(node), media, start, stop) for node, _, media, start, stop in rows)
         return [(begin + start, begin + stop, self.media[media]) for begin, media, start, stop in starts]
 
     def runs(self) -> Iterator[tuple[int, int]]:
@@ -132,82 +140,82 @@ class Graph:
         """(first node, tokens on the path before it) of each run."""
         return zip(self._run_first, self._run_depth)
 
-    def run_of(self, node: int) -> int:
+    def find_run(self, node: int) -> int:
         return bisect_right(self._run_first, node) - 1
 
     def run_depth(self, run: int) -> int:
         """Tokens on the path before the run."""
         return self._run_depth[run]
 
-    def slices(self, node: int) -> list[slice]:
+    def path_slices(self, node: int) -> list[slice]:
         """The path's tokens, root first, as slices of the token column: one per run it passes through."""
         found: list[slice] = []
         while node >= 0:
-            first = self._run_first[self.run_of(node)]
-            found.append(slice(self.start(first), self.stop(node)))
+            first = self._run_first[self.find_run(node)]
+            found.append(slice(self.token_start(first), self.token_stop(node)))
             node = int(self.nodes.view["parent"][first])
         return found[::-1]
 
-    def path(self, node: int) -> list[int]:
+    def path_nodes(self, node: int) -> list[int]:
         """The nodes from the root to `node`."""
         found: list[int] = []
         while node >= 0:
-            first = self._run_first[self.run_of(node)]
+            first = self._run_first[self.find_run(node)]
             found.extend(range(node, first - 1, -1))
             node = int(self.nodes.view["parent"][first])
         return found[::-1]
 
-    def path_tokens(self, node: int) -> Ints:
-        parts = [self.tokens.view[part] for part in self.slices(node)]
-        return frozen(parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts]))
+    def path_tokens(self, node: int) -> Int32Array:
+        parts = [self.tokens.view[part] for part in self.path_slices(node)]
+        return make_readonly(parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts]))
 
-    def path_images(self, node: int) -> list[tuple[int, int, str]]:
+    def path_media(self, node: int) -> list[tuple[int, int, str]]:
         """(start, stop, hash) of the media on the path to `node`, in tokens of the path."""
         found: list[tuple[int, int, str]] = []
         while node >= 0:
-            run = self.run_of(node)
-            shift = self._run_depth[run] - self.start(self._run_first[run])
-            mine = self.images(self._run_first[run], node)
+            run = self.find_run(node)
+            shift = self._run_depth[run] - self.token_start(self._run_first[run])
+            mine = self.media_spans(self._run_first[run], node)
             found = [(start + shift, stop + shift, media.hash) for start, stop, media in mine] + found
             node = int(self.nodes.view["parent"][self._run_first[run]])
         return found
 
     def children(self, node: int) -> list[int]:
         """The nodes that continue `node` (-1: the roots), in arrival order."""
-        run = self.run_of(node) if node >= 0 else -1
-        found = [node + 1] if node >= 0 and node < self._last(run) else []
+        run = self.find_run(node) if node >= 0 else -1
+        found = [node + 1] if node >= 0 and node < self._run_last(run) else []
         forks = (self._run_first[fork] for fork in self._forks.get(run, ()))
         return found + [first for first in forks if self.nodes.view["parent"][first] == node]
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
-    def add(
+    def add_node(
         self,
         parent: int,
         message: Message,
-        tokens: npt.ArrayLike = (),
+        token_ids: npt.ArrayLike = (),
         *,
-        sampled: tuple[int, int] = (0, 0),
-        content: tuple[int, int] = (0, 0),
+        sampled_span: tuple[int, int] = (0, 0),
+        content_span: tuple[int, int] = (0, 0),
         logprobs: npt.ArrayLike = (),
         versions: Sequence[VersionRun] = (),
         media: Sequence[MediaRef] = (),
         arrays: Mapping[str, npt.NDArray[Any]] | None = None,
-        call: Call | None = None,
+        call: ModelCall | None = None,
         trainable: bool = True,
     ) -> int:
         """Append a node and return its index; nothing is appended if any part of it is wrong."""
-        ids, sampler = token_ids(tokens), float_row(logprobs)
-        node, count = len(self), sampled[1] - sampled[0]
-        check_node(node, parent, ids, sampled, content, sampler)
+        ids, sampler = as_token_ids(token_ids), as_logprobs(logprobs)
+        node, count = len(self), sampled_span[1] - sampled_span[0]
+        check_node(node, parent, ids, sampled_span, content_span, sampler)
         check_versions(node, versions, count)
         check_media(node, media, self.media, len(ids))
         policies = list(dict.fromkeys([*self.policies, *(run.policy for run in versions)]))
         runs = [(node, policies.index(run.policy), run.incarnation, run.step, run.count) for run in versions]
-        version_rows = rows_of(runs, VERSION, "versions") if runs else ()
-        media_rows = rows_of([(node, *ref) for ref in media], MEDIA, "media") if media else ()
-        kept = {name: node_array(name, node, array, len(ids), count) for name, array in (arrays or {}).items()}
-        record = record_bytes(message, call)
+        version_rows = build_table(runs, VERSION_DTYPE, "versions") if runs else ()
+        media_rows = build_table([(node, *ref) for ref in media], MEDIA_DTYPE, "media") if media else ()
+        kept = {name: copy_node_array(name, node, array, len(ids), count) for name, array in (arrays or {}).items()}
+        record = encode_record(message, call)
 
         self.policies = policies
         self.tokens.extend(ids)
@@ -220,55 +228,55 @@ class Graph:
         if kept:
             self.arrays[node] = kept
         stops = (self.tokens.size, self.logprobs.size, self.records.size)
-        self.nodes.reserve(1)[0] = (parent, *stops, *sampled, *content, trainable)
+        self.nodes.reserve(1)[0] = (parent, *stops, *sampled_span, *content_span, trainable)
         self._extend_runs(node, parent)
         return node
 
-    def index(self, first: int = 0) -> None:
+    def index_runs(self, first_node: int = 0) -> None:
         """Bring the runs up to date with nodes from `first` on that were put into the columns directly."""
         parents = self.nodes.view["parent"]
-        if first == 0 and len(self):
+        if first_node == 0 and len(self):
             self._extend_runs(0, -1)
-        before = np.arange(first - 1, len(self) - 1, dtype=np.int32)
-        for node in (np.flatnonzero(parents[first:] != before) + first).tolist():
+        before = np.arange(first_node - 1, len(self) - 1, dtype=np.int32)
+        for node in (np.flatnonzero(parents[first_node:] != before) + first_node).tolist():
             self._extend_runs(node, int(parents[node]))
 
-    def retract(self, node: int, media: int) -> None:
+    def truncate(self, num_nodes: int, num_media: int) -> None:
         """Take back the nodes from `node` on and the media from `media` on."""
-        while self._run_first and self._run_first[-1] >= node:
+        while self._run_first and self._run_first[-1] >= num_nodes:
             parent = int(self.nodes.view["parent"][self._run_first.pop()])
             self._run_depth.pop()
-            self._forks[self.run_of(parent) if parent >= 0 else -1].pop()
+            self._forks[self.find_run(parent) if parent >= 0 else -1].pop()
         for table in (self.versions, self.media_refs):
-            table.size = int(np.searchsorted(table.view["node"], node))
+            table.size = int(np.searchsorted(table.view["node"], num_nodes))
         for column, stop in ((self.tokens, "stop"), (self.logprobs, "logprobs_stop"), (self.records, "record_stop")):
-            column.size = int(self.nodes.view[stop][node - 1]) if node else 0
-        self.arrays = {owner: arrays for owner, arrays in self.arrays.items() if owner < node}
-        self.nodes.size = node
-        del self.media[media:]
+            column.size = int(self.nodes.view[stop][num_nodes - 1]) if num_nodes else 0
+        self.arrays = {owner: arrays for owner, arrays in self.arrays.items() if owner < num_nodes}
+        self.nodes.size = num_nodes
+        del self.media[num_media:]
 
     # -- searching -------------------------------------------------------------------------------------------------
 
-    def match(self, prompt: Ints, placed: Placed = (), after: int = -1) -> tuple[int, int]:
+    def match_prefix(self, prompt: Int32Array, media_spans: MediaSpans = (), prefix_node: int = -1) -> tuple[int, int]:
         """The longest path of whole nodes whose tokens and media are an exact prefix of what the engine saw.
 
         `prompt` holds what follows the path of `after`, and so does the returned length. Returns (node, length); the
         node is the earliest of equals, and never a node without tokens: such nodes carry no evidence in the prompt.
         """
-        best, best_length = after, 0
+        best, best_length = prefix_node, 0
         todo = [(fork, 0) for fork in self._forks.get(-1, ())]
-        if after >= 0:
-            run = self.run_of(after)
-            todo = [(run, self.start(self._run_first[run]) - self.stop(after))]
-        tokens: Ints = self.tokens.view
-        stops: Ints = self.nodes.view["stop"]
+        if prefix_node >= 0:
+            run = self.find_run(prefix_node)
+            todo = [(run, self.token_start(self._run_first[run]) - self.token_stop(prefix_node))]
+        tokens: Int32Array = self.tokens.view
+        stops: Int32Array = self.nodes.view["stop"]
         while todo:
             run, offset = todo.pop()
-            first, last = self._run_first[run], self._last(run)
-            begin, skip = self.start(first), max(0, -offset)
-            same = skip + common_prefix(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
-            if same > skip and (placed or self.media_refs.size):
-                same = min(same, self._common_media(first, last, offset, placed))
+            first, last = self._run_first[run], self._run_last(run)
+            begin, skip = self.token_start(first), max(0, -offset)
+            same = skip + common_prefix_length(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
+            if same > skip and (media_spans or self.media_refs.size):
+                same = min(same, self._match_media(first, last, offset, media_spans))
             whole = bisect_right(stops, begin + same, first, last + 1) - 1
             if whole < first:
                 continue
@@ -278,34 +286,34 @@ class Graph:
                 best, best_length = node, length
             for fork in self._forks.get(run, ()):
                 parent = int(self.nodes.view["parent"][self._run_first[fork]])
-                if parent <= whole and (after < 0 or parent >= after or run != self.run_of(after)):
-                    todo.append((fork, offset + self.stop(parent) - begin))
+                if parent <= whole and (prefix_node < 0 or parent >= prefix_node or run != self.find_run(prefix_node)):
+                    todo.append((fork, offset + self.token_stop(parent) - begin))
         return best, best_length
 
     # -- private ---------------------------------------------------------------------------------------------------
 
-    def _last(self, run: int) -> int:
+    def _run_last(self, run: int) -> int:
         return self._run_first[run + 1] - 1 if run + 1 < len(self._run_first) else len(self) - 1
 
     def _extend_runs(self, node: int, parent: int) -> None:
         if parent == node - 1 and self._run_first:
             return
-        self._run_depth.append(self.end(parent))
+        self._run_depth.append(self.path_length(parent))
         self._run_first.append(node)
-        self._forks.setdefault(self.run_of(parent) if parent >= 0 else -1, []).append(len(self._run_first) - 1)
+        self._forks.setdefault(self.find_run(parent) if parent >= 0 else -1, []).append(len(self._run_first) - 1)
 
-    def _common_media(self, first: int, last: int, offset: int, placed: Placed) -> int:
+    def _match_media(self, first: int, last: int, offset: int, media_spans: MediaSpans) -> int:
         """How many of the run's tokens may match when equal placeholders must also stand for equal media."""
-        begin = self.start(first)
-        spans = ((start - begin, stop - begin, media.hash) for start, stop, media in self.images(first, last))
+        begin = self.token_start(first)
+        spans = ((start - begin, stop - begin, media.hash) for start, stop, media in self.media_spans(first, last))
         ours = [span for span in spans if span[0] + offset >= 0]
-        theirs = [(start - offset, stop - offset, digest) for start, stop, digest in placed if start >= offset]
+        theirs = [(start - offset, stop - offset, digest) for start, stop, digest in media_spans if start >= offset]
         differ = (pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
         starts = (min(span[0] for span in pair if span is not None) for pair in differ)
-        return next(starts, self.stop(last) - begin)
+        return next(starts, self.token_stop(last) - begin)
 
 
-def _rows(table: npt.NDArray[Any], first: int, last: int) -> list[tuple[int, int, int, int, int]]:
+def _select_rows(table: npt.NDArray[Any], first: int, last: int) -> list[tuple[int, int, int, int, int]]:
     """The rows of a table that belong to nodes first to last."""
     low, high = np.searchsorted(table["node"], (first, last + 1))
     return table[low:high].tolist()

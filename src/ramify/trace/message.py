@@ -53,29 +53,29 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_
 class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Token counts as the server reported them; `cached` of the prompt's came out of its prefix cache."""
 
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ModelCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One model call: what was asked of whom, how it was sampled, how it ended. `start` and `end` are Unix seconds."""
 
     id: str
-    requested: str = ""
-    served: str = ""
-    sampling: dict[str, Any] = {}
-    finish: str = ""
+    requested_model: str = ""
+    served_model: str = ""
+    sampling_params: dict[str, Any] = {}
+    finish_reason: str = ""
     usage: Usage = Usage()
-    start: float = 0.0
-    end: float = 0.0
+    start_time: float = 0.0
+    end_time: float = 0.0
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
+class NodeRecord(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """Everything a node holds besides numbers."""
 
     message: Message
-    call: Call | None = None
+    call: ModelCall | None = None
 
 
 class VersionRun(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ class Media(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     data: bytes = b""
 
     @classmethod
-    def of(cls, data: bytes, mime: str) -> Media:
+    def from_bytes(cls, data: bytes, mime: str) -> Media:
         return cls(hashlib.sha256(data).hexdigest(), mime, data)
 
 

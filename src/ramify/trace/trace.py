@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import Failure, TraceInvalid, ValueRefused
-from ramify.trace.columns import Floats, Ints, frozen, ranges
-from ramify.trace.graph import Graph
-from ramify.trace.message import Call, Media, MediaRef, Message, VersionRun
-from ramify.trace.plain import PlainDict, number, plain, score
+from ramify.trace.columns import Float32Array, Int32Array, concat_ranges, make_readonly
+from ramify.trace.graph import MessageGraph
+from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionRun
+from ramify.trace.plain_data import CheckedDict, check_number, check_reward, to_plain
 
-SCHEMA = 1
+TRACE_SCHEMA = 1
 
-Reward = tuple[float, float] | None
+WeightedScore = tuple[float, float] | None
 S = TypeVar("S", bound=np.generic)
 
 
@@ -38,7 +38,7 @@ class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     stalled: float = 0.0
 
 
-class Header(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class TraceHeader(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a trace says about the rollout as a whole; all of it plain data, readable without the environment."""
 
     id: str
@@ -48,7 +48,7 @@ class Header(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     agent: str = ""
     env: str = ""
     task: dict[str, Any] = {}  # the task's wire form
-    rewards: dict[str, Reward] = {}  # (score, weight); None was due and did not run
+    rewards: dict[str, WeightedScore] = {}  # (score, weight); None was due and did not run
     metrics: dict[str, float] = {}
     info: dict[str, Any] = {}
     errors: list[Failure] = []
@@ -59,38 +59,40 @@ class Header(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fi
     sampler: dict[str, Any] = {}
 
 
-_PLAIN = ("task", "info", "harness", "runtime", "sampler")
-_TABLES = {"rewards": score, "metrics": number} | dict.fromkeys(_PLAIN, plain)
-_TEXTS = ("id", "episode", "group", "agent", "env", "stop")
-_KINDS: dict[str, Any] = {
-    **dict.fromkeys(_TEXTS, str),
-    **dict.fromkeys(_TABLES, Mapping),
+_PLAIN_FIELDS = ("task", "info", "harness", "runtime", "sampler")
+_FIELD_CHECKS = {"rewards": check_reward, "metrics": check_number} | dict.fromkeys(_PLAIN_FIELDS, to_plain)
+_STR_FIELDS = ("id", "episode", "group", "agent", "env", "stop")
+_FIELD_TYPES: dict[str, Any] = {
+    **dict.fromkeys(_STR_FIELDS, str),
+    **dict.fromkeys(_FIELD_CHECKS, Mapping),
     "attempt": int,
     "timing": Timing,
     "errors": list,
 }
 
 
-class Trace(Header, kw_only=True, eq=False):
+class Trace(TraceHeader, kw_only=True, eq=False):
     """A rollout: the header's fields, checked as they are set, and the message graph."""
 
-    graph: Graph = msgspec.field(default_factory=Graph)
+    graph: MessageGraph = msgspec.field(default_factory=MessageGraph)
 
     def __post_init__(self) -> None:
-        for name in _KINDS:
+        for name in _FIELD_TYPES:
             setattr(self, name, getattr(self, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, _checked(name, value) if name in _KINDS else value)
+        super().__setattr__(name, _validate_field(name, value) if name in _FIELD_TYPES else value)
 
     @property
-    def header(self) -> Header:
+    def header(self) -> TraceHeader:
         """A copy of the header, checked once more: lists and records inside it may have changed since they were set."""
-        return Header(**{name: _checked(name, getattr(self, name)) for name in Header.__struct_fields__})
+        return TraceHeader(
+            **{name: _validate_field(name, getattr(self, name)) for name in TraceHeader.__struct_fields__}
+        )
 
     @property
     def nodes(self) -> Sequence[Node]:
-        return _Nodes(self)
+        return _NodeSequence(self)
 
     @property
     def leaves(self) -> list[int]:
@@ -104,25 +106,28 @@ class Trace(Header, kw_only=True, eq=False):
     def branches(self) -> list[Branch]:
         return [Branch(self, leaf) for leaf in self.leaves]
 
-    def flatten(self) -> list[Flat]:
+    def flatten(self) -> list[FlatBranch]:
         """Every branch as arrays of its own, for whoever knows no trees; shared prefixes are repeated."""
         graph = self.graph
         table = graph.nodes.view
         starts = np.append(np.int32(0), table["stop"])[:-1] + table["sampled_start"]
-        sampled = ranges(starts, table["sampled_stop"] - table["sampled_start"])
+        sampled = concat_ranges(starts, table["sampled_stop"] - table["sampled_start"])
         mask, logprobs = np.zeros(graph.tokens.size, bool), np.full(graph.tokens.size, np.nan, np.float32)
         mask[sampled], logprobs[sampled] = True, graph.logprobs.view
-        ids: Ints = graph.tokens.view
-        paths = (graph.slices(leaf) for leaf in self.leaves)
-        return [Flat(_joined(ids, path), _joined(mask, path), _joined(logprobs, path)) for path in paths]
+        ids: Int32Array = graph.tokens.view
+        paths = (graph.path_slices(leaf) for leaf in self.leaves)
+        return [
+            FlatBranch(_concat_slices(ids, path), _concat_slices(mask, path), _concat_slices(logprobs, path))
+            for path in paths
+        ]
 
-    def leave_out(self, node: int, reason: str) -> None:
+    def exclude_from_training(self, node: int, reason: str) -> None:
         """Exclude a call from training, and add the reason to `info["untrained"]`."""
         self.graph.nodes.view["trainable"][node] = False
         self.info["untrained"] = [*self.info.get("untrained", []), {"node": node, "reason": reason}]
 
     @property
-    def calls(self) -> list[int]:
+    def sampled_nodes(self) -> list[int]:
         """Nodes that the policy sampled."""
         table = self.graph.nodes.view
         return np.flatnonzero(table["sampled_stop"] > table["sampled_start"]).tolist()
@@ -135,9 +140,9 @@ class Trace(Header, kw_only=True, eq=False):
         return float(sum(entry[0] * entry[1] for entry in self.rewards.values() if entry is not None))
 
     @property
-    def truncated(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether some call ended at its length limit."""
-        return any(node.call is not None and node.call.finish == "length" for node in self.nodes)
+        return any(node.call is not None and node.call.finish_reason == "length" for node in self.nodes)
 
     @property
     def last_reply(self) -> str:
@@ -154,32 +159,32 @@ class Trace(Header, kw_only=True, eq=False):
             value = getattr(media, name)
             if not isinstance(value, kind):
                 raise ValueRefused(f"media.{name}: expected {kind.__name__}, found a {type(value).__qualname__}")
-        plain([media.hash, media.mime], "media")
+        to_plain([media.hash, media.mime], "media")
         table.append(media)
         return len(table) - 1
 
-    def add(
+    def add_node(
         self,
         parent: int,
         message: Message,
-        tokens: npt.ArrayLike = (),
+        token_ids: npt.ArrayLike = (),
         *,
-        sampled: tuple[int, int] = (0, 0),
-        content: tuple[int, int] = (0, 0),
+        sampled_span: tuple[int, int] = (0, 0),
+        content_span: tuple[int, int] = (0, 0),
         logprobs: npt.ArrayLike = (),
         versions: Sequence[VersionRun] = (),
         media: Sequence[MediaRef] = (),
         arrays: Mapping[str, npt.NDArray[Any]] | None = None,
-        call: Call | None = None,
+        call: ModelCall | None = None,
         trainable: bool = True,
     ) -> int:
         """Append one node as it is; `attach` is the way to record a model call."""
-        return self.graph.add(
+        return self.graph.add_node(
             parent,
             message,
-            tokens,
-            sampled=sampled,
-            content=content,
+            token_ids,
+            sampled_span=sampled_span,
+            content_span=content_span,
             logprobs=logprobs,
             versions=versions,
             media=media,
@@ -189,21 +194,21 @@ class Trace(Header, kw_only=True, eq=False):
         )
 
 
-def _checked(name: str, value: Any) -> Any:
+def _validate_field(name: str, value: Any) -> Any:
     """The value of a header field as it may travel; refused naming the field and what was found."""
-    kind = _KINDS[name]
+    kind = _FIELD_TYPES[name]
     if not isinstance(value, kind):
         raise ValueRefused(f"{name}: expected {kind.__name__}, found a {type(value).__qualname__}")
-    if name in _TABLES:
-        return PlainDict(name, value, _TABLES[name])
+    if name in _FIELD_CHECKS:
+        return CheckedDict(name, value, _FIELD_CHECKS[name])
     if isinstance(value, Timing):
-        return Timing(*(number(getattr(value, phase), f"{name}.{phase}") for phase in Timing.__struct_fields__))
+        return Timing(*(check_number(getattr(value, phase), f"{name}.{phase}") for phase in Timing.__struct_fields__))
     if isinstance(value, list):
         for error in cast(list[object], value):
             if not isinstance(error, Failure):
                 raise ValueRefused(f"{name}: expected Failure, found a {type(error).__qualname__}")
         return list(cast(list[Failure], value))
-    return kind(plain(value, name))
+    return kind(to_plain(value, name))
 
 
 @dataclass(slots=True, frozen=True)
@@ -219,29 +224,31 @@ class Node:
 
     @property
     def message(self) -> Message:
-        return self.trace.graph.record(self.index).message
+        return self.trace.graph.read_record(self.index).message
 
     @property
-    def call(self) -> Call | None:
-        return self.trace.graph.record(self.index).call
+    def call(self) -> ModelCall | None:
+        return self.trace.graph.read_record(self.index).call
 
     @property
-    def tokens(self) -> Ints:
+    def token_ids(self) -> Int32Array:
         graph = self.trace.graph
-        return frozen(graph.tokens.view[graph.start(self.index) : graph.stop(self.index)])
+        return make_readonly(graph.tokens.view[graph.token_start(self.index) : graph.token_stop(self.index)])
 
     @property
-    def sampled(self) -> tuple[int, int]:
+    def sampled_span(self) -> tuple[int, int]:
         return self._span("sampled")
 
     @property
-    def content(self) -> tuple[int, int]:
+    def content_span(self) -> tuple[int, int]:
         return self._span("content")
 
     @property
-    def logprobs(self) -> Floats:
+    def logprobs(self) -> Float32Array:
         stops = self.trace.graph.nodes.view["logprobs_stop"]
-        return frozen(self.trace.graph.logprobs.view[stops[self.index - 1] if self.index else 0 : stops[self.index]])
+        return make_readonly(
+            self.trace.graph.logprobs.view[stops[self.index - 1] if self.index else 0 : stops[self.index]]
+        )
 
     @property
     def versions(self) -> tuple[VersionRun, ...]:
@@ -249,14 +256,14 @@ class Node:
 
     @property
     def media(self) -> tuple[MediaRef, ...]:
-        return self.trace.graph.refs(self.index)
+        return self.trace.graph.node_media(self.index)
 
     @property
     def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
         return self.trace.graph.arrays.get(self.index, {})
 
     @property
-    def trainable(self) -> bool:
+    def is_trainable(self) -> bool:
         return bool(self.trace.graph.nodes.view["trainable"][self.index])
 
     @property
@@ -268,15 +275,15 @@ class Node:
         return int(row[f"{name}_start"]), int(row[f"{name}_stop"])
 
 
-class Flat(NamedTuple):
+class FlatBranch(NamedTuple):
     """A branch as arrays, one entry per token; `logprobs` is NaN where the policy did not sample the token."""
 
-    token_ids: Ints
+    token_ids: Int32Array
     sampled_mask: npt.NDArray[np.bool_]
-    logprobs: Floats
+    logprobs: Float32Array
 
 
-def _joined(column: npt.NDArray[S], parts: list[slice]) -> npt.NDArray[S]:
+def _concat_slices(column: npt.NDArray[S], parts: list[slice]) -> npt.NDArray[S]:
     return np.concatenate([column[part] for part in parts])
 
 
@@ -289,51 +296,51 @@ class Branch:
 
     @property
     def nodes(self) -> list[Node]:
-        return [Node(self.trace, index) for index in self.trace.graph.path(self.leaf)]
+        return [Node(self.trace, index) for index in self.trace.graph.path_nodes(self.leaf)]
 
     @property
     def messages(self) -> list[Message]:
         return [node.message for node in self.nodes]
 
     @property
-    def token_ids(self) -> Ints:
+    def token_ids(self) -> Int32Array:
         return self.trace.graph.path_tokens(self.leaf)
 
     @property
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
         mask = np.zeros(len(self), bool)
-        mask[self._sampled()[0]] = True
+        mask[self._sampled_indices()[0]] = True
         return mask
 
     @property
-    def logprobs(self) -> Floats:
+    def logprobs(self) -> Float32Array:
         """The sampler's logprob of each token, NaN where the policy did not sample it."""
-        places, column = self._sampled()
+        places, column = self._sampled_indices()
         found = np.full(len(self), np.nan, np.float32)
         found[places] = self.trace.graph.logprobs.view[column]
         return found
 
-    def _sampled(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _sampled_indices(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The sampled tokens: where on the path, and where in the logprob column."""
         graph = self.trace.graph
-        path = graph.path(self.leaf)
+        path = graph.path_nodes(self.leaf)
         rows = graph.nodes.view[path]
         sizes = rows["stop"] - graph.nodes.view["stop"][np.subtract(path, 1)]
         if path[0] == 0:
             sizes[0] = rows["stop"][0]
         starts = np.cumsum(sizes) - sizes + rows["sampled_start"]
         counts = rows["sampled_stop"] - rows["sampled_start"]
-        return ranges(starts, counts), ranges(rows["logprobs_stop"] - counts, counts)
+        return concat_ranges(starts, counts), concat_ranges(rows["logprobs_stop"] - counts, counts)
 
     @property
-    def turns(self) -> int:
+    def num_turns(self) -> int:
         return sum(node.call is not None for node in self.nodes)
 
     def __len__(self) -> int:
-        return self.trace.graph.end(self.leaf)
+        return self.trace.graph.path_length(self.leaf)
 
 
-class _Nodes(Sequence[Node]):
+class _NodeSequence(Sequence[Node]):
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 

@@ -20,8 +20,20 @@ import numpy.typing as npt
 
 from ramify.errors import BatchCorrupt
 from ramify.model.layout import Layout
-from ramify.trace import Dropped, Forest, Media, MediaSpan, Targets, Version, balance, concat, cut, filler, pack
-from ramify.trace.forest import COMPONENTS, SEGMENT, SEQUENCE
+from ramify.trace import (
+    DroppedTargets,
+    Forest,
+    Media,
+    MediaSpan,
+    PolicyVersion,
+    Targets,
+    balance_packs,
+    concat_forests,
+    make_padding_forest,
+    pack_trees,
+    split_forest,
+)
+from ramify.trace.forest import LOSS_COMPONENTS, SEGMENT_DTYPE, SEQUENCE_DTYPE
 
 MAGIC = b"RMFB"
 FILLER = 128  # tokens of a pack that only keeps a rank in step
@@ -42,8 +54,8 @@ class Batch:
     @classmethod
     def of(cls, step: int, packs: Sequence[Forest]) -> "Batch":
         """A batch that is all here."""
-        found = [each.counts() for each in packs]
-        return cls(step, packs, {name: sum(each[name] for each in found) for name in COMPONENTS})
+        found = [each.count_by_component() for each in packs]
+        return cls(step, packs, {name: sum(each[name] for each in found) for name in LOSS_COMPONENTS})
 
 
 class Laying(msgspec.Struct, frozen=True):
@@ -63,25 +75,25 @@ def lay_out(
     `flat` gives every root-to-leaf path a tree of its own: the same gradients at the price of the shared prefixes.
     """
     if layout is Layout.CHAINS:
-        return _grids([chain for forest in forests for chain in cut(forest, 0)], budget)
-    return pack([piece for forest in forests for piece in cut(forest, 0 if flat else budget)], budget)
+        return _grids([chain for forest in forests for chain in split_forest(forest, 0)], budget)
+    return pack_trees([piece for forest in forests for piece in split_forest(forest, 0 if flat else budget)], budget)
 
 
 def shares(batch: Batch, laying: Laying, ranks: int) -> list[Batch]:
     """The batch of each rank: packs spread by their cost, equally many on all."""
-    packs = [each for each in batch.packs if each.tokens]
+    packs = [each for each in batch.packs if each.num_tokens]
     if not packs:
-        return [Batch(batch.step, [filler(FILLER)], batch.counts)] * ranks
-    table = balance([each.flops(laying.per_token, laying.per_pair) for each in packs], ranks)
+        return [Batch(batch.step, [make_padding_forest(FILLER)], batch.counts)] * ranks
+    table = balance_packs([each.flops(laying.per_token, laying.per_pair) for each in packs], ranks)
     return [
-        Batch(batch.step, [packs[at] if at >= 0 else filler(FILLER) for at in row], batch.counts)
+        Batch(batch.step, [packs[at] if at >= 0 else make_padding_forest(FILLER) for at in row], batch.counts)
         for row in table.tolist()
     ]
 
 
 def laid_again(parts: Sequence[Batch], laying: Laying, *, flat: bool = False) -> Batch:
     """All shares of a step as one batch, laid out anew; its entries and counts stay what they were."""
-    forests = [each for part in parts for each in part.packs if each.tokens]
+    forests = [each for part in parts for each in part.packs if each.num_tokens]
     if flat or laying.layout is Layout.CHAINS:
         forests = lay_out(forests, laying.pack_tokens, laying.layout, flat=flat)
     return Batch(parts[0].step, forests, parts[0].counts)
@@ -95,7 +107,7 @@ def _grids(chains: list[Forest], budget: int) -> list[Forest]:
             found[-1].append(chain)
         else:
             found.append([chain])
-    return [concat(each) for each in found]
+    return [concat_forests(each) for each in found]
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -135,7 +147,7 @@ def encode(batch: Batch) -> bytes:
         heads.append(
             _Pack(
                 tokens=len(each),
-                axes=each.position.shape[0] if each.position.ndim > 1 else 0,
+                axes=each.position_ids.shape[0] if each.position_ids.ndim > 1 else 0,
                 targets=len(each.targets),
                 sequences=len(each.sequences),
                 segments=len(each.segments),
@@ -144,11 +156,16 @@ def encode(batch: Batch) -> bytes:
                 versions=tuple((version.policy, version.incarnation, version.step) for version in each.versions),
                 media=tuple((item.start, item.stop, item.media) for item in each.media),
                 flat_tokens=each.flat_tokens,
-                too_long=each.dropped.too_long,
-                cut_tokens=each.dropped.cut_tokens,
+                too_long=each.dropped.overlong_calls,
+                cut_tokens=each.dropped.num_truncated_tokens,
             )
         )
-        columns += [each.ids, each.position, each.end, *(getattr(each.targets, name) for name in _TARGETS)]
+        columns += [
+            each.token_ids,
+            each.position_ids,
+            each.subtree_end,
+            *(getattr(each.targets, name) for name in _TARGETS),
+        ]
         columns += [each.sequences, each.segments]
     parts = [msgspec.msgpack.encode(_Head(batch.step, dict(batch.counts), heads)), *map(_bytes, columns)]
     padded = [piece for part in parts for piece in (part, bytes(-len(part) % _ALIGN))]
@@ -192,18 +209,18 @@ class _Columns:
 
 def _forest(head: _Pack, columns: _Columns) -> Forest:
     return Forest(
-        ids=columns.take(_INT, head.tokens),
-        position=columns.take(_INT, *((head.axes, head.tokens) if head.axes else (head.tokens,))),
-        end=columns.take(_INT, head.tokens),
+        token_ids=columns.take(_INT, head.tokens),
+        position_ids=columns.take(_INT, *((head.axes, head.tokens) if head.axes else (head.tokens,))),
+        subtree_end=columns.take(_INT, head.tokens),
         targets=Targets(*(columns.take(dtype, head.targets) for dtype in _TARGETS.values())),
-        sequences=columns.take(SEQUENCE, head.sequences),
-        segments=columns.take(SEGMENT, head.segments),
+        sequences=columns.take(SEQUENCE_DTYPE, head.sequences),
+        segments=columns.take(SEGMENT_DTYPE, head.segments),
         traces=head.traces,
         envs=head.envs,
-        versions=tuple(Version(*version) for version in head.versions),
+        versions=tuple(PolicyVersion(*version) for version in head.versions),
         media=tuple(MediaSpan(*item) for item in head.media),
         flat_tokens=head.flat_tokens,
-        dropped=Dropped(head.too_long, head.cut_tokens),
+        dropped=DroppedTargets(head.too_long, head.cut_tokens),
     )
 
 

@@ -45,13 +45,13 @@ class Cost:
 
     def flops(self, forest: Forest) -> float:
         """The cost of training on a forest, forward and backward."""
-        depth = forest.position if forest.position.ndim == 1 else forest.position[0]
-        seen = depth[: forest.tokens].astype(np.int64) + 1  # a token sees its path
+        depth = forest.position_ids if forest.position_ids.ndim == 1 else forest.position_ids[0]
+        seen = depth[: forest.num_tokens].astype(np.int64) + 1  # a token sees its path
         pairs = sum(
             layers * int((np.minimum(seen, window) if window else seen).sum())
             for window, layers in Counter(self.windows).items()
         )
-        return self.token * forest.tokens + self.scored * len(forest.heads()[0]) + self.pair * pairs
+        return self.token * forest.num_tokens + self.scored * len(forest.unique_head_inputs()[0]) + self.pair * pairs
 
 
 def _weights(model: Any, config: Any) -> float:

@@ -79,8 +79,8 @@ class Tally:
         forest = row.forest
         groups, number = grouped(forest, self.step)
         self._rows.append((groups, _table(row, seen, number, len(groups)), seen.terms))
-        self._sums.tokens += forest.tokens
-        self._sums.padding += row.ids.numel() - forest.tokens
+        self._sums.tokens += forest.num_tokens
+        self._sums.padding += row.ids.numel() - forest.num_tokens
         self._sums.flat_tokens += forest.flat_tokens
         self._sums.flops += flops
 
@@ -103,7 +103,7 @@ def grouped(forest: Forest, step: int) -> tuple[list[Group], np.ndarray]:
     of_version = [*(step - version.step for version in forest.versions), None]  # the version of some is -1: unknown
     ages = list(dict.fromkeys(of_version))
     age = np.array([ages.index(each) for each in of_version])[forest.targets.version]
-    code = forest.of_sequence("env").astype(np.int64) * len(ages) + age
+    code = forest.expand_sequence_column("env").astype(np.int64) * len(ages) + age
     found = np.flatnonzero(np.bincount(code))
     names = [Group(forest.envs[each // len(ages)], ages[each % len(ages)]) for each in found.tolist()]
     return names, np.searchsorted(found, code)

@@ -20,7 +20,7 @@ from ramify.model.layout import Layout, layout_for, longrope
 from ramify.model.load import read_config, read_model
 from ramify.model.rewrite import compiler_for
 from ramify.model.tree import ATTENTION, windows_of
-from ramify.trace import Annotation, Call, Forest, Message, Sample, Trace, grow
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.train.head import score
 from ramify.train.losses import Loss, ce, ref_kl
 from ramify.train.rows import Row, row_of
@@ -68,7 +68,7 @@ class Policy(nn.Module):
 
     def score(self, row: Row) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
-        if self.longest is not None and row.forest.position.max(initial=0) >= self.longest:
+        if self.longest is not None and row.forest.position_ids.max(initial=0) >= self.longest:
             said = f"longrope turns all tokens of a row by other angles where one stands at {self.longest} or beyond"
             raise ModelUnsupported(f"{said}; lower seq_len")
         more = {} if row.tree is None else {"tree": row.tree}
@@ -121,10 +121,10 @@ def _chain(ids: Tensor) -> Forest:
     """Return a forest of one path, in which every token but the first is trained."""
     trace = Trace(id="trial")
     first, *rest = ids.tolist()
-    prompt = trace.add(-1, Message("user", ""), [first])
-    called = {"sampled": (0, len(rest)), "logprobs": [0.0] * len(rest), "call": Call("trial")}
-    reply = trace.add(prompt, Message("assistant", ""), rest, **called)
-    return grow([Sample(trace, (Annotation("trial", reply, advantage=1.0),))])
+    prompt = trace.add_node(-1, Message("user", ""), [first])
+    called = {"sampled": (0, len(rest)), "logprobs": [0.0] * len(rest), "call": ModelCall("trial")}
+    reply = trace.add_node(prompt, Message("assistant", ""), rest, **called)
+    return build_forest([AnnotatedTrace(trace, (Annotation("trial", reply, advantage=1.0),))])
 
 
 def attention_for(layout: Layout) -> str | None:

@@ -18,7 +18,7 @@ from ramify.model.layout import Layout
 from ramify.model.put import put
 from ramify.model.tree import BLOCK, Tree
 from ramify.trace import Forest
-from ramify.trace.forest import COMPONENTS, padded
+from ramify.trace.forest import LOSS_COMPONENTS, pad_forest
 from ramify.train.head import ROW_STEP
 from ramify.train.losses import Entries
 
@@ -85,13 +85,13 @@ def row_of(
     if forest.media:
         raise ModelUnsupported("images are not trained yet: a pack holds media")
     if length and length > len(forest):
-        forest = padded(forest, length)
+        forest = pad_forest(forest, length)
     if layout is Layout.CHAINS:
         ids, position, places = _grid(forest)
         tree = None
     else:
-        ids, position, places = forest.ids[None], forest.position[..., None, :], None
-        tree = Tree(forest.end, forest.position, device, windows)
+        ids, position, places = forest.token_ids[None], forest.position_ids[..., None, :], None
+        tree = Tree(forest.subtree_end, forest.position_ids, device, windows)
     there = put([each.astype(np.int64) for each in (ids, position)], device)
     return Row(forest, there[0], there[1], tree, places)
 
@@ -102,11 +102,11 @@ def _told(forest: Forest, places: np.ndarray | None, device: torch.device) -> To
     step = ROW_STEP if device.type == "cuda" else 1
     source, token, temperature = (_padded(each, step) for each in (source, token, temperature))
     targets = forest.targets
-    chosen = {name: np.flatnonzero(getattr(targets, name) != 0) for name in COMPONENTS}
+    chosen = {name: np.flatnonzero(getattr(targets, name) != 0) for name in LOSS_COMPONENTS}
     chosen = {name: index for name, index in chosen.items() if len(index)}
     weights = [getattr(targets, name)[index] for name, index in chosen.items()]
     sequence = targets.sequence.astype(np.int64)
-    entries = [targets.logprob, targets.advantage, targets.reference, sequence, pair, *chosen.values(), *weights]
+    entries = [targets.logprob, targets.advantage, targets.ref_logprob, sequence, pair, *chosen.values(), *weights]
     columns = [*(each.astype(np.int64) for each in (source, token)), temperature, *entries]
     there = iter(put(columns, device))
     source, token, temperature, logprob, advantage, reference, sequence, pair = islice(there, 8)
@@ -123,7 +123,7 @@ def _told(forest: Forest, places: np.ndarray | None, device: torch.device) -> To
 
 def _pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Source, token and temperature of what the head must score, and for each entry which of them is its own."""
-    source, token, pair = forest.heads()
+    source, token, pair = forest.unique_head_inputs()
     degree = forest.sequences["temperature"]
     if (degree == degree[:1]).all():
         return source, token, np.repeat(degree[:1], len(source)), pair
@@ -141,13 +141,13 @@ def _padded(column: np.ndarray, step: int) -> np.ndarray:
 def _grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids and positions of chains, one a line, and the flat place of each token."""
     starts = forest.segments["start"][forest.segments["parent"] < 0]
-    lengths = np.diff(np.append(starts, forest.tokens))
+    lengths = np.diff(np.append(starts, forest.num_tokens))
     lines, width = max(1, len(starts)), int(lengths.max(initial=2))  # a filler is a line that `_padded` can point into
-    offset = np.arange(forest.tokens) - np.repeat(starts, lengths)
-    depth = forest.position if forest.position.ndim == 1 else forest.position[0]
-    if not np.array_equal(offset, depth[: forest.tokens]):
+    offset = np.arange(forest.num_tokens) - np.repeat(starts, lengths)
+    depth = forest.position_ids if forest.position_ids.ndim == 1 else forest.position_ids[0]
+    if not np.array_equal(offset, depth[: forest.num_tokens]):
         raise ValueError("a forest with forks was given to a model that reads chains")
     places = np.repeat(np.arange(len(starts)), lengths) * width + offset
     ids = np.zeros(lines * width, np.int64)
-    ids[places] = forest.ids[: forest.tokens]
+    ids[places] = forest.token_ids[: forest.num_tokens]
     return ids.reshape(lines, width), np.broadcast_to(np.arange(width), (lines, width)), places

@@ -57,7 +57,7 @@ class Messages:
         return Asked(request, bool(body.get("stream")))
 
     def write(self, asked: Asked, reply: Reply) -> dict[str, Any]:
-        usage = {**_input(reply.usage), "output_tokens": reply.usage.completion}
+        usage = {**_input(reply.usage), "output_tokens": reply.usage.completion_tokens}
         stop = {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None}
         return {**_head(asked, reply), "content": _write(reply.message), **stop, "usage": usage}
 
@@ -75,7 +75,7 @@ class Messages:
                 yield say("content_block_delta", index=index, delta=delta)
             yield say("content_block_stop", index=index)
         stop = {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None}
-        yield say("message_delta", delta=stop, usage={"output_tokens": reply.usage.completion})
+        yield say("message_delta", delta=stop, usage={"output_tokens": reply.usage.completion_tokens})
         yield say("message_stop")
 
     def count(self, tokens: int) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def _head(asked: Asked, reply: Reply) -> dict[str, Any]:
 def _input(usage: Usage) -> dict[str, int]:
     """Input tokens as Anthropic counts them: those from the cache apart."""
     return {
-        "input_tokens": usage.prompt - usage.cached,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached,
+        "cache_read_input_tokens": usage.cached_tokens,
     }
 
 

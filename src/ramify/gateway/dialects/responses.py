@@ -186,11 +186,11 @@ def _response(asked: Asked, reply: Reply, items: list[dict[str, Any]]) -> dict[s
 
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached},
-        "output_tokens": usage.completion,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt + usage.completion,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 

@@ -58,7 +58,7 @@ class Algorithm:
 def trained_nodes(trace: Trace) -> list[int]:
     """The nodes that the policy sampled, not another model."""
     trainable = trace.graph.nodes.view["trainable"]
-    return [node for node in trace.calls if trainable[node]]
+    return [node for node in trace.sampled_nodes if trainable[node]]
 
 
 def sampled_tokens(trace: Trace) -> int:

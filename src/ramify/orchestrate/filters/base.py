@@ -60,7 +60,7 @@ def sift(
     """Show every rollout of a group to every filter."""
     by_trace: defaultdict[str, list[Annotation]] = defaultdict(list)
     for note in annotations:
-        by_trace[note.trace].append(note)
+        by_trace[note.trace_id].append(note)
     verdicts: dict[str, tuple[str, ...]] = {}
     enforced: list[str] = []
     out: set[str] = set()
@@ -73,7 +73,7 @@ def sift(
             if config.mode == "enforce":
                 out.add(trace.id)
                 enforced.append(config.id)
-    left = tuple(note for note in annotations if note.trace not in out)
+    left = tuple(note for note in annotations if note.trace_id not in out)
     names = [each.config.id for each in filters]
     fired = {name: [name in verdicts.get(trace.id, ()) for trace in group] for name in names}
     return Sifted(left, verdicts, tuple(dict.fromkeys(enforced)), fired)

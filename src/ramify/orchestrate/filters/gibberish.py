@@ -27,7 +27,7 @@ class Gibberish(Filter):
         limit = -math.log(rollout.vocabulary) - self.config.margin
         nodes = rollout.trace.nodes
         for node in map(nodes.__getitem__, trained_nodes(rollout.trace)):
-            rare = node.tokens[slice(*node.sampled)] > self.config.token
+            rare = node.token_ids[slice(*node.sampled_span)] > self.config.token
             if np.any(rare & (node.logprobs < limit)):
                 return True
         return False

@@ -12,7 +12,7 @@ import numpy as np
 
 from ramify.errors import TemplateRefused
 from ramify.render import Rendered, Renderer
-from ramify.trace import Annotation, Forest, Sample, Trace, grow
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.train.sft.chats import Chat
 
 ENV = "sft"
@@ -20,10 +20,12 @@ ENV = "sft"
 
 def forest_of(chats: Sequence[tuple[str, Chat]], renderer: Renderer, roles: Sequence[str], seq_len: int) -> Forest:
     """Named conversations as one forest; ends beyond `seq_len` are cut off and counted in `dropped`."""
-    return grow([sample_of(name, chat, renderer, roles) for name, chat in chats], seq_len=seq_len, overlong="cut")
+    return build_forest(
+        [sample_of(name, chat, renderer, roles) for name, chat in chats], seq_len=seq_len, overlong="cut"
+    )
 
 
-def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Sample:
+def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -> AnnotatedTrace:
     """One conversation as a trace, with cross entropy on the messages of `roles`. Raises TemplateRefused."""
     trace = Trace(id=name, env=ENV)
     known: dict[tuple[int, bytes], int] = {}
@@ -39,7 +41,7 @@ def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -
             key = (parent, tokens.tobytes())
             if key not in known:
                 body = (span.body[0] - start, span.body[1] - start)
-                known[key] = trace.add(parent, span.message, tokens, content=body)
+                known[key] = trace.add_node(parent, span.message, tokens, content_span=body)
             node = known[key]
             if number in learned:
                 stop = span.body[1] + _ending(rendered, span.body[1], span.stop, renderer.stop_ids)
@@ -47,7 +49,7 @@ def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -
                 if first < stop - start:
                     notes[node] = Annotation(name, node, (first, stop - start), rl=0.0, ce=1.0)
             parent, start = node, span.stop
-    return Sample(trace, tuple(notes.values()), env=ENV)
+    return AnnotatedTrace(trace, tuple(notes.values()), env=ENV)
 
 
 def _paths(chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Iterator[tuple[Rendered, set[int]]]:

@@ -74,15 +74,15 @@ def lines_of(plan: Plan, config: SftConfig) -> list[str]:
     looked = [(str(at), plan.chats[at]) for at in plan.stream.take(0, min(SAMPLE, len(plan.chats)))]
     alone = [forest_of([each], plan.renderer, config.data.roles, config.seq_len) for each in looked]
     together = forest_of(looked[: config.batch_size], plan.renderer, config.data.roles, config.seq_len)
-    lengths = np.array([forest.tokens for forest in alone])
-    learned = sum(forest.counts()["ce"] for forest in alone) / max(1, lengths.sum())
-    cut = sum(forest.dropped.cut_tokens > 0 for forest in alone)
-    ratio = together.flat_tokens / max(1, together.tokens)
+    lengths = np.array([forest.num_tokens for forest in alone])
+    learned = sum(forest.count_by_component()["ce"] for forest in alone) / max(1, lengths.sum())
+    cut = sum(forest.dropped.num_truncated_tokens > 0 for forest in alone)
+    ratio = together.flat_tokens / max(1, together.num_tokens)
     return [
         f"would train {config.model.name} from {plan.model} into {plan.path}",
         f"{len(plan.chats)} conversations, {len(plan.validation)} more to measure; "
         f"{plan.steps(config)} steps of {config.batch_size}",
         f"of {len(alone)} looked at: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
         f"{learned:.0%} of them learned, {cut} cut at {config.seq_len}",
-        f"a batch is {together.tokens} tokens; laid flat it would be {ratio:.2f} times as many",
+        f"a batch is {together.num_tokens} tokens; laid flat it would be {ratio:.2f} times as many",
     ]

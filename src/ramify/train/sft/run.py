@@ -170,7 +170,9 @@ class _Run:
         chosen = self.plan.stream.take(self.seen, self.config.batch_size)
         forest = self._forest([(f"{self.seen + at}", self.plan.chats[each]) for at, each in enumerate(chosen)])
         share = shares(self._batch(forest, laying), laying, self.ranks.size)[self.ranks.rank]
-        return _Lesson(share, self.seen + len(chosen), forest.dropped.cut_tokens)  # of a forest that may have no packs
+        return _Lesson(
+            share, self.seen + len(chosen), forest.dropped.num_truncated_tokens
+        )  # of a forest that may have no packs
 
     def _tell(self, lesson: "_Lesson", running: Running, pace: Pace) -> None:
         """Record and show a step that was begun, when it is done."""

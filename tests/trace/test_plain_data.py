@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.errors import RamifyError, TraceInvalid, ValueRefused
-from ramify.trace import Trace, decode, encode, to_json
+from ramify.trace import Trace, decode_trace, encode_trace, to_json
 
 DICTS = ("task", "info", "harness", "runtime", "sampler")
 
@@ -85,7 +85,7 @@ plain_values = st.recursive(
 def test_plain_values_come_back_equal_and_of_the_same_type(values: dict):
     trace = Trace(id="t", info=values)
     assert trace.info == values
-    again = decode(encode(trace)).info
+    again = decode_trace(encode_trace(trace)).info
     assert again == values
     assert repr(again) == repr(values)
 
@@ -97,7 +97,7 @@ def test_a_value_that_cannot_travel_is_refused_where_it_is_set(name: str, how: s
     with pytest.raises(ValueRefused, match=rf"{name}\.bad.*Unknown"):
         SETTERS[how](trace, name, Unknown())
     assert "bad" not in getattr(trace, name)
-    decode(encode(trace))
+    decode_trace(encode_trace(trace))
 
 
 @pytest.mark.parametrize("kind", UNPLAIN)
@@ -136,11 +136,11 @@ def test_tables_inside_tables_check_what_is_set_later():
 def test_a_table_is_copied_when_it_is_set():
     mine = {"a": {"b": 1}, "l": [1]}
     trace = Trace(id="t", info=mine)
-    before = encode(trace)
+    before = encode_trace(trace)
     mine["a"]["b"] = Unknown()
     mine["l"].append(Unknown())
     mine["c"] = Unknown()
-    assert encode(trace) == before
+    assert encode_trace(trace) == before
 
 
 @pytest.mark.parametrize("key", [1, None, (1, 2), b"x", "\ud800"])
@@ -201,7 +201,7 @@ def test_values_without_end_are_refused():
 )
 def test_scalars_of_other_libraries_become_plain(value: object, expected: object):
     trace = Trace(id="t", info={"x": value})
-    for found in (trace.info["x"], decode(encode(trace)).info["x"]):
+    for found in (trace.info["x"], decode_trace(encode_trace(trace)).info["x"]):
         assert found == expected
         assert type(found) is type(expected) or isinstance(found, dict)
 
@@ -211,12 +211,12 @@ def test_scalars_of_other_libraries_become_plain(value: object, expected: object
 def test_a_table_is_replaced_only_by_a_table(name: str, value: object):
     trace = Trace(id="t")
     getattr(trace, name).update({"kept": 1} if name not in ("rewards",) else {"kept": (1, 1)})
-    before = encode(trace)
+    before = encode_trace(trace)
     with pytest.raises(ValueRefused, match=rf"{name}.*{type(value).__name__}"):
         setattr(trace, name, value)
     with pytest.raises(ValueRefused, match=rf"{name}.*{type(value).__name__}"):
         trace_with(name, value)
-    assert encode(trace) == before
+    assert encode_trace(trace) == before
 
 
 # -- rewards and metrics -------------------------------------------------------------------------------------------
@@ -269,10 +269,10 @@ def test_rewards_add_up_by_weight():
     trace.rewards = {"a": (0.5, 2), "b": (True, 0.25)}
     trace.rewards["c"] = as_any([np.int64(-1), np.float32(1.0)])
     assert trace.reward == pytest.approx(0.25)
-    assert decode(encode(trace)).rewards == {"a": (0.5, 2.0), "b": (1.0, 0.25), "c": (-1.0, 1.0)}
+    assert decode_trace(encode_trace(trace)).rewards == {"a": (0.5, 2.0), "b": (1.0, 0.25), "c": (-1.0, 1.0)}
     trace.rewards["d"] = None
     assert trace.reward is None
-    assert decode(encode(trace)).reward is None
+    assert decode_trace(encode_trace(trace)).reward is None
 
 
 # -- the rest of the header ----------------------------------------------------------------------------------------
@@ -299,10 +299,10 @@ def test_rewards_add_up_by_weight():
 )
 def test_header_fields_are_refused_by_name_when_they_are_set(name: str, value: object):
     trace = Trace(id="t")
-    before = encode(trace)
+    before = encode_trace(trace)
     with pytest.raises(ValueRefused, match=name):
         setattr(trace, name, value)
-    assert encode(trace) == before
+    assert encode_trace(trace) == before
 
 
 @pytest.mark.parametrize(
@@ -321,16 +321,16 @@ def test_what_slips_in_unseen_is_refused_by_name_when_it_is_encoded(spoil: Calla
     trace = Trace(id="t", info={"log": []})
     try:
         spoil(trace)
-        data = encode(trace)
+        data = encode_trace(trace)
     except (TraceInvalid, ValueRefused):
         return
-    assert encode(decode(data)) == data
+    assert encode_trace(decode_trace(data)) == data
     pytest.fail("a value of the wrong type was accepted")
 
 
 def test_text_of_every_script_travels():
     trace = Trace(id="ü", info={"größe": "🌳 \0 \u2028"})
-    assert decode(encode(trace)).info == trace.info
+    assert decode_trace(encode_trace(trace)).info == trace.info
     assert json.loads(to_json(trace))["info"] == trace.info
 
 

@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import TraceInvalid, ValueRefused
-from ramify.trace.columns import Floats, Ints, frozen
-from ramify.trace.message import Call, Media, MediaRef, Message, Record, VersionRun
-from ramify.trace.plain import plain
+from ramify.trace.columns import Float32Array, Int32Array, make_readonly
+from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionRun
+from ramify.trace.plain_data import to_plain
 
-ARRAY_KINDS = "biufcSUmM"  # dtypes that their name describes in full
-_SCALARS = (int, float, str, bool, type(None))  # plain as they are
+ARRAY_DTYPE_KINDS = "biufcSUmM"  # dtypes that their name describes in full
+_SCALAR_TYPES = (int, float, str, bool, type(None))  # plain as they are
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_record = msgspec.msgpack.Decoder(Record).decode
+decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
 
 
-def token_ids(values: npt.ArrayLike) -> Ints:
+def as_token_ids(values: npt.ArrayLike) -> Int32Array:
     """Token ids as int32; floats and ids that do not fit are refused rather than rounded.
 
     The sign of ids that are int32 already is left to `check_node`: most of a long prompt is known and needs no look.
@@ -38,7 +38,7 @@ def token_ids(values: npt.ArrayLike) -> Ints:
     return found.astype(np.int32)
 
 
-def float_row(values: npt.ArrayLike) -> Floats:
+def as_logprobs(values: npt.ArrayLike) -> Float32Array:
     """Logprobs as float32; a missing one is refused rather than turned into NaN."""
     found = np.asarray(values)
     if found.dtype.kind not in "iuf":
@@ -47,48 +47,53 @@ def float_row(values: npt.ArrayLike) -> Floats:
 
 
 def check_node(
-    node: int, parent: int, ids: Ints, sampled: tuple[int, int], content: tuple[int, int], logprobs: Floats
+    node: int,
+    parent: int,
+    token_ids: Int32Array,
+    sampled_span: tuple[int, int],
+    content_span: tuple[int, int],
+    logprobs: Float32Array,
 ) -> None:
     """The numbers of a node fit together."""
-    if len(ids) and int(ids.min()) < 0:
+    if len(token_ids) and int(token_ids.min()) < 0:
         raise TraceInvalid(f"token ids must lie in [0, 2**31), node {node} has a negative one")
     if not -1 <= parent < node:
         raise TraceInvalid(f"parent {parent} of node {node} must come before it")
-    for name, (start, stop) in (("sampled", sampled), ("content", content)):
-        if not 0 <= start <= stop <= len(ids):
-            raise TraceInvalid(f"{name} span [{start}, {stop}) of node {node} leaves its {len(ids)} tokens")
-    count = sampled[1] - sampled[0]
+    for name, (start, stop) in (("sampled", sampled_span), ("content", content_span)):
+        if not 0 <= start <= stop <= len(token_ids):
+            raise TraceInvalid(f"{name} span [{start}, {stop}) of node {node} leaves its {len(token_ids)} tokens")
+    count = sampled_span[1] - sampled_span[0]
     if logprobs.shape != (count,):
         raise TraceInvalid(f"node {node} samples {count} tokens but has logprobs {logprobs.shape}")
 
 
-def check_versions(node: int, versions: Sequence[VersionRun], count: int) -> None:
+def check_versions(node: int, versions: Sequence[VersionRun], num_sampled: int) -> None:
     covered = sum(run.count for run in versions)
-    if versions and covered != count:
-        raise TraceInvalid(f"node {node} samples {count} tokens but its versions cover {covered}")
+    if versions and covered != num_sampled:
+        raise TraceInvalid(f"node {node} samples {num_sampled} tokens but its versions cover {covered}")
     if any(run.count < 0 for run in versions):
         raise TraceInvalid(f"a version run of node {node} has a negative count")
     for run in versions:
-        check_name(run.policy, "versions.policy")
+        check_str(run.policy, "versions.policy")
 
 
-def check_media(node: int, media: Sequence[MediaRef], table: Sequence[Media], tokens: int) -> None:
+def check_media(node: int, media_refs: Sequence[MediaRef], media_table: Sequence[Media], num_tokens: int) -> None:
     before = 0
-    for ref in media:
-        if not 0 <= ref.media < len(table):
-            raise TraceInvalid(f"node {node} shows media {ref.media} of {len(table)}")
-        if not before <= ref.start < ref.stop <= tokens:
+    for ref in media_refs:
+        if not 0 <= ref.media < len(media_table):
+            raise TraceInvalid(f"node {node} shows media {ref.media} of {len(media_table)}")
+        if not before <= ref.start < ref.stop <= num_tokens:
             raise TraceInvalid(f"media [{ref.start}, {ref.stop}) of node {node} out of place")
         before = ref.stop
 
 
-def check_name(name: object, key: str) -> None:
-    if not isinstance(name, str):
-        raise ValueRefused(f"{key}: expected str, found a {type(name).__qualname__}")
-    plain(name, key)
+def check_str(value: object, key: str) -> None:
+    if not isinstance(value, str):
+        raise ValueRefused(f"{key}: expected str, found a {type(value).__qualname__}")
+    to_plain(value, key)
 
 
-def rows_of(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+def build_table(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
     """Rows of a table of 32-bit ints."""
     try:
         return np.array(rows, dtype)
@@ -96,32 +101,36 @@ def rows_of(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any], name: str) ->
         raise TraceInvalid(f"{name}: expected ints of 32 bits, found {rows}") from error
 
 
-def record_bytes(message: Message, call: Call | None) -> bytes:
+def encode_record(message: Message, call: ModelCall | None) -> bytes:
     """The record of a node, known to be readable again."""
-    if isinstance(call, Call) and not _is_flat(call.sampling):
-        call = msgspec.structs.replace(call, sampling=plain(call.sampling, "sampling"))
+    if isinstance(call, ModelCall) and not _has_only_scalars(call.sampling_params):
+        call = msgspec.structs.replace(call, sampling=to_plain(call.sampling_params, "sampling"))
     try:
-        record = _encode(Record(message, call))
+        record = _encode(NodeRecord(message, call))
         decode_record(record)
     except (TypeError, ValueError, OverflowError, msgspec.ValidationError) as error:
         raise ValueRefused(f"message or call of a node cannot be encoded: {error}") from error
     return record
 
 
-def _is_flat(sampling: object) -> bool:
+def _has_only_scalars(sampling_params: object) -> bool:
     """Whether the usual settings are all there is: they are plain already, and every call has them."""
-    values = cast(dict[object, object], sampling).values() if isinstance(sampling, dict) else [sampling]
-    return all(type(value) in _SCALARS for value in values)
+    values = (
+        cast(dict[object, object], sampling_params).values() if isinstance(sampling_params, dict) else [sampling_params]
+    )
+    return all(type(value) in _SCALAR_TYPES for value in values)
 
 
-def node_array(name: str, node: int, array: npt.NDArray[Any], tokens: int, sampled: int) -> npt.NDArray[Any]:
+def copy_node_array(
+    name: str, node: int, array: npt.NDArray[Any], num_tokens: int, num_sampled: int
+) -> npt.NDArray[Any]:
     """A copy of an extra array that has one entry per token, or per sampled token, of its node."""
-    check_name(name, f"arrays of node {node}")
+    check_str(name, f"arrays of node {node}")
     found = np.array(array)
-    if found.dtype.kind not in ARRAY_KINDS:
+    if found.dtype.kind not in ARRAY_DTYPE_KINDS:
         raise ValueRefused(f"arrays.{name} of node {node}: dtype {found.dtype} cannot be encoded")
-    if found.ndim == 0 or len(found) not in (tokens, sampled):
+    if found.ndim == 0 or len(found) not in (num_tokens, num_sampled):
         raise TraceInvalid(
-            f"arrays.{name} of node {node}: {found.shape} is neither {tokens} tokens nor {sampled} sampled ones"
+            f"arrays.{name} of node {node}: {found.shape} is neither {num_tokens} tokens nor {num_sampled} sampled ones"
         )
-    return frozen(found)
+    return make_readonly(found)

@@ -15,53 +15,53 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ramify.trace.columns import Ints, common_prefix
-from ramify.trace.forest import SEGMENT, Table
+from ramify.trace.columns import Int32Array, common_prefix_length
+from ramify.trace.forest import SEGMENT_DTYPE, StructuredArray
 
-Keys = npt.NDArray[Any]
+KeyArray = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
-class Segment:
+class RadixSegment:
     parent: int
     depth: int  # tokens on the path before it
     length: int
-    keys: Keys
+    keys: KeyArray
     origin: tuple[int, int]  # which sequence's tokens, and from which of them on
     children: dict[int, int]  # by first key
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class RadixPosition:
     """A spot in the trie: just after `depth` tokens of the path that ends in `segment` or above it."""
 
     segment: int
     depth: int
 
 
-ROOT = Place(-1, 0)
+ROOT = RadixPosition(-1, 0)
 
 
-class Radix:
+class RadixTree:
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
+        self._segments: list[RadixSegment] = []
         self._roots: dict[int, int] = {}
 
-    def locate(self, place: Place) -> Place:
+    def normalize(self, position: RadixPosition) -> RadixPosition:
         """The same spot, named by the segment that holds its last token."""
-        at = place.segment
-        while at >= 0 and self._segments[at].depth >= place.depth:
+        at = position.segment
+        while at >= 0 and self._segments[at].depth >= position.depth:
             at = self._segments[at].parent
-        return Place(at, place.depth)
+        return RadixPosition(at, position.depth)
 
-    def insert(self, after: Place, keys: Keys, origin: tuple[int, int]) -> Place:
+    def insert(self, position: RadixPosition, keys: KeyArray, origin: tuple[int, int]) -> RadixPosition:
         """Walk `keys` down from a spot, adding what is not there yet; returns where they end."""
-        at, depth, done = self.locate(after).segment, after.depth, 0
+        at, depth, done = self.normalize(position).segment, position.depth, 0
         while done < len(keys):
             segment = self._segments[at] if at >= 0 else None
             if segment is not None and depth < segment.depth + segment.length:
                 ahead = segment.keys[depth - segment.depth :]
-                same = common_prefix(ahead, keys[done:])
+                same = common_prefix_length(ahead, keys[done:])
                 depth, done = depth + same, done + same
                 if done < len(keys) and same < len(ahead):
                     at = self._split(at, depth)
@@ -72,25 +72,25 @@ class Radix:
                 child = len(self._segments)
                 children[int(keys[done])] = child
                 rest = len(keys) - done
-                self._segments.append(Segment(at, depth, rest, keys[done:], (origin[0], origin[1] + done), {}))
+                self._segments.append(RadixSegment(at, depth, rest, keys[done:], (origin[0], origin[1] + done), {}))
                 depth, done = depth + rest, len(keys)
             at = child
-        return Place(at, depth)
+        return RadixPosition(at, depth)
 
-    def _split(self, at: int, depth: int) -> int:
+    def _split(self, index: int, depth: int) -> int:
         """Cut a segment in two at `depth`. The lower part keeps the number, so places below stay where they are."""
-        tail, head = self._segments[at], len(self._segments)
+        tail, head = self._segments[index], len(self._segments)
         cut = depth - tail.depth
         siblings = self._segments[tail.parent].children if tail.parent >= 0 else self._roots
         siblings[int(tail.keys[0])] = head
         self._segments.append(
-            Segment(tail.parent, tail.depth, cut, tail.keys[:cut], tail.origin, {int(tail.keys[cut]): at})
+            RadixSegment(tail.parent, tail.depth, cut, tail.keys[:cut], tail.origin, {int(tail.keys[cut]): index})
         )
         tail.parent, tail.depth, tail.length = head, depth, tail.length - cut
         tail.keys, tail.origin = tail.keys[cut:], (tail.origin[0], tail.origin[1] + cut)
         return head
 
-    def layout(self, sequences: list[Ints]) -> tuple[Layout, Ints]:
+    def lay_out(self, sequences: list[Int32Array]) -> tuple[RadixLayout, Int32Array]:
         """Depth-first order: where each segment lies, and the token ids there."""
         order: list[int] = []
         last: dict[int, int] = {}
@@ -103,7 +103,7 @@ class Radix:
             order.append(at)
             todo.append(~at)
             todo.extend(reversed(self._segments[at].children.values()))
-        table = np.zeros(len(order), SEGMENT)
+        table = np.zeros(len(order), SEGMENT_DTYPE)
         rank = {at: i for i, at in enumerate(order)}
         found = [self._segments[at] for at in order]
         table["length"] = [segment.length for segment in found]
@@ -115,24 +115,24 @@ class Radix:
         parts = [sequences[which][start : start + length] for (which, start), length in origins]
         starts = np.zeros(len(order), np.int32)
         starts[order] = table["start"]
-        return Layout(self, table, starts), np.concatenate(parts) if parts else np.empty(0, np.int32)
+        return RadixLayout(self, table, starts), np.concatenate(parts) if parts else np.empty(0, np.int32)
 
-    def segment(self, at: int) -> Segment:
-        return self._segments[at]
+    def get_segment(self, index: int) -> RadixSegment:
+        return self._segments[index]
 
 
 @dataclass(slots=True, frozen=True)
-class Layout:
-    radix: Radix
-    table: Table
-    starts: Ints  # by segment number: where the segment begins in the layout
+class RadixLayout:
+    tree: RadixTree
+    segments: StructuredArray
+    segment_starts: Int32Array  # by segment number: where the segment begins in the layout
 
-    def fill(self, out: Ints, place: Place, depth: int) -> None:
+    def write_indices(self, out: Int32Array, position: RadixPosition, depth: int) -> None:
         """Write into `out` the layout indices of the path's tokens from `depth` up to `place`."""
-        at, stop = self.radix.locate(place).segment, place.depth
+        at, stop = self.tree.normalize(position).segment, position.depth
         while stop > depth:
-            segment = self.radix.segment(at)
+            segment = self.tree.get_segment(at)
             low = max(segment.depth, depth)
-            first = int(self.starts[at]) - segment.depth
+            first = int(self.segment_starts[at]) - segment.depth
             out[low - depth : stop - depth] = np.arange(first + low, first + stop, dtype=np.int32)
             at, stop = segment.parent, low

@@ -15,48 +15,48 @@ import numpy as np
 
 from ramify.errors import ValueRefused
 
-DEEPEST = 64  # tables and lists inside each other; a value that holds itself has no end
+MAX_DEPTH = 64  # tables and lists inside each other; a value that holds itself has no end
 
 
-def plain(value: object, key: str, depth: int = 0) -> Any:
+def to_plain(value: object, key: str, depth: int = 0) -> Any:
     """`value` as None, bool, int, float, str, list and dict; anything else is refused naming `key` and its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _text(value, key)
+        return _check_text(value, key)
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise ValueRefused(f"{key}: an int of {value.bit_length()} bits does not fit into 64")
         return int(value)
-    if depth == DEEPEST and isinstance(value, Mapping | list | tuple):
-        raise ValueRefused(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {DEEPEST} deep")
+    if depth == MAX_DEPTH and isinstance(value, Mapping | list | tuple):
+        raise ValueRefused(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
-        inner = partial(plain, depth=depth + 1)
-        return PlainDict(key, {_name(name, key): item for name, item in items.items()}, inner)
+        inner = partial(to_plain, depth=depth + 1)
+        return CheckedDict(key, {_check_key(name, key): item for name, item in items.items()}, inner)
     if isinstance(value, list | tuple):
-        return [plain(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(cast(Iterable[object], value))]
+        return [to_plain(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(cast(Iterable[object], value))]
     if isinstance(value, np.floating):
         return float(cast(float, value))
     if isinstance(value, np.bool_ | np.integer):
-        return plain(cast(object, value.item()), key)
+        return to_plain(cast(object, value.item()), key)
     kind = type(value).__qualname__
     raise ValueRefused(f"{key}: a {kind} cannot be encoded; use None, bool, int, float, str, list or dict")
 
 
-def score(value: object, key: str) -> Any:
+def check_reward(value: object, key: str) -> Any:
     """A reward: (score, weight), or None for one that was due and did not run."""
     if value is None:
         return None
     if isinstance(value, tuple | list) and len(cast(Sequence[object], value)) == 2:
         first, second = cast(Sequence[object], value)
-        return (number(first, key), number(second, f"weight of {key}"))
-    raise ValueRefused(f"{key}: expected (score, weight) or None, found {_found(cast(object, value))}")
+        return (check_number(first, key), check_number(second, f"weight of {key}"))
+    raise ValueRefused(f"{key}: expected (score, weight) or None, found {_describe(cast(object, value))}")
 
 
-def number(value: object, key: str) -> float:
+def check_number(value: object, key: str) -> float:
     """A finite number as a float."""
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         try:
@@ -65,15 +65,17 @@ def number(value: object, key: str) -> float:
             raise ValueRefused(f"{key}: expected a finite number, found an int beyond any float") from None
         if math.isfinite(found):
             return found
-    raise ValueRefused(f"{key}: expected a finite number, found {_found(cast(object, value))}")
+    raise ValueRefused(f"{key}: expected a finite number, found {_describe(cast(object, value))}")
 
 
-class PlainDict(dict[str, Any]):
+class CheckedDict(dict[str, Any]):
     """A dict that checks each value as it is set; `path` is what errors call it."""
 
     __slots__ = ("_check", "_path")
 
-    def __init__(self, path: str, items: Mapping[str, object] | None = None, check: Callable[..., Any] = plain) -> None:
+    def __init__(
+        self, path: str, items: Mapping[str, object] | None = None, check: Callable[..., Any] = to_plain
+    ) -> None:
         super().__init__()
         self._path = path
         self._check = check
@@ -81,33 +83,33 @@ class PlainDict(dict[str, Any]):
             self.update(items)
 
     def __setitem__(self, key: str, value: object) -> None:
-        super().__setitem__(_name(key, self._path), self._check(value, f"{self._path}.{key}"))
+        super().__setitem__(_check_key(key, self._path), self._check(value, f"{self._path}.{key}"))
 
     def update(self, *others: Mapping[str, object] | Iterable[tuple[str, object]], **named: object) -> None:  # type: ignore[override]
         found = dict(*others, **named)
-        super().update({_name(key, self._path): self._check(found[key], f"{self._path}.{key}") for key in found})
+        super().update({_check_key(key, self._path): self._check(found[key], f"{self._path}.{key}") for key in found})
 
     def setdefault(self, key: str, default: object = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
 
-    def __ior__(self, other: Mapping[str, object]) -> PlainDict:  # type: ignore[override]
+    def __ior__(self, other: Mapping[str, object]) -> CheckedDict:  # type: ignore[override]
         self.update(other)
         return self
 
 
-def _found(value: object) -> str:
+def _describe(value: object) -> str:
     return f"{value!r:.80} of type {type(value).__qualname__}"
 
 
-def _name(key: object, path: str) -> str:
+def _check_key(key: object, path: str) -> str:
     if not isinstance(key, str):
         raise ValueRefused(f"{path}: key {key!r} is a {type(key).__qualname__}; keys are str")
-    return _text(key, path)
+    return _check_text(key, path)
 
 
-def _text(value: str, key: str) -> str:
+def _check_text(value: str, key: str) -> str:
     if not value.isascii():
         try:
             value.encode()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.errors import Failure, WorkerDied
-from ramify.trace import Call, Media, MediaRef, Message, TextPart, ToolCall, Trace, to_json
+from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, ToolCall, Trace, to_json
 from tests.trace.strategies import Script, decorate, replay, scripts
 
 RANDOM = st.randoms(use_true_random=False)
@@ -42,14 +42,14 @@ def test_it_tells_every_message_count_and_reward(script: Script, rng: random.Ran
     assert len(told["nodes"]) == len(trace.nodes)
     for node, entry in zip(trace.nodes, told["nodes"], strict=True):
         assert (entry["index"], entry["parent"]) == (node.index, node.parent)
-        assert entry["tokens"] == len(node.tokens)
+        assert entry["tokens"] == len(node.token_ids)
         assert entry["sampled"] == len(node.logprobs)
         assert set(texts(node.message)) - {""} <= set(strings(entry["message"]))
         assert entry["message"]["role"] == node.message.role
         assert (node.call is None) == ("call" not in entry)
         if node.call is not None:
             assert entry["call"]["id"] == node.call.id
-            assert entry["trainable"] is node.trainable
+            assert entry["trainable"] is node.is_trainable
 
 
 def numbers(value: Any) -> set[float]:
@@ -63,16 +63,16 @@ def numbers(value: Any) -> set[float]:
 def test_token_ids_logprobs_arrays_and_media_bytes_stay_out():
     trace = Trace(id="t")
     data = b"\x89PNG secret bytes"
-    image = trace.add_media(Media.of(data, "image/png"))
-    trace.add(-1, Message("user", (TextPart("look"),)), [70001, 70002, 70003], media=[MediaRef(0, image, 1, 2)])
-    trace.add(
+    image = trace.add_media(Media.from_bytes(data, "image/png"))
+    trace.add_node(-1, Message("user", (TextPart("look"),)), [70001, 70002, 70003], media=[MediaRef(0, image, 1, 2)])
+    trace.add_node(
         0,
         Message("assistant", "seen"),
         [70004, 70005],
-        sampled=(0, 2),
+        sampled_span=(0, 2),
         logprobs=[-0.8125, -0.15625],
         arrays={"experts": np.full((2, 2), 80001)},
-        call=Call("c"),
+        call=ModelCall("c"),
     )
     text = to_json(trace)
     told = json.loads(text)
@@ -113,7 +113,7 @@ def test_the_header_is_told_in_full():
 @pytest.mark.parametrize("indent", [None, 0, 2])
 def test_it_is_json_however_it_is_laid_out(indent: int | None):
     trace = Trace(id="t", info={"odd": [float("inf"), float("nan"), '\0\u2028"\\'], "big": 2**63})
-    trace.add(-1, Message("user", "größe 🌳", tool_calls=(ToolCall("1", "f", '{"a": "b"}'),)))
+    trace.add_node(-1, Message("user", "größe 🌳", tool_calls=(ToolCall("1", "f", '{"a": "b"}'),)))
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.trace.trace import SCHEMA, Node, Trace
+from ramify.trace.trace import TRACE_SCHEMA, Node, Trace
 
 
 def to_json(trace: Trace, *, indent: int | None = None) -> str:
@@ -18,17 +18,17 @@ def to_json(trace: Trace, *, indent: int | None = None) -> str:
 def to_dict(trace: Trace) -> dict[str, Any]:
     header: dict[str, Any] = msgspec.to_builtins(trace.header)
     media = [{"hash": item.hash, "mime": item.mime, "bytes": len(item.data)} for item in trace.graph.media]
-    nodes = [_node(node) for node in trace.nodes]
-    return {"schema": SCHEMA, **header, "reward": trace.reward, "media": media, "nodes": nodes}
+    nodes = [_node_to_dict(node) for node in trace.nodes]
+    return {"schema": TRACE_SCHEMA, **header, "reward": trace.reward, "media": media, "nodes": nodes}
 
 
-def _node(node: Node) -> dict[str, Any]:
-    start, stop = node.sampled
+def _node_to_dict(node: Node) -> dict[str, Any]:
+    start, stop = node.sampled_span
     found: dict[str, Any] = {
         "index": node.index,
         "parent": node.parent,
         "message": msgspec.to_builtins(node.message),
-        "tokens": len(node.tokens),
+        "tokens": len(node.token_ids),
         "sampled": stop - start,
     }
     if node.call is not None:
@@ -37,7 +37,7 @@ def _node(node: Node) -> dict[str, Any]:
         found["call"] = {name: getattr(call, name) for name in names}
         found["call"]["usage"] = {name: getattr(call.usage, name) for name in ("prompt", "completion", "cached")}
         found["versions"] = [msgspec.structs.asdict(run) for run in node.versions]
-        found["trainable"] = node.trainable
+        found["trainable"] = node.is_trainable
     if node.media:
         found["media"] = [ref._asdict() for ref in node.media]
     if node.arrays:
