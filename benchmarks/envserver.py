@@ -46,7 +46,7 @@ REPLY = "The first train arrives ten minutes before the second. <answer>the firs
 def engine() -> Iterator[str]:
     """The late engine, and its address."""
     renderer = load_renderer(resolve("tiny"))
-    ids = [*renderer.tokenizer.encode(REPLY, inside=True).ids.tolist(), renderer.stop_ids[0]]
+    ids = [*renderer.tokenizer.encode(REPLY, continues_text=True).ids.tolist(), renderer.stop_ids[0]]
     command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", json.dumps(ids)]
     command += ["--stop", str(renderer.stop_ids[0]), "--late", str(LATE)]
     command += ["--card", json.dumps({"id": "tiny", "max_model_len": 1 << 20})]

@@ -19,12 +19,15 @@ import numpy as np
 from _chat import TURNS, conversation, save
 from _check import REPETITIONS, Row, competitor, finish, median, parser
 
-from ramify.render import Rendered, Renderer, Tool, load_renderer
+from ramify.render import RenderedPrompt, Renderer, ToolSchema, load_renderer
 from ramify.trace import Message, ToolCall
 
 SHOWN = (40, 80, 160)
 AROUND = 20  # a turn is timed with its neighbours
-TOOL: Tool = {"type": "function", "function": {"name": "run", "description": "Run.", "parameters": {"type": "object"}}}
+TOOL: ToolSchema = {
+    "type": "function",
+    "function": {"name": "run", "description": "Run.", "parameters": {"type": "object"}},
+}
 Turn = tuple[Message, Message]  # a reply, and the message that answers it
 
 
@@ -42,17 +45,19 @@ def tool_loop(messages: Sequence[Message]) -> list[Turn]:
     return loop
 
 
-def sampled_ids(renderer: Renderer, asked: Sequence[Message], reply: Message, tools: Sequence[Tool]) -> np.ndarray:
+def sampled_ids(
+    renderer: Renderer, asked: Sequence[Message], reply: Message, tools: Sequence[ToolSchema]
+) -> np.ndarray:
     """What a model that follows the template samples: the reply up to its stop token."""
-    prompt = renderer.render(asked, tools).ids
-    ids = renderer.render([*asked, reply], tools, generate=False).ids[len(prompt) :]
+    prompt = renderer.render(asked, tools).token_ids
+    ids = renderer.render([*asked, reply], tools, add_generation_prompt=False).token_ids[len(prompt) :]
     stop = next(at for at, id in enumerate(ids) if int(id) in renderer.stop_ids)
     return ids[: stop + 1]
 
 
 def roll_out(
-    renderer: Renderer, asked: Sequence[Message], turns: Sequence[Turn], tools: Sequence[Tool] = ()
-) -> tuple[Rendered, list[float]]:
+    renderer: Renderer, asked: Sequence[Message], turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()
+) -> tuple[RenderedPrompt, list[float]]:
     """The last prompt, and the seconds that each turn took from its sampled ids to the next prompt."""
     prompt, seconds = renderer.render(asked, tools), []
     for reply, following in turns:
@@ -61,10 +66,10 @@ def roll_out(
         parsed = renderer.parse(sampled, prompt)
         if parsed.message.tool_calls:
             following = Message("tool", following.content, tool_call_id=parsed.message.tool_calls[0].id)
-        prompt = renderer.bridge(prompt.answered(sampled, parsed), [following])
+        prompt = renderer.bridge(prompt.with_reply(sampled, parsed), [following])
         seconds.append(time.perf_counter() - started)
-        if prompt.broke is not None:
-            raise AssertionError(f"the template is append-only, and yet: {prompt.broke}")
+        if prompt.prefix_break is not None:
+            raise AssertionError(f"the template is append-only, and yet: {prompt.prefix_break}")
     return prompt, seconds
 
 
@@ -98,9 +103,9 @@ def main() -> int:
         seconds = quietest(lambda: roll_out(renderer, messages[:2], chat(messages))[1])
         loop_seconds = quietest(lambda: roll_out(renderer, messages[:2], tool_loop(messages), [TOOL])[1])
         full = median(lambda: full_render(renderer, messages))
-        if not np.array_equal(prompt.ids, renderer.render(messages).ids):
+        if not np.array_equal(prompt.token_ids, renderer.render(messages).token_ids):
             raise AssertionError("turn by turn did not give the tokens of the full render")
-    if theirs is not None and theirs["tokens"] != len(prompt.ids):
+    if theirs is not None and theirs["tokens"] != len(prompt.token_ids):
         raise AssertionError("the two sides did not render the same conversation")
     generic, family = (None if theirs is None else 1e3 * theirs[key] for key in ("generic_s", "family_bridge_s"))
     rows = [
@@ -111,7 +116,7 @@ def main() -> int:
         *(Row(f"tool call {turn} of one question", around(loop_seconds, turn), None, "ms", 20.0) for turn in SHOWN),
         Row(f"all {TURNS} turns at once", full, generic, "ms"),
     ]
-    return finish(f"benchmarks/render.py: {TURNS} turns, {len(prompt.ids)} tokens", rows, args)
+    return finish(f"benchmarks/render.py: {TURNS} turns, {len(prompt.token_ids)} tokens", rows, args)
 
 
 if __name__ == "__main__":

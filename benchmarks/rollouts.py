@@ -86,7 +86,7 @@ def engine(renderer: Renderer, *, calls: bool) -> Iterator[str]:
     """The instant engine, and its address."""
 
     def ids(text: str) -> str:
-        return json.dumps([*renderer.tokenizer.encode(text, inside=True).ids.tolist(), renderer.stop_ids[0]])
+        return json.dumps([*renderer.tokenizer.encode(text, continues_text=True).ids.tolist(), renderer.stop_ids[0]])
 
     command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", ids(REPLY)]
     command += ["--stop", str(renderer.stop_ids[0]), *(["--call", ids(CALL), "--turns", "3"] if calls else [])]

@@ -19,7 +19,10 @@ def tokenizer():
 
 @cache
 def reply() -> list[int]:
-    return [*map(int, tokenizer().encode("<reversed_text>cba</reversed_text>").ids), tokenizer().id_of("<|im_end|>")]
+    return [
+        *map(int, tokenizer().encode("<reversed_text>cba</reversed_text>").ids),
+        tokenizer().token_to_id("<|im_end|>"),
+    ]
 
 
 class Instant(Fake):

@@ -39,7 +39,7 @@ class Scripted(Fake):
 
     def sample(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = tokenizer().decode(body["token_ids"])
-        ids = [*map(int, tokenizer().encode(reply_to(_user(prompt))).ids), tokenizer().id_of("<|im_end|>")]
+        ids = [*map(int, tokenizer().encode(reply_to(_user(prompt))).ids), tokenizer().token_to_id("<|im_end|>")]
         entries = [{"token": f"token_id:{token}", "logprob": -0.5, "top_logprobs": []} for token in ids]
         choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": entries}}
         return {"choices": [{**choice, "policy_versions": [[*self.version, len(ids)]]}]}

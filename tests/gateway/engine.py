@@ -33,7 +33,7 @@ class Engine(Fake):
         prompt, tokenizer = body["token_ids"], self.renderer.tokenizer
         text = self.script(tokenizer.decode(prompt)) if callable(self.script) else self.script.pop(0)
         most = body["sampling_params"]["max_tokens"]
-        whole = [*tokenizer.encode(text, inside=True).ids.tolist(), self.renderer.stop_ids[0]]
+        whole = [*tokenizer.encode(text, continues_text=True).ids.tolist(), self.renderer.stop_ids[0]]
         ids = whole[:most]
         logprobs = [-0.125 * (1 + (7 * at + len(prompt)) % 13) for at in range(len(ids))]
         self.seen.append((prompt, ids, logprobs))

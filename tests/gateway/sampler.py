@@ -39,7 +39,7 @@ class Sampler:
         text = self.script(tokenizer.decode(prompt)) if callable(self.script) else self.script.pop(0)
         if isinstance(text, Exception):
             raise text
-        whole = [*tokenizer.encode(text, inside=True).ids.tolist(), self.renderer.stop_ids[0]]
+        whole = [*tokenizer.encode(text, continues_text=True).ids.tolist(), self.renderer.stop_ids[0]]
         ids = whole[: sampling.max_tokens]
         logprobs = [-0.125 * (1 + (7 * at + len(prompt)) % 13) for at in range(len(ids))]
         self.seen.append((list(prompt), ids, logprobs))

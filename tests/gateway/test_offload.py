@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.client import Sampling
 from ramify.gateway import TokenPolicy
-from ramify.render import Parsed
+from ramify.render import ParsedReply
 from ramify.trace import Message
 from tests.gateway.engine import TINY
 from tests.gateway.sampler import Sampler
@@ -42,7 +42,7 @@ class PatientRenderer:
     def __getattr__(self, name: str) -> Any:
         return getattr(TINY, name)
 
-    def parse(self, *args: Any) -> Parsed:
+    def parse(self, *args: Any) -> ParsedReply:
         self.heart.start_again()
         if self.waits:
             self.heart.has_beaten.wait(2)

@@ -47,7 +47,7 @@ def test_plain_transformers_loads_it_and_its_tokenizer(model):
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     ours = RENDERER.render([Message("system", "Be brief."), Message("user", "hi")])
-    assert list(ids) == ours.ids.tolist()
+    assert list(ids) == ours.token_ids.tolist()
 
 
 def test_it_is_small_and_says_how_it_was_built():
@@ -111,24 +111,24 @@ def test_conversations_only_grow(turns, offer):
         call = ToolCall("1", "click_link", json.dumps({"article": said}, ensure_ascii=False))
         reply = Message("assistant", "", tool_calls=(call,)) if offer else Message("assistant", f"[{said}]")
         answer = Message("tool", heard, tool_call_id="1") if offer else Message("user", heard)
-        whole = RENDERER.render([*messages, reply], tools, generate=False)
+        whole = RENDERER.render([*messages, reply], tools, add_generation_prompt=False)
         start, stop = whole.spans[-1].body
-        sampled = whole.ids[start : stop + 1]
+        sampled = whole.token_ids[start : stop + 1]
         parsed = RENDERER.parse(sampled, prompt)
         assert not parsed.problems
-        prompt = RENDERER.bridge(prompt.answered(sampled, parsed), [answer])
-        assert prompt.broke is None
+        prompt = RENDERER.bridge(prompt.with_reply(sampled, parsed), [answer])
+        assert prompt.prefix_break is None
         messages += [reply, answer]
-        assert prompt.ids.tolist() == RENDERER.render(messages, tools).ids.tolist()
+        assert prompt.token_ids.tolist() == RENDERER.render(messages, tools).token_ids.tolist()
 
 
 def test_a_tool_call_comes_back_as_it_was_written():
     call = ToolCall("1", "click_link", '{"article": "Étoile \\"du\\" nord", "n": [1, null]}')
     prompt = RENDERER.render([Message("user", "go")], TOOLS)
     whole = RENDERER.render(
-        [Message("user", "go"), Message("assistant", "", tool_calls=(call,))], TOOLS, generate=False
+        [Message("user", "go"), Message("assistant", "", tool_calls=(call,))], TOOLS, add_generation_prompt=False
     )
-    parsed = RENDERER.parse(whole.ids[len(prompt.ids) :][:-1], prompt)
+    parsed = RENDERER.parse(whole.token_ids[len(prompt.token_ids) :][:-1], prompt)
     (found,) = parsed.message.tool_calls
     assert (found.name, json.loads(found.arguments)) == (call.name, json.loads(call.arguments))
     assert not parsed.problems

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ramify.errors import TemplateRefused
-from ramify.render import History, Reason, Rendered, TemplateRendererConfig, load_renderer
+from ramify.render import BreakReason, RenderedPrompt, TemplateRendererConfig, TokenHistory, load_renderer
 from ramify.trace import Message, ToolCall
 from tests.render.models import MODELS, TOOLS, directory, renderer, token_id
 from tests.render.oracle import oracle_of
@@ -15,12 +15,12 @@ CALL = Message("assistant", "", None, (ToolCall("call00001", "run", '{"code": "2
 RESULT = Message("tool", "4", tool_call_id="call00001")
 
 
-def answer(name: str, text: str, messages=(USER,), tools=()) -> tuple[Rendered, History, list[int]]:
+def answer(name: str, text: str, messages=(USER,), tools=()) -> tuple[RenderedPrompt, TokenHistory, list[int]]:
     """A prompt, the history after the reply `text`, and the reply's ids."""
     render, oracle = renderer(name), oracle_of(name)
     prompt = render.render(messages, tools)
     sampled = oracle.ids(text)
-    return prompt, prompt.answered(sampled, render.parse(sampled, prompt)), sampled
+    return prompt, prompt.with_reply(sampled, render.parse(sampled, prompt)), sampled
 
 
 def decode(name: str, ids) -> str:
@@ -38,19 +38,19 @@ def test_sampled_ids_stay_even_where_their_text_would_be_tokenized_differently(m
     assert odd != [*oracle.ids("</think>four"), stop]
     render = renderer(model.name, "verbatim")
     prompt = render.render([USER])
-    following = render.bridge(prompt.answered(odd, render.parse(odd, prompt)), [MORE])
-    assert following.broke is None
-    assert following.kept == len(prompt.ids) + len(odd)
-    assert following.ids[: following.kept].tolist() == [*prompt.ids.tolist(), *odd]
+    following = render.bridge(prompt.with_reply(odd, render.parse(odd, prompt)), [MORE])
+    assert following.prefix_break is None
+    assert following.num_reused == len(prompt.token_ids) + len(odd)
+    assert following.token_ids[: following.num_reused].tolist() == [*prompt.token_ids.tolist(), *odd]
 
 
 def test_the_new_messages_are_all_that_is_written():
     prompt, history, _ = answer("chatml", "4<|im_end|>")
     following = renderer("chatml").bridge(history, [MORE])
-    assert decode("chatml", following.added) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert decode("chatml", following.new_token_ids) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     assert following.messages == (USER, Message("assistant", "4"), MORE)
-    assert decode("chatml", following.opening) == "<|im_start|>assistant\n"
-    assert prompt.kept == 0
+    assert decode("chatml", following.generation_prompt_ids) == "<|im_start|>assistant\n"
+    assert prompt.num_reused == 0
 
 
 # -- replies that end badly -------------------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ def test_the_new_messages_are_all_that_is_written():
 def test_a_reply_that_was_cut_off_is_closed():
     _, history, sampled = answer("chatml", "I think it is")
     following = renderer("chatml").bridge(history, [MORE])
-    assert following.broke is None
-    assert decode("chatml", following.ids[-len(following.added) - len(sampled) :]) == (
+    assert following.prefix_break is None
+    assert decode("chatml", following.token_ids[-len(following.new_token_ids) - len(sampled) :]) == (
         "I think it is<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -68,37 +68,37 @@ def test_a_reply_that_was_cut_off_is_closed():
 def test_reasoning_that_was_cut_off_is_closed_with_the_turn():
     _, history, _ = answer("ramify", "<think>It may be")
     following = renderer("ramify").bridge(history, [MORE])
-    assert following.broke is None
-    assert decode("ramify", following.added).startswith("</think><|im_end|>\n<|im_start|>user\n")
+    assert following.prefix_break is None
+    assert decode("ramify", following.new_token_ids).startswith("</think><|im_end|>\n<|im_start|>user\n")
 
 
 def test_a_call_that_was_cut_off_is_text_and_the_turn_is_closed():
     _, history, _ = answer("ramify", '<tool_call>{"name": "run", "argu', tools=TOOLS)
     following = renderer("ramify").bridge(history, [MORE])
-    assert following.broke is None
-    assert decode("ramify", following.added).startswith("<|im_end|>\n<|im_start|>user\n")
+    assert following.prefix_break is None
+    assert decode("ramify", following.new_token_ids).startswith("<|im_end|>\n<|im_start|>user\n")
 
 
 def test_another_stop_token_than_the_templates_stays_and_the_turn_is_closed():
     _, history, _ = answer("qwen2.5", "4<|endoftext|>")
     following = renderer("qwen2.5").bridge(history, [MORE])
-    assert following.broke is None
-    assert "4<|endoftext|><|im_end|>\n<|im_start|>user\nSure?" in decode("qwen2.5", following.ids)
+    assert following.prefix_break is None
+    assert "4<|endoftext|><|im_end|>\n<|im_start|>user\nSure?" in decode("qwen2.5", following.token_ids)
 
 
 def test_a_stop_token_that_opens_the_next_message_is_not_written_twice():
     _, history, _ = answer("glm-4", "\n4<|user|>")
     following = renderer("glm-4").bridge(history, [MORE])
-    assert following.broke is None
+    assert following.prefix_break is None
     assert (
-        decode("glm-4", following.ids)
+        decode("glm-4", following.token_ids)
         == "[gMASK]<sop><|user|>\nWhat is 2+2?<|assistant|>\n4<|user|>\nSure?<|assistant|>"
     )
 
 
 def test_an_empty_reply_is_a_turn():
     _, history, _ = answer("chatml", "<|im_end|>")
-    assert decode("chatml", renderer("chatml").bridge(history, [MORE]).ids) == (
+    assert decode("chatml", renderer("chatml").bridge(history, [MORE]).token_ids) == (
         "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
         "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -107,42 +107,45 @@ def test_an_empty_reply_is_a_turn():
 # -- breaks -----------------------------------------------------------------------------------------------------------
 
 
-def broke(name: str, text: str, new: list[Message], messages=(USER,), tools=()) -> Reason | None:
+def broke(name: str, text: str, new: list[Message], messages=(USER,), tools=()) -> BreakReason | None:
     _, history, _ = answer(name, text, messages, tools)
     following = renderer(name).bridge(history, new)
-    if following.broke is None:
-        assert following.kept == len(history.ids)
+    if following.prefix_break is None:
+        assert following.num_reused == len(history.token_ids)
         return None
-    assert following.kept == 0
-    assert following.ids.tolist() == renderer(name).render(following.messages, tools).ids.tolist()
-    assert following.broke.metrics == {"render/breaks": 1.0, f"render/breaks/{following.broke.reason}": 1.0}
-    return following.broke.reason
+    assert following.num_reused == 0
+    assert following.token_ids.tolist() == renderer(name).render(following.messages, tools).token_ids.tolist()
+    assert following.prefix_break.metrics == {
+        "render/breaks": 1.0,
+        f"render/breaks/{following.prefix_break.reason}": 1.0,
+    }
+    return following.prefix_break.reason
 
 
 def test_qwen3_drops_earlier_thinking_on_a_new_question_only():
     call = '<tool_call>\n{"name": "run", "arguments": {"code": "2+2"}}\n</tool_call>'
     thought = "<think>\nhm\n</think>\n\n"
-    assert broke("qwen3", f"{thought}4<|im_end|>", [MORE]) is Reason.REASONING_DROPPED
+    assert broke("qwen3", f"{thought}4<|im_end|>", [MORE]) is BreakReason.REASONING_DROPPED
     assert broke("qwen3", f"{thought}{call}<|im_end|>", [Message("tool", "4")], tools=TOOLS) is None
     assert broke("qwen3", "4<|im_end|>", [MORE]) is None
 
 
 def test_qwen3_without_thinking_drops_what_its_prompt_opened():
-    assert broke("qwen3-no-thinking", "4<|im_end|>", [MORE]) is Reason.GENERATION_PROMPT_DROPPED
+    assert broke("qwen3-no-thinking", "4<|im_end|>", [MORE]) is BreakReason.GENERATION_PROMPT_DROPPED
 
 
 def test_deepseek_never_shows_thinking_again():
-    assert broke("deepseek-r1", "hm\n</think>\n\n4<｜end▁of▁sentence｜>", [MORE]) is Reason.REASONING_DROPPED
+    assert broke("deepseek-r1", "hm\n</think>\n\n4<｜end▁of▁sentence｜>", [MORE]) is BreakReason.REASONING_DROPPED
 
 
 def test_mistral_moves_tools_to_the_last_question():
-    assert broke("mistral-v3", " 4</s>", [MORE], tools=TOOLS) is Reason.HISTORY_REWRITTEN
+    assert broke("mistral-v3", " 4</s>", [MORE], tools=TOOLS) is BreakReason.HISTORY_REWRITTEN
     assert broke("mistral-v3", " 4</s>", [MORE]) is None
 
 
 def test_mistral_moves_the_system_prompt_to_the_last_question():
     system = Message("system", "Be brief.")
-    assert broke("mistral-v3", " 4</s>", [MORE], messages=(system, USER)) is Reason.HISTORY_REWRITTEN
+    assert broke("mistral-v3", " 4</s>", [MORE], messages=(system, USER)) is BreakReason.HISTORY_REWRITTEN
 
 
 def test_mistral_keeps_tools_in_place_for_tool_results():
@@ -153,8 +156,8 @@ def test_mistral_keeps_tools_in_place_for_tool_results():
 def test_other_tools_are_another_prompt():
     _, history, _ = answer("ramify", "4<|im_end|>", tools=TOOLS)
     following = renderer("ramify").bridge(history, [MORE], TOOLS[:1])
-    assert following.broke is not None
-    assert following.broke.reason is Reason.TOOLS_CHANGED
+    assert following.prefix_break is not None
+    assert following.prefix_break.reason is BreakReason.TOOLS_CHANGED
     assert following.tools == tuple(TOOLS[:1])
 
 
@@ -164,26 +167,26 @@ def test_a_tool_result_behind_a_closed_group_of_results_is_a_break():
     render = renderer("qwen2.5")
     closed = render.render([USER, Message("assistant", "", None, calls), results[0]], TOOLS)
     last = closed.spans[-1]
-    history = History.of(closed.messages, TOOLS, closed.ids[: last.stop])
+    history = TokenHistory.build(closed.messages, TOOLS, closed.token_ids[: last.stop])
     following = render.bridge(history, results[1:])
-    assert following.broke is not None
-    assert following.broke.reason is Reason.HISTORY_REWRITTEN
+    assert following.prefix_break is not None
+    assert following.prefix_break.reason is BreakReason.HISTORY_REWRITTEN
 
 
 def test_a_template_that_looks_at_what_is_said_is_rendered_anew():
     _, history, _ = answer("qwen3", "<think>\nhm\n</think>\n\n4<|im_end|>")
     following = renderer("qwen3").bridge(history, [Message("user", "<tool_response>5</tool_response>")])
-    assert following.broke is not None
-    assert oracle_of("qwen3").text(following.messages, generate=True) == decode("qwen3", following.ids)
+    assert following.prefix_break is not None
+    assert oracle_of("qwen3").text(following.messages, generate=True) == decode("qwen3", following.token_ids)
 
 
 def test_verbatim_history_is_never_rewritten():
     render, oracle = renderer("qwen3-no-thinking", "verbatim"), oracle_of("qwen3-no-thinking")
     prompt = render.render([USER])
     sampled = oracle.ids("4<|im_end|>")
-    following = render.bridge(prompt.answered(sampled, render.parse(sampled, prompt)), [MORE])
-    assert following.broke is None
-    assert decode("qwen3", following.ids).count("<think>\n\n</think>\n\n") == 2
+    following = render.bridge(prompt.with_reply(sampled, render.parse(sampled, prompt)), [MORE])
+    assert following.prefix_break is None
+    assert decode("qwen3", following.token_ids).count("<think>\n\n</think>\n\n") == 2
 
 
 # -- histories that do not end in a reply -----------------------------------------------------------------------------
@@ -197,11 +200,11 @@ def test_a_prompt_can_be_continued_from_any_of_its_messages(model):
     render, oracle = renderer(model.name), oracle_of(model.name)
     full = render.render(asked, tools)
     for number, span in enumerate(full.spans, 1):
-        history = History.of(asked[:number], tools, full.ids[: span.stop])
+        history = TokenHistory.build(asked[:number], tools, full.token_ids[: span.stop])
         following = render.bridge(history, asked[number:])
-        assert following.ids.tolist() == oracle.ids(oracle.text(asked, tools, generate=True))
-        assert following.broke is None, (number, following.broke)
-        assert following.kept == span.stop
+        assert following.token_ids.tolist() == oracle.ids(oracle.text(asked, tools, generate=True))
+        assert following.prefix_break is None, (number, following.prefix_break)
+        assert following.num_reused == span.stop
         assert [span.message for span in following.spans] == asked[number:]
 
 
@@ -209,14 +212,14 @@ def test_sampling_again_needs_only_the_generation_prompt():
     render = renderer("llama-3.1")
     prompt = render.render([USER], TOOLS)
     (span,) = prompt.spans
-    again = render.bridge(History.of([USER], TOOLS, prompt.ids[: span.stop]), [])
-    assert again.ids.tolist() == prompt.ids.tolist()
-    assert again.added.tolist() == prompt.opening.tolist()
+    again = render.bridge(TokenHistory.build([USER], TOOLS, prompt.token_ids[: span.stop]), [])
+    assert again.token_ids.tolist() == prompt.token_ids.tolist()
+    assert again.new_token_ids.tolist() == prompt.generation_prompt_ids.tolist()
 
 
 def test_half_a_surrogate_pair_is_a_question_mark():
     prompt = renderer("chatml").render([Message("user", "a\ud83db é")])
-    assert decode("chatml", prompt.ids) == "<|im_start|>user\na?b é<|im_end|>\n<|im_start|>assistant\n"
+    assert decode("chatml", prompt.token_ids) == "<|im_start|>user\na?b é<|im_end|>\n<|im_start|>assistant\n"
 
 
 # -- long conversations -----------------------------------------------------------------------------------------------
@@ -230,13 +233,13 @@ def test_a_long_agent_loop_bridges_every_turn(name: str):
     for turn in range(40):
         reply = Message("assistant", "", None, (ToolCall(f"call{turn:05d}", "run", f'{{"code": "{turn}"}}'),))
         sampled = oracle.reply(messages, reply, TOOLS)
-        history = prompt.answered(sampled, render.parse(sampled, prompt))
+        history = prompt.with_reply(sampled, render.parse(sampled, prompt))
         result = Message("tool", f"result {turn}", tool_call_id=history.messages[-1].tool_calls[0].id)
         prompt = render.bridge(history, [result])
         messages += [reply, result]
-        assert prompt.broke is None
-        assert len(history.outline.messages()) <= 8
-    assert prompt.ids.tolist() == oracle.ids(oracle.text(messages, TOOLS, generate=True))
+        assert prompt.prefix_break is None
+        assert len(history.outline.example_messages()) <= 8
+    assert prompt.token_ids.tolist() == oracle.ids(oracle.text(messages, TOOLS, generate=True))
 
 
 # -- what cannot be rendered ------------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def test_a_templates_own_refusal_is_passed_on():
 def test_call_ids_of_any_form_reach_a_template_that_wants_nine_letters():
     call = Message("assistant", "", None, (ToolCall("toolu_01A09q90qw90lq917835lq9", "run", "{}"),))
     result = Message("tool", "4", tool_call_id="toolu_01A09q90qw90lq917835lq9")
-    ids = renderer("mistral-v3").render([USER, call, result], TOOLS).ids
+    ids = renderer("mistral-v3").render([USER, call, result], TOOLS).token_ids
     assert decode("mistral-v3", ids).count('id": "') == 2
 
 
@@ -266,7 +269,7 @@ def test_a_conversation_that_crosses_midnight_keeps_its_date(monkeypatch):
     render = load_renderer(directory("llama-3.1"), TemplateRendererConfig())
     before = render.render([USER])
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert render.render([USER]).ids.tolist() == before.ids.tolist()
+    assert render.render([USER]).token_ids.tolist() == before.token_ids.tolist()
     fixed = TemplateRendererConfig(template_args={"date_string": "26 Jul 2024"})
-    text = decode("llama-3.1", load_renderer(directory("llama-3.1"), fixed).render([USER]).ids)
+    text = decode("llama-3.1", load_renderer(directory("llama-3.1"), fixed).render([USER]).token_ids)
     assert "Today Date: 26 Jul 2024" in text

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.render import Rendered
+from ramify.render import RenderedPrompt
 from tests.render.conversations import Conversation, conversations, wild
 from tests.render.models import MODELS, Model, renderer
 from tests.render.oracle import oracle_of
@@ -20,7 +20,7 @@ from tests.render.oracle import oracle_of
 EXAMPLES = min(400, max(8, settings.default.max_examples // 6)) if settings.default else 8
 
 
-def converse(model: Model, conversation: Conversation) -> list[Rendered]:
+def converse(model: Model, conversation: Conversation) -> list[RenderedPrompt]:
     """The prompts of a rollout. Each is checked against the oracle's text, and so is whether it broke."""
     render, oracle = renderer(model.name), oracle_of(model.name)
     tools, prompts, messages = conversation.tools, [], []
@@ -30,15 +30,15 @@ def converse(model: Model, conversation: Conversation) -> list[Rendered]:
         prompts.append(prompt)
         messages += new
         text = oracle.text(messages, tools, generate=True)
-        assert oracle.decode(prompt.ids) == oracle.decode(oracle.ids(text))
-        assert (prompt.broke is None) == text.startswith(expected), prompt.broke
+        assert oracle.decode(prompt.token_ids) == oracle.decode(oracle.ids(text))
+        assert (prompt.prefix_break is None) == text.startswith(expected), prompt.prefix_break
         if reply is not None:
             sampled = oracle.reply(messages, reply, tools)
             parsed = render.parse(sampled, prompt)
             if reply.reasoning is None and parsed.message.reasoning == "":  # the template itself thinks for a moment
                 reply = msgspec.structs.replace(reply, reasoning="")
             expected = text + oracle.reply_text(messages, reply, tools)
-            history = prompt.answered(sampled, replace(parsed, message=reply))
+            history = prompt.with_reply(sampled, replace(parsed, message=reply))
             messages.append(reply)
     return prompts
 
@@ -51,9 +51,9 @@ def test_every_turn_is_the_templates_own_full_render(model: Model, data: st.Data
     oracle = oracle_of(model.name)
     for prompt in converse(model, conversation):
         text = oracle.text(prompt.messages, conversation.tools, generate=True)
-        assert prompt.ids.tolist() == oracle.ids(text)
-        assert prompt.ids.dtype == np.int32
-        assert model.rewrites or prompt.broke is None
+        assert prompt.token_ids.tolist() == oracle.ids(text)
+        assert prompt.token_ids.dtype == np.int32
+        assert model.rewrites or prompt.prefix_break is None
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)

@@ -20,9 +20,9 @@ def test_tiny_keeps_every_token_of_a_rollout_and_reads_its_own_replies():
     for number in range(4):
         call = (ToolCall("call00000", "run", '{"code": "x\\"y", "fast": true}'),) if number % 2 == 0 else ()
         said = Message("assistant", "" if call else f"cba {number}", None, call)
-        whole = renderer.render([*prompt.messages, said], TOOLS, generate=False).ids
-        assert whole[: len(prompt.ids)].tolist() == prompt.ids.tolist()
-        sampled = whole[len(prompt.ids) :].tolist()
+        whole = renderer.render([*prompt.messages, said], TOOLS, add_generation_prompt=False).token_ids
+        assert whole[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
+        sampled = whole[len(prompt.token_ids) :].tolist()
         sampled = sampled[: 1 + min(sampled.index(id) for id in renderer.stop_ids if id in sampled)]
         parsed = renderer.parse(sampled, prompt)
         assert parsed.problems == ()
@@ -30,6 +30,6 @@ def test_tiny_keeps_every_token_of_a_rollout_and_reads_its_own_replies():
         arguments = [json.loads(call.arguments) for call in parsed.message.tool_calls]
         assert arguments == [json.loads(call.arguments) for call in said.tool_calls]
         results = [Message("tool", "done", tool_call_id=call.id) for call in parsed.message.tool_calls]
-        prompt = renderer.bridge(prompt.answered(sampled, parsed), results or [Message("user", "And now?")])
-        assert prompt.broke is None
-        assert prompt.ids.tolist() == renderer.render(prompt.messages, TOOLS).ids.tolist()
+        prompt = renderer.bridge(prompt.with_reply(sampled, parsed), results or [Message("user", "And now?")])
+        assert prompt.prefix_break is None
+        assert prompt.token_ids.tolist() == renderer.render(prompt.messages, TOOLS).token_ids.tolist()

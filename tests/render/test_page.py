@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 import numpy as np
+from tests.render.test_families import FAMILIES, SHOWS_NO_THINKING
+from tests.render.test_families import renderer as family
+from tests.render.test_families import sampled as family_reply
 
 from ramify.render import Renderer
 from ramify.trace import Message, ToolCall
 from tests.render.models import MODELS, TOOLS, renderer
 from tests.render.oracle import oracle_of
-from tests.render.test_families import FAMILIES, SHOWS_NO_THINKING
-from tests.render.test_families import renderer as family
-from tests.render.test_families import sampled as family_reply
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "rendering.md").read_text("utf-8")
 ROW = re.compile(r"^\| `([^`]+)` \| (\S+) \| (\S+) \|$", re.MULTILINE)
@@ -23,9 +23,9 @@ def outcome(render: Renderer, sampled, tools, *, results: bool) -> str:
     prompt = render.render([USER], tools)
     parsed = render.parse(sampled, prompt)
     new = [Message("tool", "4", tool_call_id=call.id) for call in parsed.message.tool_calls]
-    following = render.bridge(prompt.answered(sampled, parsed), new if results else [Message("user", "Sure?")])
+    following = render.bridge(prompt.with_reply(sampled, parsed), new if results else [Message("user", "Sure?")])
     assert bool(new) == results
-    return "kept" if following.broke is None else following.broke.reason.value
+    return "kept" if following.prefix_break is None else following.prefix_break.reason.value
 
 
 def measured() -> dict[str, tuple[str, str]]:

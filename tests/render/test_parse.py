@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.render import Parsed, ProblemKind, TemplateRendererConfig, load_renderer
-from ramify.render.calls import FORMATS
-from ramify.render.calls.reading import MAX_PROBLEMS
-from ramify.render.reply import CallIds
+from ramify.render import ParsedReply, ParseProblemKind, TemplateRendererConfig, load_renderer
+from ramify.render.reply_parser import CallIdGenerator
+from ramify.render.tool_parsers import TOOL_PARSERS
+from ramify.render.tool_parsers.base import MAX_PROBLEMS
 from ramify.trace import Message
 from tests.render.conversations import replies
 from tests.render.models import BY_NAME, MODELS, TOOLS, Model, directory, renderer
@@ -28,7 +28,7 @@ def said(message: Message):
     return message.role, message.content, message.reasoning or None, calls
 
 
-def parse(name: str, text: str, *, tools=TOOLS, stop: bool = True) -> Parsed:
+def parse(name: str, text: str, *, tools=TOOLS, stop: bool = True) -> ParsedReply:
     """The reply `text` of a model, with or without its stop token."""
     render, oracle = renderer(name), oracle_of(name)
     ids = oracle.ids(text + (oracle.model.stops[0] if stop else ""))
@@ -62,9 +62,9 @@ def test_stop_ids_are_those_of_the_model(model: Model):
 
 
 def test_the_stop_token_is_not_part_of_the_body():
-    assert parse("ramify", "hi").body == (0, 2) or parse("ramify", "hi").body == (0, 1)
+    assert parse("ramify", "hi").content_span == (0, 2) or parse("ramify", "hi").content_span == (0, 1)
     closed, cut = parse("ramify", "hello"), parse("ramify", "hello", stop=False)
-    assert closed.body == cut.body
+    assert closed.content_span == cut.content_span
     assert closed.message == cut.message == Message("assistant", "hello")
 
 
@@ -113,57 +113,57 @@ def test_a_call_in_the_reasoning_is_only_a_thought():
 def test_reasoning_that_never_ends_is_reported():
     parsed = parse("qwen3", "<think>\nLet me see", stop=False)
     assert parsed.message == Message("assistant", "", "Let me see")
-    assert [problem.kind for problem in parsed.problems] == [ProblemKind.UNCLOSED_REASONING]
+    assert [problem.kind for problem in parsed.problems] == [ParseProblemKind.UNCLOSED_REASONING]
 
 
 # -- malformed calls --------------------------------------------------------------------------------------------------
 
 MALFORMED = [
-    ("hermes", '<tool_call>{"name": "run", "arguments": {</tool_call>', ProblemKind.INVALID_JSON),
-    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ProblemKind.NO_NAME),
-    ("hermes", '<tool_call>{"name": 7}</tool_call>', ProblemKind.NO_NAME),
-    ("hermes", '<tool_call>{"name": "run", "arguments": [1]}</tool_call>', ProblemKind.BAD_ARGUMENTS),
-    ("hermes", '<tool_call>{"name": "run", "arguments": "no"}</tool_call>', ProblemKind.BAD_ARGUMENTS),
-    ("hermes", "<tool_call>[1]</tool_call>", ProblemKind.BAD_FORM),
-    ("hermes", '<tool_call>{"name": "run", "argu', ProblemKind.UNCLOSED),
-    ("hermes", '<tool_call>{"name": "run", "arguments": {}}', ProblemKind.UNCLOSED),
-    ("hermes", "<tool_call>", ProblemKind.UNCLOSED),
-    ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", ProblemKind.INVALID_JSON),
-    ("hermes", '<tool_call>{"name": "r\\ud800", "arguments": {}}</tool_call>', ProblemKind.INVALID_JSON),
+    ("hermes", '<tool_call>{"name": "run", "arguments": {</tool_call>', ParseProblemKind.INVALID_JSON),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ParseProblemKind.NO_NAME),
+    ("hermes", '<tool_call>{"name": 7}</tool_call>', ParseProblemKind.NO_NAME),
+    ("hermes", '<tool_call>{"name": "run", "arguments": [1]}</tool_call>', ParseProblemKind.BAD_ARGUMENTS),
+    ("hermes", '<tool_call>{"name": "run", "arguments": "no"}</tool_call>', ParseProblemKind.BAD_ARGUMENTS),
+    ("hermes", "<tool_call>[1]</tool_call>", ParseProblemKind.BAD_FORM),
+    ("hermes", '<tool_call>{"name": "run", "argu', ParseProblemKind.UNCLOSED),
+    ("hermes", '<tool_call>{"name": "run", "arguments": {}}', ParseProblemKind.UNCLOSED),
+    ("hermes", "<tool_call>", ParseProblemKind.UNCLOSED),
+    ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", ParseProblemKind.INVALID_JSON),
+    ("hermes", '<tool_call>{"name": "r\\ud800", "arguments": {}}</tool_call>', ParseProblemKind.INVALID_JSON),
     (
         "hermes",
         '<tool_call>{"name": "run", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>',
-        ProblemKind.INVALID_JSON,
+        ParseProblemKind.INVALID_JSON,
     ),
-    ("qwen-coder", "<tool_call><function=></function></tool_call>", ProblemKind.NO_NAME),
+    ("qwen-coder", "<tool_call><function=></function></tool_call>", ParseProblemKind.NO_NAME),
     (
         "qwen-coder",
         '<tool_call><function=run><parameter=x>["\\ud800"]</parameter></function></tool_call>',
-        ProblemKind.INVALID_JSON,
+        ParseProblemKind.INVALID_JSON,
     ),
-    ("qwen-coder", "<tool_call>run()</tool_call>", ProblemKind.BAD_FORM),
-    ("qwen-coder", "<tool_call><function=run>x</function></tool_call>", ProblemKind.BAD_ARGUMENTS),
-    ("qwen-coder", "<tool_call><function=run><parameter=code>x</function></tool_call>", ProblemKind.BAD_ARGUMENTS),
-    ("qwen-coder", "<tool_call><function=run><parameter=code>x", ProblemKind.UNCLOSED),
-    ("llama-3", '{"name": "run", "parameters": {', ProblemKind.INVALID_JSON),
-    ("llama-3", '{"name": "run", "parameters": 3}', ProblemKind.BAD_ARGUMENTS),
-    ("llama-3", '{"name": "run", "parameters": {}} and more', ProblemKind.BAD_FORM),
-    ("llama-3", '<|python_tag|>run.call(code="x")', ProblemKind.BAD_FORM),
-    ("llama-3", "<|python_tag|>", ProblemKind.UNCLOSED),
-    ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {}}', ProblemKind.UNCLOSED),
-    ("mistral", '[TOOL_CALLS] [{"name": "run"', ProblemKind.INVALID_JSON),
-    ("mistral", '[TOOL_CALLS] [{"arguments": {}}]', ProblemKind.NO_NAME),
-    ("mistral", "[TOOL_CALLS] [7]", ProblemKind.BAD_FORM),
-    ("mistral", "[TOOL_CALLS] []", ProblemKind.BAD_FORM),
-    ("mistral", "[TOOL_CALLS]run[ARGS]{", ProblemKind.INVALID_JSON),
-    ("mistral", "[TOOL_CALLS][ARGS]{}", ProblemKind.NO_NAME),
-    ("mistral", "[TOOL_CALLS]run", ProblemKind.BAD_FORM),
+    ("qwen-coder", "<tool_call>run()</tool_call>", ParseProblemKind.BAD_FORM),
+    ("qwen-coder", "<tool_call><function=run>x</function></tool_call>", ParseProblemKind.BAD_ARGUMENTS),
+    ("qwen-coder", "<tool_call><function=run><parameter=code>x</function></tool_call>", ParseProblemKind.BAD_ARGUMENTS),
+    ("qwen-coder", "<tool_call><function=run><parameter=code>x", ParseProblemKind.UNCLOSED),
+    ("llama-3", '{"name": "run", "parameters": {', ParseProblemKind.INVALID_JSON),
+    ("llama-3", '{"name": "run", "parameters": 3}', ParseProblemKind.BAD_ARGUMENTS),
+    ("llama-3", '{"name": "run", "parameters": {}} and more', ParseProblemKind.BAD_FORM),
+    ("llama-3", '<|python_tag|>run.call(code="x")', ParseProblemKind.BAD_FORM),
+    ("llama-3", "<|python_tag|>", ParseProblemKind.UNCLOSED),
+    ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {}}', ParseProblemKind.UNCLOSED),
+    ("mistral", '[TOOL_CALLS] [{"name": "run"', ParseProblemKind.INVALID_JSON),
+    ("mistral", '[TOOL_CALLS] [{"arguments": {}}]', ParseProblemKind.NO_NAME),
+    ("mistral", "[TOOL_CALLS] [7]", ParseProblemKind.BAD_FORM),
+    ("mistral", "[TOOL_CALLS] []", ParseProblemKind.BAD_FORM),
+    ("mistral", "[TOOL_CALLS]run[ARGS]{", ParseProblemKind.INVALID_JSON),
+    ("mistral", "[TOOL_CALLS][ARGS]{}", ParseProblemKind.NO_NAME),
+    ("mistral", "[TOOL_CALLS]run", ParseProblemKind.BAD_FORM),
 ]
 
 
 @pytest.mark.parametrize(("format", "text", "kind"), MALFORMED, ids=lambda value: str(value)[:40])
-def test_a_malformed_call_is_reported_and_stays_in_the_content(format: str, text: str, kind: ProblemKind):
-    reading = FORMATS[format](text, TOOLS)
+def test_a_malformed_call_is_reported_and_stays_in_the_content(format: str, text: str, kind: ParseProblemKind):
+    reading = TOOL_PARSERS[format](text, TOOLS)
     assert reading.calls == []
     assert reading.content == text
     assert [(problem.kind, problem.text) for problem in reading.problems] == [(kind, text)]
@@ -179,7 +179,7 @@ def test_a_call_is_read_or_reported_however_deep_its_values_go(format: str):
     }
     limit = sys.getrecursionlimit()
     for depth in range(limit - 300, limit + 1):  # where it is too deep depends on how deep we are ourselves
-        reading = FORMATS[format](forms[format].format("[" * depth + "]" * depth), TOOLS)
+        reading = TOOL_PARSERS[format](forms[format].format("[" * depth + "]" * depth), TOOLS)
         assert len(reading.calls) + len(reading.problems) == 1
 
 
@@ -198,10 +198,10 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("format", sorted(TOOL_PARSERS))
 @given(text=st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
 def test_no_text_makes_a_reader_fail_or_lose_anything(format: str, text: str):
-    reading = FORMATS[format](text, TOOLS)
+    reading = TOOL_PARSERS[format](text, TOOLS)
     if not reading.calls:
         assert reading.content == text
     assert all(problem.text in text for problem in reading.problems)
@@ -236,7 +236,7 @@ def test_a_reply_that_repeats_itself_is_read_in_linear_time(case: str):
     format, frame, piece, count = ENDLESS[case]
     text = frame.format(piece.replace("{{", "{") * count)
     start = time.thread_time()
-    reading = FORMATS[format](text, TOOLS)
+    reading = TOOL_PARSERS[format](text, TOOLS)
     assert time.thread_time() - start < 5  # it needs tenths of a second; in quadratic time it was 20 and more
     assert reading.content == text
     assert 1 <= len(reading.problems) <= MAX_PROBLEMS
@@ -245,7 +245,7 @@ def test_a_reply_that_repeats_itself_is_read_in_linear_time(case: str):
 
 def test_calls_before_too_many_malformed_ones_are_read():
     good, bad = '<tool_call>{"name": "run", "arguments": {}}</tool_call>', "<tool_call>{</tool_call>"
-    reading = FORMATS["hermes"](good + bad * (MAX_PROBLEMS - 1) + good + bad + good + bad, TOOLS)
+    reading = TOOL_PARSERS["hermes"](good + bad * (MAX_PROBLEMS - 1) + good + bad + good + bad, TOOLS)
     assert len(reading.calls) == 2
     assert len(reading.problems) == MAX_PROBLEMS
     assert reading.problems[-1].text == bad + good + bad
@@ -255,10 +255,10 @@ def test_calls_before_too_many_malformed_ones_are_read():
 def test_ids_of_many_calls_cost_the_length_of_the_reply_once():
     sampled = np.arange(1_000_000, dtype=np.int32)
     start = time.thread_time()
-    ids = CallIds(sampled, 3)
-    assert len({ids.make(number) for number in range(10_000)}) == 10_000
+    ids = CallIdGenerator(sampled, 3)
+    assert len({ids.make_id(number) for number in range(10_000)}) == 10_000
     assert time.thread_time() - start < 10  # digested for every call, the reply is 40 GB
-    assert ids.make(0) != CallIds(sampled, 4).make(0)
+    assert ids.make_id(0) != CallIdGenerator(sampled, 4).make_id(0)
 
 
 # -- the formats, as models write them --------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("format", "text", "arguments"), WRITTEN, ids=lambda value: str(value)[:40])
 def test_calls_are_read_in_every_form_models_write(format: str, text: str, arguments: dict):
-    reading = FORMATS[format](text, TOOLS)
+    reading = TOOL_PARSERS[format](text, TOOLS)
     assert reading.problems == []
     assert [(call.name, json.loads(call.arguments)) for call in reading.calls] == [("run", arguments)]
     assert reading.content.strip() == ""
@@ -303,19 +303,19 @@ def test_calls_are_read_in_every_form_models_write(format: str, text: str, argum
 
 def test_several_calls_in_one_reply():
     two = '{"name": "run", "parameters": {}}; {"name": "search", "parameters": {}}'
-    assert [call.name for call in FORMATS["llama-3"](two, TOOLS).calls] == ["run", "search"]
+    assert [call.name for call in TOOL_PARSERS["llama-3"](two, TOOLS).calls] == ["run", "search"]
     two = "[TOOL_CALLS]run[ARGS]{}[TOOL_CALLS]search[ARGS]{}"
-    assert [call.name for call in FORMATS["mistral"](two, TOOLS).calls] == ["run", "search"]
+    assert [call.name for call in TOOL_PARSERS["mistral"](two, TOOLS).calls] == ["run", "search"]
 
 
 def test_json_is_just_text_where_no_tools_were_offered():
     text = '{"name": "Ada", "parameters": {}}'
-    reading = FORMATS["llama-3"](text, [])
+    reading = TOOL_PARSERS["llama-3"](text, [])
     assert (reading.content, reading.calls, reading.problems) == (text, [], [])
 
 
 def test_json_without_a_name_is_just_text():
-    reading = FORMATS["llama-3"]('{"answer": 4}', TOOLS)
+    reading = TOOL_PARSERS["llama-3"]('{"answer": 4}', TOOLS)
     assert (reading.content, reading.calls, reading.problems) == ('{"answer": 4}', [], [])
 
 
@@ -326,4 +326,4 @@ def test_the_format_can_be_set():
 
 
 def test_every_model_with_tools_is_listed_with_its_format():
-    assert {model.format for model in BY_NAME.values()} == set(FORMATS)
+    assert {model.format for model in BY_NAME.values()} == set(TOOL_PARSERS)

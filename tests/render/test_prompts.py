@@ -2,7 +2,7 @@
 
 from ramify.model.resolve import resolve
 from ramify.render import load_renderer
-from ramify.render.renderer import MOST_PROMPTS
+from ramify.render.template_renderer import MAX_CACHED_PROMPTS
 from ramify.trace import Message
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
@@ -17,16 +17,16 @@ def test_an_equal_prompt_is_the_same_object_and_others_are_not():
     first = renderer.render(prompt("hi"))
     assert renderer.render(prompt("hi")) is first
     assert renderer.render(prompt("ho")) is not first
-    assert renderer.render(prompt("hi"), [TOOL]).ids.tolist() != first.ids.tolist()
-    assert renderer.render(prompt("hi")).ids.tolist() == first.ids.tolist()
-    assert renderer.render(prompt("hi"), generate=False).ids.tolist() != first.ids.tolist()
+    assert renderer.render(prompt("hi"), [TOOL]).token_ids.tolist() != first.token_ids.tolist()
+    assert renderer.render(prompt("hi")).token_ids.tolist() == first.token_ids.tolist()
+    assert renderer.render(prompt("hi"), add_generation_prompt=False).token_ids.tolist() != first.token_ids.tolist()
 
 
 def test_only_the_latest_prompts_are_remembered():
     renderer = load_renderer(resolve("tiny"))
     first = renderer.render(prompt("0"))
-    for number in range(1, MOST_PROMPTS + 1):
+    for number in range(1, MAX_CACHED_PROMPTS + 1):
         renderer.render(prompt(str(number)))
     again = renderer.render(prompt("0"))
     assert again is not first
-    assert again.ids.tolist() == first.ids.tolist()
+    assert again.token_ids.tolist() == first.token_ids.tolist()

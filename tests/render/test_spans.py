@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.render import History, Rendered
+from ramify.render import RenderedPrompt, TokenHistory
 from ramify.trace import Message, ModelCall, ToolCall, Trace, TraceBuilder, Turn
 from tests.render.conversations import conversations
 from tests.render.models import MODELS, TOOLS, Model, renderer
@@ -16,12 +16,12 @@ EXAMPLES = min(400, max(6, settings.default.max_examples // 8)) if settings.defa
 MOVES_SYSTEM = ("mistral-v3", "llama-3.1", "granite")  # where a system message is not the first text, or not text alone
 
 
-def check_partition(prompt: Rendered, messages: list[Message]) -> None:
+def check_partition(prompt: RenderedPrompt, messages: list[Message]) -> None:
     assert [span.message for span in prompt.spans] == messages
     before = 0
     for span in prompt.spans:
         low, high = span.body
-        assert before <= low <= high <= span.stop <= len(prompt.added)
+        assert before <= low <= high <= span.stop <= len(prompt.new_token_ids)
         before = span.stop
 
 
@@ -37,7 +37,7 @@ def test_spans_partition_the_prompt_and_bodies_are_what_is_said(model: Model, da
     for span in prompt.spans:
         if span.message.role == "system" and model.name in MOVES_SYSTEM:
             continue
-        body = oracle.decode(prompt.ids[slice(*span.body)])
+        body = oracle.decode(prompt.token_ids[slice(*span.body)])
         assert span.message.text.strip() in body
         if span.message.role != "assistant" and not model.spaces and model.name != "mistral-v3":
             assert body.strip() == span.message.text.strip()
@@ -45,7 +45,7 @@ def test_spans_partition_the_prompt_and_bodies_are_what_is_said(model: Model, da
             assert body.strip() == span.message.text.strip()
         for call in span.message.tool_calls:
             assert call.name in body
-    opening = oracle.decode(prompt.opening)
+    opening = oracle.decode(prompt.generation_prompt_ids)
     assert oracle.text(messages, conversation.tools, generate=True).rstrip().endswith(opening.strip())
 
 
@@ -56,9 +56,12 @@ def test_the_generation_prompt_is_what_stands_behind_the_last_message(model: Mod
     prompt = renderer(model.name).render(asked)
     # Phi-3 ends its text where it writes no generation prompt.
     closed = oracle.text(asked, generate=False).removesuffix("<|end|>" if model.name == "phi-3" else "")
-    assert prompt.opening.tolist() == oracle.ids(oracle.text(asked, generate=True))[len(oracle.ids(closed)) :]
-    whole = renderer(model.name).render(asked, generate=False)
-    assert whole.ids.tolist() == oracle.ids(oracle.text(asked, generate=False))
+    assert (
+        prompt.generation_prompt_ids.tolist()
+        == oracle.ids(oracle.text(asked, generate=True))[len(oracle.ids(closed)) :]
+    )
+    whole = renderer(model.name).render(asked, add_generation_prompt=False)
+    assert whole.token_ids.tolist() == oracle.ids(oracle.text(asked, generate=False))
 
 
 def test_spans_of_a_bridge_start_behind_the_history():
@@ -70,11 +73,11 @@ def test_spans_of_a_bridge_start_behind_the_history():
     first, second = (
         Message("tool", text, tool_call_id=call.id) for text, call in zip(["one", "two"], parsed.message.tool_calls)
     )
-    following = render.bridge(prompt.answered(sampled, parsed), [first, second])
+    following = render.bridge(prompt.with_reply(sampled, parsed), [first, second])
     check_partition(following, [first, second])
-    texts = [oracle.decode(following.added[slice(*span.body)]) for span in following.spans]
+    texts = [oracle.decode(following.new_token_ids[slice(*span.body)]) for span in following.spans]
     assert texts == ["one", "two"]
-    stops = [oracle.decode(following.added[: span.stop]) for span in following.spans]
+    stops = [oracle.decode(following.new_token_ids[: span.stop]) for span in following.spans]
     assert stops[0] == "\n<|im_start|>user\n<tool_response>\none\n</tool_response>"
     assert stops[1] == stops[0] + "\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
 
@@ -85,8 +88,8 @@ def test_spans_of_a_bridge_start_behind_the_history():
 def test_texts_that_look_like_scaffold_are_still_found(text: str):
     messages = [Message("system", text), Message("user", text), Message("assistant", text), Message("user", text)]
     prompt, oracle = renderer("chatml").render(messages), oracle_of("chatml")
-    assert prompt.ids.tolist() == oracle.ids(oracle.text(messages, generate=True))
-    bodies = [oracle.decode(prompt.ids[slice(*span.body)]) for span in prompt.spans]
+    assert prompt.token_ids.tolist() == oracle.ids(oracle.text(messages, generate=True))
+    bodies = [oracle.decode(prompt.token_ids[slice(*span.body)]) for span in prompt.spans]
     assert [body.strip() for body in bodies] == [text.strip()] * 4
 
 
@@ -94,29 +97,29 @@ def test_an_empty_system_prompt_that_a_template_leaves_out_has_no_tokens():
     messages = [Message("system", ""), Message("user", "Well?"), Message("assistant", "Yes."), Message("user", "Ah.")]
     prompt, oracle = renderer("phi-3").render(messages), oracle_of("phi-3")
     assert prompt.spans[0].stop == 0
-    assert [oracle.decode(prompt.ids[slice(*span.body)]) for span in prompt.spans] == ["", "Well?", "Yes.", "Ah."]
+    assert [oracle.decode(prompt.token_ids[slice(*span.body)]) for span in prompt.spans] == ["", "Well?", "Yes.", "Ah."]
 
 
 def test_messages_that_a_template_reads_are_still_told_apart():
     thought = "<think>\nhm\n</think>\n\nFour."  # in the content, where Qwen3 looks for it and takes it out
     messages = [Message("user", "2+2?"), Message("assistant", thought), Message("user", "Sure?")]
     prompt, oracle = renderer("qwen3").render(messages), oracle_of("qwen3")
-    assert [oracle.decode(prompt.ids[slice(*span.body)]) for span in prompt.spans] == ["2+2?", "Four.", "Sure?"]
+    assert [oracle.decode(prompt.token_ids[slice(*span.body)]) for span in prompt.spans] == ["2+2?", "Four.", "Sure?"]
 
 
 # -- the trace takes it as it comes -----------------------------------------------------------------------------------
 
 
-def turn(prompt: Rendered, sampled: list[int], parsed, call: int, after: int) -> Turn:
+def turn(prompt: RenderedPrompt, sampled: list[int], parsed, call: int, after: int) -> Turn:
     return Turn(
         call=ModelCall(f"call-{call}"),
-        prompt=prompt.added,
+        prompt=prompt.new_token_ids,
         spans=prompt.spans,
         reply=parsed.message,
         reply_ids=np.array(sampled, np.int32),
         reply_body=parsed.body,
         logprobs=np.zeros(len(sampled), np.float32),
-        after=after if prompt.kept else -1,
+        after=after if prompt.num_reused else -1,
     )
 
 
@@ -137,22 +140,22 @@ def test_a_rollout_becomes_a_trace_whose_branch_is_what_the_engine_saw(name: str
         sampled = oracle.reply(messages, reply, tools)
         parsed = render.parse(sampled, prompt)
         node = builder.add_turn(turn(prompt, sampled, parsed, number, node))
-        history = prompt.answered(sampled, parsed)
+        history = prompt.with_reply(sampled, parsed)
         branch = trace.branches[-1]
-        assert branch.token_ids.tolist() == history.ids.tolist()
+        assert branch.token_ids.tolist() == history.token_ids.tolist()
         # A gateway that keeps no handles builds the same history from the trace.
         last = trace.nodes[node]
-        again = History.of(
+        again = TokenHistory.build(
             list(branch.messages),
             tools,
             branch.token_ids,
-            sampled=last.sampled_span[1] - last.sampled_span[0],
+            num_sampled=last.sampled_span[1] - last.sampled_span[0],
         )
         new = [Message("user", f"And {number}?")]
         if parsed.message.tool_calls:
             new = [Message("tool", "done", tool_call_id=parsed.message.tool_calls[0].id)]
         prompt = render.bridge(history, new)
-        assert render.bridge(again, new).ids.tolist() == prompt.ids.tolist()
-        forks += prompt.broke is not None
+        assert render.bridge(again, new).token_ids.tolist() == prompt.token_ids.tolist()
+        forks += prompt.prefix_break is not None
         messages = list(prompt.messages)
     assert (forks > 0) == oracle.model.rewrites

@@ -191,4 +191,4 @@ def test_a_perfect_walk_in_the_small_world_fits_the_small_model():
     for task in list(taskset.load())[:5]:
         trace = play(taskset, task, taskset.gold(task))
         messages = [Message("system", task.system), *(node.message for node in trace.nodes)]
-        assert len(renderer.render(messages).ids) < 1024
+        assert len(renderer.render(messages).token_ids) < 1024

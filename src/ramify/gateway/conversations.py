@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from ramify.gateway.canonical import key, same_reasoning
-from ramify.render import History, Tool
+from ramify.render import TokenHistory, ToolSchema
 from ramify.trace import Message
 
 OPENING = ("system", "developer")
@@ -53,8 +53,8 @@ class Said:
         self.replies = 0  # ... and answered
         self.node = -1
         self.length = 0  # tokens of the path up to a reply
-        self.tools: tuple[Tool, ...] = ()
-        self.history: History | None = None
+        self.tools: tuple[ToolSchema, ...] = ()
+        self.history: TokenHistory | None = None
 
     def since(self, reply: Said | None) -> list[Message]:
         """The messages after `reply` up to and with this one."""
@@ -80,7 +80,7 @@ class Conversations:
         self.root = Said(None, Message(""), b"")
         self._fresh: deque[Said] = deque()
 
-    def reach(self, start: Said, messages: Sequence[Message], tools: Sequence[Tool]) -> Said:
+    def reach(self, start: Said, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Said:
         """The place that these messages lead to from `start`; what is not known yet is added."""
         at, reached = [start], 0
         names = [key(message) for message in messages]
@@ -96,7 +96,7 @@ class Conversations:
             end = _add(end, message, name)
         return end
 
-    def reply(self, end: Said, message: Message, node: int, history: History, length: int) -> Said:
+    def reply(self, end: Said, message: Message, node: int, history: TokenHistory, length: int) -> Said:
         """Add a recorded reply behind `end`."""
         said = _add(end, message, key(message))
         said.last, said.node, said.tools, said.length = said, node, history.tools, length
@@ -108,7 +108,7 @@ class Conversations:
             at = at.parent
         return said
 
-    def keep(self, said: Said, history: History) -> None:
+    def keep(self, said: Said, history: TokenHistory) -> None:
         """Have the history of a reply ready, and let go of one that has not been used for long.
 
         Each holds all tokens before it: keeping every one would grow with the square of the conversation.
@@ -151,7 +151,7 @@ def _add(parent: Said, message: Message, name: bytes) -> Said:
     return said
 
 
-def _likely(said: Said, tools: Sequence[Tool]) -> tuple[bool, int]:
+def _likely(said: Said, tools: Sequence[ToolSchema]) -> tuple[bool, int]:
     """Of messages that read the same, the one whose tokens can stay comes first, then the newest."""
     last = said.last
     return (False, -1) if last is None else (last.tools == tuple(tools), last.node)

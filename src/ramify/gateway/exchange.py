@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ramify.render import Problem, Tool
+from ramify.render import ParseProblem, ToolSchema
 from ramify.trace import Media, Message, Usage
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -23,7 +23,7 @@ class Request:
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[ToolSchema, ...] = ()
     model: str = ""
     asked: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The client's wishes: temperature, top_p, top_k, min_p, max_tokens, seed, and `stop`, a list of strings."""
@@ -47,4 +47,4 @@ class Reply:
     usage: Usage
     node: int
     call: str
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ParseProblem, ...] = ()

@@ -24,10 +24,10 @@ from ramify.gateway.budget import MOST
 from ramify.gateway.chatform import read_answer, write_messages
 from ramify.gateway.description import describe_tool_images
 from ramify.gateway.stopping import first_runs, stop_at
-from ramify.render import Break, History, Parsed, Problem, Rendered, Renderer, Tool
+from ramify.render import ParsedReply, ParseProblem, PrefixBreak, RenderedPrompt, Renderer, TokenHistory, ToolSchema
 from ramify.render.late_system import accepts_late_system, fold_late_system
-from ramify.render.offload import LARGE_TOKENS, offload
-from ramify.render.outline import Outline
+from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
+from ramify.render.outline import ConversationOutline
 from ramify.trace import Media, Message, MessageSpan, Usage, VersionRun
 
 EMPTY = np.empty(0, np.int32)
@@ -43,14 +43,14 @@ class Prepared:
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
+    tools: tuple[ToolSchema, ...]
     spans: tuple[MessageSpan, ...]
     added: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY)
     length: int = 0
     """Tokens of the whole prompt."""
-    broke: Break | None = None
+    broke: PrefixBreak | None = None
     """Why the history's tokens could not be kept; `added` and `spans` are then the whole prompt."""
-    rendered: Rendered | None = None
+    rendered: RenderedPrompt | None = None
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
 
 
@@ -61,12 +61,12 @@ class Sampled:
     message: Message
     finish: str
     usage: Usage
-    history: History
+    history: TokenHistory
     ids: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY)
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: tuple[VersionRun, ...] = ()
     body: tuple[int, int] = (0, 0)
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ParseProblem, ...] = ()
 
 
 class Policy(Protocol):
@@ -94,9 +94,9 @@ class Policy(Protocol):
 
     def prepare(
         self,
-        history: History | None,
+        history: TokenHistory | None,
         messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> Prepared:
         """The conversation `history` + `messages`; `media` are all that its messages show."""
@@ -137,7 +137,7 @@ class ParsedSample(NamedTuple):
     """The tokens of a sample, the message that was parsed from them, and whether a stop string ended it."""
 
     ids: npt.NDArray[np.int32]
-    parsed: Parsed
+    parsed: ParsedReply
     stopped: bool
 
 
@@ -161,12 +161,12 @@ class TokenPolicy:
     ) -> None:
         self.client, self.renderer, self.name = client, renderer, name
         self.max_model_len, self.vocabulary_size = max_model_len, vocabulary_size
-        self._openings: OrderedDict[tuple[Message, ...], Rendered] = OrderedDict()
+        self._openings: OrderedDict[tuple[Message, ...], RenderedPrompt] = OrderedDict()
 
     def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
         """Describe the images of tool results, and fold late system messages if the template does not accept them."""
         described = describe_tool_images(messages, media)
-        return described if self._accepts_late_system else fold_late_system(described, opening=opening)
+        return described if self._accepts_late_system else fold_late_system(described, starts_conversation=opening)
 
     @cached_property
     def _accepts_late_system(self) -> bool:
@@ -174,9 +174,9 @@ class TokenPolicy:
 
     def prepare(
         self,
-        history: History | None,
+        history: TokenHistory | None,
         messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> Prepared:
         """The prompt; a renderer that shows no images refuses messages that hold some."""
@@ -188,9 +188,9 @@ class TokenPolicy:
             messages=rendered.messages,
             tools=rendered.tools,
             spans=rendered.spans,
-            added=rendered.added,
-            length=len(rendered.ids),
-            broke=rendered.broke,
+            added=rendered.new_token_ids,
+            length=len(rendered.token_ids),
+            broke=rendered.prefix_break,
             rendered=rendered,
         )
 
@@ -208,27 +208,27 @@ class TokenPolicy:
         rendered = prepared.rendered
         assert rendered is not None
         wanted = replace(sampling, stop_ids=self.renderer.stop_ids)
-        prompt = rendered.ids.tolist()
+        prompt = rendered.token_ids.tolist()
         done = await self.client.generate(prompt, wanted, session=session, deadline=deadline, clock=clock)
         if done.finish == "abort":
             raise ProviderError(f"{done.server} gave up a sample after {len(done.ids)} tokens")
         if self.vocabulary_size is not None and len(done.ids) and int(done.ids.max()) >= self.vocabulary_size:
             expected = f"the vocabulary of {self.name} has {self.vocabulary_size} tokens"
             raise ProviderError(f"{done.server} sampled token id {done.ids.max()}; {expected}")
-        ids, parsed, stopped = await offload(len(done.ids) >= LARGE_TOKENS, self._parse, done.ids, rendered, stop)
+        ids, parsed, stopped = await offload(len(done.ids) >= OFFLOAD_MIN_TOKENS, self._parse, done.ids, rendered, stop)
         return Sampled(
             message=parsed.message,
             finish="stop" if stopped else done.finish,
-            usage=Usage(len(rendered.ids), len(ids), done.usage.cached_tokens),
-            history=rendered.answered(ids, parsed),
+            usage=Usage(len(rendered.token_ids), len(ids), done.usage.cached_tokens),
+            history=rendered.with_reply(ids, parsed),
             ids=ids,
             logprobs=done.logprobs[: len(ids)],
             versions=first_runs(done.versions, len(ids)),
-            body=parsed.body,
+            body=parsed.content_span,
             problems=parsed.problems,
         )
 
-    def _parse(self, sampled: npt.NDArray[np.int32], prompt: Rendered, stop: Sequence[str]) -> ParsedSample:
+    def _parse(self, sampled: npt.NDArray[np.int32], prompt: RenderedPrompt, stop: Sequence[str]) -> ParsedSample:
         """Cut the sample behind the first stop string and parse it."""
         cut = stop_at(self.renderer.tokenizer, sampled, stop) if stop else None
         if cut is None:
@@ -237,7 +237,7 @@ class TokenPolicy:
         parsed = self.renderer.parse(ids, prompt)
         return ParsedSample(ids, replace(parsed, message=cut.shorten(parsed.message)), True)
 
-    def _opening(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Rendered:
+    def _opening(self, messages: tuple[Message, ...], tools: tuple[ToolSchema, ...]) -> RenderedPrompt:
         known = self._openings.get(messages)
         if known is None or known.tools != tools:
             known = self._openings[messages] = self.renderer.render(messages, tools)
@@ -270,9 +270,9 @@ class ChatPolicy:
 
     def prepare(
         self,
-        history: History | None,
+        history: TokenHistory | None,
         messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> Prepared:
         """The conversation as it is; how many tokens it has, the endpoint will say."""
@@ -312,5 +312,5 @@ class ChatPolicy:
         except Busy as error:
             raise error.error from None
         message, finish, usage = read_answer(data, str(self._http.base_url))
-        history = History((*prepared.messages, message), prepared.tools, EMPTY, 0, Outline())
+        history = TokenHistory((*prepared.messages, message), prepared.tools, EMPTY, 0, ConversationOutline())
         return Sampled(message, finish, usage, history)

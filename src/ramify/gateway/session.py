@@ -28,7 +28,7 @@ from ramify.gateway.policy import Policy, Prepared, Sampled
 from ramify.gateway.recording import Recorder
 from ramify.gateway.selection import RecordedCall
 from ramify.gateway.wishes import call_seed, effective, recorded, stop_strings
-from ramify.render import History
+from ramify.render import TokenHistory
 from ramify.trace import Media, ModelCall, Trace
 
 BACKOFF = 0.25  # seconds before a failed call is made again; doubled each time
@@ -193,12 +193,12 @@ class Session:
         history = None if last is None else self._history(policy, last)
         return policy.prepare(history, end.since(last), request.tools, self._media)
 
-    def _history(self, policy: Policy, reply: Said) -> History:
+    def _history(self, policy: Policy, reply: Said) -> TokenHistory:
         """What a turn after `reply` continues, its tokens as the trace has them."""
         if reply.history is None:
             sampled = self.trace.nodes[reply.node].sampled_span
             ids = self.trace.graph.path_tokens(reply.node)
-            history = History.of(reply.since(None), reply.tools, ids, sampled=sampled[1] - sampled[0])
+            history = TokenHistory.build(reply.since(None), reply.tools, ids, num_sampled=sampled[1] - sampled[0])
             self._talks[id(policy)].keep(reply, history)
             return history
         return reply.history

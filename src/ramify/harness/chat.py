@@ -17,7 +17,7 @@ from ramify.gateway.exchange import Reply, Request
 from ramify.harness.base import Harness
 from ramify.harness.config import ChatHarnessConfig
 from ramify.harness.opening import opening
-from ramify.render.conversation import ProblemKind
+from ramify.render.base import ParseProblemKind
 from ramify.trace import Media, MediaPart, Message
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class _Conversation:
 
     def _complaint(self, reply: Reply) -> list[Message]:
         """The answer to calls that could not be read. A reply that was cut off is not blamed for an open call."""
-        unread = [problem for problem in reply.problems if problem.kind is not ProblemKind.UNCLOSED_REASONING]
+        unread = [problem for problem in reply.problems if problem.kind is not ParseProblemKind.UNCLOSED_REASONING]
         if not unread or reply.finish == "length":
             self._malformed = 0
             return []

@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.errors import RequestInvalid, TemplateRefused
 from ramify.infer.rendering import Prompt
-from ramify.render import Rendered, Renderer
+from ramify.render import RenderedPrompt, Renderer
 from ramify.trace import Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,7 +19,7 @@ class TemplateChat:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self.stop_ids = frozenset(renderer.stop_ids)
-        self.longest_token = renderer.tokenizer.longest_token
+        self.longest_token = renderer.tokenizer.max_token_chars
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
         found = [_message(number, message) for number, message in enumerate(messages)]
@@ -29,10 +29,10 @@ class TemplateChat:
             raise RequestInvalid(f"messages: {error.message}") from error
         except RecursionError as error:
             raise RequestInvalid("messages or tools: nested too deeply for the chat template") from error
-        return Prompt(rendered.ids.tolist(), rendered)
+        return Prompt(rendered.token_ids.tolist(), rendered)
 
     def parse(self, ids: Sequence[int], prompt: Prompt) -> dict[str, Any]:
-        assert isinstance(prompt.source, Rendered)
+        assert isinstance(prompt.source, RenderedPrompt)
         message = self._renderer.parse(list(ids), prompt.source).message
         said: dict[str, Any] = {"content": message.text}
         if message.reasoning is not None:
@@ -51,7 +51,7 @@ class TemplateChat:
         return self._renderer.tokenizer.decode([token])
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._renderer.tokenizer.decode(list(ids), special=False)
+        return self._renderer.tokenizer.decode(list(ids), keep_special_tokens=False)
 
 
 def _message(number: int, said: Mapping[str, Any]) -> Message:

@@ -24,7 +24,7 @@ from ramify.infer.rendering import ChatRenderer
 from ramify.infer.request import Completion
 from ramify.infer.schema import ChatBody, CompletionBody, TalkBody, read
 from ramify.infer.text import TextStream
-from ramify.render.offload import LARGE_TOKENS, offload
+from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Talk:
         """Whether the choices show so many tokens that building them would hold up the event loop."""
         shows_prompt = self.body.echo or self.body.prompt_logprobs is not None
         lengths = (len(sample.tokens) + (len(sample.prompt) if shows_prompt else 0) for sample in self.samples)
-        return sum(lengths) >= LARGE_TOKENS
+        return sum(lengths) >= OFFLOAD_MIN_TOKENS
 
     def choices(self) -> list[dict[str, Any]]:
         """Return all choices; every sample has finished."""
@@ -157,7 +157,7 @@ async def _events(streams: list[Stream], talk: Talk) -> AsyncIterator[bytes]:
             new = sample.take(piece)
             if sample.text.stopped:
                 streams[index].cancel()
-            large = sample.finish is not None and len(sample.tokens) >= LARGE_TOKENS
+            large = sample.finish is not None and len(sample.tokens) >= OFFLOAD_MIN_TOKENS
             part = await offload(large, talk.part, index, new, piece)
             yield event({**envelope, "choices": [part]})
         if talk.body.wants_usage:

@@ -9,7 +9,7 @@ from ramify.errors import RequestInvalid
 from ramify.infer.core import context_overflow
 from ramify.infer.engine import Engine
 from ramify.infer.rendering import ChatRenderer, Prompt
-from ramify.render.offload import LARGE_CHARACTERS, offload
+from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 
 
 async def render_chat(
@@ -23,13 +23,13 @@ async def render_chat(
         raise RequestInvalid("messages: at least one is needed")
     characters = _count_characters(messages)
     _check_length(characters, engine, renderer)
-    return await offload(characters >= LARGE_CHARACTERS, renderer.render, messages, tools)
+    return await offload(characters >= OFFLOAD_MIN_CHARS, renderer.render, messages, tools)
 
 
 async def encode_text(text: str, engine: Engine, renderer: ChatRenderer) -> list[int]:
     """Return the token ids of a text. Raises ContextOverflow."""
     _check_length(len(text), engine, renderer)
-    return await offload(len(text) >= LARGE_CHARACTERS, renderer.encode, text)
+    return await offload(len(text) >= OFFLOAD_MIN_CHARS, renderer.encode, text)
 
 
 async def read_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:

@@ -16,7 +16,7 @@ from ramify.infer.engine import Engine
 from ramify.infer.prompts import encode_text, render_chat
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.schema import DetokenizeBody, TokenizeBody, read
-from ramify.render.offload import LARGE_TOKENS, offload
+from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 
 
 async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None) -> Response:
@@ -31,7 +31,7 @@ async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | N
         ids = await encode_text(body.prompt, engine, tokenizer)
     else:
         raise RequestInvalid("prompt or messages: one of them is needed")
-    strings = await offload(len(ids) >= LARGE_TOKENS, _spell, ids, tokenizer) if body.return_token_strs else None
+    strings = await offload(len(ids) >= OFFLOAD_MIN_TOKENS, _spell, ids, tokenizer) if body.return_token_strs else None
     length = engine.core.max_model_len
     return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
@@ -42,7 +42,7 @@ async def detokenize(http: HttpRequest, renderer: ChatRenderer | None) -> Respon
     tokenizer = _require(renderer)
     if any(not 0 <= token < 2**31 for token in body.tokens):
         raise RequestInvalid("tokens: expected token ids")
-    text = await offload(len(body.tokens) >= LARGE_TOKENS, tokenizer.decode, body.tokens)
+    text = await offload(len(body.tokens) >= OFFLOAD_MIN_TOKENS, tokenizer.decode, body.tokens)
     return _json({"prompt": text})
 
 

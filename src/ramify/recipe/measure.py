@@ -11,7 +11,7 @@ from typing import Any
 from ramify.client import Sampling
 from ramify.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
 from ramify.recipe.playing import Player, playing
-from ramify.render import Parsed, Rendered, load_renderer
+from ramify.render import ParsedReply, RenderedPrompt, load_renderer
 from ramify.tasksets import reversing
 from ramify.tasksets.alphabet_sort import tag
 from ramify.trace import Message, Trace
@@ -142,14 +142,14 @@ def _replies(trace: Trace) -> list[Message]:
     return [node.message for node in trace.nodes if node.message.role == "assistant"]
 
 
-def _texts(replies: Sequence[Parsed]) -> list[str]:
+def _texts(replies: Sequence[ParsedReply]) -> list[str]:
     return [parsed.message.text for parsed in replies]
 
 
-def _is_call(parsed: Parsed) -> bool:
+def _is_call(parsed: ParsedReply) -> bool:
     return bool(parsed.message.tool_calls) and not parsed.problems
 
 
-def _was_offered(parsed: Parsed, prompt: Rendered) -> bool:
+def _was_offered(parsed: ParsedReply, prompt: RenderedPrompt) -> bool:
     names = {tool["function"]["name"] for tool in prompt.tools}
     return all(call.name in names for call in parsed.message.tool_calls)

@@ -16,7 +16,7 @@ from ramify.gateway.config import SamplingConfig
 from ramify.gateway.policy import TokenPolicy
 from ramify.infer import Engine, EngineConfig
 from ramify.infer import Sampling as Wanted
-from ramify.render import Parsed, Rendered, Renderer, load_renderer
+from ramify.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run
 from ramify.trace import Trace, Usage
 
@@ -53,10 +53,10 @@ class Player:
         usage = Usage(len(prompt), len(ids), done.cached)
         return Completion(ids, logprobs, done.finish or "abort", (), usage, self._name)
 
-    async def replies(self, prompts: Sequence[Rendered], sampling: Sampling) -> list[Parsed]:
+    async def replies(self, prompts: Sequence[RenderedPrompt], sampling: Sampling) -> list[ParsedReply]:
         """One reply to each prompt, seeded by its place."""
         asked = [replace(sampling, seed=at, stop_ids=self._renderer.stop_ids) for at in range(len(prompts))]
-        done = await _together(self.generate(prompt.ids.tolist(), how) for prompt, how in zip(prompts, asked))
+        done = await _together(self.generate(prompt.token_ids.tolist(), how) for prompt, how in zip(prompts, asked))
         return [self._renderer.parse(sample.ids, prompt) for sample, prompt in zip(done, prompts)]
 
     async def rollouts(self, taskset: dict[str, Any], tasks: int, attempts: int, *, seed: int) -> list[list[Trace]]:

@@ -13,8 +13,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LARGE_TOKENS = 1024
-LARGE_CHARACTERS = 16_384
+OFFLOAD_MIN_TOKENS = 1024
+OFFLOAD_MIN_CHARS = 16_384
 
 
 async def offload(is_large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ramify.errors import ConfigInvalid, TemplateRefused
-from ramify.render.files import DEFAULT, TOOL_USE
+from ramify.render.model_files import DEFAULT_TEMPLATE, TOOL_USE_TEMPLATE
 
 
 class ChatTemplate:
@@ -29,31 +29,33 @@ class ChatTemplate:
         self,
         sources: Mapping[str, str],
         *,
-        named_tokens: Mapping[str, str] | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        template_args: Mapping[str, Any] | None = None,
         today: datetime | None = None,
     ) -> None:
-        if DEFAULT not in sources:
+        if DEFAULT_TEMPLATE not in sources:
             raise ConfigInvalid(
                 f"renderer: the model has no chat template (found: {', '.join(sources) or 'none'}); "
                 "add a chat_template.jinja to its directory, or name a family"
             )
         self.sources = dict(sources)
-        self._environment = _environment(today or datetime.now())
-        self._variables = {**(named_tokens or {}), **(arguments or {})}
+        self._environment = _build_environment(today or datetime.now())
+        self._variables = {**(special_tokens or {}), **(template_args or {})}
         self._compiled: dict[str, jinja2.Template] = {}
 
     def __contains__(self, text: str) -> bool:
         """Whether the text occurs in a template: how formats are recognised."""
         return any(text in source for source in self.sources.values())
 
-    def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
-        name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> str:
+        name = TOOL_USE_TEMPLATE if tools and TOOL_USE_TEMPLATE in self.sources else DEFAULT_TEMPLATE
         try:
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self.sources[name])
             return self._compiled[name].render(
-                messages=messages, tools=tools or None, add_generation_prompt=generate, **self._variables
+                messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **self._variables
             )
         except jinja2.TemplateSyntaxError as error:
             raise TemplateRefused(f"the chat template is not valid Jinja, line {error.lineno}: {error}") from error
@@ -73,12 +75,12 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment(today: datetime) -> ImmutableSandboxedEnvironment:
+def _build_environment(today: datetime) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
-    environment.globals["raise_exception"] = _raise  # pyright: ignore[reportUnknownMemberType]
+    environment.globals["raise_exception"] = _raise_exception  # pyright: ignore[reportUnknownMemberType]
     environment.globals["strftime_now"] = today.strftime  # pyright: ignore[reportUnknownMemberType]
     return environment
 
@@ -94,5 +96,5 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)

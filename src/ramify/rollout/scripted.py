@@ -6,8 +6,8 @@ from ramify.client import Sampling
 from ramify.client.stall import StallClock
 from ramify.errors import EnvironmentFault, RamifyError
 from ramify.gateway.policy import EMPTY, Prepared, Sampled
-from ramify.render import History, Tool
-from ramify.render.outline import Outline
+from ramify.render import TokenHistory, ToolSchema
+from ramify.render.outline import ConversationOutline
 from ramify.trace import Media, Message, MessageSpan, Usage
 
 
@@ -29,9 +29,9 @@ class ScriptedPolicy:
 
     def prepare(
         self,
-        history: History | None,
+        history: TokenHistory | None,
         messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> Prepared:
         """The conversation as it is."""
@@ -55,5 +55,5 @@ class ScriptedPolicy:
         reply = self.replies[self.said]
         self.said += 1
         message = Message("assistant", reply) if isinstance(reply, str) else reply
-        history = History((*prepared.messages, message), prepared.tools, EMPTY, 0, Outline())
+        history = TokenHistory((*prepared.messages, message), prepared.tools, EMPTY, 0, ConversationOutline())
         return Sampled(message, "stop", Usage(), history)

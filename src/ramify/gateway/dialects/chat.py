@@ -10,7 +10,7 @@ from ramify.errors import RamifyError, RequestInvalid
 from ramify.gateway.chatform import read_calls, write_calls
 from ramify.gateway.dialects.form import Asked, Reader, code_of, event, function, read_tools, wishes
 from ramify.gateway.exchange import Reply, Request
-from ramify.render import Tool
+from ramify.render import ToolSchema
 from ramify.trace import Usage
 
 ROLES = {"developer": "system", "function": "tool"}
@@ -90,7 +90,7 @@ class Chat:
         return event(self.refusal(error))
 
 
-def _tool(tool: Mapping[str, Any]) -> Sequence[Tool]:
+def _tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
     if tool.get("type", "function") != "function":
         return ()
     told = tool["function"]

@@ -21,7 +21,7 @@ from ramify.errors import (
 )
 from ramify.gateway.exchange import Reply, Request
 from ramify.gateway.media import read_url
-from ramify.render import Tool
+from ramify.render import ToolSchema
 from ramify.trace import Media, MediaPart, Message, TextPart
 
 Part = TextPart | MediaPart
@@ -162,15 +162,15 @@ def wishes(body: Mapping[str, Any], **names: str) -> dict[str, Any]:
     return {ours: body[theirs] for ours, theirs in known.items() if body.get(theirs) is not None}
 
 
-def function(name: str, description: Any, parameters: Any) -> Tool:
+def function(name: str, description: Any, parameters: Any) -> ToolSchema:
     """A tool as the model is told about it."""
     schema = parameters or {"type": "object", "properties": {}}
     said = {"description": description} if description else {}
     return {"type": "function", "function": {"name": name, **said, "parameters": schema}}
 
 
-def read_tools(tools: Any, choice: Any, read: Any) -> tuple[Tool, ...]:
+def read_tools(tools: Any, choice: Any, read: Any) -> tuple[ToolSchema, ...]:
     """The tools of a body, unless it says that none may be used."""
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    found: Iterable[Sequence[Tool]] = () if kind == "none" else map(read, tools or ())
+    found: Iterable[Sequence[ToolSchema]] = () if kind == "none" else map(read, tools or ())
     return tuple(tool for row in found for tool in row)

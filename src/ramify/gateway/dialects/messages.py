@@ -16,7 +16,7 @@ from ramify.gateway.canonical import arguments
 from ramify.gateway.dialects.form import Asked, Reader, event, function, read_tools, status_of, wishes
 from ramify.gateway.exchange import Reply, Request
 from ramify.gateway.media import read_base64, read_url
-from ramify.render import Tool
+from ramify.render import ToolSchema
 from ramify.trace import Message, ToolCall, Usage
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -128,7 +128,7 @@ class _Blocks(Reader):
         return super().part(entry)
 
 
-def _tool(tool: Mapping[str, Any]) -> Sequence[Tool]:
+def _tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
     """A tool with a schema; those that only Anthropic's own servers run are left aside."""
     if "input_schema" not in tool:
         return ()

@@ -17,7 +17,7 @@ from ramify.errors import RamifyError, RequestInvalid
 from ramify.gateway.canonical import arguments
 from ramify.gateway.dialects.form import Asked, Reader, code_of, event, function, read_tools, wishes
 from ramify.gateway.exchange import Reply, Request
-from ramify.render import Tool
+from ramify.render import ToolSchema
 from ramify.trace import ToolCall, Usage
 
 CALLS = ("function_call", "custom_tool_call")
@@ -153,7 +153,7 @@ def _flat_name(named: Mapping[str, Any]) -> str:
     return f"{namespace}__{named['name']}" if namespace else named["name"]
 
 
-def _tool(tool: Mapping[str, Any]) -> Sequence[Tool]:
+def _tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
     """A function, or a tool of free text as a function of one text; those that only OpenAI's servers run are left."""
     if tool.get("type") == "function":
         return (function(tool["name"], tool.get("description"), tool.get("parameters")),)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ramify.errors import TemplateRefused
-from ramify.render import Rendered, Renderer
+from ramify.render import RenderedPrompt, Renderer
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.train.sft.chats import Chat
 
@@ -37,7 +37,7 @@ def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -
     for rendered, learned in paths:
         parent, start = -1, 0
         for number, span in enumerate(rendered.spans):
-            tokens = rendered.ids[start : span.stop]
+            tokens = rendered.token_ids[start : span.stop]
             key = (parent, tokens.tobytes())
             if key not in known:
                 body = (span.body[0] - start, span.body[1] - start)
@@ -52,23 +52,23 @@ def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -
     return AnnotatedTrace(trace, tuple(notes.values()), env=ENV)
 
 
-def _paths(chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Iterator[tuple[Rendered, set[int]]]:
+def _paths(chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Iterator[tuple[RenderedPrompt, set[int]]]:
     """The ways from the root that the conversation needs, and which messages are learned on each."""
     messages = chat.messages
     wanted = {number for number, message in enumerate(messages) if message.role in roles}
     thought = [number for number in wanted if messages[number].reasoning is not None and number < len(messages) - 1]
-    whole = renderer.render(messages, chat.tools, generate=False)
+    whole = renderer.render(messages, chat.tools, add_generation_prompt=False)
     apart: set[int] = set()
     if thought:  # what comes before may look different while it is the last turn
         for number in sorted(wanted):
-            alone = renderer.render(messages[: number + 1], chat.tools, generate=False)
-            if not np.array_equal(alone.ids, whole.ids[: len(alone.ids)]):
+            alone = renderer.render(messages[: number + 1], chat.tools, add_generation_prompt=False)
+            if not np.array_equal(alone.token_ids, whole.token_ids[: len(alone.token_ids)]):
                 apart.add(number)
                 yield alone, {number}
     yield whole, wanted - apart
 
 
-def _ending(rendered: Rendered, start: int, stop: int, stop_ids: Sequence[int]) -> int:
+def _ending(rendered: RenderedPrompt, start: int, stop: int, stop_ids: Sequence[int]) -> int:
     """How many tokens behind a body belong to what is learned: up to the one that ends a reply."""
-    behind = rendered.ids[start:stop].tolist()
+    behind = rendered.token_ids[start:stop].tolist()
     return next((at for at, id in enumerate(behind, 1) if id in stop_ids), 0)

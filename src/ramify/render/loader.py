@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ramify.render.base import Renderer
 from ramify.render.config import FamilyRendererConfig, TemplateRendererConfig
-from ramify.render.conversation import Renderer
-from ramify.render.files import ModelFiles
+from ramify.render.model_files import ModelFiles
 from ramify.render.tokenizer import FileTokenizer
 
 
@@ -14,18 +14,18 @@ def load_renderer(model: str | Path, config: TemplateRendererConfig | FamilyRend
     """The renderer of a model directory, offline and without torch."""
     files = ModelFiles.read(Path(model))
     tokenizer = FileTokenizer(files.directory)
-    named = tokenizer.id_of(files.named_tokens.get("eos_token", ""))
+    named = tokenizer.token_to_id(files.special_tokens.get("eos_token", ""))
     eos_ids = files.eos_ids if named is None or named in files.eos_ids else (*files.eos_ids, named)
     config = config or TemplateRendererConfig()
     if isinstance(config, FamilyRendererConfig):
-        from ramify.render.families import FamilyRenderer
+        from ramify.render.family_renderer import FamilyRenderer
 
         return FamilyRenderer(tokenizer, config.name, config.template_args, eos_id=eos_ids[0] if eos_ids else None)
 
-    from ramify.render.renderer import TemplateRenderer
     from ramify.render.template import ChatTemplate
+    from ramify.render.template_renderer import TemplateRenderer
 
-    template = ChatTemplate(files.templates, named_tokens=files.named_tokens, arguments=config.template_args)
+    template = ChatTemplate(files.templates, special_tokens=files.special_tokens, template_args=config.template_args)
     return TemplateRenderer(
         tokenizer, template, eos_ids=eos_ids, tool_format=config.tool_format, history=config.history
     )

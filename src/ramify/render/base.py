@@ -20,15 +20,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ramify.render.outline import Outline
-from ramify.render.tokenizer import Ints, Tokenizer
+from ramify.render.outline import ConversationOutline
+from ramify.render.tokenizer import Int32Array, Tokenizer
 from ramify.trace import Message, MessageSpan
 
-Tool = Mapping[str, Any]
+ToolSchema = Mapping[str, Any]
 """A tool as the model is told about it: `{"type": "function", "function": {name, description, parameters}}`."""
 
 
-class Reason(StrEnum):
+class BreakReason(StrEnum):
     """Why earlier tokens could not be kept."""
 
     TOOLS_CHANGED = "tools_changed"  # the caller offers other tools than before
@@ -40,10 +40,10 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
+class PrefixBreak:
     """The template rewrites history, so the prompt was rendered anew: a fork of the trace."""
 
-    reason: Reason
+    reason: BreakReason
     detail: str = ""
 
     @property
@@ -52,7 +52,7 @@ class Break:
         return {"render/breaks": 1.0, f"render/breaks/{self.reason}": 1.0}
 
 
-class ProblemKind(StrEnum):
+class ParseProblemKind(StrEnum):
     """What is wrong with a part of a reply."""
 
     INVALID_JSON = "invalid_json"
@@ -64,25 +64,25 @@ class ProblemKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ParseProblem:
     """A part of a reply that could not be read. Its text stays in the message's content."""
 
-    kind: ProblemKind
+    kind: ParseProblemKind
     text: str
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedReply:
     """Sampled ids as a message. `body` is their part before the stop token."""
 
     message: Message
-    body: tuple[int, int]
-    problems: tuple[Problem, ...] = ()
+    content_span: tuple[int, int]
+    problems: tuple[ParseProblem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedPrompt:
     """A prompt to sample from.
 
     `ids[:kept]` are the history's tokens as they were; `added` is what this rendering put behind them. `spans` are the
@@ -91,46 +91,46 @@ class Rendered:
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    ids: Ints
+    tools: tuple[ToolSchema, ...]
+    token_ids: Int32Array
     spans: tuple[MessageSpan, ...]
-    outline: Outline
-    kept: int = 0
-    broke: Break | None = None
+    outline: ConversationOutline
+    num_reused: int = 0
+    prefix_break: PrefixBreak | None = None
 
     @property
-    def added(self) -> Ints:
-        return self.ids[self.kept :]
+    def new_token_ids(self) -> Int32Array:
+        return self.token_ids[self.num_reused :]
 
     @property
-    def opening(self) -> Ints:
+    def generation_prompt_ids(self) -> Int32Array:
         """The generation prompt: what stands before the reply and belongs to it."""
-        return self.added[self.spans[-1].stop if self.spans else 0 :]
+        return self.new_token_ids[self.spans[-1].stop if self.spans else 0 :]
 
-    def continuing(self, history: History, broke: Break | None) -> Rendered:
+    def as_continuation(self, history: TokenHistory, prefix_break: PrefixBreak | None) -> RenderedPrompt:
         """This full render as the continuation of a history, all of whose tokens it keeps, or as a break with it."""
-        kept = len(history.ids)
-        if broke is None and not np.array_equal(self.ids[:kept], history.ids):
-            broke = Break(Reason.HISTORY_REWRITTEN)
-        if broke is not None:
-            return replace(self, broke=broke)
-        spans = (_earlier(span, kept) for span in self.spans[len(history.messages) :])
+        kept = len(history.token_ids)
+        if prefix_break is None and not np.array_equal(self.token_ids[:kept], history.token_ids):
+            prefix_break = PrefixBreak(BreakReason.HISTORY_REWRITTEN)
+        if prefix_break is not None:
+            return replace(self, broke=prefix_break)
+        spans = (_shift_span(span, kept) for span in self.spans[len(history.messages) :])
         return replace(self, kept=kept, spans=tuple(spans))
 
-    def answered(self, sampled: npt.ArrayLike, parsed: Parsed) -> History:
+    def with_reply(self, sampled_ids: npt.ArrayLike, parsed: ParsedReply) -> TokenHistory:
         """The history that ends in this reply, its ids verbatim."""
-        reply = np.asarray(sampled, np.int32)
-        return History(
+        reply = np.asarray(sampled_ids, np.int32)
+        return TokenHistory(
             messages=(*self.messages, parsed.message),
             tools=self.tools,
-            ids=np.concatenate([self.ids, reply]),
-            sampled=len(reply),
+            token_ids=np.concatenate([self.token_ids, reply]),
+            num_sampled=len(reply),
             outline=self.outline.add(parsed.message),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class TokenHistory:
     """A conversation up to the end of a message, with the exact tokens that stand for it.
 
     The last `sampled` ids are a reply of the policy, stop token included if it came to one; 0 where the last message
@@ -138,20 +138,28 @@ class History:
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    ids: Ints
-    sampled: int
-    outline: Outline
+    tools: tuple[ToolSchema, ...]
+    token_ids: Int32Array
+    num_sampled: int
+    outline: ConversationOutline
 
     @classmethod
-    def of(cls, messages: Sequence[Message], tools: Sequence[Tool], ids: npt.ArrayLike, *, sampled: int = 0) -> History:
+    def build(
+        cls, messages: Sequence[Message], tools: Sequence[ToolSchema], token_ids: npt.ArrayLike, *, num_sampled: int = 0
+    ) -> TokenHistory:
         """The history of a path in a trace: its messages and tokens, and how many its last node sampled."""
-        return cls(tuple(messages), tuple(tools), np.asarray(ids, np.int32), sampled, Outline.of(messages))
+        return cls(
+            tuple(messages),
+            tuple(tools),
+            np.asarray(token_ids, np.int32),
+            num_sampled,
+            ConversationOutline.from_messages(messages),
+        )
 
 
-def _earlier(span: MessageSpan, by: int) -> MessageSpan:
+def _shift_span(span: MessageSpan, offset: int) -> MessageSpan:
     low, high = span.body
-    return MessageSpan(span.message, max(0, span.stop - by), (max(0, low - by), max(0, high - by)))
+    return MessageSpan(span.message, max(0, span.stop - offset), (max(0, low - offset), max(0, high - offset)))
 
 
 class Renderer(Protocol):
@@ -165,11 +173,15 @@ class Renderer(Protocol):
         """The ids that end a reply."""
         ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool = True) -> Rendered:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
+    ) -> RenderedPrompt:
         """The whole conversation as a prompt; without `generate`, no generation prompt at its end."""
         ...
 
-    def bridge(self, history: History, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> Rendered:
+    def bridge(
+        self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
+    ) -> RenderedPrompt:
         """The prompt that continues `history` with new messages.
 
         After a sampled reply its cost is in the new messages. Where the template rewrites history, all is rendered
@@ -178,6 +190,6 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, sampled: npt.ArrayLike, prompt: Rendered) -> Parsed:
+    def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
         """The message that these ids, sampled after `prompt`, say."""
         ...

@@ -11,7 +11,7 @@ import pytest
 from ramify.config import Config, parse
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.render import FamilyRendererConfig, RendererConfig, TemplateRendererConfig, load_renderer
-from ramify.render.files import ModelFiles
+from ramify.render.model_files import ModelFiles
 from ramify.trace import MediaPart, Message, TextPart
 from tests.render.models import directory, tokenizer
 
@@ -70,8 +70,8 @@ def test_the_template_may_stand_in_the_tokenizer_config(model: Path):
     (model / "chat_template.jinja").unlink()
     for form in (source, [{"name": "default", "template": source}, {"name": "tool_use", "template": "{{ tools }}"}]):
         (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": form}))
-        expected = load_renderer(directory("chatml")).render(USER).ids.tolist()
-        assert load_renderer(model).render(USER).ids.tolist() == expected
+        expected = load_renderer(directory("chatml")).render(USER).token_ids.tolist()
+        assert load_renderer(model).render(USER).token_ids.tolist() == expected
 
 
 def test_a_second_template_serves_conversations_with_tools(model: Path):
@@ -80,8 +80,8 @@ def test_a_second_template_serves_conversations_with_tools(model: Path):
     render = load_renderer(model)
     tool = {"type": "function", "function": {"name": "run", "description": "Run it.", "parameters": {}}}
     decode = tokenizer(TOKENS).decode
-    assert decode(render.render(USER, [tool]).ids.tolist()) == "Run it."
-    assert "Well?" in decode(render.render(USER).ids.tolist())
+    assert decode(render.render(USER, [tool]).token_ids.tolist()) == "Run it."
+    assert "Well?" in decode(render.render(USER).token_ids.tolist())
 
 
 def test_eos_ids_come_from_every_file_that_names_one(model: Path):
@@ -97,7 +97,7 @@ def test_eos_ids_come_from_every_file_that_names_one(model: Path):
 def test_special_tokens_may_stand_in_their_own_map(model: Path):
     (model / "tokenizer_config.json").unlink()
     (model / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|endoftext|>"}}))
-    assert ModelFiles.read(model).named_tokens == {"bos_token": "<|endoftext|>"}
+    assert ModelFiles.read(model).special_tokens == {"bos_token": "<|endoftext|>"}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_broken_file_is_named(model: Path, file: str):
 def text_of(model: Path, source: str, messages=USER, **args) -> str:
     (model / "chat_template.jinja").write_text(source)
     render = load_renderer(model, TemplateRendererConfig(template_args=args))
-    return tokenizer(TOKENS).decode(render.render(messages).ids.tolist(), skip_special_tokens=False)
+    return tokenizer(TOKENS).decode(render.render(messages).token_ids.tolist(), skip_special_tokens=False)
 
 
 def test_json_is_written_for_models_not_for_web_pages(model: Path):

@@ -15,17 +15,26 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigInvalid, TemplateRefused
-from ramify.render.conversation import Break, History, Parsed, Problem, ProblemKind, Reason, Rendered, Tool
-from ramify.render.outline import Outline
-from ramify.render.reply import CallIds
-from ramify.render.tokenizer import Ints, Tokenizer
-from ramify.render.writer import text_of
+from ramify.render.base import (
+    BreakReason,
+    ParsedReply,
+    ParseProblem,
+    ParseProblemKind,
+    PrefixBreak,
+    RenderedPrompt,
+    TokenHistory,
+    ToolSchema,
+)
+from ramify.render.outline import ConversationOutline
+from ramify.render.reply_parser import CallIdGenerator
+from ramify.render.template_adapter import require_text
+from ramify.render.tokenizer import Int32Array, Tokenizer
 from ramify.trace import Message, MessageSpan, ToolCall
 
-PROBLEMS = {
-    "invalid_json": ProblemKind.INVALID_JSON,
-    "unclosed_block": ProblemKind.UNCLOSED,
-    "missing_name": ProblemKind.NO_NAME,
+PROBLEM_KINDS = {
+    "invalid_json": ParseProblemKind.INVALID_JSON,
+    "unclosed_block": ParseProblemKind.UNCLOSED,
+    "missing_name": ParseProblemKind.NO_NAME,
 }
 
 
@@ -42,83 +51,100 @@ class FamilyRenderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.family = family
-        self._renderer = _create(_HuggingFaceDress(tokenizer, eos_id), family, dict(template_args or {}))
+        self._renderer = _create_family(
+            _HuggingFaceTokenizerAdapter(tokenizer, eos_id), family, dict(template_args or {})
+        )
         self._keeps_reasoning = getattr(self._renderer, "effective_thinking_retention", "all") == "all"
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool = True) -> Rendered:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
+    ) -> RenderedPrompt:
         try:
-            tokens = self._renderer.render(_plain(messages), tools=_tools(tools), add_generation_prompt=generate)
+            tokens = self._renderer.render(
+                _message_dicts(messages), tools=_tool_dicts(tools), add_generation_prompt=add_generation_prompt
+            )
         except (ValueError, TypeError, KeyError, AssertionError) as error:
             raise TemplateRefused(f"the family {self.family!r} refuses the conversation: {error}") from error
-        return Rendered(
+        return RenderedPrompt(
             messages=tuple(messages),
             tools=tuple(tools),
-            ids=np.array(tokens.token_ids, np.int32),
-            spans=_spans(messages, tokens, 0),
-            outline=Outline.of(messages),
+            token_ids=np.array(tokens.token_ids, np.int32),
+            spans=_message_spans(messages, tokens, 0),
+            outline=ConversationOutline.from_messages(messages),
         )
 
-    def bridge(self, history: History, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> Rendered:
+    def bridge(
+        self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
+    ) -> RenderedPrompt:
         offered = history.tools if tools is None else tuple(tools)
-        continued = self._continue(history, messages, offered)
-        if isinstance(continued, Rendered):
+        continued = self._render_continuation(history, messages, offered)
+        if isinstance(continued, RenderedPrompt):
             return continued
-        return self.render([*history.messages, *messages], offered).continuing(history, continued)
+        return self.render([*history.messages, *messages], offered).as_continuation(history, continued)
 
-    def parse(self, sampled: npt.ArrayLike, prompt: Rendered) -> Parsed:
-        ids = np.asarray(sampled, np.int32)
+    def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
+        ids = np.asarray(sampled_ids, np.int32)
         stop = len(ids) - (len(ids) > 0 and int(ids[-1]) in self.stop_ids)
-        found = self._renderer.parse_response(ids.tolist(), tools=_tools(prompt.tools), prompt_ids=prompt.ids.tolist())
+        found = self._renderer.parse_response(
+            ids.tolist(), tools=_tool_dicts(prompt.tools), prompt_ids=prompt.token_ids.tolist()
+        )
         calls: list[ToolCall] = []
-        problems: list[Problem] = []
-        call_ids = CallIds(ids, len(prompt.messages))
+        problems: list[ParseProblem] = []
+        call_ids = CallIdGenerator(ids, len(prompt.messages))
         content = found.content
         for number, call in enumerate(found.tool_calls):
             if call.status == "ok" and call.name:
-                id = call.id or call_ids.make(number)
-                calls.append(ToolCall(id, call.name, _arguments(call.arguments)))
+                id = call.id or call_ids.make_id(number)
+                calls.append(ToolCall(id, call.name, _arguments_json(call.arguments)))
             else:
-                problems.append(Problem(PROBLEMS.get(call.status, ProblemKind.BAD_FORM), call.raw, str(call.status)))
+                problems.append(
+                    ParseProblem(PROBLEM_KINDS.get(call.status, ParseProblemKind.BAD_FORM), call.raw, str(call.status))
+                )
                 content = content if call.raw in content else f"{content}\n{call.raw}".lstrip("\n")
         if found.reasoning_complete is False:
-            problems.append(Problem(ProblemKind.UNCLOSED_REASONING, found.reasoning_content or ""))
+            problems.append(ParseProblem(ParseProblemKind.UNCLOSED_REASONING, found.reasoning_content or ""))
         message = Message("assistant", content, found.reasoning_content or None, tuple(calls))
-        return Parsed(message, (0, stop), tuple(problems))
+        return ParsedReply(message, (0, stop), tuple(problems))
 
-    def _continue(
-        self, history: History, messages: Sequence[Message], tools: tuple[Tool, ...]
-    ) -> Rendered | Break | None:
+    def _render_continuation(
+        self, history: TokenHistory, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
+    ) -> RenderedPrompt | PrefixBreak | None:
         if tools != history.tools:
-            return Break(Reason.TOOLS_CHANGED)
-        if not history.sampled:
+            return PrefixBreak(BreakReason.TOOLS_CHANGED)
+        if not history.num_sampled:
             return None
-        asked = len(history.ids) - history.sampled
+        asked = len(history.token_ids) - history.num_sampled
         tokens = self._renderer.bridge_to_next_turn(
-            history.ids[:asked].tolist(), history.ids[asked:].tolist(), _plain(messages), tools=_tools(tools)
+            history.token_ids[:asked].tolist(),
+            history.token_ids[asked:].tolist(),
+            _message_dicts(messages),
+            tools=_tool_dicts(tools),
         )
         if tokens is None:
             asks = any(message.role == "user" for message in messages)
-            reason = Reason.REASONING_DROPPED if asks and not self._keeps_reasoning else Reason.UNCLEAR
-            return Break(reason, f"the family {self.family!r} does not bridge these messages")
+            reason = BreakReason.REASONING_DROPPED if asks and not self._keeps_reasoning else BreakReason.UNCLEAR
+            return PrefixBreak(reason, f"the family {self.family!r} does not bridge these messages")
         ids = np.array(tokens.token_ids, np.int32)
-        kept = len(history.ids)
-        if not np.array_equal(ids[:kept], history.ids):
-            return Break(Reason.REPLY_REWRITTEN, f"the family {self.family!r} does not keep the reply's tokens")
+        kept = len(history.token_ids)
+        if not np.array_equal(ids[:kept], history.token_ids):
+            return PrefixBreak(
+                BreakReason.REPLY_REWRITTEN, f"the family {self.family!r} does not keep the reply's tokens"
+            )
         outline = history.outline
         for message in messages:
             outline = outline.add(message)
-        return Rendered(
+        return RenderedPrompt(
             messages=(*history.messages, *messages),
             tools=tools,
-            ids=ids,
-            spans=_spans(messages, tokens, kept),
+            token_ids=ids,
+            spans=_message_spans(messages, tokens, kept),
             outline=outline,
-            kept=kept,
+            num_reused=kept,
         )
 
 
-class _HuggingFaceDress:
+class _HuggingFaceTokenizerAdapter:
     """What the library looks at in a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, eos_id: int | None) -> None:
@@ -139,10 +165,14 @@ class _HuggingFaceDress:
         return self._tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids)
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        return self._tokenizer.id_of(tokens) if isinstance(tokens, str) else [self._tokenizer.id_of(t) for t in tokens]
+        return (
+            self._tokenizer.token_to_id(tokens)
+            if isinstance(tokens, str)
+            else [self._tokenizer.token_to_id(t) for t in tokens]
+        )
 
 
-def _create(tokenizer: _HuggingFaceDress, family: str, args: dict[str, Any]) -> Any:
+def _create_family(tokenizer: _HuggingFaceTokenizerAdapter, family: str, template_args: dict[str, Any]) -> Any:
     try:
         import renderers  # pyright: ignore[reportMissingTypeStubs, reportMissingImports]
     except ImportError as error:
@@ -151,17 +181,19 @@ def _create(tokenizer: _HuggingFaceDress, family: str, args: dict[str, Any]) -> 
             'or use renderer.type = "template"'
         ) from error
     try:
-        return renderers.create_renderer(tokenizer, renderers.config_from_name(family), chat_template_kwargs=args)  # pyright: ignore
+        return renderers.create_renderer(
+            tokenizer, renderers.config_from_name(family), chat_template_kwargs=template_args
+        )  # pyright: ignore
     except Exception as error:  # a family raises what it likes; all of it means that it does not fit
         raise ConfigInvalid(
             f"renderer.name: {family!r} cannot be used with {tokenizer.name_or_path}: {error}"
         ) from error
 
 
-def _spans(messages: Sequence[Message], tokens: Any, kept: int) -> tuple[MessageSpan, ...]:
+def _message_spans(messages: Sequence[Message], rendered: Any, num_reused: int) -> tuple[MessageSpan, ...]:
     """Which tokens are whose, behind the first `kept`."""
-    owner = np.array(tokens.message_indices, np.int64)[kept:]
-    body: Ints = np.array(tokens.is_content or [False] * len(tokens.token_ids), np.int32)[kept:]
+    owner = np.array(rendered.message_indices, np.int64)[num_reused:]
+    body: Int32Array = np.array(rendered.is_content or [False] * len(rendered.token_ids), np.int32)[num_reused:]
     spans: list[MessageSpan] = []
     before = 0
     for number, message in enumerate(messages):
@@ -174,10 +206,10 @@ def _spans(messages: Sequence[Message], tokens: Any, kept: int) -> tuple[Message
     return tuple(spans)
 
 
-def _plain(messages: Sequence[Message]) -> list[Any]:
+def _message_dicts(messages: Sequence[Message]) -> list[Any]:
     plain: list[dict[str, Any]] = []
     for message in messages:
-        told: dict[str, Any] = {"role": message.role, "content": text_of(message)}
+        told: dict[str, Any] = {"role": message.role, "content": require_text(message)}
         if message.reasoning:
             told["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -195,9 +227,9 @@ def _plain(messages: Sequence[Message]) -> list[Any]:
     return plain
 
 
-def _tools(tools: Sequence[Tool]) -> list[Any] | None:
+def _tool_dicts(tools: Sequence[ToolSchema]) -> list[Any] | None:
     return [dict(tool) for tool in tools] or None
 
 
-def _arguments(arguments: Any) -> str:
+def _arguments_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)

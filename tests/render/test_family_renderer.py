@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ramify.errors import ConfigInvalid, TemplateRefused
-from ramify.render import FamilyRendererConfig, History, ProblemKind, Reason, load_renderer
+from ramify.render import BreakReason, FamilyRendererConfig, ParseProblemKind, TokenHistory, load_renderer
 from ramify.trace import Message, ToolCall
 from tests.render.models import LLAMA, QWEN, TOOLS, directory, family, tokenizer
 
@@ -38,7 +38,10 @@ def renderer(name: str):
 def sampled(name: str, before: list[Message], reply: Message) -> np.ndarray:
     """What the family writes for a reply behind its prompt, up to its stop token."""
     render = renderer(name)
-    prompt, whole = render.render(before, TOOLS).ids, render.render([*before, reply], TOOLS, generate=False).ids
+    prompt, whole = (
+        render.render(before, TOOLS).token_ids,
+        render.render([*before, reply], TOOLS, add_generation_prompt=False).token_ids,
+    )
     start = next((i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))
     ids = whole[start:]
     stops = [number for number, id in enumerate(ids) if int(id) in render.stop_ids]
@@ -60,16 +63,16 @@ def test_a_tool_turn_is_bridged_and_equals_the_full_render(name: str):
     assert [(call.name, json.loads(call.arguments)) for call in parsed.message.tool_calls] == [
         ("search", {"query": "x"})
     ]
-    history = prompt.answered(ids, parsed)
+    history = prompt.with_reply(ids, parsed)
     result = Message("tool", "four", tool_call_id=parsed.message.tool_calls[0].id)
     following = render.bridge(history, [result])
-    assert following.broke is None
-    assert following.kept == len(history.ids)
-    assert following.ids[: following.kept].tolist() == history.ids.tolist()
+    assert following.prefix_break is None
+    assert following.num_reused == len(history.token_ids)
+    assert following.token_ids[: following.num_reused].tolist() == history.token_ids.tolist()
     (span,) = following.spans
-    assert 0 < span.body[0] < span.body[1] <= span.stop < len(following.added)
+    assert 0 < span.body[0] < span.body[1] <= span.stop < len(following.new_token_ids)
     full = render.render(following.messages, TOOLS)
-    assert following.ids.tolist() == full.ids.tolist()
+    assert following.token_ids.tolist() == full.token_ids.tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -77,11 +80,11 @@ def test_a_new_question_breaks_where_the_family_drops_thinking(name: str):
     render = renderer(name)
     prompt = render.render([USER], TOOLS)
     ids = sampled(name, [USER], Message("assistant", "Four."))
-    following = render.bridge(prompt.answered(ids, render.parse(ids, prompt)), [MORE])
-    assert (following.broke is None) == (name in KEEPS_THINKING)
-    if following.broke is not None:
-        assert following.broke.reason is Reason.REASONING_DROPPED
-        assert following.ids.tolist() == render.render(following.messages, TOOLS).ids.tolist()
+    following = render.bridge(prompt.with_reply(ids, render.parse(ids, prompt)), [MORE])
+    assert (following.prefix_break is None) == (name in KEEPS_THINKING)
+    if following.prefix_break is not None:
+        assert following.prefix_break.reason is BreakReason.REASONING_DROPPED
+        assert following.token_ids.tolist() == render.render(following.messages, TOOLS).token_ids.tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,7 +95,7 @@ def test_spans_partition_what_a_family_renders(name: str):
     for span in prompt.spans:
         assert before <= span.body[0] <= span.body[1] <= span.stop
         before = span.stop
-    assert 0 < before < len(prompt.ids) or len(prompt.opening) == 0
+    assert 0 < before < len(prompt.token_ids) or len(prompt.generation_prompt_ids) == 0
     assert [span.message for span in prompt.spans] == messages
 
 
@@ -100,15 +103,15 @@ def test_other_tools_and_prompt_messages_are_rendered_anew():
     render = renderer("qwen3")
     prompt = render.render([USER], TOOLS)
     ids = sampled("qwen3", [USER], Message("assistant", "Four."))
-    history = prompt.answered(ids, render.parse(ids, prompt))
+    history = prompt.with_reply(ids, render.parse(ids, prompt))
     following = render.bridge(history, [MORE], TOOLS[:1])
-    assert following.broke is not None
-    assert following.broke.reason is Reason.TOOLS_CHANGED
+    assert following.prefix_break is not None
+    assert following.prefix_break.reason is BreakReason.TOOLS_CHANGED
     (span,) = prompt.spans
-    asked = History.of([USER], TOOLS, prompt.ids[: span.stop])
+    asked = TokenHistory.build([USER], TOOLS, prompt.token_ids[: span.stop])
     again = render.bridge(asked, [])
-    assert again.broke is None
-    assert (again.kept, again.ids.tolist()) == (span.stop, prompt.ids.tolist())
+    assert again.prefix_break is None
+    assert (again.num_reused, again.token_ids.tolist()) == (span.stop, prompt.token_ids.tolist())
 
 
 def test_a_malformed_call_is_reported():
@@ -118,7 +121,7 @@ def test_a_malformed_call_is_reported():
     ids = tokenizer(tuple(QWEN)).encode(f"{bad}<|im_end|>").ids
     parsed = render.parse(ids, prompt)
     assert parsed.message.tool_calls == ()
-    assert [problem.kind for problem in parsed.problems] == [ProblemKind.INVALID_JSON]
+    assert [problem.kind for problem in parsed.problems] == [ParseProblemKind.INVALID_JSON]
     assert parsed.problems[0].text in parsed.message.content
 
 

@@ -9,11 +9,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class RecentCache(Generic[K, V]):
+class BoundedCache(Generic[K, V]):
     """Holds at most `size` values by key. When it is full, the value that was stored first is removed."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
         self._values: dict[K, V] = {}
         self._lock = threading.Lock()
 
@@ -24,6 +24,6 @@ class RecentCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Store a value."""
         with self._lock:
-            if key not in self._values and len(self._values) >= self._size:
+            if key not in self._values and len(self._values) >= self._max_size:
                 del self._values[next(iter(self._values))]
             self._values[key] = value

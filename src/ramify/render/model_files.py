@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from ramify.errors import ConfigInvalid
 
-DEFAULT = "default"
-TOOL_USE = "tool_use"  # some models have a second template for conversations with tools
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+DEFAULT_TEMPLATE = "default"
+TOOL_USE_TEMPLATE = "tool_use"  # some models have a second template for conversations with tools
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ModelFiles:
 
     directory: Path
     templates: Mapping[str, str] = field(default_factory=dict[str, str])
-    named_tokens: Mapping[str, str] = field(default_factory=dict[str, str])
+    special_tokens: Mapping[str, str] = field(default_factory=dict[str, str])
     eos_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -36,31 +36,31 @@ class ModelFiles:
         named = {**_read_json(directory / "special_tokens_map.json"), **config}
         return cls(
             directory,
-            _templates(directory, config.get("chat_template")),
-            {name: text for name in NAMED_TOKENS if (text := _token_text(named.get(name))) is not None},
-            _eos_ids(directory),
+            _load_templates(directory, config.get("chat_template")),
+            {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(named.get(name))) is not None},
+            _load_eos_ids(directory),
         )
 
 
-def _templates(directory: Path, in_config: Any) -> dict[str, str]:
+def _load_templates(directory: Path, config_value: Any) -> dict[str, str]:
     found: dict[str, str] = {}
-    if isinstance(in_config, str):
-        found[DEFAULT] = in_config
-    elif in_config:
-        entries: list[dict[str, str]] = in_config
+    if isinstance(config_value, str):
+        found[DEFAULT_TEMPLATE] = config_value
+    elif config_value:
+        entries: list[dict[str, str]] = config_value
         found |= {entry["name"]: entry["template"] for entry in entries}
     processor = _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(processor, str):
-        found[DEFAULT] = processor
+        found[DEFAULT_TEMPLATE] = processor
     for file in sorted(directory.glob("additional_chat_templates/*.jinja")):
         found[file.stem] = file.read_text("utf-8")
     alone = directory / "chat_template.jinja"
     if alone.exists():
-        found[DEFAULT] = alone.read_text("utf-8")
+        found[DEFAULT_TEMPLATE] = alone.read_text("utf-8")
     return found
 
 
-def _eos_ids(directory: Path) -> tuple[int, ...]:
+def _load_eos_ids(directory: Path) -> tuple[int, ...]:
     """The generation config decides; the model config speaks where it is silent."""
     for name in ("generation_config.json", "config.json"):
         ids: int | list[int] | None = _read_json(directory / name).get("eos_token_id")

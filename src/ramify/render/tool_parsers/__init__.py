@@ -7,35 +7,35 @@ what is wrong with it. Writing is the template's business.
 
 from __future__ import annotations
 
-from ramify.render.calls import bare, mistral, tagged, xml
-from ramify.render.calls.reading import Format, Reading, nothing
 from ramify.render.template import ChatTemplate
 from ramify.render.tokenizer import Tokenizer
+from ramify.render.tool_parsers import hermes, llama3, mistral, qwen_coder
+from ramify.render.tool_parsers.base import ToolParser, ToolParseResult, parse_as_text
 
-__all__ = ["FORMATS", "Format", "Reading", "recognise"]
+__all__ = ["TOOL_PARSERS", "ToolParseResult", "ToolParser", "detect_tool_format"]
 
-FORMATS: dict[str, Format] = {
-    "hermes": tagged.read,
-    "qwen-coder": xml.read,
-    "llama-3": bare.read,
-    "mistral": mistral.read,
-    "none": nothing,
+TOOL_PARSERS: dict[str, ToolParser] = {
+    "hermes": hermes.parse,
+    "qwen-coder": qwen_coder.parse,
+    "llama-3": llama3.parse,
+    "mistral": mistral.parse,
+    "none": parse_as_text,
 }
 
 
-def recognise(template: ChatTemplate, tokenizer: Tokenizer) -> str:
+def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> str:
     """The format a template teaches, told by the words it uses, or else by those of the vocabulary."""
     if "<function=" in template:
         return "qwen-coder"
     if "<tool_call>" in template:
         return "hermes"
-    if mistral.START in template:
+    if mistral.CALLS_TAG in template:
         return "mistral"
-    if bare.PYTHON_TAG in template or ("<|start_header_id|>" in template and "parameters" in template):
+    if llama3.PYTHON_TAG in template or ("<|start_header_id|>" in template and "parameters" in template):
         return "llama-3"
-    known = tokenizer.added_ids
+    known = tokenizer.added_tokens
     if "<tool_call>" in known:
         return "hermes"
-    if mistral.START in known:
+    if mistral.CALLS_TAG in known:
         return "mistral"
-    return "llama-3" if bare.PYTHON_TAG in known else "none"
+    return "llama-3" if llama3.PYTHON_TAG in known else "none"

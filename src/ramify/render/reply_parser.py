@@ -1,0 +1,86 @@
+"""From sampled ids to a message: stop token off, reasoning apart, tool calls read.
+
+Reasoning ends at its closing tag, wherever it was opened: by the model, or already by the generation prompt. Calls are
+only looked for behind it, so that a model may think about a call without making it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from ramify.render.base import ParsedReply, ParseProblem, ParseProblemKind, RenderedPrompt
+from ramify.render.template_adapter import ReasoningTags
+from ramify.render.tokenizer import Int32Array, Tokenizer
+from ramify.render.tool_parsers import ToolParser
+from ramify.trace import Message, ToolCall
+
+
+class ReplyParser:
+    """Reads the replies of one model."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        reasoning_tags: ReasoningTags,
+        tool_parser: ToolParser,
+        surrounding_whitespace: tuple[str, str] = ("", ""),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        self._reasoning_tags = reasoning_tags
+        self._tool_parser = tool_parser
+        self._surrounding_whitespace = surrounding_whitespace
+
+    def parse(self, sampled_ids: Int32Array, prompt: RenderedPrompt) -> ParsedReply:
+        stop = len(sampled_ids) - (len(sampled_ids) > 0 and int(sampled_ids[-1]) in self._stop_ids)
+        before, behind = self._surrounding_whitespace
+        text = self._tokenizer.decode(sampled_ids[:stop]).removeprefix(before).removesuffix(behind)
+        opened = self._is_reasoning_open(self._tokenizer.decode(prompt.generation_prompt_ids))
+        reasoning, said, closed = split_reasoning(text, self._reasoning_tags, opened)
+        reading = self._tool_parser(said, prompt.tools)
+        problems = list(reading.problems)
+        if not closed:
+            problems.append(
+                ParseProblem(ParseProblemKind.UNCLOSED_REASONING, reasoning or "", "the reply ends while thinking")
+            )
+        ids = CallIdGenerator(sampled_ids, len(prompt.messages))
+        calls = tuple(
+            ToolCall(call.id or ids.make_id(number), call.name, call.arguments)
+            for number, call in enumerate(reading.calls)
+        )
+        message = Message("assistant", reading.content, reasoning, calls)
+        return ParsedReply(message, (0, stop), tuple(problems))
+
+    def _is_reasoning_open(self, text: str) -> bool:
+        return text.rfind(self._reasoning_tags.start) > text.rfind(self._reasoning_tags.stop)
+
+
+def split_reasoning(text: str, tags: ReasoningTags, is_open: bool) -> tuple[str | None, str, bool]:
+    """The reasoning, what is said after it, and whether the reasoning came to an end."""
+    inside = text if is_open else text.lstrip()
+    if not is_open:
+        if not inside.startswith(tags.start):
+            return None, text, True
+        inside = inside.removeprefix(tags.start)
+    thought, tag, said = inside.removeprefix(tags.start if is_open else "").partition(tags.stop)
+    return thought.strip("\n"), said.lstrip("\n"), bool(tag)
+
+
+class CallIdGenerator:
+    """Makes the ids for the calls of one reply: nine letters and digits, as the strictest template requires.
+
+    An id is a digest of the reply's tokens, the turn and the number of the call. The tokens are digested once, so that
+    the time for a reply with many calls is linear in its length.
+    """
+
+    def __init__(self, sampled_ids: Int32Array, num_prompt_messages: int) -> None:
+        self._digest = hashlib.sha256(sampled_ids.tobytes())
+        self._digest.update(b" %d " % num_prompt_messages)
+
+    def make_id(self, index: int) -> str:
+        """Return the id of call `number`."""
+        digest = self._digest.copy()
+        digest.update(b"%d" % index)
+        return digest.hexdigest()[:9]

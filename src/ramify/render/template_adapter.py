@@ -1,0 +1,155 @@
+"""Our messages in the form a given template reads, and the text it writes for them.
+
+Templates agree on `role` and `content` and on little else. Where a template looks for reasoning, whether it wants a
+content of parts, whether it insists on nine-letter call ids: that is found out by asking it. Render a message with a
+word in the place in question and see whether the word appears.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ramify.errors import TemplateRefused
+from ramify.render.outline import FILLER_TEXT
+from ramify.render.template import ChatTemplate
+from ramify.trace import MediaPart, Message, ToolCall
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_IN_CONTENT = "content"
+PROBE_TEXT = "zqprobeqz"
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": PROBE_TEXT, "description": PROBE_TEXT, "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class ReasoningTags(NamedTuple):
+    """How reasoning begins and ends."""
+
+    start: str
+    stop: str
+
+
+KNOWN_REASONING_TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]"))
+
+
+class TemplateAdapter:
+    """One model's template, addressed in our messages."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.reasoning_tags = next(
+            (tags for tags in KNOWN_REASONING_TAGS if tags.stop in template), KNOWN_REASONING_TAGS[0]
+        )
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
+    ) -> str:
+        return self._template.render(self._to_dicts(messages), tools, add_generation_prompt)
+
+    @cached_property
+    def has_tool_support(self) -> bool:
+        """Whether the template tells the model about the tools it may use."""
+        return self._renders_probe({"role": "user", "content": self._wrap_content(FILLER_TEXT)}, tools=[PROBE_TOOL])
+
+    @cached_property
+    def reasoning_key(self) -> str | None:
+        """The key under which the template looks for reasoning: one of its own, the content, or none at all."""
+        question = {"role": "user", "content": self._wrap_content(FILLER_TEXT)}
+        for key in REASONING_KEYS:
+            reply = {"role": "assistant", "content": self._wrap_content(FILLER_TEXT), key: PROBE_TEXT}
+            if key in self._template and self._renders_probe(question, reply):
+                return key
+        inline = self._wrap_content(
+            _inline_reasoning(Message("assistant", FILLER_TEXT, PROBE_TEXT), self.reasoning_tags)
+        )
+        return REASONING_IN_CONTENT if self._renders_probe(question, {"role": "assistant", "content": inline}) else None
+
+    def to_template_id(self, call_id: str) -> str:
+        """A call id in a form that the template accepts."""
+        if not self._requires_short_ids or (len(call_id) == 9 and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode("utf-8", "backslashreplace")).hexdigest()[:9]
+
+    @cached_property
+    def _requires_short_ids(self) -> bool:
+        """Whether call ids of another form than nine letters and digits are refused, as Mistral's templates do."""
+        return self._accepts_id("call00000") and not self._accepts_id("call_0123456789")
+
+    @cached_property
+    def _requires_content_parts(self) -> bool:
+        """Whether the template wants a content of parts, as those of models that see images do."""
+        parts = [{"type": "text", "text": PROBE_TEXT}]
+        as_text, as_parts = (
+            self._renders_probe({"role": "user", "content": content}) for content in (PROBE_TEXT, parts)
+        )
+        return as_parts and not as_text
+
+    def _accepts_id(self, call_id: str) -> bool:
+        call: dict[str, Any] = {"id": call_id, "type": "function", "function": {"name": FILLER_TEXT, "arguments": {}}}
+        return self._renders_probe(
+            {"role": "user", "content": self._wrap_content(PROBE_TEXT)},
+            {"role": "assistant", "content": self._wrap_content(""), "tool_calls": [call]},
+            {"role": "tool", "content": self._wrap_content(FILLER_TEXT), "tool_call_id": call_id},
+            tools=[PROBE_TOOL],
+        )
+
+    def _renders_probe(self, *conversation: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether the template takes this conversation and shows the word in it."""
+        try:
+            return PROBE_TEXT in self._template.render(list(conversation), tools, False)
+        except TemplateRefused:
+            return False
+
+    def _wrap_content(self, text: str) -> str | list[dict[str, str]]:
+        return [{"type": "text", "text": text}] if self._requires_content_parts else text
+
+    def _to_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        names: dict[str, str] = {}
+        plain: list[dict[str, Any]] = []
+        for message in messages:
+            names |= {call.id: call.name for call in message.tool_calls}
+            plain.append(self._message_dict(message, names))
+        return plain
+
+    def _message_dict(self, message: Message, tool_names: Mapping[str, str]) -> dict[str, Any]:
+        inline = message.reasoning is not None and self.reasoning_key == REASONING_IN_CONTENT
+        content = _inline_reasoning(message, self.reasoning_tags) if inline else require_text(message)
+        plain: dict[str, Any] = {"role": message.role, "content": self._wrap_content(content)}
+        if message.reasoning is not None and self.reasoning_key and not inline:
+            plain[self.reasoning_key] = message.reasoning
+        if message.tool_calls:
+            plain["tool_calls"] = [self._call_dict(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            plain["tool_call_id"] = self.to_template_id(message.tool_call_id)
+            if message.tool_call_id in tool_names:
+                plain["name"] = tool_names[message.tool_call_id]
+        return plain
+
+    def _call_dict(self, call: ToolCall) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": _parse_arguments(call.arguments)}
+        return {"id": self.to_template_id(call.id), "type": "function", "function": function}
+
+
+def require_text(message: Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if any(isinstance(part, MediaPart) for part in message.content):
+        raise TemplateRefused("a message holds media, which a chat template cannot show; use a text-only task")
+    return message.text
+
+
+def _inline_reasoning(message: Message, reasoning_tags: ReasoningTags) -> str:
+    return f"{reasoning_tags.start}\n{message.reasoning}\n{reasoning_tags.stop}\n\n{message.text}"
+
+
+def _parse_arguments(text: str) -> Any:
+    """The table of arguments, as templates want it; text that is none goes through as it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

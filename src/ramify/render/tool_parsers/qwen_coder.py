@@ -1,0 +1,151 @@
+"""Qwen-coder: `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`.
+
+Values are bare text. A tool's schema says what they mean: text stays as it is, anything else is read as JSON. Without a
+schema a value that is JSON but not a text is taken as such.
+
+A value may contain any of the tags, so a tag only closes a block if the text after it fits. Blocks are found with
+`str.find`, each tag once, so that a call is read in linear time whatever the model has written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ramify.render.base import ParseProblemKind, ToolSchema
+from ramify.render.tool_parsers.base import RawToolCall, ToolParseError, ToolParseResult, skip_whitespace
+from ramify.render.tool_parsers.hermes import CALL_START, CALL_STOP, find_block_end
+
+FUNCTION_START, FUNCTION_STOP = "<function=", "</function>"
+PARAMETER_START, PARAMETER_STOP = "<parameter=", "</parameter>"
+PYTHON_LITERALS = {"True": True, "False": False, "None": None}
+
+
+def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
+    """What is said, and the calls between tags."""
+    reading, closes = ToolParseResult(), ClosingTagFinder(text)
+    at = 0
+    while (start := text.find(CALL_START, at)) >= 0:
+        reading.add_text(text[at:start])
+        try:
+            call, at = _parse_call(text, start, closes, tools)
+            reading.add_calls(call)
+        except ToolParseError as problem:
+            if reading.is_at_problem_limit:
+                reading.add_last_problem(problem, text[start:])
+                return reading
+            at = find_block_end(text, start)
+            reading.add_problem(problem, text[start:at])
+    reading.add_text(text[at:])
+    return reading
+
+
+class NamedBlock(NamedTuple):
+    """A block `<tag=name>body</tag>`: its name, its body, and where the block ends."""
+
+    name: str
+    body: str
+    stop: int
+
+
+class ClosingTagFinder:
+    """Finds the places `</function> </tool_call>` where calls end, from left to right, each of them once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._last_match: tuple[int, int] | None = (-1, -1)
+
+    def find_after(self, start: int) -> tuple[int, int] | None:
+        """Return start and end of the first closing tags at or after `at`, which must not decrease between calls."""
+        while self._last_match is not None and self._last_match[0] < start:
+            self._last_match = self._find(max(start, self._last_match[1]))
+        return self._last_match
+
+    def _find(self, position: int) -> tuple[int, int] | None:
+        text = self._text
+        while (start := text.find(FUNCTION_STOP, position)) >= 0:
+            position = skip_whitespace(text, start + len(FUNCTION_STOP))
+            if text.startswith(CALL_STOP, position):
+                return start, position + len(CALL_STOP)
+        return None
+
+
+def _parse_call(
+    text: str, start: int, closing_tags: ClosingTagFinder, tools: Sequence[ToolSchema]
+) -> tuple[RawToolCall, int]:
+    block = _parse_function(text, start, closing_tags)
+    if block is None:
+        closed = text.startswith(CALL_STOP, find_block_end(text, start) - len(CALL_STOP))
+        kind = ParseProblemKind.BAD_FORM if closed else ParseProblemKind.UNCLOSED
+        raise ToolParseError(kind, "expected <function=name>...</function>")
+    if not block.name:
+        raise ToolParseError(ParseProblemKind.NO_NAME, "the call has no name")
+    types = _parameter_types(block.name, tools)
+    arguments: dict[str, Any] = {}
+    at = skip_whitespace(block.body, 0)
+    while (parameter := _parse_parameter(block.body, at)) is not None:
+        value = parameter.body.removeprefix("\n").removesuffix("\n")
+        arguments[parameter.name] = _parse_value(value, types.get(parameter.name))
+        at = skip_whitespace(block.body, parameter.stop)
+    if at < len(block.body):
+        found = block.body[at : at + 40].rstrip()
+        raise ToolParseError(ParseProblemKind.BAD_ARGUMENTS, f"expected <parameter=name>, found {found!r}")
+    return RawToolCall(block.name, json.dumps(arguments, ensure_ascii=False)), block.stop
+
+
+def _parse_function(text: str, start: int, closing_tags: ClosingTagFinder) -> NamedBlock | None:
+    """Return the function block of the call at `start`; it ends where the call ends."""
+    opening = _parse_opening_tag(text, skip_whitespace(text, start + len(CALL_START)), FUNCTION_START)
+    if opening is None:
+        return None
+    name, inside = opening
+    close = closing_tags.find_after(inside)
+    return None if close is None else NamedBlock(name, text[inside : close[0]], close[1])
+
+
+def _parse_parameter(body: str, start: int) -> NamedBlock | None:
+    """Return the parameter block at `at`. It ends at the first closing tag before another parameter or the end."""
+    opening = _parse_opening_tag(body, start, PARAMETER_START)
+    if opening is None or not opening[0]:
+        return None
+    name, inside = opening
+    stop = body.find(PARAMETER_STOP, inside)
+    while stop >= 0:
+        behind = skip_whitespace(body, stop + len(PARAMETER_STOP))
+        if behind == len(body) or body.startswith(PARAMETER_START, behind):
+            return NamedBlock(name, body[inside:stop], behind)
+        stop = body.find(PARAMETER_STOP, behind)
+    return None
+
+
+def _parse_opening_tag(text: str, start: int, tag: str) -> tuple[str, int] | None:
+    """Return the name in the opening tag at `at`, which must be on one line, and the end of the tag."""
+    if not text.startswith(tag, start):
+        return None
+    end = text.find(">", start)
+    name = text[start + len(tag) : end]
+    return None if end < 0 or "\n" in name else (name.strip(), end + 1)
+
+
+def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+    """The declared type of each parameter of a tool."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            parameters: dict[str, Any] = function.get("parameters") or {}
+            properties: dict[str, Any] = parameters.get("properties") or {}
+            return {key: schema.get("type") for key, schema in properties.items() if hasattr(schema, "get")}
+    return {}
+
+
+def _parse_value(text: str, declared_type: Any) -> Any:
+    if declared_type == "string":
+        return text
+    if text.strip() in PYTHON_LITERALS and declared_type != "string":
+        return PYTHON_LITERALS[text.strip()]
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) and declared_type is None else value
