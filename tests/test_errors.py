@@ -22,11 +22,11 @@ from ramify.errors import (
     RamifyError,
     UnknownFailure,
     WorkerDied,
-    registry,
+    failure_classes,
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
-OURS = {name: cls for name, cls in registry().items() if cls.__module__.startswith("ramify.")}
+OURS = {name: cls for name, cls in failure_classes().items() if cls.__module__.startswith("ramify.")}
 POLICY = {"ContextOverflow", "BudgetExceeded", "RolloutDeadline", "MalformedCall", "AgentExit"}
 
 
@@ -69,7 +69,7 @@ def test_a_failure_of_the_policy_is_a_result_and_never_run_again():
 def test_two_failures_with_one_name_are_refused():
     with pytest.raises(TypeError, match="WorkerDied"):
         type("WorkerDied", (RamifyError,), {}, blame="system", retryable=True)
-    assert registry()["WorkerDied"] is WorkerDied
+    assert failure_classes()["WorkerDied"] is WorkerDied
 
 
 def test_a_failure_that_does_not_say_whom_to_blame_is_refused():
@@ -79,7 +79,7 @@ def test_a_failure_that_does_not_say_whom_to_blame_is_refused():
         type("Shrug", (RamifyError,), {}, blame="user", retryable=True)
     with pytest.raises(TypeError, match="retryable"):
         type("Shrug", (RamifyError,), {}, blame="system")
-    assert "Shrug" not in registry()
+    assert "Shrug" not in failure_classes()
 
 
 def test_a_special_case_inherits_blame_and_retry_and_gets_its_own_name():
@@ -88,7 +88,7 @@ def test_a_special_case_inherits_blame_and_retry_and_gets_its_own_name():
 
     assert (RateLimited.name, RateLimited.blame, RateLimited.retryable) == ("RateLimited", "system", True)
     with pytest.raises(RateLimited):
-        raise over_the_wire(Failure.of(RateLimited("429"))).error()
+        raise over_the_wire(Failure.from_exception(RateLimited("429"))).to_exception()
 
 
 def test_the_taxonomy_imports_nothing_of_ours():
@@ -126,29 +126,29 @@ def test_the_page_says_what_the_code_says(name):
 
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_a_failure_survives_a_process_boundary(name):
-    failure = Failure.of(raised(OURS[name]("what was expected, what was found")))
-    error = over_the_wire(failure).error()
+    failure = Failure.from_exception(raised(OURS[name]("what was expected, what was found")))
+    error = over_the_wire(failure).to_exception()
     assert type(error) is OURS[name]
     assert str(error) == "what was expected, what was found"
-    assert Failure.of(error) == failure
+    assert Failure.from_exception(error) == failure
 
 
 def test_a_traceback_is_kept_where_code_raised_and_only_there():
-    assert Failure.of(ContextOverflow("the prompt filled the window")).traceback is None
-    text = Failure.of(raised(EnvironmentFault("boom"))).traceback
+    assert Failure.from_exception(ContextOverflow("the prompt filled the window")).traceback is None
+    text = Failure.from_exception(raised(EnvironmentFault("boom"))).traceback
     assert text is not None
     assert "in raised" in text
     assert text.rstrip().endswith("EnvironmentFault: boom")
 
 
 def test_the_traceback_of_the_first_raise_outlives_a_second_hop():
-    first = over_the_wire(Failure.of(raised(WorkerDied("exit code -9"))))
-    second = Failure.of(raised(first.error()))
+    first = over_the_wire(Failure.from_exception(raised(WorkerDied("exit code -9"))))
+    second = Failure.from_exception(raised(first.to_exception()))
     assert second.traceback == first.traceback
 
 
 def test_a_printed_error_shows_where_the_other_process_raised_it():
-    error = over_the_wire(Failure.of(raised(WorkerDied("exit code -9")))).error()
+    error = over_the_wire(Failure.from_exception(raised(WorkerDied("exit code -9")))).to_exception()
     assert any("in raised" in note for note in error.__notes__)
 
 
@@ -159,11 +159,11 @@ def test_an_explicit_cause_is_kept():
         except ValueError as inner:
             raise JudgeError("the judge's answer could not be read") from inner
     except JudgeError as outer:
-        failure = Failure.of(outer)
+        failure = Failure.from_exception(outer)
     assert failure.cause is not None
     assert (failure.cause.name, failure.cause.message) == ("builtins.ValueError", "not a number")
     assert failure.cause.traceback is not None
-    error = over_the_wire(failure).error()
+    error = over_the_wire(failure).to_exception()
     assert isinstance(error.__cause__, UnknownFailure)
     assert error.__cause__.name == "builtins.ValueError"
 
@@ -178,7 +178,7 @@ def test_an_implicit_cause_is_kept_unless_it_was_suppressed():
                     raise JudgeError("no verdict") from None
                 raise JudgeError("no verdict")  # noqa: B904 - the implicit chain is what is tested
         except JudgeError as error:
-            return Failure.of(error)
+            return Failure.from_exception(error)
 
     cause = fail(suppress=False).cause
     assert cause is not None
@@ -189,7 +189,7 @@ def test_an_implicit_cause_is_kept_unless_it_was_suppressed():
 def test_a_chain_that_bites_its_tail_ends():
     one, two = WorkerDied("one"), WorkerDied("two")
     one.__cause__, two.__cause__ = two, one
-    failure = Failure.of(one)
+    failure = Failure.from_exception(one)
     assert failure.cause is not None
     assert failure.cause.message == "two"
     assert failure.cause.cause is None
@@ -201,7 +201,7 @@ def test_an_endless_chain_is_cut():
         outer = ValueError(str(number))
         outer.__cause__ = error
         error = outer
-    link, length = Failure.of(error, default=EnvironmentFault), 0
+    link, length = Failure.from_exception(error, wrap_as=EnvironmentFault), 0
     while (link := link.cause) is not None:
         length += 1
     assert 1 < length <= 16
@@ -217,7 +217,7 @@ def test_deep_recursion_gives_a_short_traceback():
     try:
         one(0)
     except RecursionError as error:
-        text = Failure.of(error, default=EnvironmentFault).cause
+        text = Failure.from_exception(error, wrap_as=EnvironmentFault).cause
     assert text is not None
     assert text.traceback is not None
     assert len(text.traceback) < 20_000
@@ -227,7 +227,7 @@ def test_deep_recursion_gives_a_short_traceback():
 
 
 def test_a_foreign_exception_keeps_its_own_name_when_nobody_claims_it():
-    failure = Failure.of(raised(ValueError("bad")))
+    failure = Failure.from_exception(raised(ValueError("bad")))
     assert (failure.name, failure.message, failure.blame, failure.retryable) == (
         "builtins.ValueError",
         "bad",
@@ -238,27 +238,27 @@ def test_a_foreign_exception_keeps_its_own_name_when_nobody_claims_it():
 
 
 def test_a_foreign_exception_becomes_what_the_caller_says_and_stays_visible_as_its_cause():
-    failure = Failure.of(raised(ValueError("bad")), default=EnvironmentFault)
+    failure = Failure.from_exception(raised(ValueError("bad")), wrap_as=EnvironmentFault)
     assert (failure.name, failure.message) == ("EnvironmentFault", "ValueError: bad")
     assert (failure.blame, failure.retryable) == (EnvironmentFault.blame, EnvironmentFault.retryable)
     assert failure.traceback is None
-    assert failure.cause == Failure.of(failure.cause.error()) if failure.cause else False
+    assert failure.cause == Failure.from_exception(failure.cause.to_exception()) if failure.cause else False
     assert failure.cause is not None
     assert failure.cause.name == "builtins.ValueError"
     assert failure.cause.traceback is not None
 
 
 def test_the_callers_choice_does_not_rename_a_failure_of_ours():
-    assert Failure.of(WorkerDied("gone"), default=EnvironmentFault).name == "WorkerDied"
+    assert Failure.from_exception(WorkerDied("gone"), wrap_as=EnvironmentFault).name == "WorkerDied"
 
 
 def test_an_unknown_name_keeps_everything_it_said():
     failure = Failure(name="FromTheFuture", message="new", blame="policy", retryable=True)
-    error = failure.error()
+    error = failure.to_exception()
     assert type(error) is UnknownFailure
     assert (error.name, error.blame, error.retryable) == ("FromTheFuture", "policy", True)
     assert "FromTheFuture" in str(error)
-    assert Failure.of(error) == failure
+    assert Failure.from_exception(error) == failure
 
 
 def test_an_exception_that_cannot_print_itself_is_still_reported():
@@ -266,12 +266,12 @@ def test_an_exception_that_cannot_print_itself_is_still_reported():
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    failure = Failure.of(raised(Mute()), default=EnvironmentFault)
+    failure = Failure.from_exception(raised(Mute()), wrap_as=EnvironmentFault)
     assert "Mute" in failure.message
 
 
 def test_a_message_that_is_not_unicode_still_travels():
-    failure = Failure.of(raised(SandboxedName("bad file name \udcff")))
+    failure = Failure.from_exception(raised(SandboxedName("bad file name \udcff")))
     assert over_the_wire(failure).message == "bad file name \\udcff"
 
 
@@ -305,9 +305,9 @@ def test_error_and_failure_are_two_forms_of_one_thing(links):
         outer.__cause__ = error
         error = outer
     assert error is not None
-    failure = Failure.of(error)
-    again = over_the_wire(failure).error()
-    assert Failure.of(again) == failure
+    failure = Failure.from_exception(error)
+    again = over_the_wire(failure).to_exception()
+    assert Failure.from_exception(again) == failure
     walked: BaseException | None = again
     for name, message in reversed(links):
         assert isinstance(walked, OURS[name])

@@ -30,7 +30,7 @@ def forked() -> Trace:
     trace.add_node(first, Message("tool", "seen", tool_call_id="x"), [9])
     reply(trace, user, "right way", 4)
     trace.info["forks"] = [{"node": 3, "at": 0, "reason": "sample", "detail": ""}]
-    trace.errors = [Failure.of(EnvironmentFault("reward late raised"))]
+    trace.errors = [Failure.from_exception(EnvironmentFault("reward late raised"))]
     return trace
 
 

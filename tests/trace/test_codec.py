@@ -135,11 +135,11 @@ def test_arrays_of_any_plain_dtype_come_back(dtype: str):
 
 
 def test_failures_and_timing_travel_in_the_header():
-    trace = Trace(id="t", errors=[Failure.of(TraceInvalid("broken"))])
+    trace = Trace(id="t", errors=[Failure.from_exception(TraceInvalid("broken"))])
     trace.timing.scoring = 1.5
     again = decode_trace(encode_trace(trace))
     assert (again.errors, again.timing) == (trace.errors, trace.timing)
-    assert isinstance(again.errors[0].error(), TraceInvalid)
+    assert isinstance(again.errors[0].to_exception(), TraceInvalid)
 
 
 def test_logprobs_keep_their_bits():

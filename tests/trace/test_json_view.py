@@ -94,7 +94,7 @@ def test_the_header_is_told_in_full():
         rewards={"r": (1.0, 0.5), "due": None},
         metrics={"m": 2.0},
         info={"i": [1]},
-        errors=[Failure.of(WorkerDied("gone"))],
+        errors=[Failure.from_exception(WorkerDied("gone"))],
         stop="done",
         harness={"id": "chat"},
         runtime={"id": "local"},

@@ -109,7 +109,7 @@ class WorkerProcess:
             raise self._died("closed its report") from error
         self.pid = said.pid
         if said.failure is not None:
-            raise said.failure.error()
+            raise said.failure.to_exception()
         self._client = Client(said.address, secret=self._secret, encrypted=False, settings=settings, pulse=self._pulse)
         meeting = asyncio.create_task(self._client.start(deadline), name=f"meeting {self.id}")
         await asyncio.wait([meeting, self._waiter], return_when=asyncio.FIRST_COMPLETED)

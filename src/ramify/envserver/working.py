@@ -86,7 +86,7 @@ async def _serve(told: Told, report: int) -> None:
         if reported:
             logging.getLogger(__name__).exception("the worker broke")
         else:
-            _report(report, Ready(pid=os.getpid(), failure=Failure.of(error)))
+            _report(report, Ready(pid=os.getpid(), failure=Failure.from_exception(error)))
     zmq.Context.instance().destroy(LINGER)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -5,7 +5,7 @@ whether doing so can help, and both are properties of the name, so no code path 
 is the ground under every floor. It imports nothing of ours.
 """
 
-from ramify.errors.base import Blame, RamifyError, registry
+from ramify.errors.base import Blame, RamifyError, failure_classes
 from ramify.errors.failure import Failure
 from ramify.errors.taxonomy import (
     AgentExit,
@@ -110,5 +110,5 @@ __all__ = [
     "ValueRefused",
     "WeightsRefused",
     "WorkerDied",
-    "registry",
+    "failure_classes",
 ]

@@ -11,12 +11,12 @@ from typing import Literal, get_args
 
 Blame = Literal["policy", "system"]
 
-_registry: dict[str, type["RamifyError"]] = {}
+_failure_classes: dict[str, type["RamifyError"]] = {}
 
 
-def registry() -> Mapping[str, type["RamifyError"]]:
+def failure_classes() -> Mapping[str, type["RamifyError"]]:
     """Every failure class defined so far, by name (read only)."""
-    return MappingProxyType(_registry)
+    return MappingProxyType(_failure_classes)
 
 
 class RamifyError(Exception):
@@ -34,8 +34,10 @@ class RamifyError(Exception):
     def __init_subclass__(cls, *, blame: Blame | None = None, retryable: bool | None = None) -> None:
         super().__init_subclass__()
         name = cls.__name__
-        if name in _registry:
-            raise TypeError(f"failure {name} is already defined in {_registry[name].__module__}; names are unique")
+        if name in _failure_classes:
+            raise TypeError(
+                f"failure {name} is already defined in {_failure_classes[name].__module__}; names are unique"
+            )
         blame = getattr(cls, "blame", None) if blame is None else blame
         retryable = getattr(cls, "retryable", None) if retryable is None else retryable
         if blame is None or blame not in get_args(Blame):
@@ -43,4 +45,4 @@ class RamifyError(Exception):
         if not isinstance(retryable, bool):
             raise TypeError(f"failure {name} must declare retryable=True or retryable=False, found {retryable!r}")
         cls.name, cls.blame, cls.retryable = name, blame, retryable
-        _registry[name] = cls
+        _failure_classes[name] = cls

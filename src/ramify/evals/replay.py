@@ -71,7 +71,7 @@ async def _score_again(environment: Environment, task: Task, trace: Trace) -> No
         found = trace.info.get(SCORING_STATE, {"refused": "no reward used it when the rollout ran"})
         if "saved" not in found:
             reason = f"`{users[0]}` uses `state`, which was not saved: {found['refused']}"
-            trace.errors.append(Failure.of(EnvironmentFault(reason)))
+            trace.errors.append(Failure.from_exception(EnvironmentFault(reason)))
             return
         context.state = load_state(found["saved"])
     await score(environment, context, metrics=False)

@@ -116,5 +116,5 @@ def _lost(environment: Environment, pair: Pair, error: WorkerDied) -> Trace:
         rewards=due(environment),
         stop=error.name,
     )
-    trace.errors.append(Failure.of(error))
+    trace.errors.append(Failure.from_exception(error))
     return trace

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, registry
+from ramify.errors import ConfigInvalid, ProcessDied, RamifyError, failure_classes
 from ramify.launch.liveness import process_state, wait_for_silence
 from ramify.launch.nursery import Nursery
 from ramify.launch.process import PATIENCE, Entry, Process, Role, State, how, is_signal
@@ -269,7 +269,7 @@ def failure_in(tail: str) -> RamifyError | None:
     first = 0 if not any(line.startswith("Traceback") for line in lines) else len(lines) - 1
     for at in range(len(lines) - 1, first - 1, -1):
         found = NAMED.fullmatch(lines[at])
-        known = registry().get(found[1]) if found else None
+        known = failure_classes().get(found[1]) if found else None
         if found and known:
             return known("\n".join([found[2], *lines[at + 1 :]]))
     return None

@@ -129,7 +129,7 @@ class Evaluating:
             except EnvironmentChanged:
                 raise
             except RamifyError as error:
-                self._failed(f"eval/{served.name}", failure := Failure.of(error))
+                self._failed(f"eval/{served.name}", failure := Failure.from_exception(error))
                 if not failure.retryable:
                     break
                 await served.pause(failure)

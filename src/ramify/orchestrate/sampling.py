@@ -70,9 +70,9 @@ class Served:
                     traces[0].task, traces, environment=self.environment, deadline=self.deadline
                 )
                 if (unscored := next((failure for each in found.errors for failure in each), None)) is not None:
-                    raise unscored.error()  # a reward that did not run: without it the group is worth nothing
+                    raise unscored.to_exception()  # a reward that did not run: without it the group is worth nothing
             except RamifyError as error:
-                failed(failure := Failure.of(error))
+                failed(failure := Failure.from_exception(error))
                 if not left or not failure.retryable:
                     raise
                 await self.pause(failure)
@@ -170,7 +170,7 @@ class Sampling:
         except EnvironmentChanged:
             raise  # every further attempt would run in another environment
         except RamifyError as error:
-            self._failed(group.source, failure := Failure.of(error))
+            self._failed(group.source, failure := Failure.from_exception(error))
             await source.pause(failure)  # also where it is not tried again: the next group would fail as soon
             standing = await asyncio.shield(core.failed(group.number, attempt, failure))
         else:

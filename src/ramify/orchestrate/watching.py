@@ -96,7 +96,7 @@ async def watch_patience(run: Run) -> None:
         if run.config.orchestrator.on_no_signal == "end":
             raise error
         print(f"{error.name}: {error.message}", flush=True)
-        run.progress.trouble("rewards", Failure.of(error))
+        run.progress.trouble("rewards", Failure.from_exception(error))
 
 
 def _check_faults(run: Run) -> None:

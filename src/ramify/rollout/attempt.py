@@ -211,7 +211,7 @@ class Attempt:
 
     def _note(self, error: RamifyError) -> None:
         self.trace.stop = error.name
-        self.trace.errors.append(Failure.of(error))
+        self.trace.errors.append(Failure.from_exception(error))
 
     def _tell(self, phase: str) -> None:
         if self._watch is not None:
@@ -259,7 +259,7 @@ def _seal(trace: Trace) -> None:
             to_plain(trace.info[key], f"info.{key}")
         except ValueRefused as error:
             del trace.info[key]
-            trace.errors.append(Failure.of(error))
+            trace.errors.append(Failure.from_exception(error))
 
 
 def _number(chance: str) -> int:

@@ -32,7 +32,7 @@ async def score(env: Environment, context: Context, *, metrics: bool = True) -> 
             for hook in env.hooks.metrics if metrics else ():
                 await _scored(hook, context, trace.metrics, lambda value: value)
     except RamifyError as error:
-        trace.errors.append(Failure.of(error))
+        trace.errors.append(Failure.from_exception(error))
 
 
 async def score_group(env: Environment, task: Task, traces: Sequence[Trace]) -> None:
@@ -46,7 +46,7 @@ async def score_group(env: Environment, task: Task, traces: Sequence[Trace]) -> 
                 _share(hook, await _called(hook, context, traces=list(traces)), traces)
         except RamifyError as error:
             for trace in traces:
-                trace.errors.append(Failure.of(error))
+                trace.errors.append(Failure.from_exception(error))
 
 
 def _share(hook: Hook, values: Any, traces: Sequence[Trace]) -> None:
@@ -72,7 +72,7 @@ async def _scored(hook: Hook, context: Context, table: dict[str, Any], entry: Ca
     try:
         table[hook.name] = entry(await _called(hook, context))
     except RamifyError as error:
-        context.trace.errors.append(Failure.of(error))
+        context.trace.errors.append(Failure.from_exception(error))
 
 
 async def _called(hook: Hook, context: Context, **more: Any) -> Any:

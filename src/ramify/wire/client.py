@@ -226,5 +226,5 @@ class Client:
 
 
 def _error(failure: Failure) -> RamifyError:
-    error = failure.error()
+    error = failure.to_exception()
     return error if isinstance(error, RamifyError) else PeerRefused(failure.message)

@@ -218,7 +218,7 @@ class Server:
         if isinstance(answer, Message):
             self.pump.post(request.session, Reply(0, 0, id), answer.frames)
         else:
-            self.pump.post(request.session, Fail(0, 0, id, bounded(Failure.of(answer))), ())
+            self.pump.post(request.session, Fail(0, 0, id, bounded(Failure.from_exception(answer))), ())
 
     def _end(self, key: Key, why: RamifyError) -> None:
         task = self._tasks.get(key)
