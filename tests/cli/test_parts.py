@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.config import parse, parse_part
+from ramify.config import parse, parse_component
 from ramify.envserver.config import EnvServerConfig, StaticConfig
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.launch.devices import Gpu
@@ -61,7 +61,7 @@ def file(tmp_path, monkeypatch):
 
 
 def test_an_engine_has_the_runs_model_and_length_and_its_own_flags(file):
-    config, whole = parse_part(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, serve_part)
+    config, whole = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, serve_part)
     assert (config.inference.max_running, config.inference.max_model_len) == (8, 300)
     assert (config.server.port, config.server.model_name) == (81, "tiny")
     assert whole == parse(RunConfig, ["@", file])
@@ -91,12 +91,12 @@ def test_an_engine_computes_in_the_type_that_a_run_on_one_machine_would_give_it(
     planned = plan_of(run, gpus=gpus).files[run.path / "configs" / "inference.toml"].inference.dtype
     outside = run.model_copy(update={"inference": ExternalConfig(base_url=["http://127.0.0.2:8123"])})
     assert {serve_part(each)["inference"]["dtype"] for each in (run, outside)} == {planned}
-    mine, _ = parse_part(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, serve_part)
+    mine, _ = parse_component(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, serve_part)
     assert mine.inference.dtype == "bfloat16"
 
 
 def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys):
-    config, _ = parse_part(ServiceConfig, ["@", file], RunConfig, trainer_part)
+    config, _ = parse_component(ServiceConfig, ["@", file], RunConfig, trainer_part)
     assert (str(config.path), config.address, config.seed) == ("outputs/whole", "tcp://127.0.0.1:5100", 5)
     assert (config.trainer.optim.lr, config.checkpoint.interval) == (0.5, 3)
     assert main(["trainer", "@", file, "--dry-run"]) == 0
@@ -109,7 +109,7 @@ def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys
 
 def test_an_env_server_has_one_source_of_the_run_with_the_runs_limits(file, capsys):
     words = ["@", file, "--source", "train/one", "--inference.base_url", "http://127.0.0.1:8"]
-    config, _ = parse_part(EnvServerConfig, words, RunConfig, lambda whole: env_part(whole, "train/one"))
+    config, _ = parse_component(EnvServerConfig, words, RunConfig, lambda whole: env_part(whole, "train/one"))
     picked = config.pick()
     assert (picked.name, picked.config.seq_len, picked.config.address) == ("train/one", 300, "tcp://127.0.0.1:0")
     assert picked.config.pool == StaticConfig(workers=3)

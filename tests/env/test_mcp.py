@@ -7,7 +7,7 @@ import textwrap
 import psutil
 import pytest
 
-from ramify.config import check
+from ramify.config import parse_section
 from ramify.env import McpServer, ToolSet, open_servers
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
@@ -126,7 +126,7 @@ def test_a_server_that_cannot_be_opened_is_named(server, said):
 )
 def test_the_config_of_a_server_is_checked(table):
     with pytest.raises(ConfigInvalid, match="mcp"):
-        check(McpServer, table, at="mcp.x")
+        parse_section(McpServer, table, key="mcp.x")
 
 
 def test_the_library_is_loaded_when_a_server_is_opened_and_not_before():

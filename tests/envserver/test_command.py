@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ramify.config import write
+from ramify.config import write_toml
 from ramify.envserver import EnvClient
 from ramify.envserver.child import EnvServerChild
 from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled
@@ -52,7 +52,7 @@ def test_whoever_is_killed_takes_all_below_along_and_the_client_hears_of_it(engi
     file, temporary = tmp_path / "config.toml", tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    write(config, file)
+    write_toml(config, file)
 
     async def scene():
         # the parent of the server
@@ -140,7 +140,7 @@ def test_whatever_a_server_says_is_read_and_its_address_found(engine, tmp_path, 
 
 
 def test_a_public_address_without_a_secret_is_refused(engine, tmp_path):
-    write(configured(engine.url, tmp_path, address="tcp://0.0.0.0:0"), tmp_path / "config.toml")
+    write_toml(configured(engine.url, tmp_path, address="tcp://0.0.0.0:0"), tmp_path / "config.toml")
     done = ramify_command("env-server", "@", str(tmp_path / "config.toml"), "--dry-run")
     assert done.returncode == 2
     assert "give the server a secret" in done.stderr

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ramify.client import ClientConfig, Sampling
-from ramify.config import Config, dump, parse
+from ramify.config import Config, dump_toml, parse
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, InferenceConfig, ServeConfig
 from ramify.infer.connect import open_client
@@ -44,7 +44,7 @@ def test_a_run_names_its_servers_in_a_file_or_by_flags(tmp_path):
     run = parse(Run, ["@", str(file)])
     assert run.inference == ExternalConfig(base_url=[URL, "http://b:1"])
     assert parse(Run, ["--inference.engine", "external", "--inference.base_url", URL, "http://b:1"]) == run
-    file.write_text(dump(run))
+    file.write_text(dump_toml(run))
     assert parse(Run, ["@", str(file)]) == run
 
 

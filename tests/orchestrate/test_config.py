@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ramify.config import dump, parse
+from ramify.config import dump_toml, parse
 from ramify.errors import ConfigInvalid
 from ramify.orchestrate import RunConfig, Shape
 from ramify.orchestrate.parts import load_mix, load_parts
@@ -68,7 +68,7 @@ def test_the_example_of_the_design_is_read(read):
 
 def test_the_resolved_configuration_reads_back_equal(read, tmp_path):
     config = read()
-    (tmp_path / "config.toml").write_text(dump(config))
+    (tmp_path / "config.toml").write_text(dump_toml(config))
     assert parse(RunConfig, ["@", str(tmp_path / "config.toml")]) == config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.cli.short import spelled_out
-from ramify.config import parse_part, refuse, switch
+from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
 from ramify.launch.parts import env_part
@@ -32,16 +32,18 @@ def run(args: Sequence[str]) -> int:
     """Read the configuration, serve until told to stop."""
     if "--help" in args or "-h" in args:
         print(USAGE)
-    dry, rest = switch(args, "--dry-run")
+    dry, rest = pop_flag(args, "--dry-run")
     rest = spelled_out(rest)
 
     def take(whole: RunConfig) -> dict[str, Any]:
         table = env_part(whole, _source(rest))
         if "inference" not in table and not any(arg.startswith("--inference") for arg in rest):
-            refuse([("inference", "the run starts an engine of its own; say where it answers, with -b URL")])
+            raise_config_invalid(
+                [("inference", "the run starts an engine of its own; say where it answers, with -b URL")]
+            )
         return table
 
-    config, _ = parse_part(
+    config, _ = parse_component(
         EnvServerConfig, rest, RunConfig, take, prog="ramify env-server", command_flags=["--dry-run"]
     )
     picked = config.pick()

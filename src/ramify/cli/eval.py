@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ramify.cli import short
-from ramify.config import dry_run, parse, switch
+from ramify.config import dry_run, parse, pop_flag
 from ramify.errors import StorageFull
 from ramify.evals.config import EvalConfig
 
@@ -37,11 +37,11 @@ def run(args: Sequence[str]) -> int:
     """Read the configuration, fill what is missing, print the table."""
     if "--help" in args or "-h" in args:
         print(USAGE)
-    fresh, rest = switch(args, "--fresh")
-    accept, rest = switch(rest, "--accept-changes")
-    show, rest = switch(rest, "--show")
-    keep, rest = switch(rest, "--keep")
-    dry, rest = switch(rest, "--dry-run")
+    fresh, rest = pop_flag(args, "--fresh")
+    accept, rest = pop_flag(rest, "--accept-changes")
+    show, rest = pop_flag(rest, "--show")
+    keep, rest = pop_flag(rest, "--keep")
+    dry, rest = pop_flag(rest, "--dry-run")
     config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
     from ramify.evals.display import choose  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, plan_rollouts, run_path, with_split

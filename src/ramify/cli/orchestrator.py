@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ramify.cli.short import spelled_out
-from ramify.config import parse, refuse, switch
+from ramify.config import parse, pop_flag, raise_config_invalid
 from ramify.errors import TokenizerMismatch, TokensRequired
 from ramify.infer.config import ExternalConfig
 from ramify.monitor import check_sinks
@@ -29,13 +29,13 @@ def run(args: Sequence[str]) -> int:
     """Read the run's configuration, and orchestrate it to its end."""
     if "--help" in args or "-h" in args:
         print(USAGE)
-    dry, rest = switch(args, "--dry-run")
-    accept, rest = switch(rest, "--accept-changes")
+    dry, rest = pop_flag(args, "--dry-run")
+    accept, rest = pop_flag(rest, "--accept-changes")
     config = parse(
         RunConfig, spelled_out(rest), prog="ramify orchestrator", command_flags=["--dry-run", "--accept-changes"]
     )
     if not isinstance(config.inference, ExternalConfig):
-        refuse([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
+        raise_config_invalid([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
     check_sinks(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
         return _with_env_servers(config, dry=dry, accept=accept)

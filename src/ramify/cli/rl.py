@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ramify.cli import short
-from ramify.config import Config, dry_run, parse, switch
+from ramify.config import Config, dry_run, parse, pop_flag
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
@@ -37,9 +37,9 @@ def run(args: Sequence[str]) -> int:
     """Read the configuration, and plan or run it."""
     if "--help" in args or "-h" in args:
         print(_usage())
-    fresh, rest = switch(args, "--fresh")
-    accept, rest = switch(rest, "--accept-changes")
-    dry, rest = switch(rest, "--dry-run")
+    fresh, rest = pop_flag(args, "--fresh")
+    accept, rest = pop_flag(rest, "--accept-changes")
+    dry, rest = pop_flag(rest, "--dry-run")
     config = parse(RunConfig, spelled_out(rest), prog="ramify rl", command_flags=COMMAND_FLAGS)
     if dry:
         from ramify.launch.plan import plan_of
@@ -47,7 +47,7 @@ def run(args: Sequence[str]) -> int:
 
         plan = plan_of(config, dry=True)
         check_start(config, fresh=fresh, accept_changes=accept)
-        dry_run(config, config.path, plan.lines(), leave=plan.write)
+        dry_run(config, config.path, plan.lines(), write_files=plan.write)
         return 0
     from ramify.cli.runs import describe_resume
     from ramify.launch.dashboard import choose  # the rest is loaded here, not for help

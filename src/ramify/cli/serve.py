@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ramify.cli.short import spelled_out
-from ramify.config import parse_part, refuse, switch
+from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.launch.parts import serve_part
 from ramify.model.resolve import fetch_model, resolve
@@ -32,14 +32,16 @@ def run(args: Sequence[str]) -> int:
     """Read the configuration, load the model, serve until interrupted."""
     if "--help" in args or "-h" in args:
         print(USAGE)
-    dry, rest = switch(spelled_out(args), "--dry-run")
-    config, whole = parse_part(
+    dry, rest = pop_flag(spelled_out(args), "--dry-run")
+    config, whole = parse_component(
         ServeConfig, rest, RunConfig, serve_part, prog="ramify serve", command_flags=["--dry-run"]
     )
     said = {"host", "port"} & config.server.model_fields_set
     if whole is not None and isinstance(whole.inference, ExternalConfig) and not said:
         urls = ", ".join(whole.inference.base_url)
-        refuse([("server", f"the run has several engines, {urls}; say which, with --server.host and --server.port")])
+        raise_config_invalid(
+            [("server", f"the run has several engines, {urls}; say which, with --server.host and --server.port")]
+        )
     if not dry:
         fetch_model(config.model.name)
     if config.inference.engine == "vllm":

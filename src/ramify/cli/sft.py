@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ramify.config import dry_run, parse, switch
+from ramify.config import dry_run, parse, pop_flag
 from ramify.errors import StorageFull
 from ramify.train.sft.config import SftConfig
 
@@ -26,8 +26,8 @@ def run(args: Sequence[str]) -> int:
     """Read the configuration, train what is missing, say where the weights are."""
     if "--help" in args or "-h" in args:
         print(USAGE)
-    fresh, rest = switch(args, "--fresh")
-    dry, rest = switch(rest, "--dry-run")
+    fresh, rest = pop_flag(args, "--fresh")
+    dry, rest = pop_flag(rest, "--dry-run")
     config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft", command_flags=COMMAND_FLAGS)
     if dry:
         from ramify.train.sft.plan import lines_of, plan_of

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 
 SHORT = {"-m": "--model.name", "-o": "--output"}
 
@@ -21,6 +21,6 @@ def spelled_out(args: Sequence[str]) -> list[str]:
         while rest and not rest[0].startswith(("-", "@")):
             urls.append(rest.pop(0).rstrip("/").removesuffix("/v1"))
         if not urls:
-            refuse([("-b", "needs the address of a server, such as http://10.0.0.1:8000")])
+            raise_config_invalid([("-b", "needs the address of a server, such as http://10.0.0.1:8000")])
         found.append(f"--inference={json.dumps({'engine': 'external', 'base_url': urls})}")
     return found

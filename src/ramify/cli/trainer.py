@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.cli.short import spelled_out
-from ramify.config import dry_run, parse_part, switch
+from ramify.config import dry_run, parse_component, pop_flag
 from ramify.errors import ConfigInvalid
 from ramify.launch.parts import trainer_part
 from ramify.orchestrate.config import RunConfig
@@ -30,12 +30,12 @@ def run(args: Sequence[str]) -> int:
     """Read the configuration, find the source, train until it ends."""
     if "--help" in args or "-h" in args:
         print(USAGE)
-    dry, rest = switch(args, "--dry-run")
-    flat, rest = switch(rest, "--flat")
+    dry, rest = pop_flag(args, "--dry-run")
+    flat, rest = pop_flag(rest, "--flat")
     replay, rest = _folder(rest, "--replay")
     record, rest = _folder(rest, "--record")
     take = trainer_part if replay is None else (lambda whole: {**trainer_part(whole), "address": None})
-    config, whole = parse_part(
+    config, whole = parse_component(
         ServiceConfig, spelled_out(rest), RunConfig, take, prog="ramify trainer", command_flags=COMMAND_FLAGS
     )
     if whole is not None and whole.record and replay is None and record is None:

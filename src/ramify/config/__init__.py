@@ -5,8 +5,19 @@ reaches whatever a file reaches (entries of lists, variants, plugin tables), and
 """
 
 from ramify.config.base import Config, RunName
-from ramify.config.entry import check, parse, refuse, switch
-from ramify.config.output import dry_run, dump, write
-from ramify.config.part import parse_part
+from ramify.config.component import parse_component
+from ramify.config.dump import dry_run, dump_toml, write_toml
+from ramify.config.parser import parse, parse_section, pop_flag, raise_config_invalid
 
-__all__ = ["Config", "RunName", "check", "dry_run", "dump", "parse", "parse_part", "refuse", "switch", "write"]
+__all__ = [
+    "Config",
+    "RunName",
+    "dry_run",
+    "dump_toml",
+    "parse",
+    "parse_component",
+    "parse_section",
+    "pop_flag",
+    "raise_config_invalid",
+    "write_toml",
+]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from ramify.config.schema import element, is_array, is_container, is_list, is_model, step
+from ramify.config.schema import child_options, element_options, is_container, is_list, is_list_type, is_model_type
 
 
-class Unreadable(Exception):
+class ArgumentProblem(Exception):
     """A file or flag that cannot become part of the configuration, under the key it was meant for."""
 
     def __init__(self, key: str, reason: str) -> None:
@@ -23,19 +23,19 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class FileArgument:
     """`@ run.toml`, or `--section @ part.toml`."""
 
     section: tuple[str, ...]
-    name: str
+    filename: str
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class FlagArgument:
     """`--path.to.key words`."""
 
     path: tuple[str, ...]
-    words: tuple[str, ...]
+    values: tuple[str, ...]
 
     @property
     def text(self) -> str:
@@ -43,37 +43,39 @@ class Flag:
         return "--" + ".".join(self.path)
 
 
-Argument = File | Flag | Unreadable
+Argument = FileArgument | FlagArgument | ArgumentProblem
 
 
-def split(cls: type, args: Sequence[str]) -> list[Argument]:
+def split_arguments(cls: type, args: Sequence[str]) -> list[Argument]:
     """The arguments in order. A word that starts with `--` or `@` ends a flag; `--key=word` takes any word."""
     found: list[Argument] = []
     rest = list(args)
     while rest:
         token = rest.pop(0)
         if token.startswith("@"):
-            found.append(_file((), token, rest))
+            found.append(_file_argument((), token, rest))
         elif is_short_flag(token):
             while rest and not rest[0].startswith(("--", "@")):
                 rest.pop(0)
-            found.append(Unreadable("", f"unknown flag {token}; --help lists the flags"))
+            found.append(ArgumentProblem("", f"unknown flag {token}; --help lists the flags"))
         elif token == "--" or not token.startswith("--"):
-            found.append(Unreadable("", f"unexpected argument {token!r}: a file is '@ FILE', a flag '--key value'"))
+            found.append(
+                ArgumentProblem("", f"unexpected argument {token!r}: a file is '@ FILE', a flag '--key value'")
+            )
         else:
             name, equals, word = token[2:].partition("=")
             path = tuple(name.split("."))
             words = [word] if equals else []
-            kinds = kinds_at(cls, path)
-            takes_many = not kinds or any(map(is_list, kinds))
+            kinds = options_at(cls, path)
+            takes_many = not kinds or any(map(is_list_type, kinds))
             while not equals and rest and not rest[0].startswith(("--", "@")):
                 if words and not takes_many and is_short_flag(rest[0]):
                     break
                 words.append(rest.pop(0))
             if not words and not equals and rest and rest[0].startswith("@") and not is_switch(kinds):
-                found.append(_file(path, rest.pop(0), rest))
+                found.append(_file_argument(path, rest.pop(0), rest))
             else:
-                found.append(Flag(path, tuple(words)))
+                found.append(FlagArgument(path, tuple(words)))
     return found
 
 
@@ -82,56 +84,58 @@ def is_short_flag(word: str) -> bool:
     return len(word) > 1 and word[0] == "-" and word[1].isalpha()
 
 
-def _file(section: tuple[str, ...], token: str, rest: list[str]) -> File | Unreadable:
+def _file_argument(section: tuple[str, ...], token: str, remaining: list[str]) -> FileArgument | ArgumentProblem:
     if token != "@":
-        return File(section, token[1:])
-    return File(section, rest.pop(0)) if rest else Unreadable(".".join(section), "@ needs a file")
+        return FileArgument(section, token[1:])
+    return (
+        FileArgument(section, remaining.pop(0)) if remaining else ArgumentProblem(".".join(section), "@ needs a file")
+    )
 
 
-def kinds_at(cls: type, path: Sequence[str]) -> list[Any]:
+def options_at(cls: type, path: Sequence[str]) -> list[Any]:
     """What the schema allows at a path as written in a flag."""
     kinds: list[Any] = [cls]
     for part in path:
-        kinds = step(kinds, key_of(kinds, part))
+        kinds = child_options(kinds, normalize_key(kinds, part))
     return kinds
 
 
-def key_of(kinds: Sequence[Any], part: str) -> str:
+def normalize_key(options: Sequence[Any], part: str) -> str:
     """A part of a flag as a key: `max-steps` is `max_steps` in a section, and itself in a free table."""
-    return part.replace("-", "_") if any(map(is_model, kinds)) else part
+    return part.replace("-", "_") if any(map(is_model_type, options)) else part
 
 
-def is_switch(kinds: Sequence[Any]) -> bool:
+def is_switch(options: Sequence[Any]) -> bool:
     """Whether the key is turned on by its bare flag."""
-    return bool in kinds and set(kinds) <= {bool, NoneType}
+    return bool in options and set(options) <= {bool, NoneType}
 
 
-def value_of(key: str, kinds: Sequence[Any], words: Sequence[str]) -> Any:
+def parse_value(key: str, options: Sequence[Any], values: Sequence[str]) -> Any:
     """The words of a flag as a value for a key of these kinds."""
-    kinds = [kind for kind in kinds if kind is not NoneType] if NoneType in kinds else kinds
-    lists = [kind for kind in kinds if is_list(kind)]
-    if not words:
-        if is_switch(kinds) or not kinds:
+    options = [kind for kind in options if kind is not NoneType] if NoneType in options else options
+    lists = [kind for kind in options if is_list_type(kind)]
+    if not values:
+        if is_switch(options) or not options:
             return True
-        if any(is_model(kind) for kind in kinds):
+        if any(is_model_type(kind) for kind in options):
             return {}  # `--wandb`: the section with its defaults
-        raise Unreadable(key, "needs a value" + (f" (an empty list is --{key}=[])" if lists else ""))
+        raise ArgumentProblem(key, "needs a value" + (f" (an empty list is --{key}=[])" if lists else ""))
     if lists:
-        whole = _json_or_text(words[0]) if len(words) == 1 else None
-        if is_array(whole):
+        whole = _json_or_text(values[0]) if len(values) == 1 else None
+        if is_list(whole):
             return whole
-        if len(words) > 1 or len(lists) == len(kinds):
-            return [value_of(key, element(lists[0]), [word]) for word in words]
-    if len(words) > 1 and kinds:
-        raise Unreadable(key, f"takes one value, got {' '.join(map(repr, words))}")
-    if not kinds:
-        return list(words) if len(words) > 1 else words[0]
-    return _json_or_text(words[0]) if _is_open(kinds) else words[0]
+        if len(values) > 1 or len(lists) == len(options):
+            return [parse_value(key, element_options(lists[0]), [word]) for word in values]
+    if len(values) > 1 and options:
+        raise ArgumentProblem(key, f"takes one value, got {' '.join(map(repr, values))}")
+    if not options:
+        return list(values) if len(values) > 1 else values[0]
+    return _json_or_text(values[0]) if _is_ambiguous(options) else values[0]
 
 
-def _is_open(kinds: Sequence[Any]) -> bool:
+def _is_ambiguous(options: Sequence[Any]) -> bool:
     """Whether text alone does not tell the model which type is meant."""
-    return (str in kinds and len(kinds) > 1) or any(map(is_container, kinds))
+    return (str in options and len(options) > 1) or any(map(is_container, options))
 
 
 def _json_or_text(word: str) -> Any:

@@ -13,19 +13,19 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from ramify.config.schema import is_dict, options, tag_key
+from ramify.config.schema import annotation_options, is_dict, model_tag_key
 
-NONE = "None"  # how a TOML file, which has no null, says None
+NONE_LITERAL = "None"  # how a TOML file, which has no null, says None
 
 
-def _stays_below(name: str) -> str:
+def _run_name_stays_below_output(name: str) -> str:
     path = PurePath(name)
     if name and (not path.parts or path.is_absolute() or ".." in path.parts):
         raise ValueError(f"expected the name of a directory below `output`, got {name!r}")
     return name
 
 
-RunName = Annotated[str, AfterValidator(_stays_below)]
+RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
 """The name of a run's directory, or nothing where it has a default."""
 
 
@@ -36,33 +36,33 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _over_the_defaults(cls, data: Any) -> Any:
+    def _merge_over_defaults(cls, data: Any) -> Any:
         if not is_dict(data):
             return data
         fields = cls.model_fields
-        return {key: _complete(fields[key], value) if key in fields else value for key, value in data.items()}
+        return {key: _fill_from_default(fields[key], value) if key in fields else value for key, value in data.items()}
 
 
-def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge_tables(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     """`over` on top of `under`, table by table; both are left as they are."""
-    merged = copy.deepcopy(under)
-    for key, value in over.items():
+    merged = copy.deepcopy(base)
+    for key, value in override.items():
         below = merged.get(key)
-        merged[key] = merge(below, value) if is_dict(below) and is_dict(value) else copy.deepcopy(value)
+        merged[key] = merge_tables(below, value) if is_dict(below) and is_dict(value) else copy.deepcopy(value)
     return merged
 
 
-def _complete(field: FieldInfo, value: Any) -> Any:
+def _fill_from_default(field: FieldInfo, value: Any) -> Any:
     """`value` with what the field's default says where the value is silent."""
-    if value == NONE and {NoneType, Any, object} & set(options(field.annotation)):
+    if value == NONE_LITERAL and {NoneType, Any, object} & set(annotation_options(field.annotation)):
         return None
     if not is_dict(value) or field.default_factory_takes_validated_data:
         return value
     default: Any = field.get_default(call_default_factory=True, validated_data=None)
     if not isinstance(default, BaseModel):
         return value
-    key = tag_key(type(default))
+    key = model_tag_key(type(default))
     tag = {key: getattr(default, key)} if key in type(default).model_fields else {}
     if value.get(key, tag.get(key)) != tag.get(key):
         return value  # another variant: the default has nothing to say about it
-    return merge({**default.model_dump(exclude_unset=True), **tag}, value)
+    return merge_tables({**default.model_dump(exclude_unset=True), **tag}, value)

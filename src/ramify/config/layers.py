@@ -12,144 +12,154 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ramify.config.arguments import File, Flag, Unreadable, is_switch, key_of, kinds_at, value_of
-from ramify.config.base import NONE, merge
+from ramify.config.arguments import (
+    ArgumentProblem,
+    FileArgument,
+    FlagArgument,
+    is_switch,
+    normalize_key,
+    options_at,
+    parse_value,
+)
+from ramify.config.base import NONE_LITERAL, merge_tables
 from ramify.config.schema import (
-    Key,
-    dotted,
-    has,
-    is_array,
+    KeyPath,
+    child_options,
+    format_key,
+    has_key,
     is_container,
     is_dict,
     is_list,
-    is_model,
+    is_list_type,
+    is_model_type,
     is_tuple,
-    step,
-    tag_key,
-    variant,
+    model_tag_key,
+    select_variant,
 )
 
-Table = dict[str, Any]
+TomlTable = dict[str, Any]
 
 
-class Layers:
+class ConfigLayers:
     """What has been said so far, `under` first, on top of the defaults of `cls`."""
 
-    def __init__(self, cls: type[BaseModel], under: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, cls: type[BaseModel], base: Mapping[str, Any] | None = None) -> None:
         self.cls = cls
-        self.data: Table = copy.deepcopy(dict(under or {}))
-        self._origins: dict[Key, str] = {}
+        self.data: TomlTable = copy.deepcopy(dict(base or {}))
+        self._origins: dict[KeyPath, str] = {}
 
-    def origin(self, key: Key) -> str | None:
+    def find_origin(self, key: KeyPath) -> str | None:
         """The file or flag that set the value at `key`; of a section, if one alone set all that is said in it."""
         known = (self._origins.get(key[:length]) for length in range(len(key), -1, -1))
         above = next((origin for origin in known if origin is not None), None)
         below = {origin for at, origin in self._origins.items() if at[: len(key)] == key}
         return above or (below.pop() if len(below) == 1 else None)
 
-    def add_file(self, file: File) -> None:
+    def add_file(self, file: FileArgument) -> None:
         """Merge a TOML file into the section it was given for."""
-        table = _read(file.name)
+        table = _read_toml(file.filename)
         if not file.section:
-            self.data = merge(self.data, table)
-            self._remember((), table, file.name)
+            self.data = merge_tables(self.data, table)
+            self._record_origins((), table, file.filename)
             return
-        key, holder = self._reach(file.section)
-        under = holder[key[-1]] if has(holder, key[-1]) else None
-        holder[key[-1]] = merge(under if is_dict(under) else {}, table)
-        self._remember(key, table, file.name)
+        key, holder = self._resolve(file.section)
+        under = holder[key[-1]] if has_key(holder, key[-1]) else None
+        holder[key[-1]] = merge_tables(under if is_dict(under) else {}, table)
+        self._record_origins(key, table, file.filename)
 
-    def add_flag(self, flag: Flag) -> None:
+    def add_flag(self, flag: FlagArgument) -> None:
         """Set the key a flag names."""
-        path, kinds = flag.path, kinds_at(self.cls, flag.path)
-        if not kinds and not flag.words and path[0].startswith("no-"):
+        path, kinds = flag.path, options_at(self.cls, flag.path)
+        if not kinds and not flag.values and path[0].startswith("no-"):
             path = (path[0].removeprefix("no-"), *path[1:])
-            positive = kinds_at(self.cls, path)
+            positive = options_at(self.cls, path)
             if not is_switch(positive) and type(None) not in positive:
-                raise Unreadable(dotted(flag.path), f"only a switch or an optional key can be negated ({flag.text})")
+                raise ArgumentProblem(
+                    format_key(flag.path), f"only a switch or an optional key can be negated ({flag.text})"
+                )
             value: Any = False if is_switch(positive) else None
-            key, holder = self._reach(path)
+            key, holder = self._resolve(path)
         else:
-            key, holder = self._reach(path)
-            value = value_of(dotted(key), kinds, flag.words)
+            key, holder = self._resolve(path)
+            value = parse_value(format_key(key), kinds, flag.values)
         holder[key[-1]] = value
         self._set_origin(key, flag.text)
 
-    def _remember(self, key: Key, value: Any, origin: str) -> None:
+    def _record_origins(self, key: KeyPath, value: Any, origin: str) -> None:
         if is_dict(value) and value:
             for name, inner in value.items():
-                self._remember((*key, name), inner, origin)
+                self._record_origins((*key, name), inner, origin)
         else:
             self._set_origin(key, origin)
 
-    def _set_origin(self, key: Key, origin: str) -> None:
+    def _set_origin(self, key: KeyPath, origin: str) -> None:
         self._origins = {at: other for at, other in self._origins.items() if at[: len(key)] != key}
         self._origins[key] = origin
 
-    def _reach(self, path: Sequence[str]) -> tuple[Key, Any]:
+    def _resolve(self, path: Sequence[str]) -> tuple[KeyPath, Any]:
         """The key a path means, and the table or list that holds (or will hold) its value."""
-        key: Key = ()
+        key: KeyPath = ()
         node: Any = self.data
         kinds: list[Any] = [self.cls]
         standing: Any = None  # the default that holds where the data is silent
         for depth, part in enumerate(path):
-            if is_array(node):
-                name, standing = _index(key, part, len(node)), None
+            if is_list(node):
+                name, standing = _parse_index(key, part, len(node)), None
             else:
-                name = key_of(kinds, part)
-                standing = _default(standing, variant(kinds, node), node, name)
-            key, kinds = (*key, name), step(kinds, name)
+                name = normalize_key(kinds, part)
+                standing = _default_at(standing, select_variant(kinds, node), node, name)
+            key, kinds = (*key, name), child_options(kinds, name)
             if depth + 1 < len(path):
-                node = _enter(node, key, kinds, standing, part=path[depth + 1])
+                node = _descend(node, key, kinds, standing, part=path[depth + 1])
         return key, node
 
 
-def _read(name: str) -> Table:
+def _read_toml(filename: str) -> TomlTable:
     try:
-        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(filename).read_text(encoding="utf-8"))
     except OSError as error:
-        raise Unreadable(name, f"cannot be read: {error.strerror or error}") from error
+        raise ArgumentProblem(filename, f"cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise Unreadable(name, f"is not UTF-8 text (byte {error.start})") from error
+        raise ArgumentProblem(filename, f"is not UTF-8 text (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
-        raise Unreadable(name, f"is not TOML: {error}") from error
+        raise ArgumentProblem(filename, f"is not TOML: {error}") from error
 
 
-def _index(key: Key, part: str, size: int) -> int:
+def _parse_index(key: KeyPath, part: str, size: int) -> int:
     if not part.isdecimal():
-        raise Unreadable(f"{dotted(key)}.{part}", f"entries of {dotted(key)} are numbered from 0")
+        raise ArgumentProblem(f"{format_key(key)}.{part}", f"entries of {format_key(key)} are numbered from 0")
     if int(part) >= size:
         entries = f"{size} entries (0 to {size - 1})" if size > 1 else "1 entry (0)" if size else "no entries"
-        reason = f"{dotted(key)} has {entries}; a file, or --{dotted(key)} with a JSON list, can add more"
-        raise Unreadable(f"{dotted(key)}.{part}", reason)
+        reason = f"{format_key(key)} has {entries}; a file, or --{format_key(key)} with a JSON list, can add more"
+        raise ArgumentProblem(f"{format_key(key)}.{part}", reason)
     return int(part)
 
 
-def _enter(holder: Any, key: Key, kinds: Sequence[Any], standing: Any, *, part: str) -> Any:
+def _descend(container: Any, key: KeyPath, options: Sequence[Any], default: Any, *, part: str) -> Any:
     """The table or list at `key`, made on the way if nobody has said anything there yet."""
-    inside = holder[key[-1]] if has(holder, key[-1]) else None
-    if (inside is None or inside == NONE) and (not kinds or any(map(is_container, kinds))):
-        fresh: list[Any] | Table = _copy(standing) if any(map(is_list, kinds)) else {}
-        holder[key[-1]] = inside = fresh
-    if not is_dict(inside) and not is_array(inside):
-        raise Unreadable(f"{dotted(key)}.{part}", f"{dotted(key)} is a value, not a section")
+    inside = container[key[-1]] if has_key(container, key[-1]) else None
+    if (inside is None or inside == NONE_LITERAL) and (not options or any(map(is_container, options))):
+        fresh: list[Any] | TomlTable = _copy_list(default) if any(map(is_list_type, options)) else {}
+        container[key[-1]] = inside = fresh
+    if not is_dict(inside) and not is_list(inside):
+        raise ArgumentProblem(f"{format_key(key)}.{part}", f"{format_key(key)} is a value, not a section")
     return inside
 
 
-def _default(standing: Any, kinds: Sequence[Any], table: Any, name: str) -> Any:
+def _default_at(section_default: Any, options: Sequence[Any], table: Any, name: str) -> Any:
     """What `name` is by default: as the default of its section says, else as the class of the section says."""
-    if isinstance(standing, BaseModel):
-        key = tag_key(type(standing))
-        tag = getattr(standing, key, None)
+    if isinstance(section_default, BaseModel):
+        key = model_tag_key(type(section_default))
+        tag = getattr(section_default, key, None)
         if table.get(key, tag) == tag:
-            return getattr(standing, name, None)
-    for kind in kinds:
-        field = kind.model_fields.get(name) if is_model(kind) else None
+            return getattr(section_default, name, None)
+    for kind in options:
+        field = kind.model_fields.get(name) if is_model_type(kind) else None
         if field is not None and not field.default_factory_takes_validated_data:
             return field.get_default(call_default_factory=True, validated_data=None)
     return None
 
 
-def _copy(standing: Any) -> list[Any]:
-    entries = list(standing) if is_array(standing) or is_tuple(standing) else []
+def _copy_list(default: Any) -> list[Any]:
+    entries = list(default) if is_list(default) or is_tuple(default) else []
     return [entry.model_dump() if isinstance(entry, BaseModel) else copy.deepcopy(entry) for entry in entries]

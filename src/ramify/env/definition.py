@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 from ramify.env.taskset import Taskset
 
 FOLDER = "notebook"  # below the output, where the definitions of notebooks are written
@@ -45,7 +45,9 @@ def class_id(cls: type, folder: Path) -> str:
     Raises ConfigInvalid if its source, or that of something it uses, is not known.
     """
     if "." in cls.__qualname__:
-        refuse([("taskset", f"{cls.__qualname__} is defined inside a function or class; define it at the top level")])
+        raise_config_invalid(
+            [("taskset", f"{cls.__qualname__} is defined inside a function or class; define it at the top level")]
+        )
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
     if cls.__module__ == MAIN or module is None:
@@ -92,7 +94,7 @@ class _Definitions:
         if source is None:
             kind = type(value).__qualname__
             text = f"it uses {name!r}, a {kind} whose source is not known here; put the taskset into a .py file"
-            refuse([("taskset", text)])
+            raise_config_invalid([("taskset", text)])
         for used in _global_names(source):
             if used in self._names:
                 self.add(used, self._names[used])

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramify.config import Config, check, refuse
+from ramify.config import Config, parse_section, raise_config_invalid
 from ramify.env.settings import config_class
 from ramify.errors.origin import describe_exception
 
@@ -89,9 +89,9 @@ def settle(kind: str, table: Mapping[str, Any], *, at: str | None = None) -> tup
     """The class and the checked config that a table describes; nothing is built yet."""
     at = at or kind
     if not isinstance(table.get("id"), str) or not table["id"]:
-        refuse([(f"{at}.id", f"required: the {kind} that is meant")])
+        raise_config_invalid([(f"{at}.id", f"required: the {kind} that is meant")])
     cls = find(kind, table["id"], at=at)
-    return cls, check(config_class(cls, Config), dict(table), at=at)
+    return cls, parse_section(config_class(cls, Config), dict(table), key=at)
 
 
 def find(kind: str, id: str, *, at: str | None = None) -> type:
@@ -105,11 +105,11 @@ def find(kind: str, id: str, *, at: str | None = None) -> type:
     if "." in id or ":" in id:
         return _load(key, kind, known, id)
     if file := _find_similar_file(id):
-        return refuse([(key, f"unknown {kind} {id!r}; did you mean {file}?")])
+        return raise_config_invalid([(key, f"unknown {kind} {id!r}; did you mean {file}?")])
     names = sorted({*known.builtin, *entry_points.names})
     alike = difflib.get_close_matches(id, names, n=1)
     meant = f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(names)}, module:Class and file.py"
-    return refuse([(key, f"unknown {kind} {id!r}; {meant}")])
+    return raise_config_invalid([(key, f"unknown {kind} {id!r}; {meant}")])
 
 
 def _find_similar_file(id: str) -> Path | None:
@@ -128,15 +128,17 @@ def _load(key: str, kind: str, known: Kind, place: str) -> type:
     own = [found for found in vars(module).values() if _is_own(found, module, base)]
     if not name and len(own) != 1:
         names = ", ".join(found.__name__ for found in own) or "none"
-        refuse([(key, f"{where} should have one {kind} class, it has {names}; name one as {where}:Class")])
+        raise_config_invalid(
+            [(key, f"{where} should have one {kind} class, it has {names}; name one as {where}:Class")]
+        )
     cls = getattr(module, name, None) if name else own[0]
     if cls is None:
         names = [found.__name__ for found in own]
         alike = difflib.get_close_matches(name, names, n=1)
         meant = f"did you mean {alike[0]}?" if alike else f"its {kind} classes: {', '.join(names) or 'none'}"
-        refuse([(key, f"{where} has no {name}; {meant}")])
+        raise_config_invalid([(key, f"{where} has no {name}; {meant}")])
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        refuse([(key, f"{place} is no {kind}: it does not derive from {base.__name__}")])
+        raise_config_invalid([(key, f"{place} is no {kind}: it does not derive from {base.__name__}")])
     return cls
 
 
@@ -155,8 +157,8 @@ def _import(key: str, where: str) -> ModuleType:
         advice = f"to use the file, write {file}:Class" if meant else "is its package installed in this environment?"
         reason = f"there is no module {error.name!r} ({advice})"
     except Exception as error:  # noqa: BLE001 - a module of the user's may raise anything while it is imported
-        return refuse([(key, f"{where} cannot be imported: {describe_exception(error)}")], cause=error)
-    return refuse([(key, f"{where}: {reason}")])
+        return raise_config_invalid([(key, f"{where} cannot be imported: {describe_exception(error)}")], cause=error)
+    return raise_config_invalid([(key, f"{where}: {reason}")])
 
 
 def _module_of(path: Path) -> ModuleType:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self
 
-from ramify.config import write
+from ramify.config import write_toml
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import ConfigInvalid, DeadlineExceeded, WorkerDied
 
@@ -41,7 +41,7 @@ class EnvServerChild:
 
     async def start(self) -> Self:
         """Start it and wait until it says where it listens."""
-        write(self.config, self.file)
+        write_toml(self.config, self.file)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "ramify.cli.leash", "env-server", "@", str(self.file)),
             stdin=asyncio.subprocess.PIPE,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ramify.config import Config, refuse
+from ramify.config import Config, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import SourceConfig
@@ -134,21 +134,21 @@ class EnvServerConfig(Config):
             return None
         found = os.environ.get(self.secret_env)
         if not found:
-            refuse([("secret_env", f"the variable {self.secret_env} is not set")])
+            raise_config_invalid([("secret_env", f"the variable {self.secret_env} is not set")])
         return found
 
     def pick(self) -> "Picked":
         """The source to serve; ConfigInvalid unless it is clear which."""
         known = {f"train/{one.title}": one for one in self.train} | {f"eval/{one.title}": one for one in self.eval}
         if not known:
-            refuse([("train", "a server needs a source: add [[train]] or [[eval]]")])
+            raise_config_invalid([("train", "a server needs a source: add [[train]] or [[eval]]")])
         listed = ", ".join(known)
         if self.source is None:
             if len(known) > 1:
-                refuse([("source", f"there are several; pick one of {listed}")])
+                raise_config_invalid([("source", f"there are several; pick one of {listed}")])
             return Picked(*next(iter(known.items())))
         if self.source not in known:
-            refuse([("source", f"there is no {self.source!r}; there is {listed}")])
+            raise_config_invalid([("source", f"there is no {self.source!r}; there is {listed}")])
         return Picked(self.source, known[self.source])
 
 

@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
-from ramify.config import write
+from ramify.config import write_toml
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer.config import ServeConfig
 from ramify.store import naming
@@ -60,7 +60,7 @@ class EngineChild:
         if self.state is not State.NEW:
             raise ProviderError(f"a server starts once; this one is {self.state.value}")
         with naming(self.log):
-            write(self.config, self.file)
+            write_toml(self.config, self.file)
             self.log.parent.mkdir(parents=True, exist_ok=True)
             log = self.log.open("wb")
         with log:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ramify.config import write
+from ramify.config import write_toml
 from ramify.env.marks import MARK_A_REWARD
 from ramify.errors import ProviderError
 from ramify.evals.bounds import reward_bounds
@@ -117,7 +117,7 @@ async def evaluation(
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
         revision = _check_environment(store, _observe(environment, pairs, config), display, accept=accept_changes)
         with naming(path):
-            write(config, path / "config.toml")
+            write_toml(config, path / "config.toml")
             if keep:
                 (path / WORK).mkdir(exist_ok=True)
         rows = {row.id: row for row in store.rows(source=SOURCE)}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ramify.config import check
+from ramify.config import parse_section
 from ramify.env import Taskset
 from ramify.env.definition import taskset_table
 from ramify.evals.config import EvalConfig
@@ -24,7 +24,7 @@ def read_config(given: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
     table = name_model({**(given if isinstance(given, Mapping) else {"taskset": given}), **settings})
     if "taskset" in table:
         table["taskset"] = taskset_table(table["taskset"], Path(table.get("output", "outputs")))
-    return check(EvalConfig, table, at="eval")
+    return parse_section(EvalConfig, table, key="eval")
 
 
 def flatten_row(row: Row) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ramify.cli.ask import ask
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 
 QUICK = 10.0  # seconds for the driver to say what there is
 QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]
@@ -89,18 +89,18 @@ def share(
     engine_gpu, trainer_gpu = on_gpu(inference, gpus), on_gpu(trainer, gpus)
     both = engine_gpu and trainer_gpu
     if trainer_gpus > 1 and not (trainer_gpu and (mode == "split" or not both)):
-        refuse(
+        raise_config_invalid(
             [("launch.trainer_gpus", f"{trainer_gpus} GPUs need a trainer on GPUs of its own: launch.gpus = 'split'")]
         )
     if mode != "auto" and not both:
         where = "the engine" if trainer_gpu else "the trainer"
-        refuse([("launch.gpus", f"{mode!r} needs engine and trainer on GPUs, and {where} is on none")])
+        raise_config_invalid([("launch.gpus", f"{mode!r} needs engine and trainer on GPUs, and {where} is on none")])
     split = both and (mode == "split" or (mode == "auto" and len(gpus) > 1))
     wanted = (1 + trainer_gpus) if split else trainer_gpus if trainer_gpu else int(engine_gpu)
     if len(gpus) < wanted:
         if not assume or gpus:
             found = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} here"
-            refuse([("launch.gpus", f"the run needs {wanted} GPU{'s' if wanted > 1 else ''}, {found}")])
+            raise_config_invalid([("launch.gpus", f"the run needs {wanted} GPU{'s' if wanted > 1 else ''}, {found}")])
         gpus = [Gpu(str(number), "not on this machine", None) for number in range(wanted)]
     ours = gpus[1 : 1 + trainer_gpus] if split else gpus[:trainer_gpus]
     half = max(1, cores // 2 if inference != "none" else cores - 1)

@@ -1,7 +1,7 @@
 """Whether a run fits on the machine: which share of it each process gets, and the memory that takes."""
 
 from ramify.cli.machine import usable_cores, usable_memory
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 from ramify.infer.config import EngineConfig, ExternalConfig
 from ramify.launch.devices import Gpu, Shares, share, visible_gpus
 from ramify.launch.estimate import Model, Need, need_of
@@ -51,4 +51,4 @@ def check_memory(need: Need, shares: Shares) -> None:
         if memory is not None and size > ROOM * memory
     ]
     if problems:
-        refuse(problems)
+        raise_config_invalid(problems)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ramify.cli.machine import usable_cores
-from ramify.config import Config, refuse, write
+from ramify.config import Config, raise_config_invalid, write_toml
 from ramify.envserver.config import ElasticConfig, EnvServerConfig
 from ramify.errors import ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
@@ -57,10 +57,10 @@ class Plan:
 
     def write(self) -> None:
         """Write the configurations, the run's own and each process's, and the plan for people."""
-        write(self.config, self.config.path / "config.toml")
+        write_toml(self.config, self.config.path / "config.toml")
         (self.config.path / "plan.txt").write_text("\n".join([*self.lines(), ""]), encoding="utf-8")
         for file, config in self.files.items():
-            write(config, file)
+            write_toml(config, file)
 
     def lines(self) -> list[str]:
         """The plan for people."""
@@ -164,7 +164,7 @@ class _Planner:
             """A restart serves the newest weights there are."""
             found = newest_kept(weights)
             name = str(found.resolve()) if found is not None else self.config.model.name
-            write(served.model_copy(update={"model": ModelConfig(name=name)}), file)
+            write_toml(served.model_copy(update={"model": ModelConfig(name=name)}), file)
 
         return [
             Entry(
@@ -280,4 +280,4 @@ def _check_model(config: RunConfig, *, dry: bool) -> None:
         find_model(config.model.name)
     except ModelNotFound as error:
         if not dry:
-            refuse([("model.name", error.message)], cause=error)
+            raise_config_invalid([("model.name", error.message)], cause=error)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 from ramify.orchestrate.config import RunConfig
 from ramify.wire.listening import not_listening
 
@@ -96,7 +96,7 @@ def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
     except ValueError:  # its port is no number
         host = port = None
     if host is None or port is None:
-        refuse([(what, f"expected {place.scheme or 'tcp'}://HOST:PORT, got {address}")])
+        raise_config_invalid([(what, f"expected {place.scheme or 'tcp'}://HOST:PORT, got {address}")])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     last = OSError()
     for number in [port] if port else random.sample(ANY, TRIES):

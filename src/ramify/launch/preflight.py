@@ -6,7 +6,7 @@ that is not on this machine. Problems that appear only when the model is loaded 
 
 import difflib
 
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.launch.carrying import claim
 from ramify.launch.tables import check_tables
@@ -24,7 +24,7 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
     """Refuse what the run would refuse at its start. `fresh` and `accept_changes` are as the run would get them."""
     problems = [*_problems_of_address(config), *_problems_of_model(config)]
     if problems:
-        refuse(problems)
+        raise_config_invalid(problems)
     environments = check_tables(config, start=True)
     with claim(config.path):
         if not fresh and (config.path / DATABASE).is_file():

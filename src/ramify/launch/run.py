@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.config import check
+from ramify.config import parse_section
 from ramify.env import Taskset
 from ramify.env.definition import taskset_table
 from ramify.interactive import is_watched, keys_of, name_model
@@ -66,7 +66,7 @@ def _build_config(
     table = name_model({**given, **settings})
     for kind in {"train", "eval"} & table.keys():
         table[kind] = [_with_taskset_table(source, output) for source in table[kind]]
-    return check(RunConfig, table, at="run")
+    return parse_section(RunConfig, table, key="run")
 
 
 def _with_taskset_table(source: Any, output: Path) -> Any:

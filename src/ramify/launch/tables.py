@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, RamifyError
 from ramify.orchestrate.config import RunConfig
 
@@ -38,7 +38,7 @@ def check_tables(config: RunConfig, *, start: bool = False) -> dict[str, dict[st
         raise EnvironmentFault(f"the environments cannot be checked:\n{(done.stderr or done.stdout)[-TAIL:].strip()}")
     found = json.loads(done.stdout.splitlines()[-1])
     if found["problems"]:
-        refuse([(key, text) for key, text in found["problems"]])
+        raise_config_invalid([(key, text) for key, text in found["problems"]])
     titles = {f"train.{number}": source.title for number, source in enumerate(config.train)}
     titles |= {f"eval.{number}": f"eval/{source.title}" for number, source in enumerate(config.eval)}
     return {titles[at]: identity for at, identity in found["environments"].items()}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 from ramify.monitor import sinks
 from ramify.monitor.monitors import Monitors, Open
 from ramify.orchestrate.config import RunConfig, TensorboardConfig, TrackioConfig, WandbConfig
@@ -18,7 +18,7 @@ def check_sinks(config: RunConfig) -> None:
         if find_spec(sink.type) is None
     ]
     if absent:
-        refuse(absent)
+        raise_config_invalid(absent)
 
 
 def open_monitors(config: RunConfig, say: Callable[[str], None] = print) -> Monitors:

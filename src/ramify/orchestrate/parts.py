@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.config import refuse
+from ramify.config import raise_config_invalid
 from ramify.env import plugin
 from ramify.errors import ConfigInvalid
 from ramify.orchestrate.algorithms import Algorithm
@@ -36,7 +36,7 @@ def load_parts(config: RunConfig) -> Parts:
         except ConfigInvalid as error:
             problems += error.message.splitlines()[1:]
     if problems:
-        refuse([("", problem.strip()) for problem in problems])
+        raise_config_invalid([("", problem.strip()) for problem in problems])
     algorithms = dict(zip([source.title for source in config.train], found))
     return Parts(algorithms, tuple(found[len(config.train) :]))
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ramify.config import check, write
+from ramify.config import parse_section, write_toml
 from ramify.errors import RamifyError, StorageFull
 from ramify.interactive import AwaitableResult, is_watched, keys_of, name_model
 from ramify.model.resolve import fetch_model
@@ -77,7 +77,7 @@ def sft(
         table = name_model({**given, **settings})
         if isinstance(table.get("data"), str | Path):
             table["data"] = {"path": str(table["data"])}
-        checked = check(SftConfig, table, at="sft")
+        checked = parse_section(SftConfig, table, key="sft")
     return train(checked, fresh=fresh, display=display or (choose() if is_watched() else Quiet()))
 
 
@@ -92,7 +92,7 @@ def train(config: SftConfig, *, fresh: bool = False, display: Display | None = N
             if ranks.first:
                 store = stack.enter_context(open_run(plan.path, plan.identity, fresh=fresh))
                 with naming(plan.path):
-                    write(config, plan.path / "config.toml")
+                    write_toml(config, plan.path / "config.toml")
                 Ledger.open(store)
         stop = stack.enter_context(_stopping())
         return _Run(config, plan, ranks, store, shown, stop).go()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.config import Config, dry_run, dump, parse, switch, write
+from ramify.config import Config, dry_run, dump_toml, parse, pop_flag, write_toml
 from ramify.errors import ConfigInvalid, StorageFailed
 from tests.config.example import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
 
@@ -58,13 +58,13 @@ runs = st.builds(
 @given(config=runs)
 def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / f"run-{os.getpid()}.toml"
-    write(config, path)
+    write_toml(config, path)
     assert parse(Run, ["@", str(path)]) == config
-    assert dump(parse(Run, ["@", str(path)])) == dump(config)
+    assert dump_toml(parse(Run, ["@", str(path)])) == dump_toml(config)
 
 
 def test_the_written_config_holds_every_key_defaults_included():
-    written = dump(Run(name="x"))
+    written = dump_toml(Run(name="x"))
     assert "max_steps = 120" in written
     assert "[trainer.optim]" in written
     assert 'wandb = "None"' in written
@@ -72,24 +72,24 @@ def test_the_written_config_holds_every_key_defaults_included():
 
 def test_a_value_toml_cannot_hold_is_refused_by_its_key():
     with pytest.raises(ConfigInvalid, match=r"train\.0\.taskset\.split: None"):
-        dump(Run(name="x", train=[Source(taskset={"split": None})]))
+        dump_toml(Run(name="x", train=[Source(taskset={"split": None})]))
     with pytest.raises(ConfigInvalid, match=r"train\.0\.taskset\.seeds\.1: None"):
-        dump(Run(name="x", train=[Source(taskset={"seeds": [1, None]})]))
+        dump_toml(Run(name="x", train=[Source(taskset={"seeds": [1, None]})]))
 
 
 def test_writing_makes_the_directory_and_leaves_nothing_else_behind(tmp_path):
     path = tmp_path / "outputs" / "x" / "config.toml"
-    write(Run(name="x"), path)
-    write(Run(name="y"), path)
+    write_toml(Run(name="x"), path)
+    write_toml(Run(name="y"), path)
     assert list(path.parent.iterdir()) == [path]
     assert parse(Run, ["@", str(path)]).name == "y"
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path):
     path = tmp_path / "config.toml"
-    write(Run(name="x"), path)
+    write_toml(Run(name="x"), path)
     with pytest.raises(ConfigInvalid):
-        write(Run(name="y", train=[Source(taskset={"split": None})]), path)
+        write_toml(Run(name="y", train=[Source(taskset={"split": None})]), path)
     assert list(tmp_path.iterdir()) == [path]
     assert parse(Run, ["@", str(path)]).name == "x"
 
@@ -98,7 +98,7 @@ def test_a_dry_run_writes_the_config_and_prints_the_plan(tmp_path, capsys):
     class Command(Config):
         steps: int = 3
 
-    asked, args = switch(["--steps", "4", "--dry-run"], "--dry-run")
+    asked, args = pop_flag(["--steps", "4", "--dry-run"], "--dry-run")
     assert asked
     config = parse(Command, args)
     dry_run(config, tmp_path / "out", ["trainer: 1 process", "engine: 1 process"])
@@ -114,7 +114,7 @@ def test_a_dry_run_renews_what_a_dry_run_left_and_leaves_alone_what_a_run_did(tm
     dry_run(Run(name="y"), tmp_path, [])
     assert parse(Run, ["@", str(tmp_path / "config.toml")]).name == "y"
     (tmp_path / "logs").mkdir()
-    dry_run(Run(name="z"), tmp_path, ["a plan"], leave=lambda: pytest.fail("its processes may read those files"))
+    dry_run(Run(name="z"), tmp_path, ["a plan"], write_files=lambda: pytest.fail("its processes may read those files"))
     assert parse(Run, ["@", str(tmp_path / "config.toml")]).name == "y"
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "a plan",
@@ -129,4 +129,4 @@ def test_a_dry_run_where_nothing_can_be_written_is_a_named_failure(tmp_path):
 
 
 def test_a_switch_that_is_not_there_changes_nothing():
-    assert switch(["--steps", "4"], "--dry-run") == (False, ["--steps", "4"])
+    assert pop_flag(["--steps", "4"], "--dry-run") == (False, ["--steps", "4"])

@@ -7,40 +7,40 @@ as the whole's, all of it, and what the part takes lies below the flags, which a
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ramify.config.arguments import File, Unreadable
+from ramify.config.arguments import ArgumentProblem, FileArgument
 from ramify.config.base import Config
-from ramify.config.entry import arguments_of, put_together
-from ramify.config.layers import Layers
+from ramify.config.layers import ConfigLayers
+from ramify.config.parser import build_config, parse_arguments
 
 P = TypeVar("P", bound=Config)
 W = TypeVar("W", bound=Config)
 
 
-def parse_part(
+def parse_component(
     cls: type[P],
     args: Sequence[str],
-    whole: type[W],
-    take: Callable[[W], Mapping[str, Any]],
+    parent_cls: type[W],
+    extract: Callable[[W], Mapping[str, Any]],
     *,
     prog: str | None = None,
     command_flags: Sequence[str] = (),
 ) -> tuple[P, W | None]:
     """As `parse`, with the whole that the files were of, or None. `take` gives the part's share of it, as a table."""
-    arguments = arguments_of(cls, args, prog=prog)
-    files = [argument for argument in arguments if isinstance(argument, File) and not argument.section]
-    if not (_keys(files) - set(cls.model_fields)) & set(whole.model_fields):
-        return put_together(cls, arguments, command_flags=command_flags), None
-    found = put_together(whole, files)
+    arguments = parse_arguments(cls, args, prog=prog)
+    files = [argument for argument in arguments if isinstance(argument, FileArgument) and not argument.section]
+    if not (_top_level_keys(files) - set(cls.model_fields)) & set(parent_cls.model_fields):
+        return build_config(cls, arguments, command_flags=command_flags), None
+    found = build_config(parent_cls, files)
     rest = [argument for argument in arguments if argument not in files]
-    return put_together(cls, rest, take(found), command_flags=command_flags), found
+    return build_config(cls, rest, extract(found), command_flags=command_flags), found
 
 
-def _keys(files: Sequence[File]) -> set[str]:
+def _top_level_keys(files: Sequence[FileArgument]) -> set[str]:
     """The keys at the top of the files; those of a file that cannot be read are named when it is read again."""
-    layers = Layers(Config)
+    layers = ConfigLayers(Config)
     for file in files:
         try:
             layers.add_file(file)
-        except Unreadable:
+        except ArgumentProblem:
             return set()
     return set(layers.data)
