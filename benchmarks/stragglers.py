@@ -25,8 +25,8 @@ from ramify.model.version import Version
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.process import Orchestrator
 from ramify.store import RunStore
-from ramify.store.ledger import Group, Ledger
-from ramify.store.states import State
+from ramify.store.group_state import GroupState
+from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
 from ramify.train.batches import Laying
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
@@ -152,16 +152,16 @@ class Measured:
     trained: float
 
     @classmethod
-    def of(cls, groups: list[Group], seconds: float) -> "Measured":
+    def of(cls, groups: list[GroupRecord], seconds: float) -> "Measured":
         early = [group for group in groups if group.version < STEPS - OFF_POLICY]
-        trained = [group for group in groups if group.state is State.TRAINED]
+        trained = [group for group in groups if group.state is GroupState.TRAINED]
         oldest = max(group.step - group.version for group in trained if group.step is not None)
-        done = [group for group in early if group.state is State.TRAINED]
+        done = [group for group in early if group.state is GroupState.TRAINED]
         return cls(STEPS / seconds, oldest, _slow(early), _slow(done))
 
 
-def _slow(groups: list[Group]) -> float:
-    return sum(is_slow(group.task) for group in groups) / len(groups)
+def _slow(groups: list[GroupRecord]) -> float:
+    return sum(is_slow(group.task_number) for group in groups) / len(groups)
 
 
 def free_port() -> int:
@@ -195,7 +195,7 @@ async def measure(folder: Path, off_policy: int) -> Measured:
             training = together.create_task(train(config.orchestrator.address))
         began, ended = training.result()
     with RunStore.open(config.path, write=False) as store:
-        return Measured.of(Ledger.read(store).groups(), ended - began)
+        return Measured.of(Ledger.open_readonly(store).groups(), ended - began)
 
 
 def main() -> int:

@@ -42,8 +42,8 @@ def outcome(path: Path) -> dict[str, tuple]:
     """What a run found: everything but times."""
     with RunStore.open(path, write=False) as store:
         found = {}
-        for row in store.rows():
-            (trace,) = store.read(row.id)
+        for row in store.rollouts():
+            (trace,) = store.read_traces(row.id)
             ids = [node.token_ids.tolist() for node in trace.nodes]
             found[row.id] = (row.task, row.repetition, row.reward, row.failure, trace.stop, ids)
         return found
@@ -91,7 +91,7 @@ def test_a_taskset_without_any_reward_has_no_score_and_says_so(engine, capsys):
     assert "0.000" not in said
     assert "length" in said
     with RunStore.open(Path("outputs/run"), write=False) as store:
-        assert [row.reward for row in store.rows()] == [None, None]
+        assert [row.reward for row in store.rollouts()] == [None, None]
 
 
 def test_the_address_may_end_in_v1(engine):

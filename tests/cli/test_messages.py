@@ -13,7 +13,7 @@ from ramify.cli.app import main
 from ramify.cli.runs import describe_resume
 from ramify.errors import RunBusy
 from ramify.launch.carrying import claim
-from ramify.store import Row, RunStore
+from ramify.store import RolloutRecord, RunStore
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
 from tests.evals.scripted import scripted
@@ -159,7 +159,7 @@ async def record_rollouts(path: Path, count: int) -> None:
     with RunStore.open(path) as store:
         Ledger.open(store)
         for number in range(count):
-            await store.add(Row(f"{number}.0", task=str(number)), [Trace(id=str(number))])
+            await store.add_rollout(RolloutRecord(f"{number}.0", task=str(number)), [Trace(id=str(number))])
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from ramify.cli.app import main
 from ramify.launch.liveness import process_state
 from ramify.monitor.figure import smooth
 from ramify.store import RunStore
-from ramify.store.journal import Journal, Metric
-from ramify.store.ledger import Group, Ledger
-from ramify.store.states import DropReason
+from ramify.store.group_state import DropReason
+from ramify.store.ledger import GroupRecord, Ledger
+from ramify.store.run_log import MetricPoint, RunLog
 from tests.launch.scripts import until
 from tests.launch.status import answering
 
@@ -33,19 +33,19 @@ def run(tmp_path, monkeypatch):
     path = tmp_path / "outputs" / "run"
 
     async def fill(ledger: Ledger) -> None:
-        await ledger.declare("reverse", None)
-        await ledger.issue(Group(0, "reverse", 0, 2))
-        await ledger.drop(0, DropReason.FAILED, "WorkerDied")
+        await ledger.declare_source("reverse", None)
+        await ledger.issue_group(GroupRecord(0, "reverse", 0, 2))
+        await ledger.drop_group(0, DropReason.FAILED, "WorkerDied")
 
     with RunStore.open(path) as store:
-        ledger, journal = Ledger.open(store), Journal(store)
+        ledger, journal = Ledger.open(store), RunLog(store)
         asyncio.run(fill(ledger))
         for step in range(3):
-            journal.record(
+            journal.log_metrics(
                 step,
                 {"reward/all/mean": step / 2, "eval/held-out/avg": step / 4, "train/loss": 1.0 if step else math.nan},
             )
-        journal.note("failure", name="WorkerDied", message="exit code -9").result(10)
+        journal.log_event("failure", name="WorkerDied", message="exit code -9").result(10)
     return path
 
 
@@ -130,7 +130,9 @@ def test_an_audit_says_that_nothing_is_lost_or_what_is(run, capsys):
     assert main(["why", "run", "--audit"]) == 0
     assert "1 groups, 0 steps: nothing is lost, nothing counts twice" in capsys.readouterr().out
     with RunStore.open(run) as store:
-        store.change(lambda connection, _: connection.execute("UPDATE groups SET reason = NULL") and None).result(10)
+        store.submit_change(
+            lambda connection, _: connection.execute("UPDATE groups SET reason = NULL") and None
+        ).result(10)
     assert main(["why", "run", "--audit"]) == 1
     assert "group 0 was dropped without a reason" in capsys.readouterr().out
 
@@ -194,7 +196,7 @@ def test_curves_are_drawn(run, tmp_path, capsys):
 
 
 def test_runs_of_one_name_in_two_places_are_two_curves(run, tmp_path, monkeypatch):
-    drawn: dict[str, list[Metric]] = {}
+    drawn: dict[str, list[MetricPoint]] = {}
     monkeypatch.setattr("ramify.monitor.figure.draw", lambda points, _: drawn.update(points))
     shutil.copytree(run, tmp_path / "elsewhere" / "run")
     shutil.copytree(run, tmp_path / "other")

@@ -8,8 +8,8 @@ from ramify.cli import main
 from ramify.launch.finished import FINISHED
 from ramify.store import RunStore
 from ramify.store.audit import audit
-from ramify.store.journal import Journal
-from ramify.store.ledger import Ledger, Marks
+from ramify.store.ledger import Ledger, LedgerProgress
+from ramify.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, step_directory
 from tests.store.test_ledger import cut, do, score, train
 
@@ -33,8 +33,8 @@ def run(tmp_path) -> Path:
             score(ledger, step)
             cut(ledger, step, step)
             train(ledger, step)
-        do(ledger.commit(4))
-        store.remember(FINISHED, 4)
+        do(ledger.commit_version(4))
+        store.set_fact(FINISHED, 4)
     save(tmp_path / "run", 2)
     (save(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
     return tmp_path / "run"
@@ -49,13 +49,13 @@ def test_the_history_ends_where_it_is_told_and_the_steps_after_it_are_trained_ag
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["rolled_back_1.step_000004", "step_000002"]
     with RunStore.open(run) as store:
         ledger = Ledger.open(store)
-        assert ledger.marks() == Marks(committed=2, acknowledged=2, incarnation=1)
+        assert ledger.progress() == LedgerProgress(committed=2, acknowledged=2, incarnation=1)
         assert audit(ledger, finished=False) == []
-        assert store.fact(FINISHED) is None
-        assert [event.fields for event in Journal(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
+        assert store.get_fact(FINISHED) is None
+        assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
     assert main(["rollback", str(run), "2"]) == 0  # a second time changes nothing more
     with RunStore.open(run, write=False) as store:
-        assert Ledger.read(store).marks().incarnation == 1
+        assert Ledger.open_readonly(store).progress().incarnation == 1
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_step_that_cannot_be_gone_on_from_changes_nothing(run, capsys, step, c
     assert main(["rollback", str(run), step]) == code
     assert reason in capsys.readouterr().err
     with RunStore.open(run) as store:
-        assert Ledger.open(store).marks() == Marks(committed=4, acknowledged=4)
+        assert Ledger.open(store).progress() == LedgerProgress(committed=4, acknowledged=4)
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
 
 

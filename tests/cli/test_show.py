@@ -8,14 +8,14 @@ import pytest
 
 from ramify.cli import export as export_command
 from ramify.cli.app import main
-from ramify.store import Row, RunStore
+from ramify.store import RolloutRecord, RunStore
 from tests.store.rollouts import rollout
 
 COUNT = 1200
 HELD_OUT = "eval/held-out"
 
 
-def row(number: int, source: str = "train") -> Row:
+def row(number: int, source: str = "train") -> RolloutRecord:
     """Rollout `number`: the system failed every tenth, and every seventh ran into its budget."""
     failure = "EnvironmentFault" if number % 10 == 3 else None
     summary = {
@@ -28,7 +28,7 @@ def row(number: int, source: str = "train") -> Row:
         "timing": {"harness": 1.0},
     }
     reward = None if failure else REWARDS[number] / 1000
-    return Row(f"{number}.0", f"task-{number // 4:04}", number % 4, source, reward, failure, summary)
+    return RolloutRecord(f"{number}.0", f"task-{number // 4:04}", number % 4, source, reward, failure, summary)
 
 
 REWARDS = list(range(COUNT))
@@ -41,8 +41,8 @@ def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
     _, traces = rollout()
     with RunStore.open(path) as store:
-        rows = [*map(row, range(COUNT)), Row("held-out.0", "a", 0, HELD_OUT, 1.0)]
-        store.change(lambda *_: None, [(each, traces) for each in rows]).result(60)
+        rows = [*map(row, range(COUNT)), RolloutRecord("held-out.0", "a", 0, HELD_OUT, 1.0)]
+        store.submit_change(lambda *_: None, [(each, traces) for each in rows]).result(60)
     shutil.rmtree(path / "traces")
     return path
 
@@ -116,7 +116,7 @@ def test_flags_that_contradict_each_other_or_make_no_sense_are_refused(path, cap
 def test_a_rollout_is_found_by_how_its_id_begins_without_reading_the_others(tmp_path, capsys):
     with RunStore.open(tmp_path / "run") as store:
         rows = [(each, traces) for each, traces in map(rollout, range(12))]
-        store.change(lambda *_: None, rows).result(60)
+        store.submit_change(lambda *_: None, rows).result(60)
     assert main(["show", str(tmp_path / "run"), "r11"]) == 0
     assert "reply 11" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "run"), "r1"]) == 0  # that one, although r10 and r11 begin so
@@ -129,7 +129,7 @@ def test_export_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export_command, "INTERVAL", 0.0)
     with RunStore.open(tmp_path / "run") as store:
         rows = [(each, traces) for each, traces in map(rollout, range(3))]
-        store.change(lambda *_: None, rows).result(60)
+        store.submit_change(lambda *_: None, rows).result(60)
     assert main(["export", str(tmp_path / "run"), "--to", "jsonl"]) == 0
     said = capsys.readouterr()
     assert said.err.splitlines() == [f"{number} of 3 rollouts exported" for number in (1, 2, 3)]

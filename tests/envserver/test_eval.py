@@ -23,7 +23,7 @@ def test_an_eval_in_workers_has_the_same_results_as_in_process(engine, tmp_path)
         }
         result = rf.evaluate(config)
         with RunStore.open(result.path, write=False) as store:
-            traces = {row.id: [told(trace) for trace in store.read(row.id)] for row in result.rows}
+            traces = {row.id: [told(trace) for trace in store.read_traces(row.id)] for row in result.rows}
         results[workers] = ([(row.id, row.task, row.reward, row.failure) for row in result.rows], traces)
     assert len(results[0][0]) == 12
     assert results[0] == results[2]

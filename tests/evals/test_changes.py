@@ -8,7 +8,7 @@ import ramify as rf
 from ramify.errors import ConfigInvalid, EnvironmentChanged
 from ramify.evals import EvalConfig
 from ramify.evals.report import report
-from ramify.store import Journal, RunStore
+from ramify.store import RunLog, RunStore
 from tests.evals.scripted import scripted
 
 ENVIRONMENT = """
@@ -129,7 +129,7 @@ def test_an_accepted_change_keeps_what_is_there_and_is_recorded(environment, eva
     assert rewards(result) == [1.0, 1.0, 0.5, 0.5]
     assert re.search(r"revisions\s+2 of revision 1, 2 of revision 2", text_of(result))
     with RunStore.open(result.path, write=False) as store:
-        (event,) = Journal(store).events("changes accepted")
+        (event,) = RunLog(store).events("changes accepted")
         assert any("words.py has changed" in line for line in event.fields["changes"])
     again = evaluate(environment(reward="0.5"), num_tasks=4)
     assert (again.ran, rewards(again)) == (0, rewards(result))
@@ -159,14 +159,14 @@ def test_a_run_from_before_digests_were_stored_goes_on_and_its_rollouts_are_told
             connection.execute("DELETE FROM facts WHERE key = 'environments'")
             connection.execute("DELETE FROM tasks")
 
-        store.change(forget).result(10)
-        rows = store.rows()
+        store.submit_change(forget).result(10)
+        rows = store.rollouts()
         import asyncio
         from dataclasses import replace
 
         for row in rows:
             summary = {key: value for key, value in row.summary.items() if key != "revision"}
-            asyncio.run(store.add(replace(row, summary=summary), store.read(row.id)))
+            asyncio.run(store.add_rollout(replace(row, summary=summary), store.read_traces(row.id)))
     result = evaluate(environment(reward="0.5"), num_tasks=4)
     assert re.search(r"revisions\s+2 of an unrecorded revision, 2 of revision 1", text_of(result))
     with pytest.raises(EnvironmentChanged):

@@ -6,10 +6,10 @@ from rich.console import Console
 
 from ramify.evals.display import Lines, clock, line_of, page_of
 from ramify.evals.progress import Progress
-from ramify.store import Row
+from ramify.store import RolloutRecord
 
 
-def row(number: int, reward: float | None, failure: str | None = None) -> Row:
+def row(number: int, reward: float | None, failure: str | None = None) -> RolloutRecord:
     summary = {
         "input": 100,
         "output": 10,
@@ -19,7 +19,7 @@ def row(number: int, reward: float | None, failure: str | None = None) -> Row:
         "timing": {"harness": float(number), "model": float(number)},
         "stop": "done",
     }
-    return Row(f"task-{number}.0", f"task-{number}", reward=reward, failure=failure, summary=summary)
+    return RolloutRecord(f"task-{number}.0", f"task-{number}", reward=reward, failure=failure, summary=summary)
 
 
 def progress() -> Progress:

@@ -6,13 +6,13 @@ from ramify.evals.bounds import reward_bounds
 from ramify.evals.progress import by_task
 from ramify.evals.report import figures
 from ramify.evals.stats import clustered_mean
-from ramify.store import Row
+from ramify.store import RolloutRecord
 
 
 def names(*repetitions: int) -> list[str]:
     """The scores of tasks with so many rollouts each."""
     rows = [
-        Row(id=f"{task}.{number}", task=str(task), repetition=number, reward=1.0, failure=None, summary={})
+        RolloutRecord(id=f"{task}.{number}", task=str(task), repetition=number, reward=1.0, failure=None, summary={})
         for task, count in enumerate(repetitions)
         for number in range(count)
     ]
@@ -31,21 +31,25 @@ def test_a_run_that_met_its_tasks_unequally_often_shows_what_half_of_them_can_te
 
 def test_tasks_of_two_sources_are_apart_where_their_names_are_the_same():
     rows = [
-        Row(id=f"{source}{number}", task="0", repetition=number, source=source, reward=1.0, failure=None, summary={})
+        RolloutRecord(
+            id=f"{source}{number}", task="0", repetition=number, source=source, reward=1.0, failure=None, summary={}
+        )
         for source in "ab"
         for number in range(2)
     ]
     assert next(name for name, *_ in figures(rows, threshold=1.0)) == "avg@2"
 
 
-def scored(task: int, number: int, reward: float, *, source: str = "", **parts: tuple[float, float]) -> Row:
+def scored(task: int, number: int, reward: float, *, source: str = "", **parts: tuple[float, float]) -> RolloutRecord:
     """A rollout whose reward is composed of `parts`: (score, weight) by name."""
     tables = {
         "rewards": {name: score for name, (score, _) in parts.items()},
         "weights": {name: weight for name, (_, weight) in parts.items()},
     }
     id = f"{source}{task}.{number}"
-    return Row(id=id, task=str(task), repetition=number, source=source, reward=reward, summary=tables if parts else {})
+    return RolloutRecord(
+        id=id, task=str(task), repetition=number, source=source, reward=reward, summary=tables if parts else {}
+    )
 
 
 def test_intervals_stay_in_the_range_of_the_rewards():

@@ -58,7 +58,7 @@ def test_every_task_is_run_so_often_and_scored(configured, engine):
     assert result.ran == len(engine.asked) == 8
     assert not result.all_failed
     with RunStore.open(result.path, write=False) as store:
-        (trace,) = store.read("task-2.1")
+        (trace,) = store.read_traces("task-2.1")
         assert trace.task["key"] == "task-2"
         assert trace.metrics["length"] > 10
         assert len(trace.branches) == 1

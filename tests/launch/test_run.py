@@ -18,7 +18,7 @@ from ramify.launch.supervisor import Outcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
-from ramify.store.journal import Journal
+from ramify.store.run_log import RunLog
 from ramify.train import places
 from tests.launch.scripts import FOR_EVER, entry, pids
 
@@ -87,7 +87,7 @@ def test_the_name_under_which_a_run_ended_is_recorded(tmp_path):
     with pytest.raises(NoTrainableGroups):
         carry_out(planned(tmp_path, leader), display=Quiet())
     with RunStore.open(tmp_path / "run", write=False) as store:
-        (event,) = Journal(store).events("failed")
+        (event,) = RunLog(store).events("failed")
     assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
 
 

@@ -9,8 +9,8 @@ import pytest
 from ramify.env import plugin
 from ramify.errors import BatchCorrupt
 from ramify.orchestrate.batch import Member, decide, members_of, rebuild, regrow, share_out
-from ramify.store import Row, RunStore
-from ramify.store.ledger import Group, Ledger
+from ramify.store import RolloutRecord, RunStore
+from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Annotation, encode_trace
 from ramify.trace.forest import LOSS_COMPONENTS, Targets
 from ramify.train.batches import Laying
@@ -50,7 +50,7 @@ def entries(batches):
 
 
 def test_a_batch_has_its_groups_in_order_and_counts_its_entries():
-    assert (BATCH.step, BATCH.groups) == (7, (4, 1))
+    assert (BATCH.step, BATCH.group_numbers) == (7, (4, 1))
     assert BATCH.counts == {"rl": 2 * (1 + 2 + 3) + 2 * (2 + 3), "ce": 0, "ref_kl": 0}
 
 
@@ -122,22 +122,22 @@ def test_a_batch_goes_through_ledger_and_store(tmp_path):
         ledger = Ledger.open(store)
         for member, traces in groups():
             number = len(ledger.groups())
-            await ledger.issue(Group(number, member.env, 0, 3))
+            await ledger.issue_group(GroupRecord(number, member.env, 0, 3))
             for attempt, (rollout_id, trace) in enumerate(zip(member.rollouts, traces)):
-                await ledger.sampled(number, attempt, Row(rollout_id, "task"), [trace])
-            await ledger.scored(number)
+                await ledger.record_sampled(number, attempt, RolloutRecord(rollout_id, "task"), [trace])
+            await ledger.record_scored(number)
         members = [
             (replace(member, group=i), member.grow(traces, SEQ_LEN)) for i, (member, traces) in enumerate(groups())
         ]
-        await ledger.batch(decide(0, members, SEQ_LEN))
+        await ledger.record_batch(decide(0, members, SEQ_LEN))
 
     with RunStore.open(tmp_path) as store:
         asyncio.run(write(store))
     with RunStore.open(tmp_path) as store:
         (stored,) = Ledger.open(store).batches()
-        batch = rebuild(stored, store.read, LAYING)
+        batch = rebuild(stored, store.read_traces, LAYING)
         assert entries([batch]) == entries([rebuild(BATCH, STORED.__getitem__, LAYING)])
-        assert encode_trace(store.read("r4-1")[0]) == encode_trace(STORED["r4-1"][0])
+        assert encode_trace(store.read_traces("r4-1")[0]) == encode_trace(STORED["r4-1"][0])
 
 
 def test_the_counts_name_every_component():

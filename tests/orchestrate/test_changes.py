@@ -16,11 +16,11 @@ from ramify.errors import EnvironmentChanged
 from ramify.launch.finished import steps_of
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run import Run
-from ramify.store import Journal, Ledger, RunStore
+from ramify.store import Ledger, RunLog, RunStore
 from ramify.store.audit import audit
-from ramify.store.environments import ACCEPT_CHANGES
-from ramify.store.states import DropReason, State
-from ramify.store.summary import REVISION
+from ramify.store.environments import ACCEPT_CHANGES_KEY
+from ramify.store.group_state import DropReason, GroupState
+from ramify.store.summary import REVISION_KEY
 from tests.envserver.engine import instant
 from tests.envserver.stage import until
 
@@ -99,9 +99,9 @@ class Story:
             assert steps_of(config, accept_changes=accept) is None
             run = Run(config)
             await run.open(stack)
-            before = len(run.store.rows())
+            before = len(run.store.rollouts())
             sampling = asyncio.create_task(run.sampling.run())
-            await until(lambda: len(run.store.rows()) >= before + rollouts, "rollouts")
+            await until(lambda: len(run.store.rollouts()) >= before + rollouts, "rollouts")
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sampling
@@ -110,7 +110,7 @@ class Story:
         @contextlib.contextmanager
         def opened():
             with RunStore.open(self.path, write=False) as store:
-                yield Ledger.read(store)
+                yield Ledger.open_readonly(store)
 
         return opened()
 
@@ -129,17 +129,17 @@ def test_a_changed_reward_weight_and_an_edited_task_are_refused_by_name_and_can_
     assert "words: words.py has changed" in refused.value.message
     assert "words: task 3 (task-3) has changed" in refused.value.message
     with story.ledger() as ledger:
-        unscored = {group.number for group in ledger.open_groups() if group.state is not State.SCORED}
+        unscored = {group.number for group in ledger.open_groups() if group.state is not GroupState.SCORED}
         assert unscored
     story.start(accept=True)
     with story.ledger() as ledger:
         cancelled = {group.number for group in ledger.groups() if group.reason is DropReason.CANCELLED}
         assert cancelled == unscored  # their attempts would have been scored by two versions
         assert audit(ledger, finished=False) == []
-        assert {row.summary[REVISION] for row in ledger.store.rows()} == {1, 2}
-        (event,) = Journal(ledger.store).events("changes accepted")
+        assert {row.summary[REVISION_KEY] for row in ledger.store.rows()} == {1, 2}
+        (event,) = RunLog(ledger.store).events("changes accepted")
         assert event.fields["revisions"] == {"words": 2}
-        assert not ledger.store.fact(ACCEPT_CHANGES)  # what was accepted was this one change
+        assert not ledger.store.fact(ACCEPT_CHANGES_KEY)  # what was accepted was this one change
 
 
 def test_of_tasks_without_end_those_that_were_issued_are_compared(story, monkeypatch):

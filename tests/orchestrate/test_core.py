@@ -29,9 +29,9 @@ from ramify.orchestrate.sources import Mix
 from ramify.orchestrate.tasks import TaskBook
 from ramify.store import RunStore
 from ramify.store.audit import audit
-from ramify.store.journal import Journal
+from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
-from ramify.store.states import DropReason, State
+from ramify.store.run_log import RunLog
 from tests.orchestrate.rollouts import rollout
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
@@ -54,7 +54,7 @@ class Mortal(Ledger):
             self.left -= 1
             if self.left == 0 and not self.after:
                 raise Killed
-        await super()._change(apply, rollouts)
+        await super()._submit_change(apply, rollouts)
         if self.left == 0:
             raise Killed
 
@@ -118,7 +118,7 @@ async def live(core: Core, world: World, rng: Random) -> None:
                 await core.settle(number)
         await core.cut()
         if rng.random() < 0.5 and (batch := await core.serve(version)):
-            again = regrow(batch, core.ledger.store.read)
+            again = regrow(batch, core.ledger.store.read_traces)
             assert [each.token_ids.tolist() for each in core.forests(batch)] == [
                 each.token_ids.tolist() for each in again
             ]
@@ -157,12 +157,12 @@ async def whole(ledger: Ledger, world: World, rng: Random) -> None:
 
 def check(ledger: Ledger, world: World) -> None:
     assert audit(ledger) == []
-    assert ledger.marks().committed == world.steps
+    assert ledger.progress().committed == world.steps
     groups = ledger.groups()
-    trained = [group for group in groups if group.state is State.TRAINED]
+    trained = [group for group in groups if group.state is GroupState.TRAINED]
     assert len(trained) == world.steps * world.batch
     assert all(0 <= group.step - group.version <= world.bound for group in trained)
-    assert {group.reason for group in groups if group.state is State.DROPPED} <= {
+    assert {group.reason for group in groups if group.state is GroupState.DROPPED} <= {
         DropReason.FILTERED,
         DropReason.TOO_FEW,
     }
@@ -406,7 +406,7 @@ def test_a_group_reward_that_raises_is_asked_for_again_and_its_failure_is_told(l
 
     group = asyncio.run(story())
     if times == 1:
-        assert group.state is State.SCORED
+        assert group.state is GroupState.SCORED
     else:
         assert (group.reason, group.detail) == (DropReason.UNSCORED, "JudgeError: the judge sleeps")
 
@@ -474,7 +474,7 @@ def test_how_often_a_filter_fires_is_a_number_of_the_step(ledger, mode):
             reward = 1.0 if order.group == 0 else float(order.attempt == 0)
             await core.back(order.group, order.attempt, [rollout(f"{order.group}.{order.attempt}", reward)])
         served = Served("", Judge([]), TaskBook("", Judge([])), False, 9.0, 1, 9.0)  # type: ignore[arg-type]
-        progress = Progress(Journal(ledger.store))
+        progress = Progress(RunLog(ledger.store))
         sampling = Sampling(
             core,
             dict.fromkeys(TASKS, served),
@@ -491,4 +491,4 @@ def test_how_often_a_filter_fires_is_a_number_of_the_step(ledger, mode):
         assert progress.last["filter/gibberish"] == 0.0
 
     asyncio.run(story())
-    assert ledger.group(0).state is (State.DROPPED if mode == "enforce" else State.BATCHED)
+    assert ledger.group(0).state is (GroupState.DROPPED if mode == "enforce" else GroupState.BATCHED)

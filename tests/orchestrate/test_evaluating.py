@@ -9,7 +9,7 @@ from ramify.orchestrate import watching
 from ramify.orchestrate.evaluating import Evaluating
 from ramify.orchestrate.sampling import Served
 from ramify.store import RunStore
-from ramify.store.journal import Metric
+from ramify.store.run_log import MetricPoint
 from tests.orchestrate.rollouts import rollout
 
 
@@ -54,7 +54,7 @@ def test_an_eval_that_outlasts_its_interval_is_followed_by_one_and_not_by_one_fo
 def test_what_an_earlier_process_measured_is_not_measured_again():
     evaluating = Slow()
     evaluating._sources["envs/mine.py"] = evaluating._sources["it"]
-    known = [Metric(10, "eval/it/avg", 0.5), Metric(10, "eval/envs/mine.py/avg", 0.5)]
+    known = [MetricPoint(10, "eval/it/avg", 0.5), MetricPoint(10, "eval/envs/mine.py/avg", 0.5)]
     evaluating.restore(known)
     assert evaluating.due(12) == []
     assert evaluating.due(20) == ["it", "envs/mine.py"]
@@ -95,7 +95,7 @@ def test_rollouts_are_compared_where_the_taskset_does_that_and_what_the_system_f
             moved=lambda: None,
         )
         asyncio.run(evaluating.run(4, ["it"]))
-        rows = {row.id: (row.reward, row.failure) for row in store.rows(source="eval/it")}
+        rows = {row.id: (row.reward, row.failure) for row in store.rollouts(source="eval/it")}
     assert (values["eval/it/avg"], values["eval/it/missing"]) == (3.0, 1.0)
     assert told == [("eval/it", "WorkerDied")] * 2
     assert rows == {

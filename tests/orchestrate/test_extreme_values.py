@@ -14,10 +14,10 @@ from ramify.orchestrate.groups import Standing
 from ramify.orchestrate.judging import Rules, Source
 from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.sources import Mix
-from ramify.store import Journal, RunStore
+from ramify.store import RunLog, RunStore
 from ramify.store.audit import audit
+from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
-from ramify.store.states import DropReason, State
 from tests.orchestrate.rollouts import rollout
 
 ALGORITHMS = [{"id": "dr_grpo"}, {"id": "rloo"}, {"id": "grpo", "normalize": False}, {"id": "grpo"}, {"id": "max_rl"}]
@@ -56,7 +56,7 @@ def play(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs
 
     async def after() -> None:
         core = await opened(ledger, algorithm)
-        progress = Progress(Journal(ledger.store))
+        progress = Progress(RunLog(ledger.store))
         for number in core.complete():
             group, traces = core.group(number), core.traces(number)
             judged = await core.settle(number)
@@ -69,7 +69,7 @@ def play(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs
         warnings.simplefilter("error")
         asyncio.run(after())
     assert audit(ledger, finished=False) == []
-    assert ledger.group(1).state is State.BATCHED
+    assert ledger.get_group(1).state is GroupState.BATCHED
 
 
 @pytest.mark.parametrize("rewards", [(1e39, 0.0), (1.7e308, -1.7e308)], ids=["float32", "float64"])
@@ -85,7 +85,7 @@ def test_a_reward_beyond_float32_drops_its_group(ledger, algorithm, rewards):
 @pytest.mark.parametrize("algorithm", ALGORITHMS[3:], ids=["grpo", "max_rl"])
 def test_an_algorithm_that_divides_ends_no_run_either(ledger, algorithm):
     play(ledger, algorithm, (1.7e308, -1.7e308), TYPICAL)
-    assert ledger.group(0).state in (State.DROPPED, State.BATCHED, State.SCORED)
+    assert ledger.group(0).state in (GroupState.DROPPED, GroupState.BATCHED, GroupState.SCORED)
 
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan])

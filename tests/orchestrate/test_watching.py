@@ -6,8 +6,8 @@ import pytest
 
 from ramify.orchestrate import watching
 from ramify.store import Ledger, RunStore
-from ramify.store.ledger import Group
-from ramify.store.states import DropReason
+from ramify.store.group_state import DropReason
+from ramify.store.ledger import GroupRecord
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,12 @@ def test_a_snapshot_reads_only_the_groups_that_were_dropped_last(tmp_path, monke
     monkeypatch.setattr(watching, "RECENT_DROPS", limit)
 
     async def drop(ledger: Ledger) -> None:
-        await ledger.declare("reverse", 100)
+        await ledger.declare_source("reverse", 100)
         for number, reason in enumerate((DropReason.UNSCORED, DropReason.FILTERED, DropReason.FILTERED)):
-            await ledger.issue(Group(number, "reverse", number, 1))
-            await ledger.drop(number, reason, "zero_advantage" if reason is DropReason.FILTERED else "")
+            await ledger.issue_group(GroupRecord(number, "reverse", number, 1))
+            await ledger.drop_group(number, reason, "zero_advantage" if reason is DropReason.FILTERED else "")
 
     with RunStore.open(tmp_path / "run") as store:
         ledger = Ledger.open(store)
         asyncio.run(drop(ledger))
-        assert watching.describe_recent_drops(ledger, ledger.tally()["dropped"]) == text
+        assert watching.describe_recent_drops(ledger, ledger.count_by_state()["dropped"]) == text

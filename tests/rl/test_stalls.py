@@ -31,9 +31,9 @@ from ramify.orchestrate import watching
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.process import Orchestrator
 from ramify.store import RunStore
-from ramify.store.journal import Journal
-from ramify.store.ledger import Group, Ledger
-from ramify.store.states import State
+from ramify.store.group_state import GroupState
+from ramify.store.ledger import GroupRecord, Ledger
+from ramify.store.run_log import RunLog
 from tests.client.fake import Exchange, Fake, hang
 from tests.envserver.engine import Instant
 from tests.rl import environments
@@ -207,14 +207,14 @@ def test_a_run_that_only_warns_goes_on_and_warns_again(stage):
     with pytest.raises(RunStalled):
         stage.run("warned", orchestrator={"patience": 5, "on_no_signal": "warn"})
     with RunStore.open(stage.home / "warned", write=False) as store:
-        warnings = [event.fields for event in Journal(store).events("failure")]
+        warnings = [event.fields for event in RunLog(store).events("failure")]
     assert len(warnings) >= 2
     assert {warning["name"] for warning in warnings} == {"NoTrainableGroups"}
 
 
-def judged(path: Path) -> list[Group]:
+def judged(path: Path) -> list[GroupRecord]:
     with RunStore.open(path, write=False) as store:
-        return [group for group in Ledger.read(store).groups() if group.state is State.DROPPED]
+        return [group for group in Ledger.open_readonly(store).groups() if group.state is GroupState.DROPPED]
 
 
 def test_an_environment_whose_code_is_broken(stage, monkeypatch, capsys):

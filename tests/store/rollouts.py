@@ -1,6 +1,6 @@
 """Rollouts to keep, made by hand: a question, a reply, a reward."""
 
-from ramify.store import Row
+from ramify.store import RolloutRecord
 from ramify.trace import Message, ModelCall, Trace, Usage
 
 
@@ -19,7 +19,9 @@ def rollout(number: int = 0, *, text: str | None = None, reward: float | None = 
     )
     trace.rewards = {"score": None if reward is None else (reward, 1.0)}
     summary = {"output": 2}
-    row = Row(f"r{number}", f"task-{number // 2}", number % 2, reward=reward, failure=failure, summary=summary)
+    row = RolloutRecord(
+        f"r{number}", f"task-{number // 2}", number % 2, reward=reward, failure=failure, summary=summary
+    )
     return row, [trace]
 
 

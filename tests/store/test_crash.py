@@ -34,7 +34,7 @@ def lived() -> Lived:
         with RunStore.open(path) as store:
             segment, wal = [], []
             for number in range(COMMITS):
-                asyncio.run(store.add(*rollout(number, text=f"reply {number} " * (number + 1))))
+                asyncio.run(store.add_rollout(*rollout(number, text=f"reply {number} " * (number + 1))))
                 segment.append((path / SEGMENT).stat().st_size)
                 wal.append((path / WAL).stat().st_size)
             files = {name: (path / name).read_bytes() for name in (SEGMENT, WAL, "run.sqlite")}
@@ -70,14 +70,14 @@ def test_a_crash_loses_nothing_acknowledged_and_shows_nothing_half(crash):
             found = replies(store)
             assert len(found) >= acknowledged
             assert found == expected(len(found))
-            asyncio.run(store.add(*rollout(len(found), text=f"reply {len(found)} " * (len(found) + 1))))
+            asyncio.run(store.add_rollout(*rollout(len(found), text=f"reply {len(found)} " * (len(found) + 1))))
         with RunStore.open(path, write=False) as store:
             assert replies(store) == expected(len(found) + 1)
 
 
 def test_frames_without_a_row_are_cut_when_the_run_is_opened(tmp_path):
     with RunStore.open(tmp_path) as store:
-        asyncio.run(store.add(*rollout(0)))
+        asyncio.run(store.add_rollout(*rollout(0)))
     known = (tmp_path / SEGMENT).stat().st_size
     with (tmp_path / SEGMENT).open("ab") as file:
         file.write(os.urandom(100))

@@ -11,7 +11,7 @@ from ramify.cli.app import main
 from ramify.errors import RunDamaged
 from ramify.store import Ledger, RunStore, open_run
 from ramify.store.integrity import check_storage
-from ramify.store.ledger import Group
+from ramify.store.ledger import GroupRecord
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
 from tests.store.rollouts import rollout
 
@@ -22,10 +22,10 @@ IDENTITY = {"model": "tiny"}
 def fill(path: Path, rollouts: int = 3) -> None:
     async def add(store: RunStore) -> None:
         ledger = Ledger.open(store)
-        await ledger.declare("reverse", 100)
+        await ledger.declare_source("reverse", 100)
         for number in range(rollouts):
-            await ledger.issue(Group(number, "reverse", number, 1))
-            await ledger.sampled(number, 0, *rollout(number, text="a reply " * 50))
+            await ledger.issue_group(GroupRecord(number, "reverse", number, 1))
+            await ledger.record_sampled(number, 0, *rollout(number, text="a reply " * 50))
 
     with open_run(path, IDENTITY) as store:
         asyncio.run(add(store))
@@ -85,7 +85,7 @@ def test_an_index_that_lost_its_contents_is_refused_and_nothing_is_touched(run, 
     assert "-m PATH" not in refused.value.message, "there are no weights to use"
     assert results(run) == before
     with open_run(run, IDENTITY, fresh=True) as store:
-        assert store.rows() == []
+        assert store.rollouts() == []
     assert results(run.with_name("run.old-1")) == before
 
 
@@ -103,7 +103,7 @@ def test_an_index_with_a_damaged_page_is_refused_and_nothing_is_touched(run):
             log.unlink()
     path.write_bytes(intact)
     with open_run(run, IDENTITY) as store:
-        assert len(store.rows()) == 3
+        assert len(store.rollouts()) == 3
 
 
 @pytest.mark.parametrize("damage", [remove, empty, drop_tables])
@@ -166,13 +166,13 @@ def test_a_changed_byte_anywhere_in_a_segment_is_found(run):
 
 def test_a_frame_that_no_rollout_points_to_any_more_is_checked_too(run):
     with RunStore.open(run) as store:
-        asyncio.run(store.add(*rollout(0, text="another reply")))
+        asyncio.run(store.add_rollout(*rollout(0, text="another reply")))
     path = run / "traces" / "000000.seg"
     whole = path.read_bytes()
     path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])  # of the rollout that was replaced
     with RunStore.open(run, write=False) as store:
         assert check_storage(store)
-        assert all(store.read(row.id) for row in store.rows())
+        assert all(store.read_traces(row.id) for row in store.rollouts())
 
 
 def test_damage_that_was_found_is_reported_also_where_the_index_cannot_be_read_to_its_end(run):

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ramify.errors import ConfigInvalid
-from ramify.store import RunStore, export
+from ramify.store import RunStore, export_run
 from tests.store.rollouts import rollout
 
 
@@ -15,12 +15,12 @@ from tests.store.rollouts import rollout
 def store(tmp_path):
     with RunStore.open(tmp_path / "run") as store:
         for number in (2, 0, 1):
-            asyncio.run(store.add(*rollout(number, reward=None if number == 1 else 0.5)))
+            asyncio.run(store.add_rollout(*rollout(number, reward=None if number == 1 else 0.5)))
         yield store
 
 
 def test_jsonl_has_a_line_per_trace_in_order(store, tmp_path):
-    assert export(store, "jsonl", tmp_path / "out" / "run.jsonl") == 3
+    assert export_run(store, "jsonl", tmp_path / "out" / "run.jsonl") == 3
     lines = [json.loads(line) for line in (tmp_path / "out" / "run.jsonl").read_text().splitlines()]
     assert [(line["task"], line["repetition"], line["reward"]) for line in lines] == [
         ("task-0", 0, 0.5),
@@ -32,7 +32,7 @@ def test_jsonl_has_a_line_per_trace_in_order(store, tmp_path):
 
 
 def test_parquet_has_a_record_per_trace(store, tmp_path):
-    assert export(store, "parquet", tmp_path / "run.parquet") == 3
+    assert export_run(store, "parquet", tmp_path / "run.parquet") == 3
     table = pq.read_table(tmp_path / "run.parquet").to_pylist()
     assert [(record["rollout"], record["reward"]) for record in table] == [("r0", 0.5), ("r1", None), ("r2", 0.5)]
     assert {record["source"] for record in table} == {row.source for row in store.rows()}
@@ -42,5 +42,5 @@ def test_parquet_has_a_record_per_trace(store, tmp_path):
 
 def test_another_form_is_refused_and_nothing_is_written(store, tmp_path):
     with pytest.raises(ConfigInvalid, match="jsonl or parquet"):
-        export(store, "xml", tmp_path / "run.xml")
+        export_run(store, "xml", tmp_path / "run.xml")
     assert not (tmp_path / "run.xml").exists()

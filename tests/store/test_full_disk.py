@@ -23,7 +23,7 @@ def fill(store: RunStore, limit: int = 1000) -> int:
     """Add rollouts until the disk is full; how many were acknowledged."""
     for number in range(limit):
         try:
-            asyncio.run(store.add(*rollout(number, text=noise(number))))
+            asyncio.run(store.add_rollout(*rollout(number, text=noise(number))))
         except StorageFull as error:
             assert str(store.path) in error.message
             return number
@@ -38,10 +38,10 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(small_disk)
         kept = fill(store)
         assert kept >= 3
         with pytest.raises(StorageFull):
-            asyncio.run(store.add(*rollout(kept, text=noise(kept) * 30)))
+            asyncio.run(store.add_rollout(*rollout(kept, text=noise(kept) * 30)))
         assert replies(store) == {f"r{number}": noise(number) for number in range(kept)}
         ballast.unlink()
-        asyncio.run(store.add(*rollout(kept, text=noise(kept))))
+        asyncio.run(store.add_rollout(*rollout(kept, text=noise(kept))))
     with RunStore.open(small_disk / "run") as store:
         assert replies(store) == {f"r{number}": noise(number) for number in range(kept + 1)}
 
@@ -64,5 +64,5 @@ def test_a_process_that_may_write_no_more_says_so_and_the_next_one_goes_on(tmp_p
     assert kept >= 3
     with RunStore.open(tmp_path) as store:
         assert replies(store) == {f"r{number}": noise(number) for number in range(kept)}
-        asyncio.run(store.add(*rollout(kept, text=noise(kept))))
-        assert len(store.rows()) == kept + 1
+        asyncio.run(store.add_rollout(*rollout(kept, text=noise(kept))))
+        assert len(store.rollouts()) == kept + 1

@@ -12,9 +12,9 @@ import pytest
 from ramify.errors import ConfigInvalid, TransitionRefused
 from ramify.store import RunStore
 from ramify.store.audit import audit
-from ramify.store.journal import Journal
-from ramify.store.ledger import Group, Ledger, Marks, StoredBatch
-from ramify.store.states import FOLLOWS, DropReason, State, check_follows
+from ramify.store.group_state import TRANSITIONS, DropReason, GroupState, check_transition
+from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
+from ramify.store.run_log import RunLog
 from tests.store.rollouts import rollout
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
@@ -39,7 +39,7 @@ def do(*changes):
 
 
 def issue(ledger, number, *, size=2, **more):
-    do(ledger.issue(Group(number, "reverse", number, size, **more)))
+    do(ledger.issue(GroupRecord(number, "reverse", number, size, **more)))
 
 
 def sample(ledger, number, attempt):
@@ -55,7 +55,7 @@ def score(ledger, number, *, size=2, **more):
 
 
 def cut(ledger, step, *groups):
-    do(ledger.batch(StoredBatch(step, groups, b"notes", {"rl": 4})))
+    do(ledger.batch(BatchRecord(step, groups, b"notes", {"rl": 4})))
 
 
 def train(ledger, step):
@@ -66,14 +66,14 @@ def states(ledger):
     return [group.state.value for group in ledger.groups()]
 
 
-@pytest.mark.parametrize("now", State)
-@pytest.mark.parametrize("then", State)
+@pytest.mark.parametrize("now", GroupState)
+@pytest.mark.parametrize("then", GroupState)
 def test_only_the_transitions_of_the_table_are_allowed(now, then):
-    if then in FOLLOWS[now]:
-        check_follows("group 0", now, then)
+    if then in TRANSITIONS[now]:
+        check_transition("group 0", now, then)
     else:
         with pytest.raises(TransitionRefused, match=f"group 0 is {now.value} and cannot become {then.value}"):
-            check_follows("group 0", now, then)
+            check_transition("group 0", now, then)
 
 
 def test_a_group_goes_from_issue_to_history(ledger):
@@ -87,11 +87,11 @@ def test_a_group_goes_from_issue_to_history(ledger):
     cut(ledger, 0, 0)
     train(ledger, 0)
     assert states(ledger) == ["batched"]
-    assert ledger.marks() == Marks(committed=0, acknowledged=1)
+    assert ledger.marks() == LedgerProgress(committed=0, acknowledged=1)
     do(ledger.commit(1))
-    assert ledger.marks() == Marks(committed=1, acknowledged=1)
-    assert ledger.group(0) == Group(0, "reverse", 0, 2, 0, 1, 3, State.TRAINED, 0)
-    assert [attempt.state for attempt in ledger.attempts(0)] == [State.TRAINED] * 2
+    assert ledger.marks() == LedgerProgress(committed=1, acknowledged=1)
+    assert ledger.group(0) == GroupRecord(0, "reverse", 0, 2, 0, 1, 3, GroupState.TRAINED, 0)
+    assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.TRAINED] * 2
     assert ledger.attempts(0)[1].notes == {"advantage": -0.5}
     assert ledger.store.read(ledger.attempts(0)[1].rollout)[0].last_reply == "reply 1"
     assert audit(ledger) == []
@@ -105,7 +105,7 @@ def test_an_attempt_that_leaves_completes_its_group_as_well(ledger):
     gone = ledger.attempts(0)[0]
     assert (gone.tries, gone.state, gone.reason, gone.detail) == (
         2,
-        State.DROPPED,
+        GroupState.DROPPED,
         DropReason.FAILED,
         "ProviderError: gone",
     )
@@ -113,29 +113,29 @@ def test_an_attempt_that_leaves_completes_its_group_as_well(ledger):
     cut(ledger, 0, 0)
     train(ledger, 0)
     do(ledger.commit(1))
-    assert [attempt.state for attempt in ledger.attempts(0)] == [State.DROPPED, State.TRAINED]
+    assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.DROPPED, GroupState.TRAINED]
     assert audit(ledger) == []
 
 
 def test_what_the_curriculum_became_is_kept_with_the_group_it_chose(ledger, store):
-    do(ledger.issue(Group(0, "reverse", 7, 1), {"source/reverse/at": [0, 1]}), ledger.keep({"mix/reverse": 1}))
+    do(ledger.issue(GroupRecord(0, "reverse", 7, 1), {"source/reverse/at": [0, 1]}), ledger.keep({"mix/reverse": 1}))
     assert ledger.states("source/reverse/") == {"at": [0, 1]}
     assert ledger.states("mix/") == {"reverse": 1}
     with pytest.raises(TransitionRefused):
-        do(ledger.issue(Group(5, "reverse", 8, 1), {"source/reverse/at": [0, 2]}))
+        do(ledger.issue(GroupRecord(5, "reverse", 8, 1), {"source/reverse/at": [0, 2]}))
     assert ledger.states("source/reverse/") == {"at": [0, 1]}
 
 
 REFUSED = {
-    "group 1 cannot be issued: the next one is 2": lambda one: one.issue(Group(1, "reverse", 1, 1)),
+    "group 1 cannot be issued: the next one is 2": lambda one: one.issue(GroupRecord(1, "reverse", 1, 1)),
     "group 9 was never issued": lambda one: one.scored(9),
     "group 0 is issued and cannot become scored": lambda one: one.scored(0),
     "group 1 is batched and cannot become dropped": lambda one: one.drop(1, DropReason.CANCELLED),
     "attempt 7 of group 0 was never issued": lambda one: one.retry(0, 7, "ProviderError"),
     "attempt 0 of group 1 is batched: it cannot be run again": lambda one: one.retry(1, 0, "ProviderError"),
     "attempt 0 of group 1 is batched and cannot become sampled": lambda one: one.sampled(1, 0, *rollout(3)),
-    "batch 3 cannot be cut: the next one is 1": lambda one: one.batch(StoredBatch(3, (0,), b"", {})),
-    "group 1 is batched and cannot become batched": lambda one: one.batch(StoredBatch(1, (1,), b"", {})),
+    "batch 3 cannot be cut: the next one is 1": lambda one: one.batch(BatchRecord(3, (0,), b"", {})),
+    "group 1 is batched and cannot become batched": lambda one: one.batch(BatchRecord(1, (1,), b"", {})),
     "batch 1 cannot be served: it was never cut": lambda one: one.serve(1),
     "step 0 cannot be done: this trainer was never given its batch": lambda one: one.acknowledge(0),
     "version 1 cannot be committed: between 0 and 0 may be": lambda one: one.commit(1),
@@ -160,7 +160,7 @@ def test_a_new_trainer_is_served_the_batches_after_the_history_again(ledger):
         cut(ledger, step, 2 * step + 1, 2 * step)
         train(ledger, step)
     do(ledger.commit(1))
-    assert do(ledger.restart()) == Marks(committed=1, acknowledged=1, incarnation=1)
+    assert do(ledger.restart()) == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
     assert [(batch.step, batch.groups) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
     with pytest.raises(TransitionRefused, match="part of the history"):
         do(ledger.serve(0))
@@ -180,9 +180,9 @@ def test_a_history_that_is_rolled_back_serves_the_same_batches_and_counts_each_g
     with pytest.raises(TransitionRefused, match="cannot end at version 4: it ends at 3"):
         do(ledger.roll_back(4))
     do(ledger.roll_back(1))
-    assert ledger.marks() == Marks(committed=1, acknowledged=1, incarnation=1)
+    assert ledger.marks() == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
     assert states(ledger) == ["trained", "batched", "batched"]
-    assert [attempt.state for attempt in ledger.attempts(2)] == [State.BATCHED] * 2
+    assert [attempt.state for attempt in ledger.attempts(2)] == [GroupState.BATCHED] * 2
     assert audit(ledger, finished=False) == []
     assert [batch.step for batch in ledger.batches(1)] == [1, 2]
     for step in (1, 2):
@@ -199,11 +199,11 @@ def test_a_run_that_goes_on_knows_which_attempts_are_missing(tmp_path):
         issue(ledger, 1, size=3)
         sample(ledger, 1, 1)
         issue(ledger, 2)
-        do(ledger.drop(2, DropReason.CANCELLED))
+        do(ledger.drop_group(2, DropReason.CANCELLED))
     with RunStore.open(tmp_path) as store:
         ledger = Ledger.open(store)
         assert [(group.number, group.state.value) for group in ledger.open_groups()] == [(0, "scored"), (1, "issued")]
-        assert [a.attempt for a in ledger.attempts(1) if a.state is State.ISSUED] == [0, 2]
+        assert [a.attempt_index for a in ledger.attempts(1) if a.state is GroupState.ISSUED] == [0, 2]
 
 
 def test_why_groups_were_dropped_is_told_by_number_of_groups(ledger):
@@ -225,23 +225,23 @@ def test_why_groups_were_dropped_is_told_by_number_of_groups(ledger):
 def test_a_run_without_a_ledger_cannot_be_read_as_one(tmp_path):
     RunStore.open(tmp_path).close()
     with RunStore.open(tmp_path, write=False) as store, pytest.raises(ConfigInvalid, match="no training run"):
-        Ledger.read(store)
+        Ledger.open_readonly(store)
 
 
 def test_a_metric_that_is_no_number_is_kept_with_the_others_of_its_step(ledger, store):
-    journal = Journal(store)
-    journal.record(3, {"grad_norm": math.nan, "loss": math.inf, "lr": 0.5}).result(10)
+    journal = RunLog(store)
+    journal.log_metrics(3, {"grad_norm": math.nan, "loss": math.inf, "lr": 0.5}).result(10)
     found = {point.name: point.value for point in journal.metrics()}
     assert math.isnan(found.pop("grad_norm"))
     assert found == {"loss": math.inf, "lr": 0.5}
 
 
 def test_metrics_and_events_are_appended_and_the_last_value_counts(ledger, store):
-    journal = Journal(store)
-    journal.record(0, {"reward/all/mean": 0.25, "loss": 1.0})
-    journal.record(1, {"reward/all/mean": 0.5})
-    journal.note("restarted", component="trainer", step=0)
-    journal.record(0, {"loss": 2.0}).result(10)
+    journal = RunLog(store)
+    journal.log_metrics(0, {"reward/all/mean": 0.25, "loss": 1.0})
+    journal.log_metrics(1, {"reward/all/mean": 0.5})
+    journal.log_event("restarted", component="trainer", step=0)
+    journal.log_metrics(0, {"loss": 2.0}).result(10)
     assert [tuple(point) for point in journal.metrics()] == [
         (0, "loss", 2.0),
         (0, "reward/all/mean", 0.25),
@@ -262,18 +262,22 @@ def finished():
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         with RunStore.open(Path(folder)) as store:
             ledger = Ledger.open(store)
-            do(ledger.declare("reverse", 2))
+            do(ledger.declare_source("reverse", 2))
             for number in range(4):
-                do(ledger.issue(Group(number, "reverse", number % 2, 1, epoch=number // 2)))
+                do(ledger.issue_group(GroupRecord(number, "reverse", number % 2, 1, epoch=number // 2)))
                 sample(ledger, number, 0)
-                do(ledger.drop(number, DropReason.FILTERED, "zero_advantage") if number == 2 else ledger.scored(number))
+                do(
+                    ledger.drop_group(number, DropReason.FILTERED, "zero_advantage")
+                    if number == 2
+                    else ledger.record_scored(number)
+                )
             cut(ledger, 0, 1, 0)
             cut(ledger, 1, 3)
             train(ledger, 0)
             train(ledger, 1)
-            do(ledger.commit(1), ledger.restart())
+            do(ledger.commit_version(1), ledger.begin_incarnation())
             train(ledger, 1)
-            do(ledger.commit(2))
+            do(ledger.commit_version(2))
             assert audit(ledger) == []
         yield Path(folder)
 
@@ -318,6 +322,6 @@ def test_the_audit_says_in_a_line_what_does_not_agree(history, forgery):
 
 
 def test_groups_on_their_way_are_no_problem_of_a_run_that_goes_on(history):
-    do(history.issue(Group(4, "reverse", 0, 1, epoch=2)))
+    do(history.issue(GroupRecord(4, "reverse", 0, 1, epoch=2)))
     assert audit(history, finished=False) == []
     assert audit(history) == ["group 4 is issued: neither trained nor dropped"]

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ramify.store import RunStore
 from ramify.store.audit import audit
-from ramify.store.ledger import Group, Ledger, StoredBatch
-from ramify.store.states import DropReason, State
+from ramify.store.group_state import DropReason, GroupState
+from ramify.store.ledger import BatchRecord, GroupRecord, Ledger
 from tests.store.rollouts import rollout
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
@@ -64,12 +64,12 @@ class Model:
 
 def seen(ledger: Ledger) -> Model:
     groups = ledger.groups()
-    marks = ledger.marks()
+    marks = ledger.progress()
     return Model(
         [group.state.value for group in groups],
         [[attempt.state.value for attempt in ledger.attempts(group.number)] for group in groups],
-        [batch.groups for batch in ledger.batches()],
-        ledger.states().get("position", 0),
+        [batch.group_numbers for batch in ledger.batches()],
+        ledger.load_states().get("position", 0),
         marks.committed,
         marks.acknowledged,
         marks.incarnation,
@@ -112,7 +112,7 @@ class Run(RuleBasedStateMachine):
         then.attempts.append(["issued"] * size)
         then.position += 1
         epoch, task = divmod(self.model.position, TASKS)
-        group = Group(number, "reverse", task, size, epoch, self.model.incarnation, self.model.acknowledged)
+        group = GroupRecord(number, "reverse", task, size, epoch, self.model.incarnation, self.model.acknowledged)
         self.do(lambda ledger: ledger.issue(group, {"position": then.position}), then)
 
     @precondition(lambda self: self.model.missing())
@@ -149,7 +149,7 @@ class Run(RuleBasedStateMachine):
         then.batches.append(groups)
         for number in groups:
             then.follow(number, "batched")
-        self.do(lambda ledger: ledger.batch(StoredBatch(step, groups, b"", {})), then)
+        self.do(lambda ledger: ledger.batch(BatchRecord(step, groups, b"", {})), then)
 
     @precondition(lambda self: self.model.acknowledged < len(self.model.batches))
     @rule()
@@ -207,20 +207,20 @@ class Run(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         for number, attempt in self.model.missing():
-            asyncio.run(self.ledger.sampled(number, attempt, *rollout(100 * number + attempt)))
+            asyncio.run(self.ledger.record_sampled(number, attempt, *rollout(100 * number + attempt)))
         for group in self.ledger.open_groups():
-            if group.state is not State.SCORED:
-                asyncio.run(self.ledger.scored(group.number))
+            if group.state is not GroupState.SCORED:
+                asyncio.run(self.ledger.record_scored(group.number))
         left = tuple(group.number for group in self.ledger.open_groups())
         if left:
-            asyncio.run(self.ledger.batch(StoredBatch(len(self.model.batches), left, b"", {})))
+            asyncio.run(self.ledger.record_batch(BatchRecord(len(self.model.batches), left, b"", {})))
         for batch in self.ledger.batches(self.model.acknowledged):
-            asyncio.run(self.ledger.serve(batch.step))
-            asyncio.run(self.ledger.acknowledge(batch.step))
-        asyncio.run(self.ledger.commit(len(self.ledger.batches())))
+            asyncio.run(self.ledger.record_served(batch.step))
+            asyncio.run(self.ledger.acknowledge_step(batch.step))
+        asyncio.run(self.ledger.commit_version(len(self.ledger.batches())))
         assert audit(self.ledger) == []
-        trained = [number for batch in self.ledger.batches() for number in batch.groups]
-        dropped = [group.number for group in self.ledger.groups() if group.state is State.DROPPED]
+        trained = [number for batch in self.ledger.batches() for number in batch.group_numbers]
+        dropped = [group.number for group in self.ledger.groups() if group.state is GroupState.DROPPED]
         assert sorted([*trained, *dropped]) == list(range(len(self.model.groups)))
         self.store.close()
         for folder in self.folders:

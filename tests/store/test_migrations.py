@@ -6,7 +6,7 @@ import pytest
 
 from ramify.errors import SchemaUnsupported
 from ramify.store.migrations import MIGRATIONS, check_version, migrate, migrate_copy, read_version
-from ramify.store.store import RunStore
+from ramify.store.run_store import RunStore
 
 
 def connect(path):

@@ -17,7 +17,7 @@ from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.model.resolve import resolve
 from ramify.render import load_renderer
 from ramify.store import RunStore
-from ramify.store.journal import Journal
+from ramify.store.run_log import RunLog
 from ramify.tasksets.rows import rows
 from ramify.train.batches import Batch
 from ramify.train.metrics import StepMetrics
@@ -261,7 +261,7 @@ def stop_after(config: dict, step: int) -> None:
 
 def curve(path: Path) -> dict[str, list[tuple[int, float]]]:
     with RunStore.open(path, write=False) as store:
-        found = Journal(store).metrics()
+        found = RunLog(store).metrics()
     names = ("train/loss", "train/grad_norm", "train/lr", "data/examples", "validation/loss")
     return {name: [(metric.step, metric.value) for metric in found if metric.name == name] for name in names}
 

@@ -102,7 +102,7 @@ def _tell(config: EvalConfig, result: "Result", *, show: bool, keep: bool) -> No
     console = paper()
     if show:
         with RunStore.open(result.path, write=False) as store:
-            for trace in (trace for row in result.rows for trace in store.read(row.id)):
+            for trace in (trace for row in result.rows for trace in store.read_traces(row.id)):
                 console.print(tree_of(trace))
     if keep:
         kept = sorted((result.path / WORK).glob("*"))

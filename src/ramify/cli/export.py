@@ -17,12 +17,12 @@ def run(args: Sequence[str]) -> int:
     if asked.adapter:
         return _export_adapter(asked.run, asked.file)
     from ramify.cli.runs import open_named  # loaded here, not for help
-    from ramify.store import export, naming
+    from ramify.store import export_run, wrap_storage_errors
 
     with open_named(asked.run) as store:
         path = asked.file or store.path / f"export.{asked.to}"
-        with naming(path):
-            count = export(store, asked.to, path, report_progress())
+        with wrap_storage_errors(path):
+            count = export_run(store, asked.to, path, report_progress())
     print(f"{count} traces in {path}")
     return 0
 
@@ -45,10 +45,10 @@ def report_progress() -> Callable[[int, int], None]:
 
 def _export_adapter(run: str, directory: Path | None) -> int:
     from ramify.cli.runs import open_named
-    from ramify.store import naming
+    from ramify.store import wrap_storage_errors
     from ramify.train.adapter import export_adapter  # loads torch
 
-    with open_named(run) as store, naming(directory or store.path):
+    with open_named(run) as store, wrap_storage_errors(directory or store.path):
         step, directory = export_adapter(store, directory)
     print(
         f"adapter of step {step} in {directory}; load it with peft.PeftModel.from_pretrained(model, {str(directory)!r})"

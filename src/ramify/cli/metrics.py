@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ramify.cli.parser import CommandParser
 
 if TYPE_CHECKING:
-    from ramify.store.journal import Metric
+    from ramify.store.run_log import MetricPoint
 
 CURVE = 24  # characters
 NOTHING = "no metrics of that name yet"
@@ -33,7 +33,7 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _print_points(points: Sequence["Metric"]) -> None:
+def _print_points(points: Sequence["MetricPoint"]) -> None:
     """One line for each point. No table: a long run has a hundred thousand of them."""
     steps = max(4, *(len(str(point.step)) for point in points))
     names = max(4, *(len(point.name) for point in points))
@@ -42,7 +42,7 @@ def _print_points(points: Sequence["Metric"]) -> None:
         print(f"{point.step:<{steps}}  {point.name:<{names}}  {point.value:.6g}")
 
 
-def _print_summary(points: Sequence["Metric"]) -> None:
+def _print_summary(points: Sequence["MetricPoint"]) -> None:
     """One line for each metric: how many points, the first and the last, the extremes, and the curve."""
     from rich.table import Table
     from rich.text import Text

@@ -175,10 +175,10 @@ def _build(asked: argparse.Namespace) -> int:
         raise ConfigInvalid(f"{asked.directory} exists; --force replaces it")
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
     from ramify.recipe.build import build  # torch is loaded here, not for help
-    from ramify.store import naming
+    from ramify.store import wrap_storage_errors
     from ramify.train.sft.display import choose
 
-    with naming(asked.directory):
+    with wrap_storage_errors(asked.directory):
         build(asked.name, asked.directory, seed=asked.seed, display=choose)
     return 0
 

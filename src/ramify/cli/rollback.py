@@ -17,7 +17,7 @@ def run(args: Sequence[str]) -> int:
     asked = _parser().parse_args(args)
     from ramify.cli.runs import run_path  # loaded here, not for help
     from ramify.errors import CheckpointRefused
-    from ramify.store import RunStore, naming
+    from ramify.store import RunStore, wrap_storage_errors
     from ramify.train.checkpoint_manifest import completed_steps, step_directory, verify_checkpoint
 
     path = run_path(asked.run)
@@ -29,7 +29,7 @@ def run(args: Sequence[str]) -> int:
         if verify_checkpoint(place).files is None:
             raise CheckpointRefused(f"{place} has no checksums, so it cannot be verified; give the step of another")
         committed = _roll_back_ledger(store, asked.step)
-        with naming(path):
+        with wrap_storage_errors(path):
             kept = _set_aside(path / "checkpoints", asked.step)
     print(f"{path} goes on from step {asked.step}: the same command as before continues it")
     if committed > asked.step:
@@ -43,18 +43,18 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
     """End the history at `step`, and return the step at which it ended before; 0 for an SFT run, which has none."""
     from ramify.errors import ConfigInvalid
     from ramify.launch.finished import FINISHED
-    from ramify.store.journal import Journal
     from ramify.store.ledger import Ledger
+    from ramify.store.run_log import RunLog
 
     ledger = Ledger.open(store)
-    committed = ledger.marks().committed
+    committed = ledger.progress().committed
     if 0 < committed < step:
         raise ConfigInvalid(f"{store.path}: its history ends at step {committed}; give that step or an earlier one")
     if committed > step:
         asyncio.run(ledger.roll_back(step))
-        Journal(store).note("rolled_back", committed=committed, step=step)
-        if (store.fact(FINISHED) or 0) > step:
-            store.remember(FINISHED, None)
+        RunLog(store).log_event("rolled_back", committed=committed, step=step)
+        if (store.get_fact(FINISHED) or 0) > step:
+            store.set_fact(FINISHED, None)
     return committed
 
 

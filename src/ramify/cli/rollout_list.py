@@ -12,7 +12,7 @@ from typing import Literal
 
 from ramify.errors import ConfigInvalid
 from ramify.evals.summary import seconds
-from ramify.store import Row, RunStore
+from ramify.store import RolloutRecord, RunStore
 
 Order = Literal["index", "worst", "best"]
 
@@ -57,10 +57,10 @@ def _check_source(store: RunStore, source: str) -> None:
         raise ConfigInvalid(f"no rollouts of source {source!r}; the run has {known}")
 
 
-def _choose(store: RunStore, request: ListRequest) -> Iterator[Row]:
+def _choose(store: RunStore, request: ListRequest) -> Iterator[RolloutRecord]:
     """Yield the rows of the page and those after it; of sorted rows, at most one after the page."""
     where = {} if request.source is None else {"source": request.source}
-    rows: Iterator[Row] = store.iterate_rows(**where)
+    rows: Iterator[RolloutRecord] = store.iter_rollouts(**where)
     if request.failed:
         rows = (row for row in rows if row.failure is not None or row.summary.get("errors"))
     if request.order != "index":
@@ -68,7 +68,7 @@ def _choose(store: RunStore, request: ListRequest) -> Iterator[Row]:
     return islice(rows, request.limit * (request.page - 1), None)
 
 
-def _sort(rows: Iterable[Row], request: ListRequest) -> list[Row]:
+def _sort(rows: Iterable[RolloutRecord], request: ListRequest) -> list[RolloutRecord]:
     """Return the rows that have a reward, sorted by it: up to the end of the page, and one more."""
     scored = ((row.reward, row.id, row) for row in rows if row.reward is not None)
     if not request.limit:
@@ -77,7 +77,7 @@ def _sort(rows: Iterable[Row], request: ListRequest) -> list[Row]:
     return [row for *_, row in select(request.limit * request.page + 1, scored, key=lambda entry: entry[:2])]
 
 
-def _format(rows: Iterable[Row]) -> Iterator[str]:
+def _format(rows: Iterable[RolloutRecord]) -> Iterator[str]:
     """Yield the header and one line per row; the source has a column if one of the first rows has a source."""
     iterator = iter(rows)
     head = [_cells(row) for row in islice(iterator, WIDTHS_FROM)]
@@ -92,7 +92,7 @@ def _format(rows: Iterable[Row]) -> Iterator[str]:
         yield _join(_cells(row), widths)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: RolloutRecord) -> tuple[str, ...]:
     reward = "due" if row.reward is None else f"{row.reward:.3f}"
     calls, tokens = (str(row.summary.get(name, "")) for name in ("calls", "output"))
     return row.id, row.source, reward, calls, tokens, f"{seconds(row):.2f}", row.failure or row.summary.get("stop", "")

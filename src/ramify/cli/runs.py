@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ramify.cli.paper import Paper
 from ramify.errors import ConfigInvalid, RamifyError
-from ramify.store import Row, RunStore
-from ramify.store.index import DATABASE, check_file
+from ramify.store import RolloutRecord, RunStore
+from ramify.store.index import DATABASE_NAME, check_index_file
 from ramify.store.ledger import Ledger
 
 OUTPUTS = Path("outputs")
@@ -21,15 +21,15 @@ def open_named(name: str) -> RunStore:
 def run_path(name: str) -> Path:
     """Return the run's directory. Raises RunDamaged for one that has lost its index."""
     for path in (Path(name), OUTPUTS / name):
-        check_file(path)
-        if (path / DATABASE).is_file():
+        check_index_file(path)
+        if (path / DATABASE_NAME).is_file():
             return path
-    raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUTS / name} is a directory with a {DATABASE}")
+    raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUTS / name} is a directory with a {DATABASE_NAME}")
 
 
-def pick(store: RunStore, name: str) -> Row:
+def pick(store: RunStore, name: str) -> RolloutRecord:
     """The rollout whose id is `name` or begins so."""
-    found = store.rows_beginning(name, limit=8)
+    found = store.find_rollouts(name, limit=8)
     if len(found) == 1:
         return found[0]
     if found:
@@ -51,11 +51,11 @@ def describe_resume(path: Path, command: str) -> str:
 
 def _describe_kept(path: Path) -> str:
     """Return what is in a run, such as "3 steps and 40 rollouts"; "" for a run without rollouts or without an index."""
-    if not (path / DATABASE).is_file():
+    if not (path / DATABASE_NAME).is_file():
         return ""
     with RunStore.open(path, write=False) as store:
         ((rollouts,),) = store.select("SELECT count(*) FROM rollouts")
-        steps = Ledger.read(store).marks().committed if Ledger.is_in(store) else 0
+        steps = Ledger.open_readonly(store).progress().committed if Ledger.exists_in(store) else 0
     counts = {"step": steps, "rollout": rollouts}
     return " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 

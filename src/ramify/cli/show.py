@@ -17,14 +17,14 @@ def run(args: Sequence[str]) -> int:
     console = paper()
     with open_named(asked.run) as store:
         if asked.rollout is not None:
-            for trace in store.read(pick(store, asked.rollout).id):
+            for trace in store.read_traces(pick(store, asked.rollout).id):
                 console.print(tree_of(trace, full=asked.full))
             return 0
         order = "worst" if asked.worst else "best" if asked.best else "index"
         request = ListRequest(asked.limit, asked.page, asked.source, asked.failed, order)
         print_rollouts(store, request, print)
         where = {} if asked.source is None else {"source": asked.source}
-        console.print(report(store.rows(**where), threshold=asked.threshold))
+        console.print(report(store.rollouts(**where), threshold=asked.threshold))
     return 0
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ramify.store import RunStore
-    from ramify.store.journal import Event
+    from ramify.store.run_log import RunEvent
 
 EVENTS = 10  # the last so many are shown
 FAILURES = 3  # kinds of failures that are counted in the output, the most frequent ones
@@ -117,14 +117,14 @@ def _over(path: Path) -> None:
     from ramify.launch.last_state import describe_last_state
     from ramify.orchestrate.snapshot import read_snapshot
     from ramify.store import RunStore
-    from ramify.store.journal import Journal
     from ramify.store.ledger import Ledger
+    from ramify.store.run_log import RunLog
 
     console = paper()
     with RunStore.open(path, write=False) as store:
-        ledger, journal = Ledger.read(store), Journal(store)
-        marks, states = ledger.marks(), Counter(group.state.value for group in ledger.groups())
-        dropped, done, events = ledger.dropped(), is_finished(store), journal.events()
+        ledger, journal = Ledger.open_readonly(store), RunLog(store)
+        marks, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
+        dropped, done, events = ledger.describe_drops(), is_finished(store), journal.events()
     end = "is finished" if done else "is not running, and not finished"
     print(f"{path} {end}: step {marks.committed} is committed, {marks.acknowledged - marks.committed} done after it")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
@@ -153,7 +153,7 @@ def _print_tails(path: Path, console: "Console") -> None:
             console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _summarize_failures(events: Sequence["Event"]) -> list[str]:
+def _summarize_failures(events: Sequence["RunEvent"]) -> list[str]:
     """Return the failures that happened most often, one line each, with their number."""
     counts = Counter(
         f"{event.fields.get('name')} in {event.fields.get('where', 'the run')}: {event.fields.get('message')}"
@@ -208,10 +208,10 @@ def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
     from ramify.store.audit import audit
     from ramify.store.ledger import Ledger
 
-    if not Ledger.is_in(store):
-        return f"{len(store.rows())} rollouts", []
-    ledger = Ledger.read(store)
-    told = f"{len(ledger.groups())} groups, {ledger.marks().committed} steps"
+    if not Ledger.exists_in(store):
+        return f"{len(store.rollouts())} rollouts", []
+    ledger = Ledger.open_readonly(store)
+    told = f"{len(ledger.groups())} groups, {ledger.progress().committed} steps"
     return told, audit(ledger, finished=is_finished(store))
 
 

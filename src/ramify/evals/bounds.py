@@ -8,7 +8,7 @@ unknown.
 import math
 from collections.abc import Iterable
 
-from ramify.store import Row
+from ramify.store import RolloutRecord
 
 RANGES = ((0.0, 1.0), (-1.0, 1.0))
 ROUNDING = 1e-6
@@ -17,7 +17,7 @@ TOTAL = ""  # the name of the whole reward, for rows that do not store its parts
 Bounds = tuple[float, float]
 
 
-def reward_bounds(rows: Iterable[Row]) -> Bounds:
+def reward_bounds(rows: Iterable[RolloutRecord]) -> Bounds:
     """Return the lowest and the highest possible reward of a rollout; infinite if they are unknown.
 
     They are also unknown if a reward lies outside the range of the weighted sum of its parts.

@@ -16,7 +16,7 @@ from rich.text import Text
 from ramify.evals.clock import clock
 from ramify.evals.progress import Progress
 from ramify.evals.stats import Estimate
-from ramify.store import Row
+from ramify.store import RolloutRecord
 
 EVERY = 0.25  # seconds between two looks
 LINE_EVERY = 5.0  # seconds between two log lines
@@ -38,7 +38,7 @@ class Display(Protocol):
         """The state now."""
         ...
 
-    def ended(self, row: Row, progress: Progress) -> None:
+    def ended(self, row: RolloutRecord, progress: Progress) -> None:
         """A rollout is kept."""
         ...
 
@@ -60,7 +60,7 @@ class Quiet:
 
     def look(self, progress: Progress) -> None: ...
 
-    def ended(self, row: Row, progress: Progress) -> None: ...
+    def ended(self, row: RolloutRecord, progress: Progress) -> None: ...
 
 
 class Lines(Quiet):
@@ -77,7 +77,7 @@ class Lines(Quiet):
             self._next = time.monotonic() + LINE_EVERY
             self.say(line_of(progress))
 
-    def ended(self, row: Row, progress: Progress) -> None:
+    def ended(self, row: RolloutRecord, progress: Progress) -> None:
         if row.failure is not None:
             self.say(f"rollout {row.id} failed: {row.failure}: {row.summary.get('message', '')}")
         if len(progress.rows) == progress.total:

@@ -22,7 +22,7 @@ from typing import Self
 from ramify.config import write_toml
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer.config import ServeConfig
-from ramify.store import naming
+from ramify.store import wrap_storage_errors
 
 TAIL = 30  # lines of the log that a failure shows
 POLL = 0.05  # seconds between two looks at the log
@@ -59,7 +59,7 @@ class EngineChild:
         """Start it and wait until it says where it answers."""
         if self.state is not State.NEW:
             raise ProviderError(f"a server starts once; this one is {self.state.value}")
-        with naming(self.log):
+        with wrap_storage_errors(self.log):
             write_toml(self.config, self.file)
             self.log.parent.mkdir(parents=True, exist_ok=True)
             log = self.log.open("wb")

@@ -10,12 +10,12 @@ from itertools import groupby
 from ramify.evals.plan import Pair
 from ramify.evals.summary import row_of
 from ramify.rollout import Environment, score_group
-from ramify.store import Row, RunStore
-from ramify.store.summary import REVISION, UNRECORDED
+from ramify.store import RolloutRecord, RunStore
+from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
 
 
 async def score_groups(
-    environment: Environment, store: RunStore, pairs: Sequence[Pair], rows: MutableMapping[str, Row]
+    environment: Environment, store: RunStore, pairs: Sequence[Pair], rows: MutableMapping[str, RolloutRecord]
 ) -> None:
     """Judge every group in which a rollout still waits for it, and keep what was found in place of what was there."""
     if not environment.hooks.group_rewards:
@@ -23,10 +23,10 @@ async def score_groups(
     for _, group in groupby(pairs, key=lambda pair: pair.key):
         counted = [pair for pair in group if (row := rows.get(pair.id)) is not None and row.failure is None]
         if any(rows[pair.id].reward is None for pair in counted):
-            episodes = [store.read(pair.id) for pair in counted]
+            episodes = [store.read_traces(pair.id) for pair in counted]
             await score_group(environment, counted[0].task, [traces[0] for traces in episodes])
             for pair, traces in zip(counted, episodes, strict=True):
-                revision = rows[pair.id].summary.get(REVISION, UNRECORDED)
+                revision = rows[pair.id].summary.get(REVISION_KEY, UNRECORDED_REVISION)
                 row = row_of(environment, pair.key, pair.repetition, traces, revision)
-                await store.add(row, traces)
+                await store.add_rollout(row, traces)
                 rows[pair.id] = row

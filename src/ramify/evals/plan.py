@@ -12,7 +12,7 @@ from ramify.errors.origin import describe_exception
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import rollout_id
 from ramify.rollout import Environment
-from ramify.store import Row
+from ramify.store import RolloutRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,6 @@ def first_tasks(environment: Environment, count: int) -> list[Task]:
     return tasks
 
 
-def missing(pairs: Sequence[Pair], rows: Mapping[str, Row]) -> list[Pair]:
+def missing(pairs: Sequence[Pair], rows: Mapping[str, RolloutRecord]) -> list[Pair]:
     """The pairs that no rollout fills, or one that the system failed."""
     return [pair for pair in pairs if (row := rows.get(pair.id)) is None or row.failure is not None]

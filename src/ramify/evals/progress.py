@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import seconds
-from ramify.store import Row
+from ramify.store import RolloutRecord
 
 SLOWEST = 5
 
@@ -32,7 +32,7 @@ class Progress:
 
     title: str
     total: int
-    rows: dict[str, Row] = field(default_factory=dict[str, Row])
+    rows: dict[str, RolloutRecord] = field(default_factory=dict[str, RolloutRecord])
     running: dict[str, Running] = field(default_factory=dict[str, Running])
     started: float = field(default_factory=time.monotonic)
     finished_now: int = 0
@@ -52,7 +52,7 @@ class Progress:
             running.phase = running.phase if phase == "turn" else phase
             running.calls = calls
 
-    def end(self, row: Row) -> None:
+    def end(self, row: RolloutRecord) -> None:
         """A rollout is kept."""
         self.running.pop(row.id, None)
         self.rows[row.id] = row
@@ -112,7 +112,7 @@ class Progress:
         return sorted(found, key=lambda item: -item[1])[:SLOWEST]
 
 
-def by_task(rows: Iterable[Row]) -> dict[tuple[str, str], list[float]]:
+def by_task(rows: Iterable[RolloutRecord]) -> dict[tuple[str, str], list[float]]:
     """The rewards of the rollouts that count, by source and task."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -121,7 +121,7 @@ def by_task(rows: Iterable[Row]) -> dict[tuple[str, str], list[float]]:
     return found
 
 
-def means(rows: Iterable[Row], table: str) -> dict[str, float]:
+def means(rows: Iterable[RolloutRecord], table: str) -> dict[str, float]:
     """The mean of each entry of a table of the summary, over the rollouts that count and have it."""
     values: dict[str, list[float]] = {}
     for row in rows:
@@ -132,7 +132,7 @@ def means(rows: Iterable[Row], table: str) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def error_counts(rows: Iterable[Row]) -> Counter[str]:
+def error_counts(rows: Iterable[RolloutRecord]) -> Counter[str]:
     """How many rollouts met each error."""
     found: Counter[str] = Counter()
     for row in rows:

@@ -12,7 +12,7 @@ from ramify.evals.config import EvalConfig
 from ramify.rollout import Environment, score, score_group
 from ramify.rollout.scoring import due
 from ramify.rollout.state import SCORING_STATE, load_state
-from ramify.store import Row, RunStore
+from ramify.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 
 
@@ -36,13 +36,13 @@ def environment_of(store: RunStore) -> Environment:
 
 async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Rescored]:
     """Every rollout of the run that counts, scored again, task by task."""
-    groups: dict[str, list[Row]] = {}
-    for row in store.rows(source=""):
+    groups: dict[str, list[RolloutRecord]] = {}
+    for row in store.rollouts(source=""):
         if row.failure is None:
             groups.setdefault(row.task, []).append(row)
     check_replayable(environment)
     for rows in groups.values():
-        traces = [store.read(row.id)[0] for row in rows]
+        traces = [store.read_traces(row.id)[0] for row in rows]
         task = environment.taskset.task_type.read(traces[0].task)
         for trace in traces:
             trace.rewards, trace.errors = due(environment), []

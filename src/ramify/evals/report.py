@@ -13,13 +13,13 @@ from ramify.evals.clock import clock
 from ramify.evals.progress import by_task, error_counts, means
 from ramify.evals.stats import Estimate, clustered_mean, ladder, passes
 from ramify.evals.summary import PHASES, seconds
-from ramify.store import Row
-from ramify.store.summary import REVISION, UNRECORDED
+from ramify.store import RolloutRecord
+from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
 
 FAILURES = 3  # that are shown with their messages
 
 
-def report(rows: Sequence[Row], *, threshold: float) -> RenderableType:
+def report(rows: Sequence[RolloutRecord], *, threshold: float) -> RenderableType:
     """Scores with their intervals, then what happened on the way."""
     scores = Table("score", "mean", "95 % interval", "tasks", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name, estimate in figures(rows, threshold=threshold):
@@ -34,7 +34,7 @@ def report(rows: Sequence[Row], *, threshold: float) -> RenderableType:
     return Group(scores, Text(), facts)
 
 
-def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
+def figures(rows: Sequence[RolloutRecord], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
     """Yield (name, estimate): avg@k, then pass@k and pass^k for each k that half of the tasks have rollouts for.
 
     A training run samples some tasks more often than others; its mean is then called avg, without a k.
@@ -54,7 +54,7 @@ def figures(rows: Sequence[Row], *, threshold: float) -> Iterator[tuple[str, Est
                 yield f"pass^{k}", found[1]
 
 
-def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _facts(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
     counted = [row for row in rows if row.failure is None]
     yield "rollouts", f"{len(counted)} counted, {len(rows) - len(counted)} failed"
     if mixed := mixed_revisions(rows):
@@ -77,16 +77,17 @@ def _facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         yield "timing", f"{told or 'nothing measurable'} (means; slowest rollout {clock(max(map(seconds, rows)))})"
 
 
-def mixed_revisions(rows: Sequence[Row]) -> str:
+def mixed_revisions(rows: Sequence[RolloutRecord]) -> str:
     """Return how many rollouts came from which revision of the environment; "" if all came from one."""
     by_source: dict[str, Counter[int]] = {}
     for row in rows:
-        by_source.setdefault(row.source, Counter())[row.summary.get(REVISION, UNRECORDED)] += 1
+        by_source.setdefault(row.source, Counter())[row.summary.get(REVISION_KEY, UNRECORDED_REVISION)] += 1
     told: list[str] = []
     for source, counts in by_source.items():
         if len(counts) > 1:
             names = {
-                number: "an unrecorded revision" if number == UNRECORDED else f"revision {number}" for number in counts
+                number: "an unrecorded revision" if number == UNRECORDED_REVISION else f"revision {number}"
+                for number in counts
             }
             parts = ", ".join(f"{counts[number]} of {names[number]}" for number in sorted(counts))
             told.append(f"{source}: {parts}" if source else parts)

@@ -26,16 +26,16 @@ from ramify.evals.summary import row_of
 from ramify.evals.watchdog import Watchdog
 from ramify.interactive import AwaitableResult, is_watched, run_coroutine
 from ramify.rollout import Environment
-from ramify.store import Row, RunStore, default_name, naming, open_run
-from ramify.store.directory import check_identity
+from ramify.store import RolloutRecord, RunStore, default_run_name, open_run, wrap_storage_errors
 from ramify.store.environments import (
     ObservedEnvironment,
+    check_no_changes,
     find_changes,
-    label_changes,
+    format_changes,
     record_environments,
-    refuse_changes,
 )
-from ramify.store.index import DATABASE, check_file
+from ramify.store.index import DATABASE_NAME, check_index_file
+from ramify.store.run_directory import check_identity
 from ramify.trace import Trace
 
 IMPORT_TIMEOUT = 120.0  # seconds to import the code of an environment; a worker has as many to boot
@@ -48,7 +48,7 @@ class Result(AwaitableResult):
     """What an eval found: one row for each (task, repetition) that was asked for and has run."""
 
     path: Path
-    rows: Sequence[Row]
+    rows: Sequence[RolloutRecord]
     ran: int
     """How many of them ran now; 0 if all were there."""
 
@@ -116,11 +116,11 @@ async def evaluation(
         display.say(f"warning: {environment.name} has no reward, so its rollouts get no score; {MARK_A_REWARD}")
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
         revision = _check_environment(store, _observe(environment, pairs, config), display, accept=accept_changes)
-        with naming(path):
+        with wrap_storage_errors(path):
             write_toml(config, path / "config.toml")
             if keep:
                 (path / WORK).mkdir(exist_ok=True)
-        rows = {row.id: row for row in store.rows(source=SOURCE)}
+        rows = {row.id: row for row in store.rollouts(source=SOURCE)}
         todo = missing(pairs, rows)
         known = {pair.id: rows[pair.id] for pair in pairs if pair.id in rows and rows[pair.id].failure is None}
         progress = Progress(environment.name, len(pairs), known)
@@ -168,7 +168,7 @@ class Filling:
             self.progress.begin(pair.id)
             traces = await self._run(pair)
             row = row_of(self.environment, pair.key, pair.repetition, traces, self.revision)
-            await self.store.add(row, traces)
+            await self.store.add_rollout(row, traces)
             self.progress.end(row)
             self.display.ended(row, self.progress)
 
@@ -186,14 +186,14 @@ def plan_rollouts(
     path = run_path(config)
     if fresh:
         return list(pairs)
-    check_file(path)
-    if not (path / DATABASE).is_file():
+    check_index_file(path)
+    if not (path / DATABASE_NAME).is_file():
         return list(pairs)
     with RunStore.open(path, write=False) as store:
         check_identity(store, config.identity, accept_changes)
         if not accept_changes:
-            refuse_changes(store, find_changes(store, {SOURCE: _observe(environment, pairs, config)}))
-        return missing(pairs, {row.id: row for row in store.rows(source=SOURCE)})
+            check_no_changes(store, find_changes(store, {SOURCE: _observe(environment, pairs, config)}))
+        return missing(pairs, {row.id: row for row in store.rollouts(source=SOURCE)})
 
 
 def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig) -> ObservedEnvironment:
@@ -202,7 +202,7 @@ def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig
         environment.identity,
         {number: task.content for number, task in enumerate(tasks)},
         {number: task.identity for number, task in enumerate(tasks)},
-        size=len(tasks) if len(tasks) < config.num_tasks else None,
+        num_tasks=len(tasks) if len(tasks) < config.num_tasks else None,
     )
 
 
@@ -210,10 +210,10 @@ def _check_environment(store: RunStore, observed: ObservedEnvironment, display: 
     """Return the revision of the environment; raise EnvironmentChanged where it is a new one that nobody accepted."""
     changes = find_changes(store, {SOURCE: observed})
     if not accept:
-        refuse_changes(store, changes)
+        check_no_changes(store, changes)
     revision = record_environments(store, {SOURCE: observed}, changes)[SOURCE]
     if changes:
-        lines = "".join(f"\n  {line}" for line in label_changes(changes))
+        lines = "".join(f"\n  {line}" for line in format_changes(changes))
         display.say(f"the environment is now revision {revision}; the change is recorded:{lines}")
     return revision
 
@@ -225,7 +225,7 @@ def with_split(config: EvalConfig) -> EvalConfig:
 
 def run_path(config: EvalConfig) -> Path:
     """The run's directory."""
-    name = config.name or default_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
+    name = config.name or default_run_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
     return config.output / name
 
 

@@ -10,7 +10,7 @@ from ramify.env.definition import taskset_table
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import seconds
 from ramify.interactive import keys_of, name_model
-from ramify.store import Row
+from ramify.store import RolloutRecord
 
 EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
 
@@ -27,7 +27,7 @@ def read_config(given: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
     return parse_section(EvalConfig, table, key="eval")
 
 
-def flatten_row(row: Row) -> dict[str, Any]:
+def flatten_row(row: RolloutRecord) -> dict[str, Any]:
     """Return a rollout as columns: rewards and metrics by name, counts and times."""
     summary = row.summary
     counts = {name: summary.get(name) for name in ("stop", "truncated", "calls", "input", "output")}

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ramify.rollout import Environment, system_failure
-from ramify.store import Row
-from ramify.store.summary import REVISION, summary_of
+from ramify.store import RolloutRecord
+from ramify.store.summary import REVISION_KEY, summarize_rollout
 from ramify.trace import Timing, Trace
 
 PHASES = Timing.__struct_fields__
@@ -15,21 +15,23 @@ def rollout_id(task: str, repetition: int) -> str:
     return f"{task}.{repetition}"
 
 
-def row_of(environment: Environment, task: str, repetition: int, traces: Sequence[Trace], revision: int) -> Row:
+def row_of(
+    environment: Environment, task: str, repetition: int, traces: Sequence[Trace], revision: int
+) -> RolloutRecord:
     """The index row of a rollout. The first agent's reward is the rollout's."""
     failures = (system_failure(environment, trace) for trace in traces)
     failure = next((found for found in failures if found is not None), None)
-    return Row(
+    return RolloutRecord(
         id=rollout_id(task, repetition),
         task=task,
         repetition=repetition,
         reward=traces[0].reward,
         failure=None if failure is None else failure.name,
-        summary={**summary_of(traces, failure), REVISION: revision},
+        summary={**summarize_rollout(traces, failure), REVISION_KEY: revision},
     )
 
 
-def seconds(row: Row) -> float:
+def seconds(row: RolloutRecord) -> float:
     """How long the rollout took, all phases together; the harness's time holds the model's and the stalls."""
     timing = row.summary.get("timing", {})
     return sum(float(timing.get(phase, 0.0)) for phase in PHASES if phase not in ("model", "stalled"))

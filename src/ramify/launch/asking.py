@@ -7,7 +7,7 @@ from ramify.errors import ConfigInvalid, ProviderError
 from ramify.launch.record import read_record
 from ramify.launch.status import StatusClient
 from ramify.store import RunStore
-from ramify.store.journal import Journal, Metric
+from ramify.store.run_log import MetricPoint, RunLog
 
 
 def live(path: Path) -> StatusClient | None:
@@ -26,19 +26,20 @@ def live(path: Path) -> StatusClient | None:
 
 def is_finished(store: RunStore) -> bool:
     """Whether the run reached its last step when it ran last."""
-    ends = [event.kind for event in Journal(store).events() if event.kind in ("started", "finished", "left")]
+    ends = [event.kind for event in RunLog(store).events() if event.kind in ("started", "finished", "left")]
     return ends[-1:] == ["finished"]
 
 
-def metrics_of(path: Path, glob: str = "*") -> list[Metric]:
+def metrics_of(path: Path, glob: str = "*") -> list[MetricPoint]:
     """The metrics whose names match, by step and name."""
     client = live(path)
     if client is not None:
         found = [
-            Metric(int(row["step"]), str(row["name"]), float(row["value"])) for row in client.ask("/metrics", name=glob)
+            MetricPoint(int(row["step"]), str(row["name"]), float(row["value"]))
+            for row in client.ask("/metrics", name=glob)
         ]
         return sorted(point for point in found if fnmatch.fnmatchcase(point.name, glob))
     with RunStore.open(path, write=False) as store:
         if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):
             raise ConfigInvalid(f"{path} has no metrics: it never trained")
-        return [point for point in Journal(store).metrics() if fnmatch.fnmatchcase(point.name, glob)]
+        return [point for point in RunLog(store).metrics() if fnmatch.fnmatchcase(point.name, glob)]

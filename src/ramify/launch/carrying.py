@@ -20,10 +20,10 @@ from ramify.launch.plan import Plan
 from ramify.launch.record import Record
 from ramify.launch.status import StatusClient
 from ramify.launch.supervisor import Outcome, Supervisor
-from ramify.store import RunStore, naming
-from ramify.store.index import DATABASE
-from ramify.store.journal import Journal, read_table
-from ramify.store.locks import name_holders, write_holder
+from ramify.store import RunStore, wrap_storage_errors
+from ramify.store.index import DATABASE_NAME
+from ramify.store.locks import describe_holders, write_holder
+from ramify.store.run_log import RunLog, read_metrics_by_step
 
 CLAIM = "lock"  # how the name of its lock ends
 
@@ -41,7 +41,7 @@ class Ended(AwaitableResult):
 
     def table(self) -> list[dict[str, Any]]:
         """Return one plain dict of metrics for each step, for `pandas.DataFrame`."""
-        return read_table(self.path)
+        return read_metrics_by_step(self.path)
 
 
 def carry_out(
@@ -63,7 +63,7 @@ def carry_out(
         steps = steps_of(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
         if steps is not None:
             return Ended(path, Outcome.FINISHED, ran=False, steps=steps)
-        with naming(path):
+        with wrap_storage_errors(path):
             plan.write()
         with weights_held(config):
             try:
@@ -79,9 +79,9 @@ def carry_out(
 
 def _record_failure(path: Path, error: RamifyError) -> None:
     """Record under which name the run ended, for `ramify why`. A store that cannot be opened is left alone."""
-    if (path / DATABASE).is_file():
+    if (path / DATABASE_NAME).is_file():
         with contextlib.suppress(RamifyError), RunStore.open(path) as store:
-            Journal(store).note("failed", name=type(error).__name__, message=error.message)
+            RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
 
 
 async def _supervised(plan: Plan, display: Display, nursery: Nursery | None) -> Outcome:
@@ -123,7 +123,7 @@ async def _shown(supervisor: Supervisor, client: StatusClient, display: Display)
 @contextlib.contextmanager
 def _logged(file: Path, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     """What the supervisor says, to people and to a log."""
-    with naming(file):
+    with wrap_storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         log = file.open("a", encoding="utf-8", buffering=1)
 
@@ -142,14 +142,14 @@ def claim(path: Path) -> Iterator[None]:
 
     The lock file lies beside the directory, because `--fresh` renames the directory.
     """
-    with naming(path):
+    with wrap_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path.parent / f".{path.name}.{CLAIM}", os.O_RDWR | os.O_CREAT, 0o644)
     with os.fdopen(handle):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holders = name_holders(handle)
+            holders = describe_holders(handle)
             by = f", {holders}" if holders else ""
             raise RunBusy(f"{path} is already being run by another `ramify rl`{by}") from None
         write_holder(handle)

@@ -6,7 +6,7 @@ from typing import Any
 from ramify.launch.process import KILLING, PATIENCE
 from ramify.orchestrate.config import RunConfig
 from ramify.store import open_run
-from ramify.store.environments import ACCEPT_CHANGES, ObservedEnvironment, find_changes, refuse_changes
+from ramify.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
 from ramify.store.ledger import Ledger
 
 FINISHED = "finished"  # the fact that says up to which step
@@ -28,13 +28,15 @@ def steps_of(
     stored for the orchestrator, which compares all sources; True accepts the changes, None leaves the stored value.
     """
     killed = PATIENCE + KILLING  # for the processes of a supervisor that was killed
-    with open_run(config.path, config.identity, fresh=fresh, accept_changes=accept_changes, patience=killed) as store:
+    with open_run(
+        config.path, config.identity, fresh=fresh, accept_changes=accept_changes, lock_timeout=killed
+    ) as store:
         if not accept_changes:
             observed = {name: ObservedEnvironment(identity) for name, identity in (environments or {}).items()}
-            refuse_changes(store, find_changes(store, observed))
+            check_no_changes(store, find_changes(store, observed))
         if accept_changes is not None:
-            store.remember(ACCEPT_CHANGES, accept_changes)
-        done, exhausted = store.fact(FINISHED), store.fact(EXHAUSTED)
+            store.set_fact(ACCEPT_CHANGES_KEY, accept_changes)
+        done, exhausted = store.get_fact(FINISHED), store.get_fact(EXHAUSTED)
     if done is None or (done < config.max_steps and exhausted != _curricula(config)):
         return None
     return done
@@ -42,11 +44,11 @@ def steps_of(
 
 def finish(config: RunConfig) -> int:
     """Remember that the run is finished; returns its steps, which are fewer where its tasks have ended."""
-    with open_run(config.path, config.identity, patience=READERS) as store:
-        done = Ledger.open(store).marks().committed
+    with open_run(config.path, config.identity, lock_timeout=READERS) as store:
+        done = Ledger.open(store).progress().committed
         if done < config.max_steps:
-            store.remember(EXHAUSTED, _curricula(config))
-        store.remember(FINISHED, done)
+            store.set_fact(EXHAUSTED, _curricula(config))
+        store.set_fact(FINISHED, done)
     return done
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ramify.errors import WeightsRefused
 from ramify.model.manifest import MANIFEST, Manifest
 from ramify.orchestrate.config import RunConfig
-from ramify.store import naming
+from ramify.store import wrap_storage_errors
 from ramify.train.places import held, sweep, weights_directory
 
 SERVED = "served"
@@ -60,6 +60,6 @@ def keep_newest(config: RunConfig) -> None:
     if found is None or found.parent == kept or (kept / found.name).exists():
         return
     part = kept / f".{found.name}"
-    with naming(kept):
+    with wrap_storage_errors(kept):
         shutil.copytree(found, part, dirs_exist_ok=True)
         part.rename(kept / found.name)

@@ -14,9 +14,9 @@ from ramify.model.resolve import PACKAGED, resolve
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 from ramify.store import RunStore
-from ramify.store.directory import check_identity
-from ramify.store.environments import ObservedEnvironment, find_changes, refuse_changes
-from ramify.store.store import DATABASE
+from ramify.store.environments import ObservedEnvironment, check_no_changes, find_changes
+from ramify.store.run_directory import check_identity
+from ramify.store.run_store import DATABASE_NAME
 from ramify.wire.address import check_bind
 
 
@@ -27,12 +27,12 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
         raise_config_invalid(problems)
     environments = check_tables(config, start=True)
     with claim(config.path):
-        if not fresh and (config.path / DATABASE).is_file():
+        if not fresh and (config.path / DATABASE_NAME).is_file():
             with RunStore.open(config.path, write=False) as store:
                 check_identity(store, config.identity, accept_changes)
                 if not accept_changes:
                     observed = {name: ObservedEnvironment(identity) for name, identity in environments.items()}
-                    refuse_changes(store, find_changes(store, observed))
+                    check_no_changes(store, find_changes(store, observed))
 
 
 def _problems_of_address(config: RunConfig) -> list[tuple[str, str]]:

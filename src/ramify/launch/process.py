@@ -26,7 +26,7 @@ from ramify.errors import DeadlineExceeded
 from ramify.launch.leash import BY_SIGNAL
 from ramify.launch.nursery import Nursery
 from ramify.launch.ready import answers
-from ramify.store import naming
+from ramify.store import wrap_storage_errors
 
 TAIL = 30  # lines of the log that a failure shows
 PATIENCE = 5.0  # seconds a process gets to end by itself
@@ -101,7 +101,7 @@ class Process:
         entry = self.entry
         if entry.prepare is not None:
             entry.prepare()
-        with naming(entry.log):
+        with wrap_storage_errors(entry.log):
             entry.log.parent.mkdir(parents=True, exist_ok=True)
             log = entry.log.open("ab")
         self._log_start = log.tell()

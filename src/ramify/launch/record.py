@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify import __version__
-from ramify.store import naming
+from ramify.store import wrap_storage_errors
 
 if TYPE_CHECKING:
     from ramify.launch.supervisor import Seen
@@ -41,7 +41,7 @@ class Record:
             one.name: {**asdict(one), "state": one.state.value, "seconds": round(one.seconds, 1)} for one in processes
         }
         part = self.file.with_name(f".{RECORD}.{os.getpid()}")
-        with naming(self.file):
+        with wrap_storage_errors(self.file):
             part.write_text(json.dumps({**self._told, "processes": rows}, indent=2), encoding="utf-8")
             part.replace(self.file)
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ramify.errors import ConfigInvalid
-from ramify.store.journal import Metric
+from ramify.store.run_log import MetricPoint
 
 COLORS = ("#1b6ca8", "#d1495b", "#3d8361", "#8d6a9f", "#edae49", "#4a5759")
 WINDOW = 9  # steps that the bold line of a noisy curve averages over
 NOISY = 30  # points from which on there is one
 
 
-def draw(runs: Mapping[str, Sequence[Metric]], file: Path) -> None:
+def draw(runs: Mapping[str, Sequence[MetricPoint]], file: Path) -> None:
     """Draw the points of each run into `file`; its ending says which format."""
     try:
         from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import BatchCorrupt
-from ramify.store.ledger import StoredBatch
+from ramify.store.ledger import BatchRecord
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.trace.forest import LOSS_COMPONENTS
 from ramify.train.batches import Batch, Laying, lay_out, shares
@@ -47,14 +47,14 @@ class Member:
         return build_forest(samples, seq_len=seq_len)
 
 
-def decide(step: int, members: Sequence[tuple[Member, Forest]], seq_len: int | None) -> StoredBatch:
+def decide(step: int, members: Sequence[tuple[Member, Forest]], seq_len: int | None) -> BatchRecord:
     """The batch of these groups, in this order, ready for the ledger: N_c is fixed here."""
     content = _Content(seq_len, [_member(member) for member, _ in members])
     groups = tuple(member.group for member, _ in members)
-    return StoredBatch(step, groups, msgspec.msgpack.encode(content), _counts([forest for _, forest in members]))
+    return BatchRecord(step, groups, msgspec.msgpack.encode(content), _counts([forest for _, forest in members]))
 
 
-def members_of(stored: StoredBatch) -> tuple[list[Member], int | None]:
+def members_of(stored: BatchRecord) -> tuple[list[Member], int | None]:
     """The groups of a batch in their order, and the longest path that is trained. Raises BatchCorrupt."""
     try:
         content = msgspec.msgpack.decode(stored.annotations, type=_Content)
@@ -62,20 +62,20 @@ def members_of(stored: StoredBatch) -> tuple[list[Member], int | None]:
     except (msgspec.MsgspecError, ValueError) as error:
         raise BatchCorrupt(f"the annotations of batch {stored.step} cannot be read: {error}") from error
     found = tuple(member.group for member in members)
-    if found != stored.groups:
+    if found != stored.group_numbers:
         raise BatchCorrupt(
-            f"batch {stored.step} has groups {list(stored.groups)}, its annotations are of {list(found)}"
+            f"batch {stored.step} has groups {list(stored.group_numbers)}, its annotations are of {list(found)}"
         )
     return members, content.seq_len
 
 
-def rebuild(stored: StoredBatch, read: Read, laying: Laying, *, flat: bool = False) -> Batch:
+def rebuild(stored: BatchRecord, read: Read, laying: Laying, *, flat: bool = False) -> Batch:
     """The batch as it is trained, its forest grown from the stored traces; raises BatchCorrupt as `regrow` does."""
     forests = regrow(stored, read)
     return Batch(stored.step, lay_out(forests, laying.pack_tokens, laying.layout, flat=flat), stored.counts)
 
 
-def regrow(stored: StoredBatch, read: Read) -> list[Forest]:
+def regrow(stored: BatchRecord, read: Read) -> list[Forest]:
     """The forests of a batch, from the stored traces. Raises BatchCorrupt where they are not what was decided."""
     members, seq_len = members_of(stored)
     forests: list[Forest] = []
@@ -88,7 +88,7 @@ def regrow(stored: StoredBatch, read: Read) -> list[Forest]:
     return forests
 
 
-def share_out(stored: StoredBatch, forests: Sequence[Forest], laying: Laying, ranks: int) -> list[Batch]:
+def share_out(stored: BatchRecord, forests: Sequence[Forest], laying: Laying, ranks: int) -> list[Batch]:
     """What each of `ranks` ranks is given: the same batch however many there are."""
     batch = Batch(stored.step, lay_out(forests, laying.pack_tokens, laying.layout), stored.counts)
     return shares(batch, laying, ranks)

@@ -17,7 +17,7 @@ from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
 from ramify.orchestrate.admission import Shape
 from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
-from ramify.store.names import default_name
+from ramify.store.run_name import default_run_name
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.service_config import WeightsConfig
 
@@ -270,4 +270,4 @@ class RunConfig(Config):
     def path(self) -> Path:
         """The run's directory."""
         titles = "+".join(source.title for source in self.train)
-        return self.output / (self.name or default_name(titles, self.model.name, self.identity))
+        return self.output / (self.name or default_run_name(titles, self.model.name, self.identity))

@@ -22,9 +22,9 @@ from ramify.orchestrate.groups import Fate, GroupRun, Standing
 from ramify.orchestrate.judging import Judged, Rules, Source, judge, rollout_id
 from ramify.orchestrate.patience import Patience
 from ramify.orchestrate.sources import Mix
-from ramify.store import Row
-from ramify.store.ledger import Group, Ledger, Marks, StoredBatch
-from ramify.store.states import DropReason, State
+from ramify.store import RolloutRecord
+from ramify.store.group_state import DropReason, GroupState
+from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
 from ramify.trace import Forest, Trace
 
 
@@ -36,10 +36,10 @@ class Core:
     ) -> None:
         self.ledger, self.mix, self.sources, self.rules, self.admission = ledger, mix, dict(sources), rules, admission
         self.dispatch = Dispatch()
-        self.marks = Marks()
+        self.marks = LedgerProgress()
         self.patience = Patience()
         self._issued = 0
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, GroupRecord] = {}
         self._runs: dict[int, GroupRun] = {}
         self._ready: dict[int, tuple[Member, Forest]] = {}  # scored and in no batch yet
         self._grown: dict[int, list[Forest]] = {}  # by step, of batches that were not trained yet
@@ -58,9 +58,9 @@ class Core:
         core = cls(ledger, mix, sources, rules, Admission(shape, last_step=last_step))
         check_task_counts(ledger, sources)
         for source in sources.values():
-            await ledger.declare(source.name, source.epoch)
-        mix.restore(ledger.states)
-        core._issued = ledger.issued()
+            await ledger.declare_source(source.name, source.epoch)
+        mix.restore(ledger.load_states)
+        core._issued = ledger.num_issued()
         core._go_back()
         for group in ledger.open_groups():
             await core._resume(group)
@@ -68,9 +68,9 @@ class Core:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    async def issue(self) -> list[Group]:
+    async def issue(self) -> list[GroupRecord]:
         """Issue as many groups as there is room for."""
-        found: list[Group] = []
+        found: list[GroupRecord] = []
         async with self._numbering:
             while self.admission.room:
                 chosen = self.mix.next()
@@ -79,8 +79,8 @@ class Core:
                     break
                 size = self.sources[chosen.source].size
                 version = (self.marks.incarnation, self.admission.applied)
-                group = Group(self._issued, chosen.source, chosen.task, size, chosen.epoch, *version)
-                await self.ledger.issue(group, chosen.states)
+                group = GroupRecord(self._issued, chosen.source, chosen.task, size, chosen.epoch, *version)
+                await self.ledger.issue_group(group, chosen.states)
                 self._issued += 1
                 self.admission.issue(group.number)
                 self._begin(group)
@@ -89,7 +89,7 @@ class Core:
                 found.append(group)
         return found
 
-    def take(self, limit: int) -> tuple[Group, Order] | None:
+    def take(self, limit: int) -> tuple[GroupRecord, Order] | None:
         """The next attempt to send out, unless `limit` are out or the trainer has to catch up first."""
         order = self.dispatch.take(limit, self.admission.may_dispatch)
         return None if order is None else (self._groups[order.group], order)
@@ -113,7 +113,7 @@ class Core:
             fate = run.back(attempt, traces)
             if fate is Fate.KEPT:
                 row = self._row(number, attempt, traces, summary)
-                await self.ledger.sampled(number, attempt, row, traces if encoded is None else encoded)
+                await self.ledger.record_sampled(number, attempt, row, traces if encoded is None else encoded)
                 return run.standing
             failures = (error for trace in traces for error in trace.errors if error.blame == "system")
             return await self._unlucky(run, attempt, fate, _told(next(failures, None)))
@@ -126,7 +126,7 @@ class Core:
                 return Standing.TOO_FEW
             return await self._unlucky(run, attempt, run.failed(attempt, failure), _told(failure))
 
-    def group(self, number: int) -> Group:
+    def group(self, number: int) -> GroupRecord:
         """A group that is not in a batch yet."""
         return self._groups[number]
 
@@ -152,17 +152,17 @@ class Core:
                 return None
             group = self._groups[number]
             found = judge(run, self.sources[group.source], self.rules)
-            states = {} if found.reward is None else self.mix.learn(group.source, group.task, found.reward)
+            states = {} if found.reward is None else self.mix.learn(group.source, group.task_number, found.reward)
             if found.member is None or found.forest is None:
                 assert found.reason is not None
-                await self.ledger.drop(number, found.reason, found.detail, states=states)
+                await self.ledger.drop_group(number, found.reason, found.detail, states=states)
                 self._forget(number, found.reason)
                 return found
             changed = [
                 (self._row(number, attempt, run.rollouts[attempt], summary), run.rollouts[attempt])
                 for attempt, summary in (summaries or {}).items()
             ]
-            await self.ledger.scored(number, found.notes, rollouts=changed, states=states)
+            await self.ledger.record_scored(number, found.notes, rollouts=changed, states=states)
             self.admission.score(number)
             self.patience.record_trainable()
             self._ready[number] = (found.member, found.forest)
@@ -172,19 +172,19 @@ class Core:
         """Give a group up. Attempts of it that are out count no more and should be cancelled."""
         async with self._numbering, self._alone(number) as run:  # not while a batch with it is cut
             if run is not None:
-                await self.ledger.drop(number, reason, detail)
+                await self.ledger.drop_group(number, reason, detail)
                 self._forget(number, reason)
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    async def cut(self) -> list[StoredBatch]:
+    async def cut(self) -> list[BatchRecord]:
         """Decide every batch that can be decided now."""
-        found: list[StoredBatch] = []
+        found: list[BatchRecord] = []
         async with self._numbering:
             while numbers := self.admission.ready():
                 members = [self._ready[number] for number in numbers]
                 batch = decide(self.admission.step, members, self.rules.seq_len)
-                await self.ledger.batch(batch)
+                await self.ledger.record_batch(batch)
                 self._grown[batch.step] = [forest for _, forest in members]
                 self.admission.cut(numbers)
                 for number in numbers:
@@ -192,22 +192,22 @@ class Core:
                 found.append(batch)
         return found
 
-    async def serve(self, step: int) -> StoredBatch | None:
+    async def serve(self, step: int) -> BatchRecord | None:
         """The batch of a step for the trainer; None while it was not cut."""
-        found = self.ledger.stored(step)
+        found = self.ledger.get_batch(step)
         if found is not None:
-            await self.ledger.serve(step)
+            await self.ledger.record_served(step)
         return found
 
-    def forests(self, batch: StoredBatch) -> list[Forest]:
+    def forests(self, batch: BatchRecord) -> list[Forest]:
         """What grew of the groups of a batch; it grows again where an earlier process cut it, or it was trained."""
-        return self._grown.get(batch.step) or regrow(batch, self.ledger.store.read)
+        return self._grown.get(batch.step) or regrow(batch, self.ledger.store.read_traces)
 
     async def acknowledge(self, step: int) -> None:
         """The trainer has done a step."""
-        await self.ledger.acknowledge(step)
+        await self.ledger.acknowledge_step(step)
         self._grown.pop(step, None)
-        self.marks = self.ledger.marks()
+        self.marks = self.ledger.progress()
 
     def applied(self, incarnation: int, version: int) -> None:
         """The engines sample from this version now; one of an earlier incarnation frees nothing."""
@@ -216,13 +216,13 @@ class Core:
 
     async def commit(self, version: int) -> None:
         """The trainer's checkpoint of this version is safe."""
-        await self.ledger.commit(version)
-        self.marks = self.ledger.marks()
+        await self.ledger.commit_version(version)
+        self.marks = self.ledger.progress()
 
-    async def restart_trainer(self) -> Marks:
+    async def restart_trainer(self) -> LedgerProgress:
         """A trainer begins at `committed`: it is served the batches after that again, the same in the same order."""
         async with self._numbering:
-            await self.ledger.restart()
+            await self.ledger.begin_incarnation()
             self._go_back()
         return self.marks
 
@@ -236,8 +236,8 @@ class Core:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _go_back(self) -> None:
-        self.marks = self.ledger.marks()
-        again = {batch.step: batch.groups for batch in self.ledger.batches(self.marks.committed)}
+        self.marks = self.ledger.progress()
+        again = {batch.step: batch.group_numbers for batch in self.ledger.batches(self.marks.committed)}
         self.admission.go_back(self.marks.committed, again)
 
     @asynccontextmanager
@@ -250,7 +250,7 @@ class Core:
         async with lock:
             yield self._runs.get(number)
 
-    def _begin(self, group: Group) -> GroupRun:
+    def _begin(self, group: GroupRecord) -> GroupRun:
         source = self.sources[group.source]
         run = GroupRun(
             group.number,
@@ -263,10 +263,10 @@ class Core:
         self._locks[group.number] = asyncio.Lock()
         return run
 
-    async def _resume(self, group: Group) -> None:
+    async def _resume(self, group: GroupRecord) -> None:
         """A group that an earlier process issued."""
         if group.source not in self.sources:
-            await self.ledger.drop(
+            await self.ledger.drop_group(
                 group.number, DropReason.CANCELLED, f"the run has no source {group.source!r} any more"
             )
             return
@@ -274,17 +274,17 @@ class Core:
         attempts = self.ledger.attempts(group.number)
         run.restore(
             {
-                each.attempt: self.ledger.store.read(each.rollout)
+                each.attempt_index: self.ledger.store.read_traces(each.rollout_id)
                 for each in attempts
-                if each.rollout is not None and each.state is not State.DROPPED
+                if each.rollout_id is not None and each.state is not GroupState.DROPPED
             },
-            {each.attempt: _untold(each.detail) for each in attempts if each.state is State.DROPPED},
-            {each.attempt: each.tries for each in attempts},
+            {each.attempt_index: _untold(each.detail) for each in attempts if each.state is GroupState.DROPPED},
+            {each.attempt_index: each.num_tries for each in attempts},
         )
         self.admission.resume(group.number)
         for attempt in run.missing:
             self.dispatch.add(group.number, attempt, again=1)
-        if group.state is State.SCORED:
+        if group.state is GroupState.SCORED:
             found = judge(run, self.sources[group.source], self.rules)
             if found.member is None or found.forest is None:  # other filters or another algorithm than before
                 await self.drop(group.number, found.reason or DropReason.CANCELLED, found.detail)
@@ -296,12 +296,12 @@ class Core:
 
     async def _unlucky(self, run: GroupRun, attempt: int, fate: Fate, told: str) -> Standing:
         if fate is Fate.AGAIN:
-            await self.ledger.retry(run.number, attempt, told)
+            await self.ledger.retry_attempt(run.number, attempt, told)
             self.dispatch.add(run.number, attempt, again=run.runs(attempt) - 1)
             return Standing.OPEN
         await self.ledger.drop_attempt(run.number, attempt, DropReason.FAILED, told)
         if run.standing is Standing.TOO_FEW:
-            await self.ledger.drop(run.number, DropReason.TOO_FEW, _why(run))
+            await self.ledger.drop_group(run.number, DropReason.TOO_FEW, _why(run))
             self._forget(run.number, DropReason.TOO_FEW)
         return run.standing
 
@@ -312,10 +312,10 @@ class Core:
         self._ready.pop(number, None)
         del self._runs[number], self._groups[number], self._locks[number]
 
-    def _row(self, number: int, attempt: int, traces: Sequence[Trace], summary: dict[str, Any] | None) -> Row:
+    def _row(self, number: int, attempt: int, traces: Sequence[Trace], summary: dict[str, Any] | None) -> RolloutRecord:
         group = self._groups[number]
-        task, reward = str(group.task), traces[0].reward if traces else None
-        return Row(rollout_id(number, attempt), task, attempt, group.source, reward, summary=summary or {})
+        task, reward = str(group.task_number), traces[0].reward if traces else None
+        return RolloutRecord(rollout_id(number, attempt), task, attempt, group.source, reward, summary=summary or {})
 
 
 def check_task_counts(ledger: Ledger, sources: Mapping[str, Source]) -> None:

@@ -15,9 +15,9 @@ from ramify.evals.stats import clustered_mean, ladder, mean_of, passes
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.sampling import Served, seed_of
 from ramify.orchestrate.weights import Weights
-from ramify.store import Row, RunStore
-from ramify.store.journal import Metric
-from ramify.store.summary import REVISION, summary_of
+from ramify.store import RolloutRecord, RunStore
+from ramify.store.run_log import MetricPoint
+from ramify.store.summary import REVISION_KEY, summarize_rollout
 from ramify.trace import Trace
 
 AT_ONCE = 64  # rollouts of an eval
@@ -42,7 +42,7 @@ class Evaluating:
         self.running: dict[str, float] = {}  # source: since when
         self._last: dict[str, int] = {}  # the version each source was last evaluated at
 
-    def restore(self, known: Iterable[Metric]) -> None:
+    def restore(self, known: Iterable[MetricPoint]) -> None:
         """Go on where an earlier process stopped: what it measured is not measured again."""
         for metric in known:
             self._last[metric.name.removeprefix("eval/").removesuffix("/avg")] = metric.step  # it may hold a slash
@@ -100,7 +100,7 @@ class Evaluating:
                     await served.compare(counted, lambda failure: self._failed(f"eval/{name}", failure))
             for repetition, traces in episodes.items():
                 row = _row(name, step, number, repetition, traces, served.revision)
-                await self._store.add(row, traces)
+                await self._store.add_rollout(row, traces)
             found[str(number)] += [trace for trace in counted if None not in trace.rewards.values()]
 
         async with asyncio.TaskGroup() as together:
@@ -141,16 +141,16 @@ def _failure(traces: Sequence[Trace]) -> Failure | None:
     return next((error for trace in traces for error in trace.errors if error.blame == "system"), None)
 
 
-def _row(name: str, step: int, number: int, repetition: int, traces: Sequence[Trace], revision: int) -> Row:
+def _row(name: str, step: int, number: int, repetition: int, traces: Sequence[Trace], revision: int) -> RolloutRecord:
     failure = _failure(traces)
-    return Row(
+    return RolloutRecord(
         traces[0].episode,
         str(number),
         repetition,
         f"eval/{name}",
         traces[0].reward,
         None if failure is None else failure.name,
-        {**summary_of(traces, failure), "step": step, REVISION: revision},
+        {**summarize_rollout(traces, failure), "step": step, REVISION_KEY: revision},
     )
 
 

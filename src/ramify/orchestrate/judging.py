@@ -15,7 +15,7 @@ from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.batch import Member
 from ramify.orchestrate.filters import Filter, sift
 from ramify.orchestrate.groups import GroupRun
-from ramify.store.states import DropReason
+from ramify.store.group_state import DropReason
 from ramify.trace import Annotation, Forest
 
 

@@ -13,7 +13,7 @@ from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.sampling import Served
 from ramify.orchestrate.tasks import MANY, TaskBook
 from ramify.store import RunStore
-from ramify.store.environments import ObservedEnvironment, task_numbers
+from ramify.store.environments import ObservedEnvironment, get_task_numbers
 
 LOOK = 0.05  # seconds between two looks at a server that is not ready
 SLACK = 600.0  # seconds an attempt may wait for a worker beyond what it may take
@@ -65,11 +65,11 @@ async def observe(met: Met, store: RunStore, name: str, limit: int | None) -> Ob
     """
     count = met.served.count
     if count is None and limit is None:
-        numbers = task_numbers(store, name)
+        numbers = get_task_numbers(store, name)
     else:
         numbers = range(min(each for each in (count, limit) if each is not None))
     contents, keys = await met.served.tasks.contents(numbers)
-    return ObservedEnvironment(met.info.environment, contents, keys, size=count)
+    return ObservedEnvironment(met.info.environment, contents, keys, num_tasks=count)
 
 
 async def _ready(

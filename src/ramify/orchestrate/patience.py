@@ -8,8 +8,8 @@ from the ledger when the orchestrator is restarted, and starts again at 0 after 
 import asyncio
 import textwrap
 
+from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
-from ramify.store.states import DropReason, State
 
 REPORTED = "patience/reported"  # in the ledger's states: groups with lower numbers were reported already
 UNCOUNTED = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
@@ -42,7 +42,7 @@ class Patience:
     async def report(self, ledger: Ledger) -> str:
         """Return a description of the counted groups, and reset the count."""
         described = _describe(ledger, self.dropped, self.limit)
-        await ledger.keep({REPORTED: ledger.issued()})
+        await ledger.save_states({REPORTED: ledger.num_issued()})
         self.record_trainable()
         return described
 
@@ -55,19 +55,19 @@ class Patience:
 
 def _count_dropped(ledger: Ledger) -> int:
     """Return how many groups were dropped after the last trainable one, in the order of issue."""
-    reported: int = ledger.states(REPORTED).get("", 0)
+    reported: int = ledger.load_states(REPORTED).get("", 0)
     trainable = "SELECT max(number) FROM groups WHERE state IN (?, ?, ?)"
     query = f"""SELECT count(*) FROM groups WHERE state = ? AND reason NOT IN (?, ?)
         AND number >= ? AND number > coalesce(({trainable}), -1)"""
-    kept = (State.SCORED.value, State.BATCHED.value, State.TRAINED.value)
+    kept = (GroupState.SCORED.value, GroupState.BATCHED.value, GroupState.TRAINED.value)
     uncounted = [reason.value for reason in UNCOUNTED]
-    return ledger.store.select(query, (State.DROPPED.value, *uncounted, reported, *kept))[0][0]
+    return ledger.store.select(query, (GroupState.DROPPED.value, *uncounted, reported, *kept))[0][0]
 
 
 def _describe(ledger: Ledger, dropped: int, limit: int | None) -> str:
     """Return rewards by source, reasons and one reply of the last `dropped` groups."""
     counted = "SELECT number FROM groups WHERE state = ? AND reason NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
-    values = (State.DROPPED.value, *(reason.value for reason in UNCOUNTED), dropped)
+    values = (GroupState.DROPPED.value, *(reason.value for reason in UNCOUNTED), dropped)
     rows = ledger.store.select(
         f"""SELECT groups.source, count(DISTINCT number), count(reward), avg(reward), min(reward), max(reward),
                 max(CASE WHEN rollout IS NOT NULL THEN number END)
@@ -79,7 +79,7 @@ def _describe(ledger: Ledger, dropped: int, limit: int | None) -> str:
     for source, groups, rollouts, mean, least, most, _ in rows:
         rewards = f"reward mean {mean:.4g}, min {least:.4g}, max {most:.4g}" if rollouts else "no reward"
         lines.append(f"  {source}: {groups} groups, {rollouts} rollouts, {rewards}")
-    lines.append(f"  dropped groups: {ledger.dropped(last=dropped)}")
+    lines.append(f"  dropped groups: {ledger.describe_drops(limit=dropped)}")
     lines += [_describe_reply(ledger, number) for *_, number in rows[:1] if number is not None]
     advice = (
         "a group is trained on only if its attempts earn different rewards: compare the replies with what the reward "
@@ -91,8 +91,8 @@ def _describe(ledger: Ledger, dropped: int, limit: int | None) -> str:
 
 def _describe_reply(ledger: Ledger, number: int) -> str:
     """Quote one reply of a group, with what it replies to."""
-    rollout = next(attempt.rollout for attempt in ledger.attempts(number) if attempt.rollout is not None)
-    trace = ledger.store.read(rollout)[0]
+    rollout = next(attempt.rollout_id for attempt in ledger.attempts(number) if attempt.rollout_id is not None)
+    trace = ledger.store.read_traces(rollout)[0]
     prompts = [node.message.text for node in trace.nodes if node.message.role == "user"]
     prompt, reply = (textwrap.shorten(text, MAX_QUOTED) for text in (prompts[0] if prompts else "", trace.last_reply))
     return f"  a reply to {prompt!r}: {reply!r}"

@@ -84,7 +84,7 @@ class Orchestrator:
             "/health": lambda _: {"ok": True},
             "/status": lambda _: telling.status(run),
             "/why": lambda _: telling.why(run),
-            "/dropped": lambda _: run.ledger.dropped(),
+            "/dropped": lambda _: run.ledger.describe_drops(),
             "/metrics": lambda request: telling.metrics(run, request.query_params.get("name", "*")),
         }
         place, hosts = config.orchestrator.status, config.orchestrator.allowed_hosts
@@ -93,7 +93,7 @@ class Orchestrator:
         if self._answers is not None:
             self._answers(status.address)
         marks = run.core.marks
-        run.journal.note("started", committed=marks.committed, incarnation=marks.incarnation)
+        run.journal.log_event("started", committed=marks.committed, incarnation=marks.incarnation)
         print(f"orchestrating {config.path} at {server.address}; status at {status.address}", flush=True)
 
     async def _until_over(self) -> int:
@@ -111,12 +111,12 @@ class Orchestrator:
         finally:
             leaving.cancel()
         if not run.core.marks.committed:
-            dropped = run.ledger.dropped() or "none"
+            dropped = run.ledger.describe_drops() or "none"
             raise RunStalled(f"the tasks ended before there was a batch to learn from; dropped groups: {dropped}")
         if not await unless(run.leaving, self._last_evals()):
             return await self._checkpoint_and_leave()
         await run.core.finish()
-        run.journal.note("finished", step=run.core.marks.committed)
+        run.journal.log_event("finished", step=run.core.marks.committed)
         await run.service.announce()
         print(f"finished: {run.core.marks.committed} steps in {time.time() - run.started:.0f} s", flush=True)
         return 0
@@ -142,7 +142,7 @@ class Orchestrator:
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.launch.grace):
                     await run.service.committed.wait()
-        run.journal.note("left", committed=run.core.marks.committed)
+        run.journal.log_event("left", committed=run.core.marks.committed)
         return LEFT
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ramify.errors import EnvironmentFault, Failure
 from ramify.evals.stats import mean_of
-from ramify.store.journal import Journal
-from ramify.store.ledger import Group
+from ramify.store.ledger import GroupRecord
+from ramify.store.run_log import RunLog
 from ramify.trace import Trace
 
 FAILURES = 20  # that are remembered
@@ -40,7 +40,7 @@ class _Judged:
 class Progress:
     """The run's numbers. `sink` is told what the journal is told."""
 
-    def __init__(self, journal: Journal, sink: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
+    def __init__(self, journal: RunLog, sink: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
         self._journal, self._sink = journal, sink
         self._judged = _Judged()
         self._rollouts: deque[tuple[float, int]] = deque()  # (when, tokens)
@@ -73,12 +73,14 @@ class Progress:
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of a step, for the tables and the sinks."""
-        self._journal.record(step, values)
+        self._journal.log_metrics(step, values)
         self.last |= values
         if self._sink is not None:
             self._sink(step, values)
 
-    def settled(self, group: Group, traces: list[Trace], trainable: bool, fired: Mapping[str, list[bool]]) -> None:
+    def settled(
+        self, group: GroupRecord, traces: list[Trace], trainable: bool, fired: Mapping[str, list[bool]]
+    ) -> None:
         """A group was judged; `fired` says by filter, of each trace, whether it did."""
         judged, now = self._judged, time.monotonic()
         judged.groups += 1
@@ -146,7 +148,7 @@ class Progress:
             self._log_fault(f"{where}: {failure.name}: {failure.message}")
         told = {"time": time.time(), "where": where, "name": failure.name, "message": failure.message}
         self.failures.append(told)
-        self._journal.note("failure", **told)
+        self._journal.log_event("failure", **told)
 
     def _log_fault(self, line: str) -> None:
         """Print what code of an environment raised: each message once, the first few of them."""

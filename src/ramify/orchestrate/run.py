@@ -32,10 +32,10 @@ from ramify.orchestrate.service import TrainerService
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.weights import Weights
 from ramify.store import open_run
-from ramify.store.environments import ACCEPT_CHANGES, find_changes, record_environments, refuse_changes
-from ramify.store.journal import Journal
+from ramify.store.environments import ACCEPT_CHANGES_KEY, check_no_changes, find_changes, record_environments
+from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
-from ramify.store.states import DropReason, State
+from ramify.store.run_log import RunLog
 
 READERS = 30.0  # seconds for whoever began to read the run while nobody ran it: `why`, `show`, `export`
 
@@ -66,9 +66,9 @@ class Run:
         """Open the store, meet engines and env servers, and stand where the ledger says the run stands."""
         config = self.config
         parts = load_parts(config)
-        self.store = open_run(config.path, config.identity, patience=READERS)
+        self.store = open_run(config.path, config.identity, lock_timeout=READERS)
         stack.callback(self.store.close)
-        self.ledger, self.journal = Ledger.open(self.store), Journal(self.store)
+        self.ledger, self.journal = Ledger.open(self.store), RunLog(self.store)
         self._snapshot_start()
         self.progress = Progress(self.journal, self._log)
         patience = config.launch.start_deadline
@@ -122,7 +122,7 @@ class Run:
         """Write a snapshot that says `starting`: the status address answers only after engines and env servers do."""
         status = {
             "run": str(self.config.path),
-            "step": self.ledger.marks().committed,
+            "step": self.ledger.progress().committed,
             "max_steps": self.config.max_steps,
             "state": "starting",
         }
@@ -139,14 +139,14 @@ class Run:
         met = {**train, **{f"eval/{name}": one for name, one in evals.items()}}
         observed = {name: await observe(one, self.store, name, limits.get(name)) for name, one in met.items()}
         changes = find_changes(self.store, observed)
-        if not self.store.fact(ACCEPT_CHANGES):
-            refuse_changes(self.store, changes)
+        if not self.store.get_fact(ACCEPT_CHANGES_KEY):
+            check_no_changes(self.store, changes)
         for group in self.ledger.open_groups():
-            if group.source in changes and group.state is not State.SCORED:
+            if group.source in changes and group.state is not GroupState.SCORED:
                 detail = f"the environment of {group.source} was changed"
-                await self.ledger.drop(group.number, DropReason.CANCELLED, detail)
+                await self.ledger.drop_group(group.number, DropReason.CANCELLED, detail)
         revisions = record_environments(self.store, observed, changes)
-        self.store.remember(ACCEPT_CHANGES, False)
+        self.store.set_fact(ACCEPT_CHANGES_KEY, False)
         for sources, prefix in ((train, ""), (evals, "eval/")):
             sources |= {name: one.with_revision(revisions[f"{prefix}{name}"]) for name, one in sources.items()}
 

@@ -20,9 +20,9 @@ from ramify.orchestrate.dispatch import Order
 from ramify.orchestrate.groups import Standing
 from ramify.orchestrate.judging import rollout_id
 from ramify.orchestrate.tasks import TaskBook
-from ramify.store.ledger import Group
-from ramify.store.states import DropReason
-from ramify.store.summary import REVISION, UNRECORDED, summary_of
+from ramify.store.group_state import DropReason
+from ramify.store.ledger import GroupRecord
+from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION, summarize_rollout
 from ramify.trace import Trace
 
 PAUSE = 1.0  # seconds before an attempt is sent again to a server that did not answer
@@ -42,7 +42,7 @@ class Served:
     patience: float  # seconds for its server to be back
     count: int | None = None  # of its tasks; None if there is no end of them
     environment: str = ""  # the digest of the environment, as it was checked when the run started
-    revision: int = UNRECORDED  # of the environment
+    revision: int = UNRECORDED_REVISION  # of the environment
 
     def deadline_of(self, task: Mapping[str, Any]) -> float:
         """Return the seconds that one attempt at a task may take, given its wire form.
@@ -95,7 +95,7 @@ class Sampling:
         *,
         seed: int,
         limit: Callable[[], int],
-        settled: Callable[[Group, list[Trace], bool, dict[str, list[bool]]], None],
+        settled: Callable[[GroupRecord, list[Trace], bool, dict[str, list[bool]]], None],
         failed: Callable[[str, Failure], None],
     ) -> None:
         self._core, self.sources, self._seed = core, sources, seed
@@ -137,7 +137,7 @@ class Sampling:
                     self._send(attempts, *taken)
                 await self._wake.wait()
 
-    def _send(self, attempts: asyncio.TaskGroup, group: Group, order: Order) -> None:
+    def _send(self, attempts: asyncio.TaskGroup, group: GroupRecord, order: Order) -> None:
         key = (order.group, order.attempt)
         task = attempts.create_task(self._attempt(group, order), name=f"attempt {rollout_id(*key)}")
         self._tasks[key], self._since[key] = task, (group.source, time.monotonic())
@@ -148,13 +148,13 @@ class Sampling:
             del self._tasks[key], self._since[key]
         self.wake()
 
-    async def _attempt(self, group: Group, order: Order) -> None:
+    async def _attempt(self, group: GroupRecord, order: Order) -> None:
         source = self.sources[group.source]
         core, attempt = self._core, order.attempt
         try:
-            task = await source.tasks.get(group.task)
+            task = await source.tasks.get(group.task_number)
             if source.count is None and attempt == 0:
-                core.ledger.store_task(group.source, group.task, content_of(task))
+                core.ledger.queue_task_digest(group.source, group.task_number, content_of(task))
             ran = await source.client.run(
                 task,
                 id=rollout_id(group.number, attempt),
@@ -210,8 +210,8 @@ class Sampling:
         if await self._core.cut():
             self.cut.set()
 
-    def _summary(self, group: Group, traces: Sequence[Trace]) -> dict[str, Any]:
-        return {**summary_of(traces), REVISION: self.sources[group.source].revision}
+    def _summary(self, group: GroupRecord, traces: Sequence[Trace]) -> dict[str, Any]:
+        return {**summarize_rollout(traces), REVISION_KEY: self.sources[group.source].revision}
 
     def _cancel(self, number: int) -> None:
         for key in [key for key in self._tasks if key[0] == number]:

@@ -70,7 +70,7 @@ class TrainerService:
         asked = request.read(Hello)
         if asked.incarnation is not None:
             self._check(asked.incarnation)
-        elif self._met or self._core.ledger.served():  # a trainer was here, if only before this process was
+        elif self._met or self._core.ledger.served_batches():  # a trainer was here, if only before this process was
             await self._core.restart_trainer()
             self._replaced()
             await self.announce()

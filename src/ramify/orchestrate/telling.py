@@ -83,7 +83,7 @@ def status(run: Run) -> dict[str, Any]:
         "tokens_per_s": tokens,
         "staleness": {"mean": last.get("staleness/mean"), "max": last.get("staleness/max")},
         "trainable": list(progress.trainable),
-        "groups": run.ledger.tally(),
+        "groups": run.ledger.count_by_state(),
         "processes": {each["who"]: f"waits for {each['waits_for']}" for each in why(run)},
         "errors": list(progress.failures)[-5:],
         "failures": dict(progress.failed),

@@ -13,8 +13,8 @@ from ramify.orchestrate.concurrency import Load
 from ramify.orchestrate.run import Run
 from ramify.orchestrate.snapshot import write_snapshot
 from ramify.orchestrate.telling import status, why
-from ramify.store.ledger import Ledger, StoredBatch
-from ramify.store.states import State
+from ramify.store.group_state import GroupState
+from ramify.store.ledger import BatchRecord, Ledger
 from ramify.trace import Trace
 
 LOOK = 1.0  # seconds between two looks at the engines' load and at the run's progress
@@ -64,7 +64,7 @@ async def watch(run: Run) -> None:
         if (idle := time.monotonic() - run.progress.moved) > limit:
             lines = [f"  {each['who']} waits for {each['waits_for']} ({each['detail']})" for each in why(run)]
             said = f"no step in {idle:.0f} s (orchestrator.stall_timeout is {limit:g})"
-            report = "\n".join([said, *lines, f"  dropped groups: {run.ledger.dropped() or 'none'}"])
+            report = "\n".join([said, *lines, f"  dropped groups: {run.ledger.describe_drops() or 'none'}"])
             with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
                 (run.config.path / "stalled.txt").write_text(report + "\n")
             raise RunStalled(report)
@@ -74,14 +74,14 @@ async def write_snapshots(run: Run) -> None:
     """Write the state of the run to disk every SNAPSHOT_INTERVAL seconds, for when this process does not answer."""
     while True:
         state = status(run)
-        dropped = describe_recent_drops(run.ledger, state["groups"].get(State.DROPPED.value, 0))
+        dropped = describe_recent_drops(run.ledger, state["groups"].get(GroupState.DROPPED.value, 0))
         write_snapshot(run.config.path, state, why(run), dropped)
         await asyncio.sleep(SNAPSHOT_INTERVAL)
 
 
 def describe_recent_drops(ledger: Ledger, total: int) -> str:
     """Return why groups were dropped; of more than RECENT_DROPS groups, only the last are read."""
-    reasons = ledger.dropped(last=RECENT_DROPS)
+    reasons = ledger.describe_drops(limit=RECENT_DROPS)
     return f"{reasons} (the last {RECENT_DROPS} of {total})" if total > RECENT_DROPS else reasons
 
 
@@ -124,11 +124,11 @@ async def follow_cuts(run: Run, show: Show | None) -> None:
         await run.service.announce()
 
 
-def _ages(run: Run, batch: StoredBatch) -> list[int]:
-    return [batch.step - run.ledger.group(number).version for number in batch.groups]
+def _ages(run: Run, batch: BatchRecord) -> list[int]:
+    return [batch.step - run.ledger.get_group(number).version for number in batch.group_numbers]
 
 
-def _say(run: Run, batch: StoredBatch) -> None:
+def _say(run: Run, batch: BatchRecord) -> None:
     last, rate = run.progress.last, run.progress.speed()
     k, n = run.progress.trainable
     print(
@@ -138,15 +138,15 @@ def _say(run: Run, batch: StoredBatch) -> None:
     )
 
 
-def _show_some(run: Run, batch: StoredBatch, show: Show) -> None:
+def _show_some(run: Run, batch: BatchRecord, show: Show) -> None:
     """A few rollouts of each source, out of the batch that was just decided."""
     samples = run.config.monitor.samples
     if not samples.count or batch.step % samples.interval:
         return
     shown: dict[str, list[tuple[Trace, float | None]]] = {}
-    for number in batch.groups:
-        rollouts = shown.setdefault(run.ledger.group(number).source, [])
+    for number in batch.group_numbers:
+        rollouts = shown.setdefault(run.ledger.get_group(number).source, [])
         for attempt in run.ledger.attempts(number)[: samples.count - len(rollouts)]:
-            if attempt.rollout is not None:
-                rollouts.append((run.store.read(attempt.rollout)[0], attempt.notes.get("advantage")))
+            if attempt.rollout_id is not None:
+                rollouts.append((run.store.read_traces(attempt.rollout_id)[0], attempt.notes.get("advantage")))
     show(batch.step, shown)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def difference(old: Any, new: Any, key: str = "") -> Iterator[str]:
+def diff_values(old: Any, new: Any, key: str = "") -> Iterator[str]:
     """One line for each key whose value is not the same."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
@@ -14,6 +14,6 @@ def difference(old: Any, new: Any, key: str = "") -> Iterator[str]:
             elif name not in new:
                 yield f"{inner}: was {old[name]!r}, now not set"
             else:
-                yield from difference(old[name], new[name], inner)
+                yield from diff_values(old[name], new[name], inner)
     elif old != new:
         yield f"{key}: was {old!r}, now {new!r}"

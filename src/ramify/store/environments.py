@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 
 from ramify.errors import EnvironmentChanged
-from ramify.store.differences import difference
-from ramify.store.store import OPENING, RunStore
+from ramify.store.differences import diff_values
+from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore
 
-ENVIRONMENTS = "environments"  # the fact that holds identity and revision of each source
-ACCEPT_CHANGES = "accept changes"  # the fact that says whether the next start of the run may record changes
-ACCEPTED = "changes accepted"  # the kind of the event
+ENVIRONMENTS_KEY = "environments"  # the fact that holds identity and revision of each source
+ACCEPT_CHANGES_KEY = "accept changes"  # the fact that says whether the next start of the run may record changes
+CHANGES_ACCEPTED_EVENT = "changes accepted"  # the kind of the event
 MAX_SHOWN_TASKS = 5  # changed tasks that are listed one by one
-RESUME_OPTIONS = (
+RESUME_HINT = (
     "--fresh (in Python: fresh=True) moves the old run aside and begins anew; --accept-changes (accept_changes=True) "
     "keeps the stored rollouts, continues with the new version and records the change"
 )
@@ -37,27 +37,29 @@ class ObservedEnvironment:
 
     identity: dict[str, Any]
     """Digests of its files under `code`, and its configuration."""
-    tasks: Mapping[int, str] = field(default_factory=dict[int, str])
+    task_digests: Mapping[int, str] = field(default_factory=dict[int, str])
     """The content digest of tasks by their number; not necessarily of all of them."""
-    names: Mapping[int, str] = field(default_factory=dict[int, str])
+    task_names: Mapping[int, str] = field(default_factory=dict[int, str])
     """The keys or identities of tasks by their number, for messages; not necessarily of all of them."""
-    size: int | None = None
+    num_tasks: int | None = None
     """The number of tasks; None if it is not known, or if there is no end of them."""
 
 
 def find_changes(store: RunStore, sources: Mapping[str, ObservedEnvironment]) -> dict[str, list[str]]:
     """Return, by source, a line for each difference from the stored environment; unchanged sources are left out."""
-    known = store.fact(ENVIRONMENTS) or {}
-    lines = {name: list(_changes(store, name, known[name], now)) for name, now in sources.items() if name in known}
+    known = store.get_fact(ENVIRONMENTS_KEY) or {}
+    lines = {
+        name: list(_diff_environment(store, name, known[name], now)) for name, now in sources.items() if name in known
+    }
     return {name: changed for name, changed in lines.items() if changed}
 
 
-def refuse_changes(store: RunStore, changes: Mapping[str, Sequence[str]]) -> None:
+def check_no_changes(store: RunStore, changes: Mapping[str, Sequence[str]]) -> None:
     """Raise EnvironmentChanged if there are changes."""
     if changes:
-        lines = "".join(f"\n  {line}" for line in label_changes(changes))
+        lines = "".join(f"\n  {line}" for line in format_changes(changes))
         raise EnvironmentChanged(
-            f"{store.path} holds rollouts of another version of its environment; what differs:{lines}\n{RESUME_OPTIONS}"
+            f"{store.path} holds rollouts of another version of its environment; what differs:{lines}\n{RESUME_HINT}"
         )
 
 
@@ -65,68 +67,70 @@ def record_environments(
     store: RunStore, sources: Mapping[str, ObservedEnvironment], changes: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
     """Store the observed environments, and the changes as an event, in one transaction; return the revisions."""
-    known: dict[str, Any] = store.fact(ENVIRONMENTS) or {}
+    known: dict[str, Any] = store.get_fact(ENVIRONMENTS_KEY) or {}
     revisions = {name: known.get(name, {"revision": 1})["revision"] + (name in changes) for name in sources}
     for name, now in sources.items():
         known[name] = {"identity": now.identity, "revision": revisions[name]}
     fact = msgspec.msgpack.encode(known)
-    tasks = [(name, number, content) for name, now in sources.items() for number, content in now.tasks.items()]
-    event = {"changes": label_changes(changes), "revisions": {name: revisions[name] for name in changes}}
+    tasks = [(name, number, content) for name, now in sources.items() for number, content in now.task_digests.items()]
+    event = {"changes": format_changes(changes), "revisions": {name: revisions[name] for name in changes}}
 
     def apply(connection: sqlite3.Connection, _: object) -> None:
-        connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (ENVIRONMENTS, fact))
+        connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (ENVIRONMENTS_KEY, fact))
         for name, now in sources.items():
-            if now.size is not None:
-                connection.execute("DELETE FROM tasks WHERE source = ? AND number >= ?", (name, now.size))
+            if now.num_tasks is not None:
+                connection.execute("DELETE FROM tasks WHERE source = ? AND number >= ?", (name, now.num_tasks))
         connection.executemany("INSERT OR REPLACE INTO tasks VALUES (?, ?, ?)", tasks)
         if changes:
-            values = (time.time(), ACCEPTED, msgspec.msgpack.encode(event))
+            values = (time.time(), CHANGES_ACCEPTED_EVENT, msgspec.msgpack.encode(event))
             connection.execute("INSERT INTO events VALUES (?, ?, ?)", values)
 
-    store.change(apply).result(OPENING)
+    store.submit_change(apply).result(BLOCKING_CHANGE_TIMEOUT)
     return revisions
 
 
-def task_numbers(store: RunStore, source: str) -> list[int]:
+def get_task_numbers(store: RunStore, source: str) -> list[int]:
     """Return the numbers of the tasks of a source whose content is stored."""
     return [
         number for (number,) in store.select("SELECT number FROM tasks WHERE source = ? ORDER BY number", (source,))
     ]
 
 
-def label_changes(changes: Mapping[str, Sequence[str]]) -> list[str]:
+def format_changes(changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return all lines, each with the name of its source where it has one."""
     return [f"{name}: {line}" if name else line for name, lines in changes.items() for line in lines]
 
 
-def _changes(store: RunStore, name: str, known: Mapping[str, Any], now: ObservedEnvironment) -> Iterator[str]:
-    before: dict[str, Any] = dict(known["identity"])
-    after = dict(now.identity)
-    yield from _changed_files(before.pop("code", {}), after.pop("code", {}))
-    yield from difference(before, after)
-    yield from _changed_tasks(store, name, now)
+def _diff_environment(
+    store: RunStore, source: str, stored: Mapping[str, Any], observed: ObservedEnvironment
+) -> Iterator[str]:
+    before: dict[str, Any] = dict(stored["identity"])
+    after = dict(observed.identity)
+    yield from _diff_files(before.pop("code", {}), after.pop("code", {}))
+    yield from diff_values(before, after)
+    yield from _diff_tasks(store, source, observed)
 
 
-def _changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
-    for file in sorted({*before, *after}):
-        if file not in after:
-            yield f"{file} is no longer imported (it was {before[file]})"
-        elif file not in before:
-            yield f"{file} is new ({after[file]})"
-        elif before[file] != after[file]:
-            yield f"{file} has changed (it was {before[file]}, now {after[file]})"
+def _diff_files(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    for file in sorted({*old, *new}):
+        if file not in new:
+            yield f"{file} is no longer imported (it was {old[file]})"
+        elif file not in old:
+            yield f"{file} is new ({new[file]})"
+        elif old[file] != new[file]:
+            yield f"{file} has changed (it was {old[file]}, now {new[file]})"
 
 
-def _changed_tasks(store: RunStore, name: str, now: ObservedEnvironment) -> Iterator[str]:
-    stored = store.select("SELECT number, content FROM tasks WHERE source = ? ORDER BY number", (name,))
+def _diff_tasks(store: RunStore, source: str, observed: ObservedEnvironment) -> Iterator[str]:
+    stored = store.select("SELECT number, content FROM tasks WHERE source = ? ORDER BY number", (source,))
     lines: list[str] = []
     for number, content in stored:
-        if number not in now.tasks:
-            if now.size is not None and number >= now.size:
-                lines.append(f"task {number} is gone: there are {now.size}")
-        elif now.tasks[number] != content:
-            called = f" ({now.names[number]})" if number in now.names else ""
-            lines.append(f"task {number}{called} has changed (it was {content}, now {now.tasks[number]})")
+        if number not in observed.task_digests:
+            if observed.num_tasks is not None and number >= observed.num_tasks:
+                lines.append(f"task {number} is gone: there are {observed.num_tasks}")
+        elif observed.task_digests[number] != content:
+            called = f" ({observed.task_names[number]})" if number in observed.task_names else ""
+            lines.append(f"task {number}{called} has changed (it was {content}, now {observed.task_digests[number]})")
     yield from lines[:MAX_SHOWN_TASKS]
     if len(lines) > MAX_SHOWN_TASKS:
         yield f"and {len(lines) - MAX_SHOWN_TASKS} more of its tasks"

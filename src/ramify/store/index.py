@@ -10,44 +10,44 @@ from pathlib import Path
 
 from ramify.errors import RunDamaged
 
-DATABASE, TRACES, WEIGHTS = "run.sqlite", "traces", "weights/*/*.safetensors"
-RECOVERY = (
-    f"Restore the file (and {DATABASE}-wal, if there is one) from a copy of the run; or give the command with --fresh, "
+DATABASE_NAME, TRACES_DIR, WEIGHTS_GLOB = "run.sqlite", "traces", "weights/*/*.safetensors"
+RECOVERY_HINT = (
+    f"Restore the file (and {DATABASE_NAME}-wal, if there is one) from a copy of the run; or give the command with --fresh, "
     "which moves the directory aside and begins anew"
 )
-USE_WEIGHTS = ". Weights in it can still be used as a model, with -m PATH"
+USE_WEIGHTS_HINT = ". Weights in it can still be used as a model, with -m PATH"
 
 
-def check_file(path: Path) -> None:
+def check_index_file(path: Path) -> None:
     """Raise RunDamaged if the directory holds results, but its index is missing or empty."""
-    file = path / DATABASE
+    file = path / DATABASE_NAME
     if not file.is_file():
-        _refuse(path, "is missing")
+        _raise_if_results(path, "is missing")
     elif not file.stat().st_size:
-        _refuse(path, "is empty")
+        _raise_if_results(path, "is empty")
 
 
-def check_contents(path: Path, connection: sqlite3.Connection, required: str | None) -> None:
+def check_index_contents(path: Path, connection: sqlite3.Connection, required_fact: str | None) -> None:
     """Raise RunDamaged if the directory holds results, but its index has no tables or lacks the required fact."""
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
-        _refuse(path, "has no tables")
-    elif required and not connection.execute("SELECT 1 FROM facts WHERE key = ?", (required,)).fetchone():
-        _refuse(path, "has lost its contents")
+        _raise_if_results(path, "has no tables")
+    elif required_fact and not connection.execute("SELECT 1 FROM facts WHERE key = ?", (required_fact,)).fetchone():
+        _raise_if_results(path, "has lost its contents")
 
 
-def check_pages(path: Path, connection: sqlite3.Connection) -> None:
+def check_index_pages(path: Path, connection: sqlite3.Connection) -> None:
     """Raise RunDamaged if SQLite finds a damaged page: with such an index, traces that are needed could be removed."""
     problems = [line for (line,) in connection.execute("PRAGMA quick_check(3)") if line != "ok"]
     if problems:
-        raise damage_error(path, "; ".join(problems))
+        raise make_damage_error(path, "; ".join(problems))
 
 
-def damage_error(path: Path, problem: str) -> RunDamaged:
+def make_damage_error(path: Path, problem: str) -> RunDamaged:
     """Return the failure of a run whose index SQLite cannot read."""
-    return RunDamaged(f"{path / DATABASE} is damaged: {problem}; nothing was changed. {_recovery(path)}")
+    return RunDamaged(f"{path / DATABASE_NAME} is damaged: {problem}; nothing was changed. {_recovery_hint(path)}")
 
 
-def is_corruption(error: BaseException) -> bool:
+def is_corruption_error(error: BaseException) -> bool:
     """Return whether SQLite reports that the file is damaged or not a database."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -56,25 +56,25 @@ def is_corruption(error: BaseException) -> bool:
 def describe_results(path: Path) -> str:
     """Return what a directory holds of a run, such as "2 checkpoints"; "" if it holds nothing."""
     counts = {
-        "trace segment": sum(file.stat().st_size > 0 for file in path.glob(f"{TRACES}/*.seg")),
+        "trace segment": sum(file.stat().st_size > 0 for file in path.glob(f"{TRACES_DIR}/*.seg")),
         "checkpoint": sum(1 for _ in path.glob("checkpoints/step_*")),
-        "version of the weights": len({file.parent for file in path.glob(WEIGHTS)}),
+        "version of the weights": len({file.parent for file in path.glob(WEIGHTS_GLOB)}),
     }
-    named = {name: f"{count} {name if count == 1 else _plural(name)}" for name, count in counts.items() if count}
+    named = {name: f"{count} {name if count == 1 else _pluralize(name)}" for name, count in counts.items() if count}
     return ", ".join(named.values())
 
 
-def _recovery(path: Path) -> str:
-    return RECOVERY + (USE_WEIGHTS if any(path.glob(WEIGHTS)) else "")
+def _recovery_hint(path: Path) -> str:
+    return RECOVERY_HINT + (USE_WEIGHTS_HINT if any(path.glob(WEIGHTS_GLOB)) else "")
 
 
-def _plural(name: str) -> str:
+def _pluralize(name: str) -> str:
     head, _, rest = name.partition(" of ")
     return f"{head}s of {rest}" if rest else f"{head}s"
 
 
-def _refuse(path: Path, what: str) -> None:
+def _raise_if_results(path: Path, problem: str) -> None:
     if results := describe_results(path):
         raise RunDamaged(
-            f"{path / DATABASE} {what}, but the directory holds {results}; nothing was changed. {_recovery(path)}"
+            f"{path / DATABASE_NAME} {problem}, but the directory holds {results}; nothing was changed. {_recovery_hint(path)}"
         )

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import msgspec
 
 from ramify.errors import RamifyError, StorageFailed
-from ramify.store.index import DATABASE
-from ramify.store.rows import Place, Row
-from ramify.store.store import RunStore
+from ramify.store.index import DATABASE_NAME
+from ramify.store.rollout_table import FrameLocation, RolloutRecord
+from ramify.store.run_store import RunStore
 
 
 def check_storage(store: RunStore) -> list[str]:
@@ -30,31 +30,31 @@ def _check_database(store: RunStore) -> Iterator[str]:
         found = [line for (line,) in store.select("PRAGMA integrity_check")]
     except StorageFailed as error:
         found = [error.message]
-    yield from (f"{store.path / DATABASE}: {line}" for line in found if line != "ok")
+    yield from (f"{store.path / DATABASE_NAME}: {line}" for line in found if line != "ok")
 
 
 def _check_traces(store: RunStore) -> Iterator[str]:
     known: dict[int, int] = dict(store.select("SELECT number, length FROM segments"))
-    places = {id: Place(*place) for id, *place in store.select("SELECT id, segment, start, stop FROM rollouts")}
-    whole: set[Place] = set()
+    places = {id: FrameLocation(*place) for id, *place in store.select("SELECT id, segment, start, stop FROM rollouts")}
+    whole: set[FrameLocation] = set()
     for place, problem in store.segments.verify(known):
         if problem:
             yield problem
         else:
             whole.add(place)
-    for row in store.rows():
+    for row in store.rollouts():
         if places[row.id] not in whole:
             yield f"rollout {row.id}: its place in the segments, {tuple(places[row.id])}, holds no whole frame"
-        elif problem := _check_row(store, row):
+        elif problem := _check_record(store, row):
             yield problem
 
 
-def _check_row(store: RunStore, row: Row) -> str | None:
+def _check_record(store: RunStore, record: RolloutRecord) -> str | None:
     """Compare a row with the trace it points to."""
     try:
-        trace = store.read(row.id)[0]
+        trace = store.read_traces(record.id)[0]
     except (RamifyError, IndexError) as error:
-        return f"rollout {row.id}: its traces cannot be read: {error}"
-    if trace.reward != row.reward:
-        return f"rollout {row.id}: the index has reward {row.reward}, its trace {trace.reward}"
+        return f"rollout {record.id}: its traces cannot be read: {error}"
+    if trace.reward != record.reward:
+        return f"rollout {record.id}: the index has reward {record.reward}, its trace {trace.reward}"
     return None

@@ -8,33 +8,33 @@ import contextlib
 import os
 from pathlib import Path
 
-KERNEL_LOCKS = Path("/proc/locks")
+PROC_LOCKS = Path("/proc/locks")
 
 
-def write_holder(handle: int) -> None:
+def write_holder(fd: int) -> None:
     """Write the pid of this process, which holds the lock exclusively. A full disk is ignored: the lock still holds."""
-    os.truncate(handle, 0)
+    os.truncate(fd, 0)
     with contextlib.suppress(OSError):
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
 
 
-def name_holders(handle: int) -> str:
+def describe_holders(fd: int) -> str:
     """Return "process 12" or "processes 12, 13" for the holders of the lock; "" if they are not known."""
-    pids = _listed_holders(os.fstat(handle).st_ino)
+    pids = _read_kernel_holders(os.fstat(fd).st_ino)
     if not pids:
-        written = os.pread(handle, 32, 0).decode(errors="replace").strip()
+        written = os.pread(fd, 32, 0).decode(errors="replace").strip()
         pids = [int(written)] if written.isdecimal() else []
     return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else ""
 
 
-def _listed_holders(inode: int) -> list[int]:
+def _read_kernel_holders(inode: int) -> list[int]:
     """Return the pids in lines of the kernel's list such as `1: FLOCK ADVISORY WRITE 12 08:01:34 0 EOF`.
 
     Only the inode is compared, not the device: overlay file systems report another device than `stat` does. A process
     of another container is listed as 0.
     """
     try:
-        lines = KERNEL_LOCKS.read_text().splitlines()
+        lines = PROC_LOCKS.read_text().splitlines()
     except OSError:
         return []
     locks = [fields for line in lines if len(fields := line.split()) == 8 and fields[1] == "FLOCK"]

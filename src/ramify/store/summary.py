@@ -9,11 +9,11 @@ import msgspec
 from ramify.errors import Failure
 from ramify.trace import Trace
 
-REVISION = "revision"  # the key that says which revision of its source's environment a rollout came from
-UNRECORDED = 0  # the revision of rollouts that were stored before revisions were
+REVISION_KEY = "revision"  # the key that says which revision of its source's environment a rollout came from
+UNRECORDED_REVISION = 0  # the revision of rollouts that were stored before revisions were
 
 
-def summary_of(traces: Sequence[Trace], failure: Failure | None = None) -> dict[str, Any]:
+def summarize_rollout(traces: Sequence[Trace], failure: Failure | None = None) -> dict[str, Any]:
     """The rollout in numbers; `failure` is the system's, if that ended it."""
     first = traces[0]
     calls = [node.call for trace in traces for node in trace.nodes if node.call is not None]

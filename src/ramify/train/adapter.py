@@ -39,7 +39,7 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     """
     run = store.path
     name, lora = _read_config(run / "config.toml")
-    step = Ledger.read(store).marks().committed or max(completed_steps(run / "checkpoints"), default=0)
+    step = Ledger.open_readonly(store).progress().committed or max(completed_steps(run / "checkpoints"), default=0)
     if not step:
         raise ConfigInvalid(f"{run} has no checkpoint yet: there is no adapter to export")
     checkpoint = step_directory(run / "checkpoints", step)

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ramify.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
-from ramify.store.segment import sync_directory
-from ramify.store.writer import is_full, named
+from ramify.store.run_writer import is_disk_full, to_storage_error
+from ramify.store.segment_log import fsync_directory
 from ramify.train.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
@@ -87,7 +87,7 @@ class Checkpoints:
                     optimizer = trainer.config.optim.type
                     CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files).write(aside)
                     aside.rename(place)
-                    sync_directory(self.directory)
+                    fsync_directory(self.directory)
         except RamifyError:
             if self.ranks.first:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -259,7 +259,7 @@ def _naming(directory: Path) -> Iterator[None]:
 def _named(error: BaseException, directory: Path) -> RamifyError:
     """A failed save by name. Torch may hide the reason of a write that failed: then the room that is left tells."""
     first = _first(error)
-    known = named(first, directory)
+    known = to_storage_error(first, directory)
     if isinstance(known, RamifyError):
         return known
     free = shutil.disk_usage(directory).free
@@ -275,7 +275,7 @@ def _first(error: BaseException) -> BaseException:
     for each in found:
         link: BaseException | None = each
         while link is not None:
-            if is_full(link):
+            if is_disk_full(link):
                 return link
             link = link.__cause__ or link.__context__
     return found[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ramify.model import Version, publish
 from ramify.model.weights import trainable_tensors
-from ramify.store import naming
+from ramify.store import wrap_storage_errors
 from ramify.train.lora import is_adapter, merged, plain_name
 from ramify.train.parallel import Ranks, whole
 from ramify.train.step import Trainer
@@ -53,7 +53,7 @@ class Publisher:
         tensors = {name: tensor.to(self.dtype).cpu() for name, tensor in gathered(trainer) if wanted}
         with self.ranks.together():
             if wanted:
-                with naming(self.directory):
+                with wrap_storage_errors(self.directory):
                     publish(path, tensors, version, base=self.base)
         size = sum(tensor.nbytes for tensor in tensors.values())
         return Published(version, path, time.perf_counter() - started, size)

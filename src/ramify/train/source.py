@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ramify.errors import BatchCorrupt, ConfigInvalid
 from ramify.model.version import Version
-from ramify.store import naming
+from ramify.store import wrap_storage_errors
 from ramify.train.batches import Batch, Laying, decode, laid_again, shares
 from ramify.train.protocol import Welcome
 
@@ -54,7 +54,7 @@ class Recording:
 
     def add(self, step: int, rank: int, data: bytes | memoryview, ranks: int) -> None:
         """Keep a share of so many as it came. Raises StorageFull or StorageFailed."""
-        with naming(self.directory):
+        with wrap_storage_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             place = self.directory / NAME.format(step=step, rank=rank)
             aside = place.with_name(f".{place.name}")

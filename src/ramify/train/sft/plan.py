@@ -12,7 +12,7 @@ import numpy as np
 from ramify.errors import ConfigInvalid
 from ramify.model.resolve import resolve
 from ramify.render import Renderer, load_renderer
-from ramify.store import default_name
+from ramify.store import default_run_name
 from ramify.tasksets.rows import rows
 from ramify.train.sft.chats import Chat, read_chats
 from ramify.train.sft.config import SftConfig
@@ -55,7 +55,7 @@ def plan_of(config: SftConfig) -> Plan:
         apart = config.data.model_copy(update={"path": config.validation.path})
         validation = read_chats(rows(config.validation.path, config.validation.part), apart)
     chosen = [chats[at] for at in train]
-    name = config.name or default_name(config.data.path, config.model.name, config.identity)
+    name = config.name or default_run_name(config.data.path, config.model.name, config.identity)
     stream = Stream(len(chosen), config.epochs, config.seed)
     identity = {**config.identity, "conversations": {"count": len(chats), "digest": _digest(chats)}}
     return Plan(config.output / name, model, renderer, chosen, validation, stream, identity)

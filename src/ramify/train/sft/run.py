@@ -21,9 +21,9 @@ from ramify.config import parse_section, write_toml
 from ramify.errors import RamifyError, StorageFull
 from ramify.interactive import AwaitableResult, is_watched, keys_of, name_model
 from ramify.model.resolve import fetch_model
-from ramify.store import RunStore, naming, open_run
-from ramify.store.journal import Journal, read_table
+from ramify.store import RunStore, open_run, wrap_storage_errors
 from ramify.store.ledger import Ledger
+from ramify.store.run_log import RunLog, read_metrics_by_step
 from ramify.trace import Forest
 from ramify.train.batches import Batch, Laying, lay_out, shares
 from ramify.train.build import build_trainer, choose_trainer_dtype, laying_of
@@ -55,7 +55,7 @@ class Result(AwaitableResult):
 
     def table(self) -> list[dict[str, Any]]:
         """Return the metrics of each step as a plain dict, as `pandas.DataFrame` takes them."""
-        return read_table(self.path)
+        return read_metrics_by_step(self.path)
 
 
 def sft(
@@ -91,7 +91,7 @@ def train(config: SftConfig, *, fresh: bool = False, display: Display | None = N
         with ranks.together():
             if ranks.first:
                 store = stack.enter_context(open_run(plan.path, plan.identity, fresh=fresh))
-                with naming(plan.path):
+                with wrap_storage_errors(plan.path):
                     write_toml(config, plan.path / "config.toml")
                 Ledger.open(store)
         stop = stack.enter_context(_stopping())
@@ -105,7 +105,7 @@ class _Run:
         self, config: SftConfig, plan: Plan, ranks: Ranks, store: RunStore | None, display: Display, stop: "_Stop"
     ) -> None:
         self.config, self.plan, self.ranks, self.display, self.stop = config, plan, ranks, display, stop
-        self.journal = Journal(store) if store is not None else None
+        self.journal = RunLog(store) if store is not None else None
         self.recorded: Future[None] | None = None
         self.checkpoints = Checkpoints(plan.path / "checkpoints", ranks, warn=display.say)
         self.done = ranks.told(self.checkpoints.newest())
@@ -222,7 +222,7 @@ class _Run:
 
     def _record(self, step: int, values: Mapping[str, float]) -> None:
         if self.journal is not None:
-            self.recorded = self.journal.record(step, values)
+            self.recorded = self.journal.log_metrics(step, values)
 
     def _save(self, trainer: Trainer, *, must: bool) -> None:
         """A checkpoint. Where there is no room for one the run goes on, unless it ends here."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-SCHEMA = """
+ROLLOUT_TABLES = """
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, length INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -34,7 +34,7 @@ CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, field
 """
 
 
-class Place(NamedTuple):
+class FrameLocation(NamedTuple):
     """Where a frame lies: bytes [start, stop) of a segment."""
 
     segment: int
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RolloutRecord:
     """One rollout of the index. `failure` names what the system did to it: such a rollout counts as missing."""
 
     id: str
@@ -59,37 +59,48 @@ class Row:
 _COLUMNS = "id, task, repetition, source, reward, failure, summary"
 
 
-def put(connection: sqlite3.Connection, row: Row, summary: bytes, place: Place) -> None:
+def insert_rollout(
+    connection: sqlite3.Connection, record: RolloutRecord, summary: bytes, location: FrameLocation
+) -> None:
     """Insert the row, in place of an older one with its id."""
-    values = (row.id, row.task, row.repetition, row.source, row.reward, row.failure, summary, *place)
+    values = (
+        record.id,
+        record.task,
+        record.repetition,
+        record.source,
+        record.reward,
+        record.failure,
+        summary,
+        *location,
+    )
     marks = ", ".join("?" * len(values))
     connection.execute(f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}, segment, start, stop) VALUES ({marks})", values)
 
 
-def select(connection: sqlite3.Connection, **where: str | int) -> Iterator[Row]:
+def select_rollouts(connection: sqlite3.Connection, **filters: str | int) -> Iterator[RolloutRecord]:
     """The rows whose columns have these values, by task and repetition."""
-    asked = " AND ".join(f"{column} = ?" for column in where) or "1"
+    asked = " AND ".join(f"{column} = ?" for column in filters) or "1"
     query = f"SELECT {_COLUMNS} FROM rollouts WHERE {asked} ORDER BY source, task, repetition, id"
-    yield from _read(connection, query, tuple(where.values()))
+    yield from _read_records(connection, query, tuple(filters.values()))
 
 
-def select_prefix(connection: sqlite3.Connection, prefix: str, limit: int) -> Iterator[Row]:
+def select_by_id_prefix(connection: sqlite3.Connection, prefix: str, limit: int) -> Iterator[RolloutRecord]:
     """Yield the first `limit` rows whose ids begin with `prefix`, by id."""
     query = f"SELECT {_COLUMNS} FROM rollouts WHERE id >= ? AND substr(id, 1, ?) = ? ORDER BY id LIMIT ?"
-    yield from _read(connection, query, (prefix, len(prefix), prefix, limit))
+    yield from _read_records(connection, query, (prefix, len(prefix), prefix, limit))
 
 
-def _read(connection: sqlite3.Connection, query: str, values: tuple[str | int, ...]) -> Iterator[Row]:
+def _read_records(connection: sqlite3.Connection, query: str, values: tuple[str | int, ...]) -> Iterator[RolloutRecord]:
     for *columns, summary in connection.execute(query, values):
-        yield Row(*columns, summary=msgspec.msgpack.decode(summary))
+        yield RolloutRecord(*columns, summary=msgspec.msgpack.decode(summary))
 
 
-def place_of(connection: sqlite3.Connection, id: str) -> Place | None:
+def find_location(connection: sqlite3.Connection, rollout_id: str) -> FrameLocation | None:
     """Where the rollout's traces lie."""
-    found = connection.execute("SELECT segment, start, stop FROM rollouts WHERE id = ?", (id,)).fetchone()
-    return None if found is None else Place(*found)
+    found = connection.execute("SELECT segment, start, stop FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    return None if found is None else FrameLocation(*found)
 
 
-def lengths(connection: sqlite3.Connection) -> dict[int, int]:
+def segment_lengths(connection: sqlite3.Connection) -> dict[int, int]:
     """How much of each segment is part of the run."""
     return dict(connection.execute("SELECT number, length FROM segments"))

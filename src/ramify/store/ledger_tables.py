@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.store.states import DropReason, State
+from ramify.store.group_state import DropReason, GroupState
 
-TABLES = (
+LEDGER_TABLES = (
     "CREATE TABLE IF NOT EXISTS marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS sources (name TEXT PRIMARY KEY, tasks INTEGER) WITHOUT ROWID",
@@ -34,65 +34,65 @@ TABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupRecord:
     """Attempts at one task. `number` is its place in the order of issue; (incarnation, version) the weights then."""
 
     number: int
     source: str
-    task: int
+    task_number: int
     size: int
     epoch: int = 0
     incarnation: int = 0
     version: int = 0
-    state: State = State.ISSUED
+    state: GroupState = GroupState.ISSUED
     step: int | None = None
     reason: DropReason | None = None
     detail: str = ""
 
     @classmethod
-    def of(cls, row: tuple[Any, ...]) -> "Group":
+    def from_row(cls, row: tuple[Any, ...]) -> "GroupRecord":
         number, source, task, epoch, size, incarnation, version, state, step, reason, detail = row
         why = DropReason(reason) if reason else None
-        return cls(number, source, task, size, epoch, incarnation, version, State(state), step, why, detail)
+        return cls(number, source, task, size, epoch, incarnation, version, GroupState(state), step, why, detail)
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptRecord:
     """One attempt: how often it was run, the rollout it became, and what was learnt about that (`notes`)."""
 
-    number: int
-    attempt: int
-    tries: int = 1
-    state: State = State.ISSUED
-    rollout: str | None = None
+    group_number: int
+    attempt_index: int
+    num_tries: int = 1
+    state: GroupState = GroupState.ISSUED
+    rollout_id: str | None = None
     reason: DropReason | None = None
     detail: str = ""
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of(cls, row: tuple[Any, ...]) -> "Attempt":
+    def from_row(cls, row: tuple[Any, ...]) -> "AttemptRecord":
         number, attempt, tries, state, rollout, reason, detail, notes = row
         why = DropReason(reason) if reason else None
-        return cls(number, attempt, tries, State(state), rollout, why, detail, msgspec.msgpack.decode(notes))
+        return cls(number, attempt, tries, GroupState(state), rollout, why, detail, msgspec.msgpack.decode(notes))
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBatch:
+class BatchRecord:
     """A batch as it was decided: which groups in which order, and what the algorithms said about them."""
 
     step: int
-    groups: tuple[int, ...]
+    group_numbers: tuple[int, ...]
     annotations: bytes
     counts: dict[str, int]
 
     @classmethod
-    def of(cls, row: tuple[Any, ...]) -> "StoredBatch":
+    def from_row(cls, row: tuple[Any, ...]) -> "BatchRecord":
         step, members, annotations, counts = row
         return cls(step, tuple(msgspec.msgpack.decode(members)), annotations, msgspec.msgpack.decode(counts))
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class LedgerProgress:
     """How far the run is: steps in the history, steps the trainer has done since, which trainer it is."""
 
     committed: int = 0

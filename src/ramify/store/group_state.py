@@ -13,7 +13,7 @@ from enum import Enum
 from ramify.errors import TransitionRefused
 
 
-class State(Enum):
+class GroupState(Enum):
     """Where a group or an attempt stands. An attempt follows its group from `scored` on, unless it was dropped."""
 
     ISSUED = "issued"
@@ -24,18 +24,18 @@ class State(Enum):
     DROPPED = "dropped"
 
     @property
-    def over(self) -> bool:
+    def is_final(self) -> bool:
         """Whether nothing can follow."""
-        return not FOLLOWS[self]
+        return not TRANSITIONS[self]
 
 
-FOLLOWS = {
-    State.ISSUED: {State.SAMPLED, State.DROPPED},
-    State.SAMPLED: {State.SCORED, State.DROPPED},
-    State.SCORED: {State.BATCHED, State.DROPPED},
-    State.BATCHED: {State.TRAINED},
-    State.TRAINED: set[State](),
-    State.DROPPED: set[State](),
+TRANSITIONS = {
+    GroupState.ISSUED: {GroupState.SAMPLED, GroupState.DROPPED},
+    GroupState.SAMPLED: {GroupState.SCORED, GroupState.DROPPED},
+    GroupState.SCORED: {GroupState.BATCHED, GroupState.DROPPED},
+    GroupState.BATCHED: {GroupState.TRAINED},
+    GroupState.TRAINED: set[GroupState](),
+    GroupState.DROPPED: set[GroupState](),
 }
 
 
@@ -52,8 +52,8 @@ class DropReason(Enum):
     RUN_ENDED = "run_ended"  # the run reached its last step first
 
 
-def check_follows(what: str, now: State, then: State) -> None:
+def check_transition(subject: str, current: GroupState, target: GroupState) -> None:
     """Raise TransitionRefused unless `then` may follow `now`."""
-    if then not in FOLLOWS[now]:
-        may = " or ".join(sorted(state.value for state in FOLLOWS[now])) or "nothing else"
-        raise TransitionRefused(f"{what} is {now.value} and cannot become {then.value}: {may} may follow")
+    if target not in TRANSITIONS[current]:
+        may = " or ".join(sorted(state.value for state in TRANSITIONS[current])) or "nothing else"
+        raise TransitionRefused(f"{subject} is {current.value} and cannot become {target.value}: {may} may follow")

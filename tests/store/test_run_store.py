@@ -11,15 +11,15 @@ import threading
 import pytest
 
 from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, StorageFull, TraceCorrupt, ValueRefused
-from ramify.store import Row, RunStore, default_name, open_run
-from ramify.store import segment as segments
-from ramify.store import store as stores
+from ramify.store import RolloutRecord, RunStore, default_run_name, open_run
+from ramify.store import run_store as stores
+from ramify.store import segment_log as segments
 from tests.store.rollouts import replies, rollout
 
 
 def add(store: RunStore, *numbers: int, **more) -> None:
     async def all_of_them() -> None:
-        await asyncio.gather(*(store.add(*rollout(number, **more)) for number in numbers))
+        await asyncio.gather(*(store.add_rollout(*rollout(number, **more)) for number in numbers))
 
     asyncio.run(all_of_them())
 
@@ -28,9 +28,9 @@ def test_what_was_added_is_there_when_the_run_is_opened_again(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0, 1, 2)
     with RunStore.open(tmp_path, write=False) as store:
-        assert [(row.task, row.repetition) for row in store.rows()] == [("task-0", 0), ("task-0", 1), ("task-1", 0)]
-        assert store.rows(task="task-1") == [rollout(2)[0]]
-        (trace,) = store.read("r1")
+        assert [(row.task, row.repetition) for row in store.rollouts()] == [("task-0", 0), ("task-0", 1), ("task-1", 0)]
+        assert store.rollouts(task="task-1") == [rollout(2)[0]]
+        (trace,) = store.read_traces("r1")
         assert trace.last_reply == "reply 1"
         assert trace.nodes[1].logprobs.tolist() == [-0.5, -0.25]
         assert trace.reward == 0.5
@@ -47,7 +47,7 @@ def test_a_second_rollout_with_the_same_id_takes_the_place_of_the_first(tmp_path
         add(store, 0, text="first", failure="ProviderError", reward=None)
         add(store, 0, text="second")
         assert replies(store) == {"r0": "second"}
-        assert store.rows()[0].failure is None
+        assert store.rollouts()[0].failure is None
 
 
 def test_many_rollouts_at_once_share_a_commit(tmp_path, monkeypatch):
@@ -57,7 +57,7 @@ def test_many_rollouts_at_once_share_a_commit(tmp_path, monkeypatch):
     with RunStore.open(tmp_path) as store:
         before = len(synced)
         add(store, *range(200))
-        assert len(store.rows()) == 200
+        assert len(store.rollouts()) == 200
         assert len(synced) - before < 100
 
 
@@ -80,17 +80,19 @@ def test_a_rollout_that_cannot_be_encoded_is_refused_and_the_others_stay(tmp_pat
     trace.info["notes"].append(object())
     with RunStore.open(tmp_path) as store:
         with pytest.raises(ValueRefused, match=r"info\.notes\[0\].*object"):
-            asyncio.run(store.add(row, [trace]))
+            asyncio.run(store.add_rollout(row, [trace]))
         add(store, 1)
         assert replies(store) == {"r1": "reply 1"}
 
 
 def test_a_row_that_the_table_refuses_fails_alone(tmp_path):
     _, traces = rollout(0)
-    bad = Row(None, "task", summary={})  # type: ignore[arg-type]
+    bad = RolloutRecord(None, "task", summary={})  # type: ignore[arg-type]
 
     async def both() -> list:
-        return await asyncio.gather(store.add(bad, traces), store.add(*rollout(1)), return_exceptions=True)
+        return await asyncio.gather(
+            store.add_rollout(bad, traces), store.add_rollout(*rollout(1)), return_exceptions=True
+        )
 
     with RunStore.open(tmp_path) as store:
         refused, kept = asyncio.run(both())
@@ -111,7 +113,7 @@ def test_a_writer_that_cannot_begin_tells_whoever_waits(tmp_path, monkeypatch):
     with RunStore.open(tmp_path) as store:
         for number in range(2):  # who waits already, and who comes later
             with pytest.raises(StorageFailed, match="unable to open"):
-                asyncio.run(asyncio.wait_for(store.add(*rollout(number)), 10))
+                asyncio.run(asyncio.wait_for(store.add_rollout(*rollout(number)), 10))
 
 
 def test_a_full_disk_that_does_not_tell_its_room_is_named_all_the_same(tmp_path, monkeypatch):
@@ -124,19 +126,19 @@ def test_a_full_disk_that_does_not_tell_its_room_is_named_all_the_same(tmp_path,
     with RunStore.open(tmp_path) as store:
         with monkeypatch.context() as trouble:
             trouble.setattr(os, "statvfs", broken)
-            trouble.setattr(segments.Segments, "append", full)
+            trouble.setattr(segments.SegmentLog, "append", full)
             with pytest.raises(StorageFull, match="cannot be told"):
-                asyncio.run(asyncio.wait_for(store.add(*rollout(0)), 10))
+                asyncio.run(asyncio.wait_for(store.add_rollout(*rollout(0)), 10))
         add(store, 1)
         assert replies(store) == {"r1": "reply 1"}
 
 
 def test_facts_are_remembered(tmp_path):
     with RunStore.open(tmp_path) as store:
-        store.remember("colour", {"sky": ["blue", 1]})
-        assert store.fact("weather") is None
+        store.set_fact("colour", {"sky": ["blue", 1]})
+        assert store.get_fact("weather") is None
     with RunStore.open(tmp_path) as store:
-        assert store.fact("colour") == {"sky": ["blue", 1]}
+        assert store.get_fact("colour") == {"sky": ["blue", 1]}
 
 
 HOLD = "import sys, pathlib; from ramify.store import RunStore; s = RunStore.open(pathlib.Path(sys.argv[1])); " + (
@@ -180,7 +182,7 @@ def test_a_changed_byte_is_noticed(tmp_path):
     data[20] ^= 1
     path.write_bytes(bytes(data))
     with RunStore.open(tmp_path) as store, pytest.raises(TraceCorrupt, match=r"000000\.seg"):
-        store.read("r0")
+        store.read_traces("r0")
 
 
 def test_a_segment_shorter_than_the_index_knows_is_refused(tmp_path):
@@ -200,7 +202,7 @@ def test_the_same_identity_continues_the_run(tmp_path):
     with open_run(tmp_path / "run", IDENTITY) as store:
         add(store, 0)
     with open_run(tmp_path / "run", IDENTITY) as store:
-        assert len(store.rows()) == 1
+        assert len(store.rollouts()) == 1
 
 
 def test_another_identity_is_refused_with_the_difference_and_the_run_is_left_alone(tmp_path):
@@ -221,7 +223,7 @@ def test_who_goes_on_with_a_run_waits_for_those_who_read_it(tmp_path):
         open_run(tmp_path, {})
     done = threading.Timer(0.3, reader.close)
     done.start()
-    with open_run(tmp_path, {}, patience=20.0) as store:
+    with open_run(tmp_path, {}, lock_timeout=20.0) as store:
         add(store, 1)
     done.join()
 
@@ -240,7 +242,7 @@ def test_a_run_that_cannot_be_begun_is_let_go_of(tmp_path, monkeypatch):
 def test_fresh_moves_the_old_run_aside(tmp_path):
     for _ in range(3):
         with open_run(tmp_path / "run", IDENTITY, fresh=True) as store:
-            assert store.rows() == []
+            assert store.rollouts() == []
             add(store, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1", "run.old-2"]
     with RunStore.open(tmp_path / "run.old-1", write=False) as store:
@@ -253,11 +255,11 @@ def test_fresh_does_not_move_a_run_that_lives(tmp_path):
 
 
 def test_the_default_name_is_readable_and_tells_identities_apart():
-    name = default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", IDENTITY)
+    name = default_run_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", IDENTITY)
     assert name.startswith("Reverse-Qwen3-0.6B-")
-    assert name == default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", dict(reversed(IDENTITY.items())))
-    assert name != default_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", {**IDENTITY, "model": "other"})
-    assert default_name("my_env.py", "tiny", {}).startswith("my_env-tiny-")
+    assert name == default_run_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", dict(reversed(IDENTITY.items())))
+    assert name != default_run_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", {**IDENTITY, "model": "other"})
+    assert default_run_name("my_env.py", "tiny", {}).startswith("my_env-tiny-")
 
 
 @pytest.mark.parametrize("write", [True, False])

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigInvalid
-from ramify.store.store import RunStore
+from ramify.store.run_store import RunStore
 from ramify.trace.json_view import to_dict
 
-FORMATS = ("jsonl", "parquet")
+EXPORT_FORMATS = ("jsonl", "parquet")
 ReportProgress = Callable[[int, int], None]
 
-BATCH = 256  # traces in memory at once
-NESTED = (
+ROWS_PER_WRITE = 256  # traces in memory at once
+JSON_COLUMNS = (
     "task_data",
     "rewards",
     "metrics",
@@ -32,23 +32,23 @@ NESTED = (
     "nodes",
     "media",
 )
-TEXT = ("rollout", "source", "task", "id", "episode", "group", "agent", "env", "stop", *NESTED)
-WHOLE = ("repetition", "attempt", "schema")
+STRING_COLUMNS = ("rollout", "source", "task", "id", "episode", "group", "agent", "env", "stop", *JSON_COLUMNS)
+INT_COLUMNS = ("repetition", "attempt", "schema")
 
 
-def export(store: RunStore, to: str, path: Path, report: ReportProgress | None = None) -> int:
+def export_run(store: RunStore, format: str, path: Path, report_progress: ReportProgress | None = None) -> int:
     """Write the run to `path`, whole or not at all, and return the number of traces.
 
     `report` is called after every rollout with the number of those that are done and of all.
     """
-    if to not in FORMATS:
-        raise ConfigInvalid(f"--to: expected {' or '.join(FORMATS)}, got {to!r}")
+    if format not in EXPORT_FORMATS:
+        raise ConfigInvalid(f"--to: expected {' or '.join(EXPORT_FORMATS)}, got {format!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     temporary = Path(name)
     try:
-        count = (_jsonl if to == "jsonl" else _parquet)(store, temporary, report)
+        count = (_write_jsonl if format == "jsonl" else _write_parquet)(store, temporary, report_progress)
         temporary.chmod(0o644)
         temporary.replace(path)
     finally:
@@ -56,28 +56,28 @@ def export(store: RunStore, to: str, path: Path, report: ReportProgress | None =
     return count
 
 
-def records(store: RunStore, report: ReportProgress | None = None) -> Iterator[dict[str, Any]]:
+def iter_records(store: RunStore, report_progress: ReportProgress | None = None) -> Iterator[dict[str, Any]]:
     """Each trace as plain data, with the rollout it belongs to. `task` is the task's identity, `task_data` the task."""
     ((total,),) = store.select("SELECT count(*) FROM rollouts")
-    for done, row in enumerate(store.iterate_rows(), start=1):
-        for trace in store.read(row.id):
+    for done, row in enumerate(store.iter_rollouts(), start=1):
+        for trace in store.read_traces(row.id):
             found = to_dict(trace)
             found["task_data"] = found.pop("task", {})
             yield {"rollout": row.id, "source": row.source, "task": row.task, "repetition": row.repetition, **found}
-        if report is not None:
-            report(done, total)
+        if report_progress is not None:
+            report_progress(done, total)
 
 
-def _jsonl(store: RunStore, path: Path, report: ReportProgress | None) -> int:
+def _write_jsonl(store: RunStore, path: Path, report_progress: ReportProgress | None) -> int:
     count = 0
     with path.open("wb") as file:
-        for record in records(store, report):
+        for record in iter_records(store, report_progress):
             file.write(msgspec.json.encode(record) + b"\n")
             count += 1
     return count
 
 
-def _parquet(store: RunStore, path: Path, report: ReportProgress | None) -> int:
+def _write_parquet(store: RunStore, path: Path, report_progress: ReportProgress | None) -> int:
     """Flat fields as columns; nested ones as JSON text, because no two environments nest alike."""
     try:
         import pyarrow as pa
@@ -85,24 +85,24 @@ def _parquet(store: RunStore, path: Path, report: ReportProgress | None) -> int:
     except ImportError:
         raise ConfigInvalid("--to parquet needs pyarrow: pip install 'ramify[parquet]'") from None
     fields = [
-        *((name, pa.string()) for name in TEXT),
-        *((name, pa.int64()) for name in WHOLE),
+        *((name, pa.string()) for name in STRING_COLUMNS),
+        *((name, pa.int64()) for name in INT_COLUMNS),
         ("reward", pa.float64()),
     ]
     schema, count = pa.schema(fields), 0
     with pq.ParquetWriter(path, schema) as writer:
         batch: list[dict[str, Any]] = []
-        for record in records(store, report):
+        for record in iter_records(store, report_progress):
             count += 1
-            batch.append({name: _cell(name, record.get(name)) for name in schema.names})
-            if len(batch) == BATCH:
+            batch.append({name: _to_cell(name, record.get(name)) for name in schema.names})
+            if len(batch) == ROWS_PER_WRITE:
                 writer.write_table(pa.Table.from_pylist(batch, schema))
                 batch = []
         writer.write_table(pa.Table.from_pylist(batch, schema))
     return count
 
 
-def _cell(name: str, value: Any) -> Any:
-    if name in NESTED:
+def _to_cell(column: str, value: Any) -> Any:
+    if column in JSON_COLUMNS:
         return msgspec.json.encode(value).decode()
-    return (value or 0) if name in WHOLE else (value or "") if name in TEXT else value
+    return (value or 0) if column in INT_COLUMNS else (value or "") if column in STRING_COLUMNS else value

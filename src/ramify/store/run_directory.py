@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigInvalid, RunBusy
-from ramify.store.differences import difference
-from ramify.store.environments import ACCEPTED, RESUME_OPTIONS
-from ramify.store.journal import Journal
-from ramify.store.store import OPENING, RunStore, locked
+from ramify.store.differences import diff_values
+from ramify.store.environments import CHANGES_ACCEPTED_EVENT, RESUME_HINT
+from ramify.store.run_log import RunLog
+from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore, acquire_lock
 
-IDENTITY = "identity"
-MODEL = "model"  # the key of an identity whose change cannot be accepted
-NEW_RUN_OPTIONS = "give it another --name, or --fresh to move the old one aside and begin anew"
-POLL = 0.1  # seconds between two looks at a run that somebody holds
+IDENTITY_KEY = "identity"
+MODEL_KEY = "model"  # the key of an identity whose change cannot be accepted
+NEW_RUN_HINT = "give it another --name, or --fresh to move the old one aside and begin anew"
+POLL_INTERVAL = 0.1  # seconds between two looks at a run that somebody holds
 
 
 def open_run(
@@ -30,7 +30,7 @@ def open_run(
     *,
     fresh: bool = False,
     accept_changes: bool | None = None,
-    patience: float = 0.0,
+    lock_timeout: float = 0.0,
 ) -> RunStore:
     """Open the run at `path`, new or continued. Raises ConfigInvalid if it is another run.
 
@@ -38,57 +38,57 @@ def open_run(
     command has no such option, so the message does not mention it. If another process holds the run, this waits for
     `patience` seconds before it raises RunBusy.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + lock_timeout
     while True:
         try:
-            return _opened(path, identity, fresh, accept_changes)
+            return _open_once(path, identity, fresh, accept_changes)
         except RunBusy:
             if time.monotonic() >= end:
                 raise
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL)
 
 
-def _opened(path: Path, identity: Mapping[str, Any], fresh: bool, accept: bool | None) -> RunStore:
+def _open_once(path: Path, identity: Mapping[str, Any], fresh: bool, accept_changes: bool | None) -> RunStore:
     if fresh and path.exists():
-        set_aside(path)
-    store = RunStore.open(path, required=IDENTITY)
+        move_aside(path)
+    store = RunStore.open(path, required_fact=IDENTITY_KEY)
     try:
-        _identify(store, dict(identity), accept)
+        _record_identity(store, dict(identity), accept_changes)
     except BaseException:
         store.close()
         raise
     return store
 
 
-def _identify(store: RunStore, identity: dict[str, Any], accept: bool | None) -> None:
+def _record_identity(store: RunStore, identity: dict[str, Any], accept_changes: bool | None) -> None:
     """Store the identity of a new run, or check that it is the same; raise ConfigInvalid if it is not."""
-    changes = check_identity(store, identity, accept)
+    changes = check_identity(store, identity, accept_changes)
     if changes:
-        Journal(store).note(ACCEPTED, changes=changes).result(OPENING)
-    if changes or store.fact(IDENTITY) is None:
-        store.remember(IDENTITY, identity)
+        RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes).result(BLOCKING_CHANGE_TIMEOUT)
+    if changes or store.get_fact(IDENTITY_KEY) is None:
+        store.set_fact(IDENTITY_KEY, identity)
 
 
-def check_identity(store: RunStore, identity: Mapping[str, Any], accept: bool | None) -> list[str]:
+def check_identity(store: RunStore, identity: Mapping[str, Any], accept_changes: bool | None) -> list[str]:
     """Return the differences from the stored identity if they are accepted; raise ConfigInvalid if they are not."""
-    known: dict[str, Any] | None = store.fact(IDENTITY)
-    changes = [] if known is None else list(difference(known, dict(identity)))
+    known: dict[str, Any] | None = store.get_fact(IDENTITY_KEY)
+    changes = [] if known is None else list(diff_values(known, dict(identity)))
     if known is None or not changes:
         return []
-    same_model = known.get(MODEL) == identity.get(MODEL)
-    if accept and same_model:
+    same_model = known.get(MODEL_KEY) == identity.get(MODEL_KEY)
+    if accept_changes and same_model:
         return changes
     lines = "".join(f"\n  {line}" for line in changes)
-    ways = f"give it another --name; or {RESUME_OPTIONS}" if accept is False and same_model else NEW_RUN_OPTIONS
+    ways = f"give it another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
     raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{ways}")
 
 
-def set_aside(path: Path) -> Path:
+def move_aside(path: Path) -> Path:
     """Move the run to a name that is free beside it. Raises RunBusy while somebody holds it."""
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
-    lock = locked(path)
+    lock = acquire_lock(path)
     try:
         path.rename(aside)
     finally:
