@@ -30,8 +30,8 @@ from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
 from ramify.train.batches import Laying
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
-from ramify.wire import Client, Request, Server
-from ramify.wire import Message as Wired
+from ramify.wire import IncomingRequest, WireClient, WireServer
+from ramify.wire import WireMessage as Wired
 
 STEP, MEDIAN, SLOW = 0.8, 0.2, 20  # seconds of a step and of most tasks; how much longer the others take
 GROUPS, ATTEMPTS, TASKS, EVERY = 8, 2, 50, 10  # groups of a batch; one task in EVERY is slow
@@ -60,8 +60,8 @@ def rollout(ask: Run) -> bytes:
 class Sleeping:
     """An env server whose rollouts only take their time."""
 
-    async def info(self, _: Request) -> Wired:
-        return Wired.of(
+    async def info(self, _: IncomingRequest) -> Wired:
+        return Wired.encode(
             Info(
                 name="naps",
                 version="",
@@ -79,20 +79,20 @@ class Sleeping:
             )
         )
 
-    async def health(self, _: Request) -> Wired:
-        return Wired.of(Health(state="ok", reason="", running=0, waiting=0, workers=[], deaths=[]))
+    async def health(self, _: IncomingRequest) -> Wired:
+        return Wired.encode(Health(state="ok", reason="", running=0, waiting=0, workers=[], deaths=[]))
 
-    async def tasks(self, request: Request) -> Wired:
-        asked = request.read(Tasks)
+    async def tasks(self, request: IncomingRequest) -> Wired:
+        asked = request.decode(Tasks)
         numbers = range(asked.start, min(TASKS, asked.start + asked.count))
         page = [TaskEntry(str(number), {"prompt": "?", "number": number}) for number in numbers]
-        return Wired.of(TaskPage(page, asked.start + asked.count >= TASKS))
+        return Wired.encode(TaskPage(page, asked.start + asked.count >= TASKS))
 
-    async def run(self, request: Request) -> Wired:
-        ask = request.read(Run)
+    async def run(self, request: IncomingRequest) -> Wired:
+        ask = request.decode(Run)
         around = random.Random(ask.id).uniform(0.8, 1.2)
         await asyncio.sleep(around * MEDIAN * (SLOW if is_slow(ask.task["number"]) else 1))
-        return Wired.of(Done("w0", 1), rollout(ask))
+        return Wired.encode(Done("w0", 1), rollout(ask))
 
 
 @contextlib.asynccontextmanager
@@ -122,12 +122,12 @@ async def engine() -> AsyncIterator[str]:
 
 async def train(address: str) -> tuple[float, float]:
     """A trainer that takes `STEP` seconds for every step; when it was given its first batch, and done with its last."""
-    orchestrator = await Client(address).start(DEADLINE)
+    orchestrator = await WireClient(address).start(DEADLINE)
 
     async def say(method: str, said: object) -> Wired:
-        return await orchestrator.call(method, Wired.of(said), deadline=DEADLINE)
+        return await orchestrator.call(method, Wired.encode(said), timeout=DEADLINE)
 
-    welcome = (await say("hello", Hello(rank=0, ranks=1, laying=Laying()))).read(Welcome)
+    welcome = (await say("hello", Hello(rank=0, ranks=1, laying=Laying()))).decode(Welcome)
     who = {"rank": 0, "incarnation": welcome.incarnation}
     began, step = 0.0, 0
     while (await say("batch", AskBatch(**who, step=step))).blobs:
@@ -172,7 +172,7 @@ def free_port() -> int:
 async def measure(folder: Path, off_policy: int) -> Measured:
     naps = Sleeping()
     handlers = {"info": naps.info, "health": naps.health, "tasks": naps.tasks, "run": naps.run}
-    async with engine() as url, Server(handlers, "tcp://127.0.0.1:0", name="naps") as server:
+    async with engine() as url, WireServer(handlers, "tcp://127.0.0.1:0", name="naps") as server:
         config = RunConfig.model_validate(
             {
                 "name": f"bound-{off_policy}",

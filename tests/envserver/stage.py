@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 
 from ramify.envserver import EnvServerConfig
-from ramify.wire import Settings
+from ramify.wire import WireSettings
 from tests.envserver import environments
 
 FILE = environments.__file__
-QUICK = Settings(interval=0.2, patience=3.0)
+QUICK = WireSettings(heartbeat_interval=0.2, server_timeout=3.0)
 STATIC = {"type": "static", "workers": 2}
 
 

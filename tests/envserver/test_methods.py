@@ -18,7 +18,7 @@ from ramify.envserver.working import Pages
 from ramify.errors import ConfigInvalid, RequestInvalid
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.meeting import meet
-from ramify.wire import Message
+from ramify.wire import WireMessage
 from tests.envserver.stage import configured, task, until
 
 
@@ -80,7 +80,7 @@ def test_a_request_with_an_unknown_key_is_refused(shared):
     runner, _, client = shared
     asked = {"start": 0, "count": 1, "shuffled": True}
     with pytest.raises(RequestInvalid, match="shuffled"):
-        runner.run(client._client.call("tasks", Message.of(asked), deadline=30.0))
+        runner.run(client._client.call("tasks", WireMessage.encode(asked), deadline=30.0))
 
 
 def test_a_group_is_scored_together(shared):

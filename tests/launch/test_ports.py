@@ -11,14 +11,14 @@ import pytest
 
 from ramify.errors import PortTaken
 from ramify.launch.ports import Reservation
-from ramify.wire import Server
-from ramify.wire.listening import RESERVED
+from ramify.wire import WireServer
+from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
 LISTENS = """
 import asyncio, sys
 from starlette.applications import Starlette
 from ramify.wire import Server
-from ramify.wire.http import HttpServer
+from ramify.wire.http_server import HttpServer
 
 async def main():
     async with Server({}, sys.argv[1]), HttpServer(Starlette(), "127.0.0.1", int(sys.argv[2]), what="status"):
@@ -46,7 +46,7 @@ def test_a_reserved_port_is_its_processs_alone_through_every_restart():
     with Reservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as held:
         ports = [port_of(held.places["wire"]), port_of(held.places["status"])]
         command = [sys.executable, "-c", LISTENS, held.places["wire"], str(ports[1])]
-        environment = {**os.environ, RESERVED: held.ports("wire", "status")}
+        environment = {**os.environ, RESERVED_PORTS_VARIABLE: held.ports("wire", "status")}
         for _ in range(2):
             assert not any(map(is_free, ports))  # nobody listens, and nobody else can
             child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -69,7 +69,7 @@ def test_two_runs_cannot_have_one_port():
             Reservation({"second": held.places["first"]})
 
         async def listen() -> None:
-            async with Server({}, held.places["first"]):
+            async with WireServer({}, held.places["first"]):
                 pass
 
         with pytest.raises(PortTaken):  # a process that was not told

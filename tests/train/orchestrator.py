@@ -7,7 +7,7 @@ from ramify.errors import PeerLost, PeerRefused, PortTaken
 from ramify.launch.ports import settled
 from ramify.train.batches import Batch, Laying, encode, laid_again, shares
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
-from ramify.wire import Message, Request, Server
+from ramify.wire import IncomingRequest, WireMessage, WireServer
 
 KINDS = {
     "hello": Hello,
@@ -50,7 +50,7 @@ class Orchestrator:
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        server = Server({name: self._handler(name) for name in KINDS}, self.address)
+        server = WireServer({name: self._handler(name) for name in KINDS}, self.address)
         async with asyncio.timeout(20):
             while True:
                 try:
@@ -66,8 +66,8 @@ class Orchestrator:
             await server.close()
 
     def _handler(self, name: str):
-        async def handle(request: Request) -> Message:
-            said = request.read(KINDS[name])
+        async def handle(request: IncomingRequest) -> WireMessage:
+            said = request.decode(KINDS[name])
             if name != "hello" and said.incarnation != self.incarnation:
                 raise PeerRefused(f"trainer {said.incarnation} was replaced by {self.incarnation}")
             if name != "hello" and not self.ranks:
@@ -79,28 +79,28 @@ class Orchestrator:
 
         return handle
 
-    def _hello(self, said: Hello) -> Message:
+    def _hello(self, said: Hello) -> WireMessage:
         if said.incarnation is None:
             self.incarnation += 1
         self.ranks, self.laying = said.ranks, said.laying
-        return Message.of(Welcome(committed=self.committed, incarnation=self.incarnation, policy="p"))
+        return WireMessage.encode(Welcome(committed=self.committed, incarnation=self.incarnation, policy="p"))
 
-    def _batch(self, said: AskBatch) -> Message:
+    def _batch(self, said: AskBatch) -> WireMessage:
         if said.step >= len(self.batches):
-            return Message.of(None)
+            return WireMessage.encode(None)
         self.served.append((said.incarnation, said.step))
         whole = laid_again([self.batches[said.step]], self.laying)
-        return Message.of(None, encode(shares(whole, self.laying, self.ranks)[said.rank]))
+        return WireMessage.encode(None, encode(shares(whole, self.laying, self.ranks)[said.rank]))
 
-    def _trained(self, said: Trained) -> Message:
+    def _trained(self, said: Trained) -> WireMessage:
         self.trained[said.incarnation, said.step] = said.metrics["train/loss"]
-        return Message.of(False)
+        return WireMessage.encode(False)
 
-    def _published(self, said: Published) -> Message:
+    def _published(self, said: Published) -> WireMessage:
         self.published.append((said.version, said.path))
-        return Message.of(self.needed)
+        return WireMessage.encode(self.needed)
 
-    def _checkpoint(self, said: Checkpointed) -> Message:
+    def _checkpoint(self, said: Checkpointed) -> WireMessage:
         self.committed = said.step
         self.commits.append(said.step)
-        return Message.of(None)
+        return WireMessage.encode(None)

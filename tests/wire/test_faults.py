@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.errors import PeerLost
-from ramify.wire import Client, Message, Request, Server, Settings
-from ramify.wire.frames import Cancel, decode
-from ramify.wire.link import Link
+from ramify.wire import IncomingRequest, WireClient, WireMessage, WireServer, WireSettings
+from ramify.wire.headers import CancelHeader, decode_header
+from ramify.wire.sequenced_stream import SequencedStream
 from tests.wire.proxy import Proxy
 
-FAST = Settings(interval=0.05, patience=10.0, grace=10.0)
+FAST = WireSettings(heartbeat_interval=0.05, server_timeout=10.0, session_timeout=10.0)
 
 
 def test_a_connection_that_breaks_loses_no_reply_and_runs_nothing_twice():
@@ -23,29 +23,29 @@ def test_a_connection_that_breaks_loses_no_reply_and_runs_nothing_twice():
         ran: Counter[int] = Counter()
         parts: Counter[int] = Counter()
 
-        async def work(request: Request) -> Message:
-            number = request.read(int)
+        async def work(request: IncomingRequest) -> WireMessage:
+            number = request.decode(int)
             ran[number] += 1
-            request.part(Message.of(number))
+            request.send_part(WireMessage.encode(number))
             await asyncio.sleep(0.002 * (number % 20))
-            return Message.of(number, bytes(1000 * (number % 50)))
+            return WireMessage.encode(number, bytes(1000 * (number % 50)))
 
-        def count(part: Message) -> None:
-            parts[part.read(int)] += 1
+        def count(part: WireMessage) -> None:
+            parts[part.decode(int)] += 1
 
         async with (
-            Server({"work": work}, settings=FAST) as server,
+            WireServer({"work": work}, settings=FAST) as server,
             Proxy(server.address) as proxy,
-            Client(proxy.address, settings=FAST) as client,
+            WireClient(proxy.address, settings=FAST) as client,
         ):
             slots = asyncio.Semaphore(50)
 
             async def one(number: int) -> int:
                 async with slots:
-                    answer = await client.call("work", Message.of(number), deadline=60, on_part=count)
+                    answer = await client.call("work", WireMessage.encode(number), timeout=60, on_part=count)
                 if number % 40 == 0:
                     proxy.cut()
-                return answer.read(int)
+                return answer.decode(int)
 
             answers = await asyncio.gather(*(one(number) for number in range(400)))
             assert answers == list(range(400))
@@ -59,27 +59,27 @@ def test_a_server_that_was_started_again_has_forgotten_and_is_met_again():
     async def main():
         begun = asyncio.Event()
 
-        async def wait(request: Request) -> Message:
+        async def wait(request: IncomingRequest) -> WireMessage:
             begun.set()
             await asyncio.sleep(60)
-            return Message.of()
+            return WireMessage.encode()
 
-        async def say(request: Request) -> Message:
-            return Message.of("new")
+        async def say(request: IncomingRequest) -> WireMessage:
+            return WireMessage.encode("new")
 
         async with (
-            Server({"wait": wait}, settings=FAST) as first,
-            Server({"say": say}, settings=FAST) as second,
+            WireServer({"wait": wait}, settings=FAST) as first,
+            WireServer({"say": say}, settings=FAST) as second,
             Proxy(first.address) as proxy,
-            Client(proxy.address, settings=FAST) as client,
+            WireClient(proxy.address, settings=FAST) as client,
         ):
-            call = asyncio.create_task(client.call("wait", deadline=60))
+            call = asyncio.create_task(client.call("wait", timeout=60))
             await begun.wait()
             proxy.target = second.address  # at the same address now another process answers
             proxy.cut()
             with pytest.raises(PeerLost, match="forgotten"):
                 await call
-            assert (await client.call("say", deadline=10)).read(str) == "new"
+            assert (await client.call("say", timeout=10)).decode(str) == "new"
 
     asyncio.run(main())
 
@@ -87,44 +87,44 @@ def test_a_server_that_was_started_again_has_forgotten_and_is_met_again():
 def test_a_client_that_vanishes_is_forgotten_after_the_grace_and_its_work_cancelled():
     async def main():
         begun, ended = asyncio.Event(), asyncio.Event()
-        brief = Settings(interval=0.05, patience=0.3, grace=0.5)
+        brief = WireSettings(heartbeat_interval=0.05, server_timeout=0.3, session_timeout=0.5)
 
-        async def wait(request: Request) -> Message:
+        async def wait(request: IncomingRequest) -> WireMessage:
             begun.set()
             try:
                 await asyncio.sleep(60)
             finally:
                 ended.set()
-            return Message.of()
+            return WireMessage.encode()
 
         async with (
-            Server({"wait": wait}, settings=brief) as server,
+            WireServer({"wait": wait}, settings=brief) as server,
             Proxy(server.address) as proxy,
-            Client(proxy.address, settings=brief) as client,
+            WireClient(proxy.address, settings=brief) as client,
         ):
-            call = asyncio.create_task(client.call("wait", deadline=60))
+            call = asyncio.create_task(client.call("wait", timeout=60))
             await begun.wait()
             proxy.silent = True
             with pytest.raises(PeerLost, match=r"not been heard for 0\.3 s"):
                 await call
             await asyncio.wait_for(ended.wait(), 10)
-            assert server.clients == 0
+            assert server.num_clients == 0
 
     asyncio.run(main())
 
 
 def test_a_blocked_loop_does_not_look_dead_and_says_what_blocks_it():
-    async def block_the_loop(request: Request) -> Message:
+    async def block_the_loop(request: IncomingRequest) -> WireMessage:
         time.sleep(2.5)
-        return Message.of("done")
+        return WireMessage.encode("done")
 
-    brief = Settings(interval=0.05, patience=0.6, grace=0.6)
+    brief = WireSettings(heartbeat_interval=0.05, server_timeout=0.6, session_timeout=0.6)
     address: asyncio.Queue[str] = asyncio.Queue()
     stop = threading.Event()
 
     def serve(loop: asyncio.AbstractEventLoop) -> None:
         async def main() -> None:
-            async with Server({"block": block_the_loop}, settings=brief) as server:
+            async with WireServer({"block": block_the_loop}, settings=brief) as server:
                 loop.call_soon_threadsafe(address.put_nowait, server.address)
                 while not stop.is_set():
                     await asyncio.sleep(0.01)
@@ -135,15 +135,15 @@ def test_a_blocked_loop_does_not_look_dead_and_says_what_blocks_it():
         thread = threading.Thread(target=serve, args=(asyncio.get_running_loop(),))
         thread.start()
         try:
-            async with Client(await address.get(), settings=brief) as client:
-                call = asyncio.create_task(client.call("block", deadline=20))
-                while not client.beat.stack:
+            async with WireClient(await address.get(), settings=brief) as client:
+                call = asyncio.create_task(client.call("block", timeout=20))
+                while not client.last_heartbeat.stack:
                     await asyncio.sleep(0.01)
-                assert client.beat.lag > 1.0
-                assert "block_the_loop" in client.beat.stack
-                assert client.beat.task == "block 1"
-                assert (await call).read(str) == "done"
-                while client.beat.lag > 0.5:
+                assert client.last_heartbeat.lag > 1.0
+                assert "block_the_loop" in client.last_heartbeat.stack
+                assert client.last_heartbeat.task == "block 1"
+                assert (await call).decode(str) == "done"
+                while client.last_heartbeat.lag > 0.5:
                     await asyncio.sleep(0.01)
         finally:
             stop.set()
@@ -154,14 +154,14 @@ def test_a_blocked_loop_does_not_look_dead_and_says_what_blocks_it():
 
 @given(st.lists(st.sampled_from(["send", "lose", "repeat", "connect", "deliver"]), max_size=60))
 def test_whatever_is_lost_or_repeated_every_frame_arrives_once_and_in_order(steps):
-    near, far = Link(), Link()
+    near, far = SequencedStream(), SequencedStream()
     air: list[list[bytes]] = []
     arrived: list[int] = []
 
     def deliver() -> None:
-        header = decode(air.pop(0)[0], 1)
-        assert isinstance(header, Cancel)
-        if far.take(header):
+        header = decode_header(air.pop(0)[0], 1)
+        assert isinstance(header, CancelHeader)
+        if far.accept(header):
             arrived.append(header.id)
 
     def fly(frames) -> bool:
@@ -172,18 +172,18 @@ def test_whatever_is_lost_or_repeated_every_frame_arrives_once_and_in_order(step
     for step in [*steps, "connect", "deliver"]:
         if step == "send":
             sent += 1
-            near.add(Cancel(0, 0, sent))
+            near.enqueue(CancelHeader(0, 0, sent))
             near.flush(fly)
         elif step == "lose" and air:
             air.pop(0)
         elif step == "repeat" and air:
             air.insert(0, air[0])
         elif step == "connect":
-            near.rewind(far.got)
+            near.resend_after(far.received)
             near.flush(fly)
         elif step == "deliver":
             while air:
                 deliver()
     assert arrived == list(range(1, sent + 1))
-    near.acknowledged(far.got)
-    assert near.kept == near.kept_bytes == 0
+    near.handle_ack(far.received)
+    assert near.num_unacked == near.unacked_bytes == 0

@@ -14,7 +14,7 @@ from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
 from ramify.launch.parts import env_part
 from ramify.orchestrate.config import RunConfig
-from ramify.wire.address import check_bind
+from ramify.wire.address import check_bind_address
 
 USAGE = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]
 
@@ -49,7 +49,7 @@ def run(args: Sequence[str]) -> int:
     picked = config.pick()
     if dry:
         address = picked.config.address or "a free port of this machine"
-        check_bind(picked.config.address or "tcp://127.0.0.1:0", config.secret())
+        check_bind_address(picked.config.address or "tcp://127.0.0.1:0", config.secret())
         print(f"would serve {picked.name} at {address}, {picked.config.pool}, log in {picked.log(config.output)}")
         return 0
     asyncio.run(serve(config))

@@ -20,7 +20,7 @@ from ramify.envserver.messages import (
     Turn,
 )
 from ramify.trace import Episode, Trace, TraceDeltaDecoder, decode_episode, encode_trace
-from ramify.wire import Client, Message, Settings
+from ramify.wire import WireClient, WireMessage, WireSettings
 
 QUICK = 30.0  # seconds for what needs no model
 LONG = 3600.0  # seconds for a rollout, unless the caller says otherwise
@@ -46,8 +46,8 @@ class Ran:
 class EnvClient:
     """An env server at `address`. It may be started later than us: `start` waits for it as long as it is told to."""
 
-    def __init__(self, address: str, secret: str | None = None, *, settings: Settings | None = None) -> None:
-        self._client = Client(address, secret=secret, settings=settings)
+    def __init__(self, address: str, secret: str | None = None, *, settings: WireSettings | None = None) -> None:
+        self._client = WireClient(address, secret=secret, settings=settings)
 
     @property
     def address(self) -> str:
@@ -101,8 +101,8 @@ class EnvClient:
             environment=environment,
         )
         on_part = None if watch is None else _Growing(watch).take
-        answer = await self._client.call("run", Message.of(ask), deadline=deadline, on_part=on_part)
-        done = answer.read(Done)
+        answer = await self._client.call("run", WireMessage.encode(ask), timeout=deadline, on_part=on_part)
+        done = answer.decode(Done)
         return Ran(answer.blobs[0], done.worker, done.starts, done.crashes)
 
     async def score_group(
@@ -110,28 +110,32 @@ class EnvClient:
     ) -> GroupScores:
         """The rewards that only all attempts at a task together have, for each trace."""
         ask = ScoreGroup(task.wire() if isinstance(task, Task) else task, environment)
-        message = Message.of(ask, *(encode_trace(trace) for trace in traces))
-        return (await self._client.call("score_group", message, deadline=deadline)).read(GroupScores)
+        message = WireMessage.encode(ask, *(encode_trace(trace) for trace in traces))
+        return (await self._client.call("score_group", message, timeout=deadline)).decode(GroupScores)
 
     async def tasks(self, start: int = 0, count: int = 100, *, deadline: float = 300.0) -> TaskPage:
         """Tasks `start` to `start + count` of the taskset, in its order."""
-        return (await self._client.call("tasks", Message.of(Tasks(start, count)), deadline=deadline)).read(TaskPage)
+        return (await self._client.call("tasks", WireMessage.encode(Tasks(start, count)), timeout=deadline)).decode(
+            TaskPage
+        )
 
     async def cancel(self, ids: Iterable[str]) -> int:
         """Cancel rollouts by id, whoever asked for them; returns how many were running."""
-        return (await self._client.call("cancel", Message.of(Cancel(list(ids))), deadline=QUICK)).read(int)
+        return (await self._client.call("cancel", WireMessage.encode(Cancel(list(ids))), timeout=QUICK)).decode(int)
 
     async def info(self, *, count_tasks: bool = True, deadline: float = 300.0) -> Info:
         """What the server serves. Counting its tasks takes as long as loading them."""
-        return (await self._client.call("info", Message.of(Describe(count_tasks)), deadline=deadline)).read(Info)
+        return (await self._client.call("info", WireMessage.encode(Describe(count_tasks)), timeout=deadline)).decode(
+            Info
+        )
 
     async def health(self) -> Health:
         """How the server does."""
-        return (await self._client.call("health", deadline=QUICK)).read(Health)
+        return (await self._client.call("health", timeout=QUICK)).decode(Health)
 
     async def stats(self) -> Stats:
         """What the server has done."""
-        return (await self._client.call("stats", deadline=QUICK)).read(Stats)
+        return (await self._client.call("stats", timeout=QUICK)).decode(Stats)
 
 
 class _Growing:
@@ -140,8 +144,8 @@ class _Growing:
     def __init__(self, watch: Watch) -> None:
         self._watch, self._start, self._reader = watch, -1, TraceDeltaDecoder()
 
-    def take(self, part: Message) -> None:
-        turn = part.read(Turn)
+    def take(self, part: WireMessage) -> None:
+        turn = part.decode(Turn)
         if turn.start < self._start:
             return
         if turn.start > self._start:

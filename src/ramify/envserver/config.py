@@ -10,7 +10,7 @@ from ramify.config import Config, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ModelConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import SourceConfig
-from ramify.wire.settings import Settings
+from ramify.wire.settings import WireSettings
 
 ADDRESS = "tcp://127.0.0.1:0"
 
@@ -123,10 +123,15 @@ class EnvServerConfig(Config):
         return sources
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> WireSettings:
         """The times of its connections."""
         patience = max(10.0, 5 * self.heartbeat)
-        return Settings(interval=self.heartbeat, patience=patience, grace=self.reconnect, queue=self.queue)
+        return WireSettings(
+            heartbeat_interval=self.heartbeat,
+            server_timeout=patience,
+            session_timeout=self.reconnect,
+            max_open_requests=self.queue,
+        )
 
     def secret(self) -> str | None:
         """The secret that clients have to know; ConfigInvalid where its variable is not set."""

@@ -8,7 +8,7 @@ import time
 from ramify.envserver.config import EnvServerConfig
 from ramify.gateway.policy import Policy
 from ramify.gateway.reaching import reach
-from ramify.wire.address import listens
+from ramify.wire.address import is_listening
 
 POLL = 0.05  # seconds between two looks at an engine that is not there
 
@@ -17,7 +17,7 @@ async def open_policy(config: EnvServerConfig, stack: contextlib.AsyncExitStack)
     """The policy, open until the stack is closed. Engines may be starting still: they get half the time of a boot."""
     end = time.monotonic() + config.boot_timeout / 2
     for url in config.inference.base_url:
-        while not await listens(url) and time.monotonic() < end:
+        while not await is_listening(url) and time.monotonic() < end:
             await asyncio.sleep(POLL)
     key = os.environ.get(config.api_key_env, "")
     return await reach(config.inference.base_url, config.model.name, config.renderer, stack, how=config.client, key=key)

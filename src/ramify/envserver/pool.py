@@ -20,7 +20,7 @@ from ramify.envserver.log import Log
 from ramify.envserver.messages import Death, Decision, Info, Told
 from ramify.envserver.process import State, WorkerProcess, make_folder
 from ramify.errors import EnvironmentChanged, RamifyError, WorkerDied
-from ramify.wire import Pulse, Settings
+from ramify.wire import LoopMonitor, WireSettings
 
 REMEMBERED = 256  # deaths and decisions
 BACKOFF = 0.5  # seconds before a worker is started after one that failed to boot, doubled each time
@@ -30,7 +30,7 @@ SLOWEST = 30.0
 class Pool:
     """All workers of one server."""
 
-    def __init__(self, config: EnvServerConfig, picked: Picked, log: Log, pulse: Pulse) -> None:
+    def __init__(self, config: EnvServerConfig, picked: Picked, log: Log, pulse: LoopMonitor) -> None:
         self.config, self.log = config, log
         self._pool, self._pulse = picked.config.pool, pulse
         self._source = picked.config.source.model_dump(mode="json")
@@ -224,7 +224,9 @@ class Pool:
     async def _boot(self, worker: WorkerProcess) -> None:
         config = self.config
         patience = max(60.0, 2 * config.hang_timeout)
-        settings = Settings(interval=config.heartbeat, patience=patience, queue=max(config.queue, 1) * 2)
+        settings = WireSettings(
+            heartbeat_interval=config.heartbeat, server_timeout=patience, max_open_requests=max(config.queue, 1) * 2
+        )
         told = Told(id=worker.id, source=self._source, config=config.model_dump(mode="json"), secret="")
         try:
             await worker.boot(told, settings, private_temp=not self._kept, deadline=config.boot_timeout)

@@ -23,7 +23,7 @@ import psutil
 from ramify.envserver.log import Log, Output
 from ramify.envserver.messages import Info, Ready, Told, WorkerHealth
 from ramify.errors import DeadlineExceeded, RamifyError, WorkerDied
-from ramify.wire import Client, Message, Pulse, Settings
+from ramify.wire import LoopMonitor, WireClient, WireMessage, WireSettings
 
 STOPPING = 5.0  # seconds to end by itself
 MIB = 1 << 20
@@ -46,7 +46,7 @@ class WorkerProcess:
     """One worker. `on_end` is called once, when it is lost or stopped."""
 
     def __init__(
-        self, id: str, folder: Path, log: Log, pulse: Pulse, on_end: Callable[["WorkerProcess"], None]
+        self, id: str, folder: Path, log: Log, pulse: LoopMonitor, on_end: Callable[["WorkerProcess"], None]
     ) -> None:
         self.id, self.state, self.load = id, State.BOOTING, 0
         self.pid = 0
@@ -60,13 +60,13 @@ class WorkerProcess:
         self._secret = secrets.token_hex(16)
         self._folder, self._log, self._pulse, self._on_end = folder, log, pulse, on_end
         self._process: asyncio.subprocess.Process | None = None
-        self._client: Client | None = None
+        self._client: WireClient | None = None
         self._output: Output | None = None
         self._waiter: asyncio.Task[None] | None = None
 
     # -- birth ---------------------------------------------------------------------------------------------------------
 
-    async def boot(self, told: Told, settings: Settings, *, private_temp: bool, deadline: float) -> None:
+    async def boot(self, told: Told, settings: WireSettings, *, private_temp: bool, deadline: float) -> None:
         """Start it and wait until it is ready; raises why it is not."""
         told.id, told.secret = self.id, self._secret
         temporary = self._folder / self.id
@@ -110,7 +110,9 @@ class WorkerProcess:
         self.pid = said.pid
         if said.failure is not None:
             raise said.failure.to_exception()
-        self._client = Client(said.address, secret=self._secret, encrypted=False, settings=settings, pulse=self._pulse)
+        self._client = WireClient(
+            said.address, secret=self._secret, encrypted=False, settings=settings, loop_monitor=self._pulse
+        )
         meeting = asyncio.create_task(self._client.start(deadline), name=f"meeting {self.id}")
         await asyncio.wait([meeting, self._waiter], return_when=asyncio.FIRST_COMPLETED)
         if self._waiter.done():  # even if we have met: nobody else would see it go
@@ -128,7 +130,7 @@ class WorkerProcess:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     @property
-    def client(self) -> Client:
+    def client(self) -> WireClient:
         """The connection; WorkerDied while there is none."""
         if self._client is None or self.state not in LIVING:
             raise WorkerDied(f"{self.id} {self.reason or 'is not ready'}")
@@ -153,8 +155,8 @@ class WorkerProcess:
             pid=self.pid,
             state=self.state.value,
             load=self.load,
-            lag=client.beat.lag if client is not None else 0.0,
-            silence=client.silence if client is not None else 0.0,
+            lag=client.last_heartbeat.lag if client is not None else 0.0,
+            silence=client.seconds_since_received if client is not None else 0.0,
             age=self.age,
             memory=self.memory,
         )
@@ -163,15 +165,15 @@ class WorkerProcess:
         """What stands still, if its loop has for this long."""
         if self._client is None or self.state not in (State.READY, State.RETIRING):
             return None
-        beat = self._client.beat
+        beat = self._client.last_heartbeat
         self.worst_lag = max(self.worst_lag, beat.lag)
         if beat.lag > timeout:
             self.guilty = beat.task or None
             return f"hung: its event loop stood still for {beat.lag:.1f} s in {beat.task or 'no task'}:\n{beat.stack}"
-        if self._client.silence > timeout:
+        if self._client.seconds_since_received > timeout:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGUSR1)  # it writes its stacks into the log, if it still can
-            return f"hung: no heartbeat for {self._client.silence:.1f} s"
+            return f"hung: no heartbeat for {self._client.seconds_since_received:.1f} s"
         return None
 
     # -- death ---------------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class WorkerProcess:
         self.state = State.STOPPED
         if peaceful and client is not None:
             with contextlib.suppress(RamifyError):
-                await client.call("stop", Message.of(), deadline=STOPPING)
+                await client.call("stop", WireMessage.encode(), timeout=STOPPING)
             if self._waiter is not None:
                 await asyncio.wait([self._waiter], timeout=STOPPING)
         await self.bury()
@@ -218,7 +220,7 @@ class WorkerProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         if self._client is not None:
-            self._client.abandon(f"{self.id} {self.reason}")
+            self._client.fail_pending(f"{self.id} {self.reason}")
 
     async def _wait(self) -> None:
         assert self._process is not None

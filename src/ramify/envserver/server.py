@@ -19,7 +19,7 @@ from ramify.envserver.messages import Cancel, Describe, Done, Health, Run, Score
 from ramify.envserver.pool import Pool
 from ramify.envserver.process import WorkerProcess
 from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
-from ramify.wire import Message, Pulse, Request, Server
+from ramify.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
 
 INNOCENT = 10  # times `crashes` that a rollout may be moved without being to blame
 POLL = 0.05
@@ -39,7 +39,7 @@ class EnvServer:
             "health": self._health,
             "stats": self._stats,
         }
-        self._front = Server(
+        self._front = WireServer(
             {name: self._counted(name, handler) for name, handler in handlers.items()},
             self.picked.config.address or ADDRESS,
             secret=config.secret(),
@@ -60,7 +60,7 @@ class EnvServer:
 
     async def wait_broken(self) -> None:
         """Returns if the server can no longer be reached."""
-        await self._front.broken.wait()
+        await self._front.failed.wait()
 
     @property
     def log_path(self) -> Path:
@@ -68,11 +68,11 @@ class EnvServer:
 
     async def start(self) -> Self:
         """Returns when the first worker is ready; raises ConfigInvalid or WorkerDied if none will be."""
-        self._pulse = Pulse()
+        self._pulse = LoopMonitor()
         self.log = Log(self.log_path)
         self.log.event(f"serving {self.picked.name}, pool {self.picked.config.pool}")
         self.pool = Pool(self.config, self.picked, self.log, self._pulse)
-        self._front.pulse = self._pulse
+        self._front.loop_monitor = self._pulse
         try:
             await self._front.start()
         except BaseException:
@@ -108,20 +108,20 @@ class EnvServer:
 
     # -- methods -------------------------------------------------------------------------------------------------------
 
-    async def _info(self, request: Request) -> Message:
+    async def _info(self, request: IncomingRequest) -> WireMessage:
         info = self.pool.info
-        if info is None or not request.read(Describe).count_tasks:
-            return Message.of(info)
+        if info is None or not request.decode(Describe).count_tasks:
+            return WireMessage.encode(info)
         if self._counted_tasks is None:
-            self._counted_tasks = (await self._forwarded(request, "count")).read(TaskCount)
-        return Message.of(msgspec.structs.replace(info, num_tasks=self._counted_tasks.count))
+            self._counted_tasks = (await self._forwarded(request, "count")).decode(TaskCount)
+        return WireMessage.encode(msgspec.structs.replace(info, num_tasks=self._counted_tasks.count))
 
-    async def _health(self, request: Request) -> Message:
+    async def _health(self, request: IncomingRequest) -> WireMessage:
         pool = self.pool
         workers = [worker.health() for worker in pool.workers.values()]
         state = "ok" if any(worker.state == "ready" for worker in workers) else "booting"
         state = "broken" if pool.broken is not None and state != "ok" else state
-        return Message.of(
+        return WireMessage.encode(
             Health(
                 state="closing" if self._closing else state,
                 reason=pool.broken.message if pool.broken is not None else "",
@@ -132,13 +132,18 @@ class EnvServer:
             )
         )
 
-    async def _stats(self, request: Request) -> Message:
+    async def _stats(self, request: IncomingRequest) -> WireMessage:
         pool = self.pool
-        return Message.of(
+        return WireMessage.encode(
             Stats(
                 uptime=time.monotonic() - pool.began,
-                worst_lag=self._pulse.worst,
-                counts={**self.counts, **pool.counts, "clients": self._front.clients, "refused": self._front.refused},
+                worst_lag=self._pulse.max_lag,
+                counts={
+                    **self.counts,
+                    **pool.counts,
+                    "clients": self._front.num_clients,
+                    "refused": self._front.num_rejected,
+                },
                 failures=dict(self.failures),
                 decisions=list(pool.decisions),
                 workers=[worker.health() for worker in pool.workers.values()],
@@ -146,28 +151,28 @@ class EnvServer:
             )
         )
 
-    async def _cancel(self, request: Request) -> Message:
-        found = [task for id in request.read(Cancel).ids for task in self._runs.get(id, ())]
+    async def _cancel(self, request: IncomingRequest) -> WireMessage:
+        found = [task for id in request.decode(Cancel).ids for task in self._runs.get(id, ())]
         for task in found:
             self._cancelled.add(task)
             task.cancel()
-        return Message.of(len(found))
+        return WireMessage.encode(len(found))
 
-    async def _forwarded(self, request: Request, method: str | None = None) -> Message:
+    async def _forwarded(self, request: IncomingRequest, method: str | None = None) -> WireMessage:
         """Let any worker answer; a worker that is lost meanwhile is followed by another."""
         method, end = method or request.header.method, time.monotonic() + request.left
         for _ in range(self.config.crashes):
             worker = await self.pool.acquire()
             try:
-                return await worker.client.call(method, request.message, deadline=end - time.monotonic())
+                return await worker.client.call(method, request.message, timeout=end - time.monotonic())
             except (PeerLost, WorkerDied):
                 continue
             finally:
                 self.pool.release(worker)
         raise WorkerDied(f"{self.config.crashes} workers were lost under {method}; the last {worker.reason}")
 
-    async def _score_group(self, request: Request) -> Message:
-        self._check_environment(request.read(ScoreGroup).environment)
+    async def _score_group(self, request: IncomingRequest) -> WireMessage:
+        self._check_environment(request.decode(ScoreGroup).environment)
         return await self._forwarded(request)
 
     def _check_environment(self, expected: str) -> None:
@@ -179,10 +184,10 @@ class EnvServer:
                 f"and the env server has {info.digest}; give the same command again, which lists the differences"
             )
 
-    async def _run(self, request: Request) -> Message:
+    async def _run(self, request: IncomingRequest) -> WireMessage:
         if self._closing:
             raise PeerLost("the env server is closing")
-        ask, this = request.read(Run), asyncio.current_task()
+        ask, this = request.decode(Run), asyncio.current_task()
         assert this is not None
         self._check_environment(ask.environment)
         same = self._runs.setdefault(ask.id, set())
@@ -200,7 +205,7 @@ class EnvServer:
             if not same:
                 del self._runs[ask.id]
 
-    async def _attempts(self, ask: Run, request: Request) -> Message:
+    async def _attempts(self, ask: Run, request: IncomingRequest) -> WireMessage:
         """Run an attempt on one worker after another until one has finished it."""
         end = time.monotonic() + request.left
         crashes = moves = 0
@@ -208,8 +213,8 @@ class EnvServer:
             worker = await self.pool.acquire()
             try:
                 answer = await self._on(worker, ask, request, end)
-                done = msgspec.structs.replace(answer.read(Done), crashes=moves)
-                return Message.of(done, *answer.blobs)
+                done = msgspec.structs.replace(answer.decode(Done), crashes=moves)
+                return WireMessage.encode(done, *answer.blobs)
             except (PeerLost, WorkerDied):
                 moves += 1
                 crashes += worker.guilty in (None, ask.id)
@@ -219,19 +224,19 @@ class EnvServer:
             if crashes >= self.config.crashes or moves >= INNOCENT * self.config.crashes:
                 raise WorkerDied(f"{moves} workers were lost under rollout {ask.id}; the last {worker.reason}")
 
-    async def _on(self, worker: WorkerProcess, ask: Run, request: Request, end: float) -> Message:
-        def forward(part: Message) -> None:
-            ask.start = max(ask.start, part.read(Turn).start + 1)
-            request.part(part)
+    async def _on(self, worker: WorkerProcess, ask: Run, request: IncomingRequest, end: float) -> WireMessage:
+        def forward(part: WireMessage) -> None:
+            ask.start = max(ask.start, part.decode(Turn).start + 1)
+            request.send_part(part)
 
-        message = Message.of(ask)  # its start is where the last worker was lost
+        message = WireMessage.encode(ask)  # its start is where the last worker was lost
         on_part = forward if ask.stream else None
-        return await worker.client.call("run", message, deadline=end - time.monotonic(), on_part=on_part)
+        return await worker.client.call("run", message, timeout=end - time.monotonic(), on_part=on_part)
 
     def _counted(
-        self, name: str, handler: Callable[[Request], Awaitable[Message]]
-    ) -> Callable[[Request], Awaitable[Message]]:
-        async def counted(request: Request) -> Message:
+        self, name: str, handler: Callable[[IncomingRequest], Awaitable[WireMessage]]
+    ) -> Callable[[IncomingRequest], Awaitable[WireMessage]]:
+        async def counted(request: IncomingRequest) -> WireMessage:
             self.counts[name] += 1
             try:
                 answer = await handler(request)

@@ -44,7 +44,7 @@ from ramify.errors.origin import describe_exception
 from ramify.gateway import Gateway, Policy
 from ramify.rollout import Environment, SourceConfig, run, score_group
 from ramify.trace import Trace, TraceDeltaEncoder, decode_trace, encode_episode
-from ramify.wire import Message, Request, Server, Settings
+from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 
 LINGER = 2000  # milliseconds for the last words
 THREADS = 64  # that read and write the files of boxes and task pages
@@ -75,8 +75,10 @@ async def _serve(told: Told, report: int) -> None:
         async with contextlib.AsyncExitStack() as stack:
             worker = await _load(told, stack, stop)
             gc.freeze()  # what was loaded is no garbage
-            settings = Settings(interval=EnvServerConfig.model_validate(told.config).heartbeat, grace=FOREVER)
-            server = Server(worker.handlers, secret=told.secret, encrypted=False, settings=settings, name=told.id)
+            settings = WireSettings(
+                heartbeat_interval=EnvServerConfig.model_validate(told.config).heartbeat, session_timeout=FOREVER
+            )
+            server = WireServer(worker.handlers, secret=told.secret, encrypted=False, settings=settings, name=told.id)
             await stack.enter_async_context(server)
             _report(report, Ready(pid=os.getpid(), address=server.address, info=worker.info()))
             reported = True
@@ -144,9 +146,9 @@ class Worker:
             environment=env.identity,
         )
 
-    async def run(self, request: Request) -> Message:
+    async def run(self, request: IncomingRequest) -> WireMessage:
         """One rollout; its episode is the blob of the answer."""
-        ask = request.read(Run)
+        ask = request.decode(Run)
         this = asyncio.current_task()
         assert this is not None
         this.set_name(ask.id)  # a loop that stands still is named by the rollout that stopped it
@@ -166,31 +168,31 @@ class Worker:
         )
         encoded = encode_episode(episode)
         self.heap.rollout_ended(len(encoded))
-        return Message.of(Done(self.id, starts.count), encoded)
+        return WireMessage.encode(Done(self.id, starts.count), encoded)
 
-    async def tasks(self, request: Request) -> Message:
+    async def tasks(self, request: IncomingRequest) -> WireMessage:
         """A page of tasks."""
-        ask = request.read(Tasks)
-        return Message.of(await asyncio.to_thread(self._pages.read, ask.start, ask.count))
+        ask = request.decode(Tasks)
+        return WireMessage.encode(await asyncio.to_thread(self._pages.read, ask.start, ask.count))
 
-    async def count(self, request: Request) -> Message:
+    async def count(self, request: IncomingRequest) -> WireMessage:
         """How many tasks there are."""
-        return Message.of(TaskCount(await asyncio.to_thread(self._pages.count)))
+        return WireMessage.encode(TaskCount(await asyncio.to_thread(self._pages.count)))
 
-    async def score_group(self, request: Request) -> Message:
+    async def score_group(self, request: IncomingRequest) -> WireMessage:
         """The rewards that only all attempts at a task together have."""
-        ask = request.read(ScoreGroup)
+        ask = request.decode(ScoreGroup)
         traces = [decode_trace(blob) for blob in request.message.blobs]
         before = [len(trace.errors) for trace in traces]
         names = [hook.name for hook in self._env.hooks.group_rewards]
         await score_group(self._env, self._task(ask.task), traces)
         rewards = [{name: trace.rewards.get(name) for name in names} for trace in traces]
-        return Message.of(GroupScores(rewards, [trace.errors[at:] for trace, at in zip(traces, before)]))
+        return WireMessage.encode(GroupScores(rewards, [trace.errors[at:] for trace, at in zip(traces, before)]))
 
-    async def stop(self, request: Request) -> Message:
+    async def stop(self, request: IncomingRequest) -> WireMessage:
         """End this process, once this is answered."""
         asyncio.get_running_loop().call_soon(self._stop.set)
-        return Message.of()
+        return WireMessage.encode()
 
     def _task(self, wire: dict[str, Any]) -> Task:
         try:
@@ -213,7 +215,7 @@ class Worker:
 class Starts:
     """Counts how often a rollout is started, and sends what is new of it where that is wanted."""
 
-    def __init__(self, ask: Run, request: Request) -> None:
+    def __init__(self, ask: Run, request: IncomingRequest) -> None:
         self._ask, self._request = ask, request
         self._writer: TraceDeltaEncoder | None = None
         self.count = 0
@@ -225,7 +227,7 @@ class Starts:
         if self._ask.stream and self._writer is not None:
             delta = self._writer.next_delta()
             turn = Turn(self._ask.start + self.count - 1, phase)
-            self._request.part(Message.of(turn, *(() if delta is None else (delta,))))
+            self._request.send_part(WireMessage.encode(turn, *(() if delta is None else (delta,))))
 
 
 class Pages:

@@ -25,7 +25,7 @@ from typing import NoReturn, Self
 import psutil
 
 from ramify.errors import WorkerDied
-from ramify.wire import Pulse
+from ramify.wire import LoopMonitor
 
 POLL_INTERVAL = 0.25  # seconds between two polls of the loop
 GRACE = 3.0  # seconds for which the loop may be blocked after SIGINT or SIGTERM
@@ -43,7 +43,7 @@ class Watchdog:
 
     def __init__(self, hang_timeout: float, advice: str) -> None:
         self._limit, self._advice = hang_timeout, advice
-        self._pulse: Pulse | None = None
+        self._pulse: LoopMonitor | None = None
         self._asked_to_end, self._closed = False, threading.Event()
         self._timer_lock = threading.RLock()  # the main thread may be signalled again while it holds it
         self._thread = threading.Thread(target=self._watch_loop, name="watchdog", daemon=True)
@@ -71,7 +71,7 @@ class Watchdog:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the running loop while the `with` block runs."""
-        pulse = self._pulse = Pulse()
+        pulse = self._pulse = LoopMonitor()
         try:
             yield
         finally:
@@ -123,8 +123,8 @@ class Watchdog:
         os._exit(code)
 
 
-def _describe(pulse: Pulse, seconds: float) -> str:
-    task, stack = pulse.doing()
+def _describe(pulse: LoopMonitor, seconds: float) -> str:
+    task, stack = pulse.inspect_running_task()
     return f"the event loop stood still for {seconds:.1f} s in {task or 'no task'}:\n{stack}"
 
 

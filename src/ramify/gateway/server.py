@@ -22,7 +22,7 @@ from ramify.gateway.dialects.messages import Messages
 from ramify.gateway.dialects.responses import Responses
 from ramify.gateway.front import Asks, Counts
 from ramify.gateway.session import Session
-from ramify.wire.http import HttpServer
+from ramify.wire.http_server import HttpServer
 
 if TYPE_CHECKING:
     from ramify.env import Endpoint
@@ -39,7 +39,7 @@ class Gateway:
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, patience: float = 5.0, shutdown: float = 2.0) -> None:
         self._patience = patience
         self._sessions: dict[str, Session] = {}
-        self._server = HttpServer(self._app(), host, port, what="gateway", shutdown=shutdown)
+        self._server = HttpServer(self._app(), host, port, name="gateway", shutdown_timeout=shutdown)
 
     @property
     def address(self) -> str:

@@ -29,8 +29,8 @@ from ramify.infer.exchange import ClientGone, refusal, status_of
 from ramify.infer.generate import generate
 from ramify.infer.rendering import ChatRenderer
 from ramify.infer.schema import PauseBody, UpdateBody, read
-from ramify.wire.guard import BrowserGuard
-from ramify.wire.http import HttpServer
+from ramify.wire.browser_guard import BrowserGuard
+from ramify.wire.http_server import HttpServer
 
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights")
 ERROR_TYPES = {404: "not_found_error", 405: "method_not_allowed"}
@@ -163,8 +163,8 @@ async def _failed(http: HttpRequest, error: Exception) -> Response:
 async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[HttpServer]:
     """The server while it answers. A port that is taken is one that cannot be used: ConfigInvalid."""
     hosts = [config.host, *config.allowed_hosts]
-    guarded = BrowserGuard(app, paths=CONTROL_PATHS, hosts=hosts, key="server.allowed_hosts")
-    server = HttpServer(guarded, config.host, config.port, what="server.port", shutdown=config.shutdown)
+    guarded = BrowserGuard(app, paths=CONTROL_PATHS, hosts=hosts, config_key="server.allowed_hosts")
+    server = HttpServer(guarded, config.host, config.port, name="server.port", shutdown_timeout=config.shutdown)
     try:
         await server.start()
     except PortTaken as error:

@@ -28,7 +28,7 @@ from ramify.launch.process import Entry, Role
 from ramify.model.resolve import fetch_model, resolve
 from ramify.orchestrate.config import RunConfig, RunSourceConfig
 from ramify.train.service_config import ServiceConfig
-from ramify.wire.listening import RESERVED
+from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
 ENGINE = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")  # what the commands load
 TRAINER = ("ramify.cli.trainer", "ramify.train.remote", "ramify.train.service")
@@ -223,7 +223,7 @@ class _Planner:
 
     def _environment(self, share: Share, *listeners: str) -> dict[str, str]:
         """Return the environment variables of a process, with the ports that are reserved for it."""
-        return {**share.env, RESERVED: self.reservation.ports(*listeners)}
+        return {**share.env, RESERVED_PORTS_VARIABLE: self.reservation.ports(*listeners)}
 
     @property
     def _on_cpu(self) -> bool:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ramify.config import raise_config_invalid
 from ramify.orchestrate.config import RunConfig
-from ramify.wire.listening import not_listening
+from ramify.wire.listener import to_bind_error
 
 HOST = "127.0.0.1"
 EVALS = 1000  # eval source i listens so far above the base
@@ -113,4 +113,4 @@ def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
         held.close()
         if port:
             return port, None
-    raise not_listening(what, address, last.errno, str(last.strerror)) from last
+    raise to_bind_error(what, address, last.errno, str(last.strerror)) from last

@@ -17,7 +17,7 @@ from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, check_no_changes, find_changes
 from ramify.store.run_directory import check_identity
 from ramify.store.run_store import DATABASE_NAME
-from ramify.wire.address import check_bind
+from ramify.wire.address import check_bind_address
 
 
 def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
@@ -37,7 +37,7 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
 
 def _problems_of_address(config: RunConfig) -> list[tuple[str, str]]:
     try:
-        check_bind(config.orchestrator.address, config.secret)
+        check_bind_address(config.orchestrator.address, config.secret)
     except ConfigInvalid as error:
         return [("orchestrator.address", error.message.removeprefix("address: "))]
     return []

@@ -1,6 +1,6 @@
 """Whether a process answers at its address."""
 
-from ramify.wire.address import listens
+from ramify.wire.address import is_listening
 
 PATIENCE = 2.0  # seconds for one answer
 
@@ -8,7 +8,7 @@ PATIENCE = 2.0  # seconds for one answer
 async def answers(address: str, *, patience: float = PATIENCE) -> bool:
     """`http://...`: it says 200 within `patience` seconds. `tcp://...`: it takes a connection."""
     if not address.startswith("http"):
-        return await listens(address)
+        return await is_listening(address)
     import httpx  # loaded where somebody is asked
 
     try:

@@ -17,7 +17,7 @@ from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run import Log, Run
 from ramify.orchestrate.status import status_server
 from ramify.orchestrate.watching import Show
-from ramify.wire import Server
+from ramify.wire import WireServer
 
 LOOK = 1.0  # seconds between two looks at whether the run is over
 LEFT = 75  # the exit code of a run that was asked to leave and can be continued
@@ -78,7 +78,9 @@ class Orchestrator:
     async def _listen(self, stack: AsyncExitStack) -> None:
         """Open the doors: the trainer's, and the one for those who want to know."""
         run, config = self._run, self._run.config
-        server = Server(run.service.handlers, config.orchestrator.address, secret=config.secret, name="orchestrator")
+        server = WireServer(
+            run.service.handlers, config.orchestrator.address, secret=config.secret, name="orchestrator"
+        )
         await stack.enter_async_context(server)
         answers = {
             "/health": lambda _: {"ok": True},

@@ -17,7 +17,7 @@ from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.weights import Weights
 from ramify.train.batches import Laying, encode
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
-from ramify.wire import Message, Request
+from ramify.wire import IncomingRequest, WireMessage
 
 KEPT = 4  # batches whose shares are kept encoded
 
@@ -46,7 +46,7 @@ class TrainerService:
         self.asking: tuple[int, float] | None = None  # the step the trainer waits for, and since when
 
     @property
-    def handlers(self) -> dict[str, Callable[[Request], "asyncio.Future[Message]"]]:
+    def handlers(self) -> dict[str, Callable[[IncomingRequest], "asyncio.Future[WireMessage]"]]:
         found = {"hello": self.hello, "batch": self.batch, "trained": self.trained}
         return {**found, "published": self.published, "checkpoint": self.checkpoint}  # type: ignore[dict-item]
 
@@ -66,8 +66,8 @@ class TrainerService:
         async with self.more:
             self.more.notify_all()
 
-    async def hello(self, request: Request) -> Message:
-        asked = request.read(Hello)
+    async def hello(self, request: IncomingRequest) -> WireMessage:
+        asked = request.decode(Hello)
         if asked.incarnation is not None:
             self._check(asked.incarnation)
         elif self._met or self._core.ledger.served_batches():  # a trainer was here, if only before this process was
@@ -80,11 +80,11 @@ class TrainerService:
         welcome = Welcome(
             committed=marks.committed, incarnation=marks.incarnation, policy=self._policy, steps=self._steps
         )
-        return Message.of(welcome)
+        return WireMessage.encode(welcome)
 
-    async def batch(self, request: Request) -> Message:
+    async def batch(self, request: IncomingRequest) -> WireMessage:
         """The share of a rank, as soon as there is one; nothing if none will come."""
-        asked = request.read(AskBatch)
+        asked = request.decode(AskBatch)
         self._check_met(asked.incarnation)
         self.asking = (asked.step, time.monotonic())
         try:
@@ -94,7 +94,7 @@ class TrainerService:
             self.asking = None
         self._check(asked.incarnation)
         if self.leaving or self._ended(asked.step):
-            return Message.of(None)
+            return WireMessage.encode(None)
         if asked.step not in self._shares:
             stored = await self._core.serve(asked.step)
             assert stored is not None  # `_known` saw it
@@ -103,31 +103,31 @@ class TrainerService:
             for step in sorted(self._shares)[:-KEPT]:
                 del self._shares[step]
         self._served.setdefault(asked.step, time.monotonic())
-        return Message.of(None, self._shares[asked.step][asked.rank])
+        return WireMessage.encode(None, self._shares[asked.step][asked.rank])
 
-    async def trained(self, request: Request) -> Message:
-        asked = request.read(Trained)
+    async def trained(self, request: IncomingRequest) -> WireMessage:
+        asked = request.decode(Trained)
         self._check_met(asked.incarnation)
         await self._core.acknowledge(asked.step)
         served = self._served.pop(asked.step, None)
         taken = {} if served is None else {"time/train": time.monotonic() - served}
         self._progress.record(asked.step, {**asked.metrics, **taken})
         self._progress.moved = time.monotonic()
-        return Message.of(self.leaving)
+        return WireMessage.encode(self.leaving)
 
-    async def published(self, request: Request) -> Message:
-        asked = request.read(Published)
+    async def published(self, request: IncomingRequest) -> WireMessage:
+        asked = request.decode(Published)
         self._check_met(asked.incarnation)
         self._weights.offer(Version(*asked.version), Path(asked.path))
-        return Message.of([tuple(version) for version in self._weights.needed])
+        return WireMessage.encode([tuple(version) for version in self._weights.needed])
 
-    async def checkpoint(self, request: Request) -> Message:
-        asked = request.read(Checkpointed)
+    async def checkpoint(self, request: IncomingRequest) -> WireMessage:
+        asked = request.decode(Checkpointed)
         self._check_met(asked.incarnation)
         await self._core.commit(asked.step)
         self._progress.record(asked.step, {"committed": float(asked.step)})
         self.committed.set()
-        return Message.of(None)
+        return WireMessage.encode(None)
 
     def _known(self, asked: AskBatch) -> bool:
         """Whether it is known by now what the answer is."""

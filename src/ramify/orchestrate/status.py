@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ramify.errors import ConfigInvalid
-from ramify.wire.guard import BrowserGuard
-from ramify.wire.http import HttpServer
+from ramify.wire.browser_guard import BrowserGuard
+from ramify.wire.http_server import HttpServer
 
 Answer = Callable[[Request], Any]
 
@@ -37,5 +37,5 @@ def status_server(
     if place.hostname is None or place.port is None:
         raise ConfigInvalid(f"orchestrator.status: expected http://HOST:PORT, got {address}")
     hosts = [place.hostname, *allowed_hosts]
-    guarded = BrowserGuard(app, paths=["/stop"], hosts=hosts, key="orchestrator.allowed_hosts")
-    return HttpServer(guarded, place.hostname, place.port, what="orchestrator.status")
+    guarded = BrowserGuard(app, paths=["/stop"], hosts=hosts, config_key="orchestrator.allowed_hosts")
+    return HttpServer(guarded, place.hostname, place.port, name="orchestrator.status")

@@ -21,7 +21,7 @@ from ramify.model.version import Version
 from ramify.train.batches import Batch, Laying, decode
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
 from ramify.train.source import Recording
-from ramify.wire import Client, Message
+from ramify.wire import WireClient, WireMessage
 
 ASK = 60.0  # seconds that one question may take before it is asked again
 LOOK = 0.2  # seconds between two looks at whether to stop
@@ -49,7 +49,7 @@ class RemoteSource:
         self._secret = secret
         self._greeting: Hello | None = None
         self._published: Published | None = None
-        self._client: Client | None = None
+        self._client: WireClient | None = None
         self._forgotten = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="wire to the orchestrator", daemon=True)
@@ -57,7 +57,7 @@ class RemoteSource:
 
     def hello(self, rank: int, ranks: int, laying: Laying, incarnation: int | None) -> Welcome:
         greeting = Hello(rank=rank, ranks=ranks, laying=laying, incarnation=incarnation)
-        welcome = self._ask("hello", greeting).read(Welcome)
+        welcome = self._ask("hello", greeting).decode(Welcome)
         self._greeting = msgspec.structs.replace(greeting, incarnation=welcome.incarnation)
         return welcome
 
@@ -80,12 +80,12 @@ class RemoteSource:
         return found
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
-        return self._ask("trained", Trained(**self._own, step=step, metrics=dict(metrics))).read(bool)
+        return self._ask("trained", Trained(**self._own, step=step, metrics=dict(metrics))).decode(bool)
 
     def published(self, version: Version, path: Path) -> Sequence[Version] | None:
         kind: Any = list[tuple[str, int, int]] | None
         self._published = Published(**self._own, version=version, path=str(path))
-        found = self._ask("published", self._published).read(kind)
+        found = self._ask("published", self._published).decode(kind)
         return None if found is None else [Version(*each) for each in found]
 
     def checkpoint(self, step: int) -> None:
@@ -109,9 +109,9 @@ class RemoteSource:
         assert self._greeting is not None, "say hello first"
         return {"rank": self._greeting.rank, "incarnation": self._greeting.incarnation}
 
-    def _ask(self, method: str, said: msgspec.Struct, stopped: Callable[[], bool] = lambda: False) -> Message:
+    def _ask(self, method: str, said: msgspec.Struct, stopped: Callable[[], bool] = lambda: False) -> WireMessage:
         """The answer, however often the question has to be asked until `patience` is over, or `PARTING`."""
-        message, started = Message.of(said), time.monotonic()
+        message, started = WireMessage.encode(said), time.monotonic()
         deadline = started + self.patience
         while True:
             asked = asyncio.run_coroutine_threadsafe(self._talk(method, message), self._loop)
@@ -137,13 +137,13 @@ class RemoteSource:
     def _sooner(self, deadline: float) -> float:
         return min(deadline, time.monotonic() + PARTING) if self.stopped() else deadline
 
-    async def _talk(self, method: str, message: Message) -> Message:
+    async def _talk(self, method: str, message: WireMessage) -> WireMessage:
         wait = min(ASK, self.patience)
         if self._client is None:
-            self._client = await Client(self.address, secret=self._secret).start(wait)
+            self._client = await WireClient(self.address, secret=self._secret).start(wait)
         if self._forgotten and self._greeting is not None:
-            await self._client.call("hello", Message.of(self._greeting), deadline=wait)
+            await self._client.call("hello", WireMessage.encode(self._greeting), timeout=wait)
             if self._published is not None:
-                await self._client.call("published", Message.of(self._published), deadline=wait)
+                await self._client.call("published", WireMessage.encode(self._published), timeout=wait)
         self._forgotten = False
-        return await self._client.call(method, message, deadline=wait)
+        return await self._client.call(method, message, timeout=wait)

@@ -1,8 +1,8 @@
 from .address import is_local as is_local
-from .client import Client as Client
-from .frames import VERSION as VERSION
-from .message import Message as Message
-from .pulse import Pulse as Pulse
-from .server import Request as Request
-from .server import Server as Server
-from .settings import Settings as Settings
+from .client import WireClient as WireClient
+from .headers import PROTOCOL_VERSION as PROTOCOL_VERSION
+from .loop_monitor import LoopMonitor as LoopMonitor
+from .message import WireMessage as WireMessage
+from .server import IncomingRequest as IncomingRequest
+from .server import WireServer as WireServer
+from .settings import WireSettings as WireSettings

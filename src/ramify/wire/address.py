@@ -15,9 +15,9 @@ from zmq.utils import z85
 
 from ramify.errors import ConfigInvalid
 
-PERSON = b"ramify.wire"
-PATIENCE = 2.0  # seconds for a connection
-PORTS = {"http": 80, "https": 443}
+BLAKE2_PERSON = b"ramify.wire"
+CONNECT_TIMEOUT = 2.0  # seconds for a connection
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def is_local(address: str) -> bool:
@@ -34,7 +34,7 @@ def is_local(address: str) -> bool:
         return False
 
 
-def check_bind(address: str, secret: str | None) -> None:
+def check_bind_address(address: str, secret: str | None) -> None:
     """Refuse an address that cannot be one, or that others can reach without a secret."""
     scheme, _, rest = address.partition("://")
     if scheme not in ("tcp", "ipc") or not rest or (scheme == "tcp" and not rest.rpartition(":")[2].isdigit()):
@@ -46,36 +46,38 @@ def check_bind(address: str, secret: str | None) -> None:
         )
 
 
-def proof(secret: str | None, client: str) -> bytes:
+def make_proof(secret: str | None, client_id: str) -> bytes:
     """What a client that knows the secret says in its hello."""
-    key = hashlib.blake2b((secret or "").encode(), digest_size=32, person=PERSON).digest()
-    return hashlib.blake2b(client.encode(), key=key, digest_size=32).digest()
+    key = hashlib.blake2b((secret or "").encode(), digest_size=32, person=BLAKE2_PERSON).digest()
+    return hashlib.blake2b(client_id.encode(), key=key, digest_size=32).digest()
 
 
-def encrypt(socket: "zmq.Socket[bytes]", secret: str, *, server: bool) -> None:
+def enable_curve(socket: "zmq.Socket[bytes]", secret: str, *, server: bool) -> None:
     """Let only those who know the secret speak over this socket, and nobody else listen."""
     if not zmq.has("curve"):
         raise ConfigInvalid("address: this libzmq has no CURVE, which a public address needs; install pyzmq from PyPI")
-    public, private = _keys(secret, b"server")
+    public, private = _derive_curve_keypair(secret, b"server")
     if server:
         socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, private
     else:
         socket.curve_serverkey = public
-        socket.curve_publickey, socket.curve_secretkey = _keys(secret, b"client")
+        socket.curve_publickey, socket.curve_secretkey = _derive_curve_keypair(secret, b"client")
 
 
-def _keys(secret: str, role: bytes) -> tuple[bytes, bytes]:
-    raw = hashlib.blake2b(role, key=hashlib.sha256(secret.encode()).digest(), digest_size=32, person=PERSON).digest()
+def _derive_curve_keypair(secret: str, role: bytes) -> tuple[bytes, bytes]:
+    raw = hashlib.blake2b(
+        role, key=hashlib.sha256(secret.encode()).digest(), digest_size=32, person=BLAKE2_PERSON
+    ).digest()
     private = z85.encode(raw)
     return zmq.curve_public(private), private
 
 
-async def listens(address: str) -> bool:
+async def is_listening(address: str) -> bool:
     """Whether it takes a connection, whatever it speaks."""
     place = urlsplit(address)
     try:
-        async with asyncio.timeout(PATIENCE):
-            _, writer = await asyncio.open_connection(place.hostname, place.port or PORTS.get(place.scheme))
+        async with asyncio.timeout(CONNECT_TIMEOUT):
+            _, writer = await asyncio.open_connection(place.hostname, place.port or DEFAULT_PORTS.get(place.scheme))
     except (OSError, TimeoutError):
         return False
     writer.close()

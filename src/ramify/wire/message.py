@@ -15,22 +15,22 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WireMessage:
     """The frames of one message: the first is a value in msgpack, the others are blobs."""
 
     frames: Sequence[Frame]
 
     @classmethod
-    def of(cls, value: Any = None, *blobs: Frame) -> "Message":
+    def encode(cls, value: Any = None, *blobs: Frame) -> "WireMessage":
         """A message that says `value`."""
         return cls((_encode(value), *blobs))
 
-    def read(self, kind: type[T]) -> T:
+    def decode(self, expected_type: type[T]) -> T:
         """The value; RequestInvalid if it is no `kind`."""
         try:
-            return msgspec.msgpack.decode(self.frames[0] if self.frames else b"", type=kind)
+            return msgspec.msgpack.decode(self.frames[0] if self.frames else b"", type=expected_type)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RequestInvalid(f"expected a {getattr(kind, '__name__', kind)}: {error}") from error
+            raise RequestInvalid(f"expected a {getattr(expected_type, '__name__', expected_type)}: {error}") from error
 
     @property
     def blobs(self) -> Sequence[Frame]:

@@ -17,58 +17,58 @@ from ramify.errors import (
     RequestCancelled,
     RequestInvalid,
 )
-from ramify.wire.address import check_bind, encrypt
-from ramify.wire.frames import MAX_BODY, Fail, Part, Reply, bounded
-from ramify.wire.frames import Request as Header
-from ramify.wire.listening import is_reserved, not_listening, open_listener
-from ramify.wire.message import Message
-from ramify.wire.pulse import Pulse
-from ramify.wire.pump import Event, Pump
-from ramify.wire.server_end import ServerEnd, Session
-from ramify.wire.settings import Settings
+from ramify.wire.address import check_bind_address, enable_curve
+from ramify.wire.headers import MAX_BODY_FRAMES, FailureHeader, PartHeader, ReplyHeader, truncate_failure
+from ramify.wire.headers import RequestHeader as Header
+from ramify.wire.listener import is_reserved, open_listener, to_bind_error
+from ramify.wire.loop_monitor import LoopMonitor
+from ramify.wire.message import WireMessage
+from ramify.wire.server_protocol import ServerProtocol, WireSession
+from ramify.wire.settings import WireSettings
+from ramify.wire.socket_driver import ProtocolEvent, SocketDriver
 
-CLOSING = 30.0  # seconds that handlers have to end once they are cancelled
-LONGEST = 30 * 86400.0  # seconds; no deadline is further away
+CLOSE_TIMEOUT = 30.0  # seconds that handlers have to end once they are cancelled
+MAX_TIMEOUT = 30 * 86400.0  # seconds; no deadline is further away
 
 T = TypeVar("T")
-Key = tuple[Session, int]
+RequestKey = tuple[WireSession, int]
 
 
-class Request:
+class IncomingRequest:
     """A request that waits for its answer."""
 
-    def __init__(self, server: "Server", session: Session, header: Header, message: Message) -> None:
+    def __init__(self, server: "WireServer", session: WireSession, header: Header, message: WireMessage) -> None:
         self.header, self.message, self.session = header, message, session
         self._server = server
         self._streaming = True
 
     @property
-    def client(self) -> str:
+    def client_id(self) -> str:
         """Who asks."""
-        return self.session.client
+        return self.session.client_id
 
     @property
     def left(self) -> float:
         """Seconds it had when it came."""
-        return min(max(0.0, self.header.left), LONGEST)
+        return min(max(0.0, self.header.left), MAX_TIMEOUT)
 
-    def read(self, kind: type[T]) -> T:
+    def decode(self, expected_type: type[T]) -> T:
         """What it asks; RequestInvalid if that is no `kind`."""
-        return self.message.read(kind)
+        return self.message.decode(expected_type)
 
-    def part(self, message: Message) -> bool:
+    def send_part(self, message: WireMessage) -> bool:
         """Send a piece of the answer ahead. Where the client does not keep up, it and all later ones are left out."""
-        if self._streaming and self.session.link.kept_bytes > self._server.settings.max_kept // 4:
+        if self._streaming and self.session.stream.unacked_bytes > self._server.settings.max_unacked_bytes // 4:
             self._streaming = False
         if self._streaming:
-            self._server.pump.post(self.session, Part(0, 0, self.header.id), message.frames)
+            self._server.driver.submit(self.session, PartHeader(0, 0, self.header.id), message.frames)
         return self._streaming
 
 
-Handler = Callable[[Request], Awaitable[Message]]
+Handler = Callable[[IncomingRequest], Awaitable[WireMessage]]
 
 
-class Server:
+class WireServer:
     """Serves `handlers` by method name; `start` and `close` (or `async with`) are its life.
 
     Who has a secret is also encrypted, unless it stays within the machine and says so.
@@ -81,30 +81,30 @@ class Server:
         *,
         secret: str | None = None,
         encrypted: bool = True,
-        settings: Settings | None = None,
-        pulse: Pulse | None = None,
+        settings: WireSettings | None = None,
+        loop_monitor: LoopMonitor | None = None,
         name: str = "server",
     ) -> None:
-        check_bind(address, secret if encrypted else None)
-        self.address, self.settings, self.pulse = address, settings or Settings(), pulse
+        check_bind_address(address, secret if encrypted else None)
+        self.address, self.settings, self.loop_monitor = address, settings or WireSettings(), loop_monitor
         self._handlers, self._secret, self._encrypted, self._name = handlers, secret, encrypted, name
-        self._tasks: dict[Key, asyncio.Task[Message]] = {}
-        self._why: dict[Key, RamifyError] = {}
+        self._tasks: dict[RequestKey, asyncio.Task[WireMessage]] = {}
+        self._cancel_reasons: dict[RequestKey, RamifyError] = {}
         self._closing = False
-        self.broken = asyncio.Event()
+        self.failed = asyncio.Event()
         """The connection has failed; nobody can be answered any more."""
 
     async def start(self) -> Self:
         """Listen; `address` is then the real one. PortTaken if it is in use, ConfigInvalid if it cannot be ours."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.router_mandatory = True
-        socket.maxmsgsize = self.settings.max_frame
+        socket.maxmsgsize = self.settings.max_frame_bytes
         socket.sndhwm = socket.rcvhwm = 10_000
-        socket.heartbeat_ivl = int(self.settings.interval * 2000)
-        socket.heartbeat_timeout = int(self.settings.grace * 1000)
+        socket.heartbeat_ivl = int(self.settings.heartbeat_interval * 2000)
+        socket.heartbeat_timeout = int(self.settings.session_timeout * 1000)
         try:
             if self._secret and self._encrypted:
-                encrypt(socket, self._secret, server=True)
+                enable_curve(socket, self._secret, server=True)
             socket.ipv6 = "[" in self.address
             place = urlsplit(self.address)
             if place.scheme == "tcp" and place.port and is_reserved(place.port):
@@ -112,27 +112,27 @@ class Server:
             socket.bind(self.address)
         except (zmq.ZMQError, OSError) as error:
             socket.close(0)
-            raise not_listening(self._name, self.address, error.errno, str(error.strerror)) from error
+            raise to_bind_error(self._name, self.address, error.errno, str(error.strerror)) from error
         endpoint = socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
-        self._own_pulse = self.pulse is None
-        self.pulse = self.pulse or Pulse()
-        self.end = ServerEnd(socket, self._secret, self.settings, self.pulse)
-        self.pump = Pump(socket, self.end, self._deliver, self._name)
-        self.pump.start()
+        self._owns_loop_monitor = self.loop_monitor is None
+        self.loop_monitor = self.loop_monitor or LoopMonitor()
+        self.protocol = ServerProtocol(socket, self._secret, self.settings, self.loop_monitor)
+        self.driver = SocketDriver(socket, self.protocol, self._handle_events, self._name)
+        self.driver.start()
         return self
 
     async def close(self) -> None:
         """Answer everything that is open with PeerLost, and go."""
         self._closing = True
         for key in list(self._tasks):
-            self._end(key, PeerLost("the server is closing"))
+            self._cancel_request(key, PeerLost("the server is closing"))
         if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=CLOSING)
-        await self.pump.stop()
-        if self._own_pulse and self.pulse is not None:
-            self.pulse.stop()
+            await asyncio.wait(self._tasks.values(), timeout=CLOSE_TIMEOUT)
+        await self.driver.stop()
+        if self._owns_loop_monitor and self.loop_monitor is not None:
+            self.loop_monitor.stop()
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -141,59 +141,59 @@ class Server:
         await self.close()
 
     @property
-    def open(self) -> int:
+    def num_open_requests(self) -> int:
         """Requests that are not answered yet."""
         return len(self._tasks)
 
     @property
-    def clients(self) -> int:
+    def num_clients(self) -> int:
         """Clients that are connected, or may come back."""
-        return len(self.end.sessions)
+        return len(self.protocol.sessions)
 
     @property
-    def refused(self) -> int:
+    def num_rejected(self) -> int:
         """Connections that were cut off."""
-        return self.end.refused
+        return self.protocol.num_rejected
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    def _handle_events(self, events: Sequence[ProtocolEvent]) -> None:
         for event in events:
             match event:
                 case ("request", session, header, body):
-                    self._begin(Request(self, session, header, body))
+                    self._start_request(IncomingRequest(self, session, header, body))
                 case ("cancel", session, id):
-                    self._end((session, id), RequestCancelled("the client took the request back"))
+                    self._cancel_request((session, id), RequestCancelled("the client took the request back"))
                 case ("gone", session, why):
                     for key in [key for key in self._tasks if key[0] is session]:
-                        self._end(key, RequestCancelled(f"the client is gone: {why}"))
+                        self._cancel_request(key, RequestCancelled(f"the client is gone: {why}"))
                 case ("broken", error):
-                    self.broken.set()
+                    self.failed.set()
                     for key in list(self._tasks):
-                        self._end(key, PeerLost(f"the server broke: {error!r}"))
+                        self._cancel_request(key, PeerLost(f"the server broke: {error!r}"))
                     raise error
                 case _:
                     raise AssertionError(event)
 
-    def _begin(self, request: Request) -> None:
+    def _start_request(self, request: IncomingRequest) -> None:
         key = (request.session, request.header.id)
         refused: RamifyError | None = None
         if self._closing:
             refused = PeerLost("the server is closing")
-        elif len(self._tasks) >= self.settings.queue:
+        elif len(self._tasks) >= self.settings.max_open_requests:
             refused = QueueFull(f"{len(self._tasks)} requests are open already")
         elif key in self._tasks:
             refused = RequestInvalid(f"request {request.header.id} is open already")
         elif request.header.method not in self._handlers:
             refused = RequestInvalid(f"unknown method {request.header.method!r}; known: {', '.join(self._handlers)}")
         if refused is not None:
-            self._answer(request, refused)
+            self._send_response(request, refused)
             return
         name = f"{request.header.method} {request.header.id}"
         # a context of its own: a turn may be made for another request, whose variables are not ours
         task = asyncio.create_task(self._handle(request), name=name, context=Context())
-        task.add_done_callback(lambda task: self._done(key, request, task))
+        task.add_done_callback(lambda task: self._finish_request(key, request, task))
         self._tasks[key] = task
 
-    async def _handle(self, request: Request) -> Message:
+    async def _handle(self, request: IncomingRequest) -> WireMessage:
         method = request.header.method
         try:
             async with asyncio.timeout(request.left) as scope:
@@ -203,25 +203,27 @@ class Server:
                 raise
             raise DeadlineExceeded(f"{method} took longer than the {request.left:g} s it had") from error
 
-    def _done(self, key: Key, request: Request, task: "asyncio.Task[Message]") -> None:
+    def _finish_request(self, key: RequestKey, request: IncomingRequest, task: "asyncio.Task[WireMessage]") -> None:
         del self._tasks[key]
-        why = self._why.pop(key, None)
+        why = self._cancel_reasons.pop(key, None)
         if task.cancelled():
-            self._answer(request, why or RequestCancelled("it was cancelled in the server"))
+            self._send_response(request, why or RequestCancelled("it was cancelled in the server"))
         else:
-            self._answer(request, task.exception() or task.result())
+            self._send_response(request, task.exception() or task.result())
 
-    def _answer(self, request: Request, answer: Message | BaseException) -> None:
+    def _send_response(self, request: IncomingRequest, response: WireMessage | BaseException) -> None:
         id = request.header.id
-        if isinstance(answer, Message) and len(answer.frames) > MAX_BODY:
-            answer = RequestInvalid(f"the answer has {len(answer.frames)} frames, {MAX_BODY} are the most")
-        if isinstance(answer, Message):
-            self.pump.post(request.session, Reply(0, 0, id), answer.frames)
+        if isinstance(response, WireMessage) and len(response.frames) > MAX_BODY_FRAMES:
+            response = RequestInvalid(f"the answer has {len(response.frames)} frames, {MAX_BODY_FRAMES} are the most")
+        if isinstance(response, WireMessage):
+            self.driver.submit(request.session, ReplyHeader(0, 0, id), response.frames)
         else:
-            self.pump.post(request.session, Fail(0, 0, id, bounded(Failure.from_exception(answer))), ())
+            self.driver.submit(
+                request.session, FailureHeader(0, 0, id, truncate_failure(Failure.from_exception(response))), ()
+            )
 
-    def _end(self, key: Key, why: RamifyError) -> None:
+    def _cancel_request(self, key: RequestKey, reason: RamifyError) -> None:
         task = self._tasks.get(key)
-        if task is not None and key not in self._why:
-            self._why[key] = why
+        if task is not None and key not in self._cancel_reasons:
+            self._cancel_reasons[key] = reason
             task.cancel()

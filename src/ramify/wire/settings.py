@@ -4,19 +4,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WireSettings:
     """What both ends of a connection agree to live with; each uses its own."""
 
-    interval: float = 1.0
+    heartbeat_interval: float = 1.0
     """Seconds between two heartbeats."""
-    patience: float = 10.0
+    server_timeout: float = 10.0
     """Seconds of silence after which a client gives up what it has asked."""
-    grace: float = 30.0
+    session_timeout: float = 30.0
     """Seconds of silence after which a server forgets a client and cancels what it has asked."""
-    queue: int = 8192
+    max_open_requests: int = 8192
     """Requests that may be open at a time, at either end; one more is refused."""
-    max_frame: int = 1 << 30
+    max_frame_bytes: int = 1 << 30
     """Bytes of one frame; a client that sends more is cut off."""
-    max_kept: int = 1 << 30
+    max_unacked_bytes: int = 1 << 30
     """Bytes that wait for one client's acknowledgement; parts of streams are left out above a quarter of it."""
     max_clients: int = 1024

@@ -10,13 +10,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ramify.errors import DeadlineExceeded
-from ramify.wire.listening import not_listening, open_listener
+from ramify.wire.listener import open_listener, to_bind_error
 
-KEEP_ALIVE = 120  # seconds an idle connection stays open; clients that pool connections give up on one earlier
+KEEP_ALIVE_TIMEOUT = 120  # seconds an idle connection stays open; clients that pool connections give up on one earlier
 BACKLOG = 2048  # connections that may wait to be taken
-STARTING = 10.0  # seconds until it has to answer
-ENDING = 5.0  # seconds it gets to end beyond what its requests get
-POLL = 0.005
+START_TIMEOUT = 10.0  # seconds until it has to answer
+CLOSE_TIMEOUT = 5.0  # seconds it gets to end beyond what its requests get
+POLL_INTERVAL = 0.005
 
 
 class HttpServer:
@@ -25,8 +25,8 @@ class HttpServer:
     Requests in flight get `shutdown` seconds when it closes.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int = 0, *, what: str, shutdown: float = 2.0) -> None:
-        self.host, self.port, self.what, self.shutdown = host, port, what, shutdown
+    def __init__(self, app: ASGIApp, host: str, port: int = 0, *, name: str, shutdown_timeout: float = 2.0) -> None:
+        self.host, self.port, self.name, self.shutdown_timeout = host, port, name, shutdown_timeout
         settings = uvicorn.Config(
             app,
             log_config=None,  # logging is the process's own
@@ -34,10 +34,10 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=max(1, round(shutdown)),
+            timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
+            timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
         )
-        self._server = _Server(settings)
+        self._server = _NoSignalServer(settings)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -51,18 +51,18 @@ class HttpServer:
             listener = open_listener(self.host, self.port, backlog=BACKLOG)
         except OSError as error:
             why = f"{error.strerror}; 0 takes a free one"
-            raise not_listening(self.what, f"{self.host}:{self.port}", error.errno, why) from error
+            raise to_bind_error(self.name, f"{self.host}:{self.port}", error.errno, why) from error
         # connections inherit it; asyncio sets it only on sockets that were made with the protocol's number
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name=self.what)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name=self.name)
         try:
-            async with asyncio.timeout(STARTING):
+            async with asyncio.timeout(START_TIMEOUT):
                 while not self._server.started and not self._task.done():
-                    await asyncio.sleep(POLL)
+                    await asyncio.sleep(POLL_INTERVAL)
         except TimeoutError as error:
             await self.close()
-            raise DeadlineExceeded(f"{self.what}: waited {STARTING:g} s for {self.address} to answer") from error
+            raise DeadlineExceeded(f"{self.name}: waited {START_TIMEOUT:g} s for {self.address} to answer") from error
         return self
 
     async def wait(self) -> None:
@@ -76,7 +76,7 @@ class HttpServer:
         if task is None:
             return
         self._server.should_exit = True
-        done, _ = await asyncio.wait({task}, timeout=self.shutdown + ENDING)
+        done, _ = await asyncio.wait({task}, timeout=self.shutdown_timeout + CLOSE_TIMEOUT)
         if not done:
             task.cancel()
             await asyncio.wait({task})
@@ -88,7 +88,7 @@ class HttpServer:
         await self.close()
 
 
-class _Server(uvicorn.Server):
+class _NoSignalServer(uvicorn.Server):
     """Leaves the process's signals alone: uvicorn would raise them again, and end the process before its owner."""
 
     @contextlib.contextmanager

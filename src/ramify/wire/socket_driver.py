@@ -16,26 +16,26 @@ from typing import Any, Protocol
 
 import zmq
 
-from ramify.wire.link import Frames
+from ramify.wire.sequenced_stream import Frames
 
-PARTING = 0.5  # seconds for the other side to hear a goodbye
-BATCH = 256  # messages taken before anything else has its turn
-LINGER = 2000  # milliseconds for the last words
+GOODBYE_TIMEOUT = 0.5  # seconds for the other side to hear a goodbye
+MAX_MESSAGES_PER_RUN = 256  # messages taken before anything else has its turn
+LINGER_MS = 2000  # milliseconds for the last words
 
-Event = tuple[Any, ...]
+ProtocolEvent = tuple[Any, ...]
 
 
-class End(Protocol):
+class SocketProtocol(Protocol):
     """One end of connections; used by one thread at a time."""
 
-    events: list[Event]
+    events: list[ProtocolEvent]
     """What the loop has to hear."""
 
-    def come(self, frames: Sequence[zmq.Frame], now: float) -> None:
+    def message_received(self, frames: Sequence[zmq.Frame], now: float) -> None:
         """A message has come."""
         ...
 
-    def told(self, command: Event, now: float) -> None:
+    def handle_command(self, command: ProtocolEvent, now: float) -> None:
         """The loop wants something."""
         ...
 
@@ -43,131 +43,135 @@ class End(Protocol):
         """Do what is due; returns the seconds until something is again."""
         ...
 
-    def end(self) -> None:
+    def send_goodbye(self) -> None:
         """Say the last words."""
         ...
 
     @property
-    def parted(self) -> bool:
+    def goodbye_done(self) -> bool:
         """Whether everybody has heard them."""
         ...
 
 
-class Pump:
+class SocketDriver:
     """Runs an `End` over a socket until it is stopped."""
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", end: End, deliver: Callable[[Sequence[Event]], None], name: str
+        self,
+        socket: "zmq.Socket[bytes]",
+        protocol: SocketProtocol,
+        handle_events: Callable[[Sequence[ProtocolEvent]], None],
+        name: str,
     ) -> None:
-        self._socket, self._end, self._deliver = socket, end, deliver
+        self._socket, self._protocol, self._handle_events = socket, protocol, handle_events
         self._loop = asyncio.get_running_loop()
-        self._commands: deque[Event] = deque()
+        self._commands: deque[ProtocolEvent] = deque()
         self._lock = threading.Lock()  # around the end and its socket
-        self._due = False  # whether the loop is about to turn
-        self._stopping, self._broken = threading.Event(), False
-        self._done = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name=f"wire {name}", daemon=True)
+        self._is_scheduled = False  # whether the loop is about to turn
+        self._stopping, self._failed = threading.Event(), False
+        self._socket_closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._thread_main, name=f"wire {name}", daemon=True)
 
     def start(self) -> None:
         """Begin."""
-        self._loop.add_reader(self._socket.fileno(), self._turn_here)
+        self._loop.add_reader(self._socket.fileno(), self._run_in_loop)
         self._thread.start()
 
-    def post(self, *command: Any) -> None:
+    def submit(self, *command: Any) -> None:
         """Hand something to the end; from the loop."""
         self._commands.append(command)
-        self._turn_soon()
+        self._schedule()
 
     async def stop(self) -> None:
         """Say goodbye and close the socket."""
         if not self._stopping.is_set():
             self._loop.remove_reader(self._socket.fileno())
             self._stopping.set()
-        await self._done.wait()  # the thread waits for nothing that has no end
+        await self._socket_closed.wait()  # the thread waits for nothing that has no end
         self._thread.join()
 
     # -- in the loop ---------------------------------------------------------------------------------------------------
 
-    def _turn_soon(self) -> None:
-        if not self._due:
-            self._due = True
-            self._loop.call_soon(self._turn_here)
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._run_in_loop)
 
-    def _turn_here(self) -> None:
-        self._due = False
+    def _run_in_loop(self) -> None:
+        self._is_scheduled = False
         with self._lock:
-            if not self._stopping.is_set() and self._turn() == 0.0:
-                self._turn_soon()
-            events, self._end.events = self._end.events, []
+            if not self._stopping.is_set() and self._run_once() == 0.0:
+                self._schedule()
+            events, self._protocol.events = self._protocol.events, []
         if events:
-            self._deliver(events)
+            self._handle_events(events)
 
     def _close(self) -> None:
         self._loop.remove_reader(self._socket.fileno())
-        self._socket.close(LINGER)
-        self._done.set()
+        self._socket.close(LINGER_MS)
+        self._socket_closed.set()
 
     # -- in the loop or in the thread, one at a time -------------------------------------------------------------------
 
-    def _turn(self) -> float:
+    def _run_once(self) -> float:
         """Say what is to be said, hear what has come, do what is due; returns the seconds until the next turn."""
         now = time.monotonic()
         try:
             while self._commands:
-                self._end.told(self._commands.popleft(), now)
-            self._take(now)
-            wait = self._end.tick(now)
+                self._protocol.handle_command(self._commands.popleft(), now)
+            self._receive(now)
+            wait = self._protocol.tick(now)
             more = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN  # asked, for the sign of it may be used up
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            self._end.events.append(("broken", error))
-            self._broken = True
+            self._protocol.events.append(("broken", error))
+            self._failed = True
             self._stopping.set()
             return 0.0
         return 0.0 if more else wait
 
-    def _take(self, now: float) -> None:
-        for _ in range(BATCH):
+    def _receive(self, now: float) -> None:
+        for _ in range(MAX_MESSAGES_PER_RUN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._end.come(frames, now)
+            self._protocol.message_received(frames, now)
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _thread_main(self) -> None:
         try:
             wait = 0.0
             while not self._stopping.wait(wait):
-                wait = self._turn_there()
-            self._turn_there()
-            if not self._broken:
-                self._part()
+                wait = self._run_in_thread()
+            self._run_in_thread()
+            if not self._failed:
+                self._send_goodbye_and_wait()
         finally:
-            self._tell(self._close)
+            self._call_in_loop(self._close)
 
-    def _turn_there(self) -> float:
+    def _run_in_thread(self) -> float:
         with self._lock:
-            wait = self._turn() if not self._broken else 0.0
-            heard = bool(self._end.events)
+            wait = self._run_once() if not self._failed else 0.0
+            heard = bool(self._protocol.events)
         if heard:
-            self._tell(self._turn_here)
+            self._call_in_loop(self._run_in_loop)
         return wait
 
-    def _part(self) -> None:
+    def _send_goodbye_and_wait(self) -> None:
         """Say goodbye, and wait until it was heard: a socket that is closed takes back what nobody has read yet."""
-        self._end.end()
-        end = time.monotonic() + PARTING
-        while not self._end.parted and (left := end - time.monotonic()) > 0:
+        self._protocol.send_goodbye()
+        end = time.monotonic() + GOODBYE_TIMEOUT
+        while not self._protocol.goodbye_done and (left := end - time.monotonic()) > 0:
             if self._socket.poll(int(left * 1000) + 1):
-                self._take(time.monotonic())
+                self._receive(time.monotonic())
 
-    def _tell(self, callback: Callable[[], None]) -> None:
+    def _call_in_loop(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(callback)
 
 
-def sender(socket: "zmq.Socket[bytes]") -> Callable[[Frames], bool]:
+def make_sender(socket: "zmq.Socket[bytes]") -> Callable[[Frames], bool]:
     """Sends a message if there is somebody to take it."""
 
     def send(frames: Frames) -> bool:

@@ -6,12 +6,14 @@ import socket
 
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError
 
-RESERVED = "RAMIFY_RESERVED_PORTS"  # the environment variable with the ports that a supervisor holds for this process
+RESERVED_PORTS_VARIABLE = (
+    "RAMIFY_RESERVED_PORTS"  # the environment variable with the ports that a supervisor holds for this process
+)
 
 
 def is_reserved(port: int) -> bool:
     """Whether the supervisor of this process holds the port for it."""
-    return bool(port) and str(port) in os.environ.get(RESERVED, "").split(",")
+    return bool(port) and str(port) in os.environ.get(RESERVED_PORTS_VARIABLE, "").split(",")
 
 
 def open_listener(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
@@ -20,12 +22,12 @@ def open_listener(host: str, port: int, *, backlog: int | None = None) -> socket
     return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=is_reserved(port))
 
 
-def not_listening(what: str, address: str, number: int | None, why: str) -> RamifyError:
+def to_bind_error(name: str, address: str, error_number: int | None, reason: str) -> RamifyError:
     """The failure of `what` that should listen at `address`, by the system's number and words for it.
 
     A port that is taken may be free again; anything else is as wrong the next time.
     """
-    if number == errno.EADDRNOTAVAIL:
-        why = f"{address.rpartition('://')[2].rpartition(':')[0]} is no address of this machine"
-    said = f"{what}: {address} cannot be listened on: {why}"
-    return PortTaken(said) if number == errno.EADDRINUSE else ConfigInvalid(said)
+    if error_number == errno.EADDRNOTAVAIL:
+        reason = f"{address.rpartition('://')[2].rpartition(':')[0]} is no address of this machine"
+    said = f"{name}: {address} cannot be listened on: {reason}"
+    return PortTaken(said) if error_number == errno.EADDRINUSE else ConfigInvalid(said)

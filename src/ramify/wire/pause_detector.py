@@ -5,18 +5,18 @@ that was stopped for a minute must not forget its clients, and a client must not
 """
 
 
-class Standstill:
+class PauseDetector:
     """Measures pauses between two ticks.
 
     A pause counts only if it is longer than a quarter of `limit`, the silence that is allowed: an end that is always a
     little late must still notice that the other side is gone.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._shortest = limit / 4
+    def __init__(self, silence_limit: float) -> None:
+        self._min_pause = silence_limit / 4
         self._last: float | None = None
 
-    def measure(self, now: float) -> float:
+    def measure_pause(self, now: float) -> float:
         """Return the seconds since the last call if they were a pause, else 0."""
         last, self._last = self._last, now
-        return now - last if last is not None and now - last > self._shortest else 0.0
+        return now - last if last is not None and now - last > self._min_pause else 0.0

@@ -17,22 +17,22 @@ import msgspec
 
 from ramify.errors import Failure
 
-VERSION = 1
-MAX_HEADER = 1 << 20
+PROTOCOL_VERSION = 1
+MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 1024
-MAX_BODY = MAX_FRAMES - 2  # frames of a message's own: the header comes before them, and a route may
-MAX_TEXT = 4096  # characters of each text of a failure that is too long for a header
+MAX_BODY_FRAMES = MAX_FRAMES - 2  # frames of a message's own: the header comes before them, and a route may
+MAX_TEXT_CHARS = 4096  # characters of each text of a failure that is too long for a header
 
 
-class Malformed(Exception):
+class MalformedMessage(Exception):
     """Bytes that are no frame of this protocol."""
 
 
-class Header(msgspec.Struct, array_like=True, tag_field="kind"):
+class WireHeader(msgspec.Struct, array_like=True, tag_field="kind"):
     """Anything that can be said."""
 
 
-class Hello(Header, tag=0):
+class HelloHeader(WireHeader, tag=0):
     """A client introduces itself; the version stands first in every version.
 
     `got` counts the frames of `session`, the last session that the client knows; the server may have forgotten it. A
@@ -48,7 +48,7 @@ class Hello(Header, tag=0):
     knock: int = 0
 
 
-class Welcome(Header, tag=1):
+class WelcomeHeader(WireHeader, tag=1):
     """The session a client has. One it does not know means that everything it asked before is forgotten."""
 
     session: str
@@ -57,17 +57,17 @@ class Welcome(Header, tag=1):
     knock: int = 0  # the hello that this answers
 
 
-class Refused(Header, tag=2):
+class RejectedHeader(WireHeader, tag=2):
     """The end of a client: what it did, or what it is."""
 
     failure: Failure
 
 
-class Who(Header, tag=3):
+class UnknownClientHeader(WireHeader, tag=3):
     """Frames came from somebody who has not said hello."""
 
 
-class Beat(Header, tag=4):
+class HeartbeatHeader(WireHeader, tag=4):
     """A sign of life that waits for no event loop, and how long the one beside it has not turned."""
 
     got: int
@@ -77,24 +77,24 @@ class Beat(Header, tag=4):
     stack: str = ""
 
 
-class Again(Header, tag=5):
+class ResendHeader(WireHeader, tag=5):
     """Numbered frames are missing after this one."""
 
     got: int
 
 
-class Bye(Header, tag=6):
+class GoodbyeHeader(WireHeader, tag=6):
     """The end, on purpose."""
 
 
-class Numbered(Header):
+class SequencedHeader(WireHeader):
     """A frame of a stream."""
 
     number: int
     got: int
 
 
-class Request(Numbered, tag=7):
+class RequestHeader(SequencedHeader, tag=7):
     """A call; `left` are the seconds it has."""
 
     id: int
@@ -102,66 +102,79 @@ class Request(Numbered, tag=7):
     left: float
 
 
-class Cancel(Numbered, tag=8):
+class CancelHeader(SequencedHeader, tag=8):
     """Nobody wants the answer to a request any more."""
 
     id: int
 
 
-class Part(Numbered, tag=9):
+class PartHeader(SequencedHeader, tag=9):
     """A piece of a streamed answer."""
 
     id: int
 
 
-class Reply(Numbered, tag=10):
+class ReplyHeader(SequencedHeader, tag=10):
     """The end of an answer."""
 
     id: int
 
 
-class Fail(Numbered, tag=11):
+class FailureHeader(SequencedHeader, tag=11):
     """The end of an answer that went wrong."""
 
     id: int
     failure: Failure
 
 
-Said = Hello | Welcome | Refused | Who | Beat | Again | Bye | Request | Cancel | Part | Reply | Fail
+AnyHeader = (
+    HelloHeader
+    | WelcomeHeader
+    | RejectedHeader
+    | UnknownClientHeader
+    | HeartbeatHeader
+    | ResendHeader
+    | GoodbyeHeader
+    | RequestHeader
+    | CancelHeader
+    | PartHeader
+    | ReplyHeader
+    | FailureHeader
+)
 
-encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Said).decode
+encode_header = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(AnyHeader).decode
 
 
-def bounded(failure: Failure) -> Failure:
+def truncate_failure(failure: Failure) -> Failure:
     """The failure, short enough for a header: one that is not would stop all that comes after it."""
-    return failure if len(encode(failure)) <= MAX_HEADER // 2 else _cut(failure)
+    return failure if len(encode_header(failure)) <= MAX_HEADER_BYTES // 2 else _truncate(failure)
 
 
-def _cut(failure: Failure) -> Failure:
+def _truncate(failure: Failure) -> Failure:
     return msgspec.structs.replace(
         failure,
-        name=failure.name[:MAX_TEXT],
-        message=_shorter(failure.message),
-        traceback=None if failure.traceback is None else _shorter(failure.traceback),
-        cause=None if failure.cause is None else _cut(failure.cause),
+        name=failure.name[:MAX_TEXT_CHARS],
+        message=_truncate_text(failure.message),
+        traceback=None if failure.traceback is None else _truncate_text(failure.traceback),
+        cause=None if failure.cause is None else _truncate(failure.cause),
     )
 
 
-def _shorter(text: str) -> str:
+def _truncate_text(text: str) -> str:
     """Beginning and end: an error tells most where it starts, a traceback where it ends."""
-    half = MAX_TEXT // 2
-    return text if len(text) <= MAX_TEXT else f"{text[:half]} ... {text[-half:]}"
+    half = MAX_TEXT_CHARS // 2
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
-def decode(header: bytes | memoryview, count: int) -> Said:
+def decode_header(header: bytes | memoryview, num_frames: int) -> AnyHeader:
     """The header of a message of `count` frames; Malformed if it is none."""
-    if len(header) > MAX_HEADER or count > MAX_FRAMES:
-        raise Malformed(f"a header of {len(header)} bytes before {count} frames")
+    if len(header) > MAX_HEADER_BYTES or num_frames > MAX_FRAMES:
+        raise MalformedMessage(f"a header of {len(header)} bytes before {num_frames} frames")
     try:
-        said: Said = _decode(header)
+        said: AnyHeader = _decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(f"no header: {error}") from error
-    if isinstance(said, Numbered) and (said.number < 1 or said.got < 0):
-        raise Malformed(f"a frame with number {said.number}")
+        raise MalformedMessage(f"no header: {error}") from error
+    if isinstance(said, SequencedHeader) and (said.number < 1 or said.got < 0):
+        raise MalformedMessage(f"a frame with number {said.number}")
     return said

@@ -29,11 +29,11 @@ class BrowserGuard:
     `hosts` are the names of the server in the configuration; `key` is the configuration key for further ones.
     """
 
-    def __init__(self, app: ASGIApp, *, paths: Collection[str], hosts: Collection[str], key: str) -> None:
+    def __init__(self, app: ASGIApp, *, paths: Collection[str], hosts: Collection[str], config_key: str) -> None:
         self._app = app
         self._paths = frozenset(paths)
         self._hosts = {host.lower().rstrip(".") for host in hosts}
-        self._key = key
+        self._config_key = config_key
         self._knows_own_names = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,9 +48,9 @@ class BrowserGuard:
 
     async def _check(self, request: HTTPConnection) -> None:
         host = ", ".join(request.headers.getlist("host"))
-        name = _host_name(host)
+        name = _parse_host_name(host)
         if name is None or not await self._is_trusted(name):
-            known = f"expected an address, a name without a dot, or one that {self._key} lists"
+            known = f"expected an address, a name without a dot, or one that {self._config_key} lists"
             raise OriginRefused(f"{request.url.path} was asked under the host {host!r}; {known}")
         for origin in request.headers.getlist("origin"):
             if origin.lower().partition("://")[2] != host.lower():
@@ -60,12 +60,12 @@ class BrowserGuard:
         if _is_ip_address(name) or "." not in name or name.endswith(".localhost") or name in self._hosts:
             return True
         if not self._knows_own_names:  # looked up only if needed: a name server may take seconds to answer
-            self._hosts |= await asyncio.to_thread(_own_names)
+            self._hosts |= await asyncio.to_thread(_get_own_host_names)
             self._knows_own_names = True
         return name in self._hosts
 
 
-def _host_name(host: str) -> str | None:
+def _parse_host_name(host: str) -> str | None:
     """Return the name in `NAME:PORT`, or None if there is none."""
     try:
         name = urlsplit(f"//{host}").hostname
@@ -82,5 +82,5 @@ def _is_ip_address(name: str) -> bool:
     return True
 
 
-def _own_names() -> set[str]:
+def _get_own_host_names() -> set[str]:
     return {name.lower().rstrip(".") for name in (socket.gethostname(), socket.getfqdn())}
