@@ -23,7 +23,7 @@ from pathlib import Path
 
 from _check import Row, competitor, finish, parser
 
-from ramify.client import Client
+from ramify.client import InferenceClient
 from ramify.env import Task
 from ramify.envserver import EnvClient, EnvServerChild, EnvServerConfig
 from ramify.gateway import Gateway, TokenPolicy
@@ -114,7 +114,7 @@ async def both_ways(url: str, client: EnvClient, todo: list[Task]) -> tuple[list
     env, waiting = Environment.load(source()), iter(enumerate(todo))
     served: list[float] = []
     local: list[float] = []
-    async with Client(url) as engine, Gateway() as gateway:
+    async with InferenceClient(url) as engine, Gateway() as gateway:
         policy = TokenPolicy(engine, load_renderer(resolve("tiny")), "tiny", max_model_len=1 << 20)
 
         async def there(task: Task, id: str) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 from _check import NO_COMPETITOR, Row, finish, median, parser
 
-from ramify.client.http import Connections, exchange, open_client
+from ramify.client.http_client import HttpConnectionPool, open_client, send_request
 
 CONCURRENCY = {"cpu": (1, 8, 32), "cuda": (1, 32, 256)}
 NEW_TOKENS = 64
@@ -104,21 +104,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(15)
 
 
-async def _wave(client: Connections, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
+async def _wave(client: HttpConnectionPool, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
     """All prompts at once; returns how many tokens came back."""
 
     async def one(index: int) -> int:
         knobs = {"max_tokens": new_tokens, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": seed + index}
         body = {"token_ids": prompts[index], "sampling_params": knobs}
-        answer = await exchange(client, "POST", "/inference/v1/generate", body)
+        answer = await send_request(client, "POST", "/inference/v1/generate", body)
         return len(json.loads(answer)["choices"][0]["token_ids"])
 
     async with asyncio.timeout(REQUEST_S):
         return sum(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
 
 
-def _client(url: str) -> Connections:
-    return open_client(url, connect=5.0, connections=max(CONCURRENCY["cuda"]))
+def _client(url: str) -> HttpConnectionPool:
+    return open_client(url, connect_timeout=5.0, max_connections=max(CONCURRENCY["cuda"]))
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ def swap_ms(url: str, subject: Subject) -> float:
         async with contextlib.aclosing(_client(url)) as client:
             flight = asyncio.create_task(_wave(client, subject.prompts(32, 0, 7), NEW_TOKENS, 7))
             await asyncio.sleep(0.1)
-            answer = await exchange(client, "POST", "/update_weights", {"path": str(directory), "kv": "recompute"})
+            answer = await send_request(client, "POST", "/update_weights", {"path": str(directory), "kv": "recompute"})
             await flight
             return 1e3 * float(json.loads(answer)["seconds"])
 

@@ -24,7 +24,7 @@ from typing import Any
 from _check import REPETITIONS, Row, competitor, finish, parser
 
 import ramify as rf
-from ramify.client import Client
+from ramify.client import InferenceClient
 from ramify.gateway import TokenPolicy
 from ramify.model.resolve import resolve
 from ramify.render import Renderer, load_renderer
@@ -108,7 +108,7 @@ async def lateness(late: list[float]) -> None:
 
 
 async def measure(url: str, renderer: Renderer, env: Environment, turns: int, concurrency: int) -> Measured:
-    async with Client(url) as client:
+    async with InferenceClient(url) as client:
         policy = TokenPolicy(client, renderer, "instant", max_model_len=4096)
 
         async def work(waiting: Iterator[tuple[rf.Task, int]]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from ramify.client.control import Update
-from ramify.client.http import open_client
-from ramify.client.vllm import VLLM
+from ramify.client.engine_adapter import WeightUpdate
+from ramify.client.http_client import open_client
+from ramify.client.vllm_adapter import VLLMAdapter
 from ramify.model.manifest import Manifest
 from ramify.model.version import Version
 
@@ -106,12 +106,12 @@ class Target:
 class VLLMTarget(Target):
     """A stock vLLM. Weights, pauses and salts go through the client's dialect: together they keep the contract."""
 
-    spoken: VLLM = field(init=False)
+    spoken: VLLMAdapter = field(init=False)
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        http = open_client(self.url, connect=5.0, connections=128)
-        self.spoken = VLLM(self.url, http, Manifest.read(self.first).version, root=str(self.first))
+        http = open_client(self.url, connect_timeout=5.0, max_connections=128)
+        self.spoken = VLLMAdapter(self.url, http, Manifest.read(self.first).version, model_root=str(self.first))
         try:
             async with super().client() as client:
                 yield client
@@ -119,7 +119,7 @@ class VLLMTarget(Target):
             await http.aclose()
 
     def salt(self, salt: str) -> str:
-        return self.spoken.salt(salt)
+        return self.spoken.versioned_cache_salt(salt)
 
     def versions(self, choice: dict[str, Any]) -> list[tuple[int, int]]:
         """vLLM reports them with the last part of a stream, for all of it."""
@@ -134,7 +134,7 @@ class VLLMTarget(Target):
         await self.spoken.resume()
 
     async def update(self, client: httpx.AsyncClient, directory: Path, kv: str = "recompute") -> None:
-        update = Update(directory, Manifest.read(directory).version, "keep" if kv == "keep" else "recompute")
+        update = WeightUpdate(directory, Manifest.read(directory).version, "keep" if kv == "keep" else "recompute")
         await self.spoken.update(update, paused=False)
 
     async def running(self, client: httpx.AsyncClient) -> float:

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from ramify.client import Client, ClientConfig, Sampling
+from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.errors import ContextOverflow, WeightsRefused
 from ramify.model.version import Version
 
@@ -20,7 +20,7 @@ def run(target):
 
     def runner(test):
         async def main():
-            async with Client(target.url, ClientConfig(health_interval=0.5)) as client:
+            async with InferenceClient(target.url, ClientConfig(health_interval=0.5)) as client:
                 try:
                     await test(client)
                 finally:
@@ -34,7 +34,7 @@ def run(target):
 
 def test_samples_are_scored_as_they_were_sampled(run):
     async def check(client):
-        done = await client.generate(PROMPT, Sampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
+        done = await client.generate(PROMPT, ClientSampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
         scored = await client.score([*PROMPT, *done.ids.tolist()], session="a")
         assert done.ids.dtype == np.int32 and done.logprobs.dtype == np.float32 and done.finish == "length"
         assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
@@ -46,8 +46,8 @@ def test_samples_are_scored_as_they_were_sampled(run):
 
 def test_a_second_turn_finds_the_prefix_of_the_first(run):
     async def check(client):
-        first = await client.generate(PROMPT * 20, Sampling(max_tokens=4, ignore_eos=True), session="b")
-        second = await client.generate([*PROMPT * 20, *first.ids.tolist()], Sampling(max_tokens=1), session="b")
+        first = await client.generate(PROMPT * 20, ClientSampling(max_tokens=4, ignore_eos=True), session="b")
+        second = await client.generate([*PROMPT * 20, *first.ids.tolist()], ClientSampling(max_tokens=1), session="b")
         assert second.usage.cached >= 128
 
     run(check)
@@ -55,7 +55,7 @@ def test_a_second_turn_finds_the_prefix_of_the_first(run):
 
 async def swapped_in_flight(client, target, kv):
     """Four samples that the second weights went on with; a server that had finished one before is asked again."""
-    sampling = Sampling(max_tokens=target.flight, ignore_eos=True)
+    sampling = ClientSampling(max_tokens=target.flight, ignore_eos=True)
     async with target.client() as http:
         for _ in range(5):
             calls = [asyncio.create_task(client.generate(PROMPT, sampling)) for _ in range(4)]
@@ -84,7 +84,7 @@ def test_every_token_knows_its_weights(run, target, kv):
         for done in samples:
             assert [run_.step for run_ in done.versions] == [1, 2]
             assert sum(run_.count for run_ in done.versions) == target.flight
-        fresh = await client.generate(PROMPT, Sampling(max_tokens=12, ignore_eos=True))
+        fresh = await client.generate(PROMPT, ClientSampling(max_tokens=12, ignore_eos=True))
         assert [run_.step for run_ in fresh.versions] == [2]
         scored = await client.score([*PROMPT, *fresh.ids.tolist()], cache_salt=f"unused {kv}")
         assert fresh.logprobs == pytest.approx(scored[-12:], abs=2e-4)
@@ -111,7 +111,7 @@ async def scores(client, done, salt):
 def test_a_paused_server_holds_requests_until_it_resumes(run):
     async def check(client):
         await client.pause()
-        call = asyncio.create_task(client.generate(PROMPT, Sampling(max_tokens=2)))
+        call = asyncio.create_task(client.generate(PROMPT, ClientSampling(max_tokens=2)))
         done, _ = await asyncio.wait([call], timeout=0.3)
         assert not done
         await client.resume()
@@ -123,7 +123,7 @@ def test_a_paused_server_holds_requests_until_it_resumes(run):
 def test_an_overlong_prompt_and_bad_weights_have_their_names(run, target, tmp_path):
     async def check(client):
         with pytest.raises(ContextOverflow, match=str(target.max_model_len)):
-            await client.generate([5] * (target.max_model_len + 5), Sampling())
+            await client.generate([5] * (target.max_model_len + 5), ClientSampling())
         with pytest.raises(WeightsRefused):
             await client.update_weights(tmp_path, SECOND)
         assert client.versions == {target.url: FIRST}

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ramify.client import Completion, Sampling
-from ramify.client.stall import StallClock
+from ramify.client import ClientSampling, Completion
+from ramify.client.stall_clock import StallClock
 from ramify.gateway import Limits, Request, SamplingConfig, Session, TokenPolicy
 from ramify.trace import Message, Trace, Usage, VersionRun
 from tests.gateway.engine import TINY
@@ -20,14 +20,14 @@ class Sampler:
         self.script = script if callable(script) else list(script)
         self.renderer = renderer
         self.seen: list[tuple[list[int], list[int], list[float]]] = []
-        self.asked: list[Sampling] = []
+        self.asked: list[ClientSampling] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def generate(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: ClientSampling,
         *,
         session: str | None = None,
         deadline: float = 600.0,

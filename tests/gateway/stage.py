@@ -14,7 +14,7 @@ import anthropic
 import httpx
 import openai
 
-from ramify.client import Client, ClientConfig
+from ramify.client import ClientConfig, InferenceClient
 from ramify.env import Endpoint
 from ramify.gateway import Gateway, Limits, Policy, SamplingConfig, Session, TokenPolicy
 from ramify.trace import Trace
@@ -28,7 +28,7 @@ class House:
     """What all tests share. The second gateway has no patience: a stream that waits says so at once."""
 
     engine: Engine
-    client: Client
+    client: InferenceClient
     gateway: Gateway
     hasty: Gateway
     openai: openai.AsyncOpenAI
@@ -80,7 +80,7 @@ class Stage:
 async def _house() -> AsyncIterator[House]:
     async with (
         Engine([]) as engine,
-        Client(engine.url, CONFIG) as client,
+        InferenceClient(engine.url, CONFIG) as client,
         Gateway() as gateway,
         Gateway(patience=0.02) as hasty,
         openai.AsyncOpenAI(api_key="none") as ours,

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
-from ramify.client import Sampling
+from ramify.client import ClientSampling
 from ramify.gateway import TokenPolicy
 from ramify.render import ParsedReply
 from ramify.trace import Message
@@ -58,7 +58,9 @@ async def beats_before_parsing(text: str, stop: list[str], *, waits: bool = True
     beating = asyncio.create_task(heart.beat())
     try:
         prepared = policy.prepare(None, [Message("user", "hi")])
-        sampled = await policy.sample(prepared, Sampling(max_tokens=100_000), session="s", deadline=60.0, stop=stop)
+        sampled = await policy.sample(
+            prepared, ClientSampling(max_tokens=100_000), session="s", deadline=60.0, stop=stop
+        )
         assert sampled.message.content == text
         return renderer.beats
     finally:

@@ -386,7 +386,7 @@ def test_a_token_that_the_vocabulary_does_not_hold_is_the_engines_failure():
     class Odd(Sampler):
         async def generate(self, prompt, sampling, **options):
             done = await super().generate(prompt, sampling, **options)
-            return replace(done, ids=np.append(done.ids[:-1], np.int32(10**6)))
+            return replace(done, ids=np.append(done.token_ids[:-1], np.int32(10**6)))
 
     session = Session(
         Trace(id="t"),

@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 
-from ramify.client import Client
+from ramify.client import InferenceClient
 from ramify.gateway import Gateway, Limits, SamplingConfig, Session, TokenPolicy
 from ramify.trace import Trace
 from tests.gateway.engine import TINY
@@ -46,7 +46,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 def test_the_engine_gives_every_recorded_token_the_logprob_it_was_recorded_with(address):
     async def act() -> None:
-        async with Client(address) as client, Gateway() as gateway:
+        async with InferenceClient(address) as client, Gateway() as gateway:
             policy, trace = TokenPolicy(client, TINY, "tiny", max_model_len=2048), Trace(id="t1")
             session = Session(
                 trace, policy, sampling=SamplingConfig(max_tokens=40), limits=Limits(), seed=1, train=True

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ramify.client import ClientConfig, Sampling
+from ramify.client import ClientConfig, ClientSampling
 from ramify.config import Config, dump_toml, parse
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, InferenceConfig, ServeConfig
@@ -27,7 +27,7 @@ def test_the_client_uses_the_servers_that_are_named_or_those_that_were_started(e
             urls = [one.url, two.url]
             inference = ExternalConfig(base_url=urls) if external else EngineConfig()
             async with open_client(inference, () if external else urls, ClientConfig(patience=5)) as client:
-                await asyncio.gather(*(client.generate([1], Sampling(max_tokens=2)) for _ in range(4)))
+                await asyncio.gather(*(client.generate([1], ClientSampling(max_tokens=2)) for _ in range(4)))
             assert len(one.asked) == len(two.asked) == 2
 
     asyncio.run(asyncio.wait_for(main(), 20))

@@ -135,7 +135,7 @@ def test_a_tool_call_comes_back_as_it_was_written():
 
 
 def test_sampled_replies_are_well_formed():
-    from ramify.client import Sampling
+    from ramify.client import ClientSampling
     from ramify.recipe.corpus import reversal_prompt
     from ramify.recipe.playing import playing
     from ramify.tasksets.reversing import Texts, texts, well_formed
@@ -143,7 +143,7 @@ def test_sampled_replies_are_well_formed():
     config = Texts(split="eval", num_tasks=32, seed=1)
     prompts = [RENDERER.render(reversal_prompt(text).messages) for text in texts(config)]
     with playing(TINY) as player:
-        parsed = asyncio.run(player.replies(prompts, Sampling(max_tokens=32)))
+        parsed = asyncio.run(player.replies(prompts, ClientSampling(max_tokens=32)))
     replies = [one.message.text for one in parsed]
     assert sum(map(well_formed, replies)) >= 0.9 * len(replies)
     assert len(set(replies)) > len(replies) / 2

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ramify.client.control import Acknowledgement
+from ramify.client.engine_adapter import WeightUpdateAck
 from ramify.errors import ProviderError, WeightsRefused
 from ramify.model.version import Version
 from ramify.orchestrate import weights as module
@@ -25,13 +25,13 @@ class Engines:
         self.called = asyncio.Event()
         self.let.set()
 
-    async def update_weights(self, path: Path, version: Version) -> list[Acknowledgement]:
+    async def update_weights(self, path: Path, version: Version) -> list[WeightUpdateAck]:
         self.asked.append(version.step)
         self.called.set()
         await self.let.wait()
         if self.failures:
             raise self.failures.pop(0)
-        return [Acknowledgement("http://engine", version, 0.1)]
+        return [WeightUpdateAck("http://engine", version, 0.1)]
 
 
 def version(step: int, incarnation: int = 0) -> Version:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ramify as rf
-from ramify.client import Client, ClientConfig
-from ramify.client.stall import StallClock
+from ramify.client import ClientConfig, InferenceClient
+from ramify.client.stall_clock import StallClock
 from ramify.errors import RolloutDeadline
 from ramify.evals.engine import EngineChild
 from ramify.gateway import TokenPolicy
@@ -64,7 +64,7 @@ def server(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @asynccontextmanager
 async def policy_at(url: str) -> AsyncIterator[TokenPolicy]:
-    async with Client(url, QUICK) as client:
+    async with InferenceClient(url, QUICK) as client:
         yield TokenPolicy(client, TINY, "tiny")
 
 
@@ -114,7 +114,7 @@ def test_a_stopped_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner,
 
 def test_a_paused_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, server: EngineChild):
     async def main() -> Trace:
-        async with policy_at(server.url) as policy, Client(server.url) as control:
+        async with policy_at(server.url) as policy, InferenceClient(server.url) as control:
             return await interrupted(rollout(policy), control.pause, control.resume)
 
     trace = runner.run(main())
@@ -213,7 +213,7 @@ def test_a_slow_tool_is_on_the_clock():
 def test_a_stall_before_the_agent_begins_is_not_counted(runner: asyncio.Runner):
     async def main() -> None:
         clock = StallClock()
-        with clock.waiting(tolerance=0.05):  # a request of `setup`
+        with clock.track_request(tolerance=0.05):  # a request of `setup`
             await asyncio.sleep(0.3)
         async with HarnessDeadline(0.1, clock, stall_limit=0.2):
             await asyncio.sleep(5)

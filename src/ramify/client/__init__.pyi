@@ -1,5 +1,5 @@
-from .client import Client as Client
+from .client import InferenceClient as InferenceClient
+from .completion import ClientSampling as ClientSampling
 from .completion import Completion as Completion
-from .completion import Sampling as Sampling
 from .config import ClientConfig as ClientConfig
-from .control import Acknowledgement as Acknowledgement
+from .engine_adapter import WeightUpdateAck as WeightUpdateAck

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from ramify.trace import Usage, VersionRun
 
-Finish = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class ClientSampling:
     """How tokens are chosen. Temperature 0 is greedy; a server's own stop ids hold unless `ignore_eos` is set."""
 
     temperature: float = 1.0
@@ -26,7 +26,7 @@ class Sampling:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
-    def wire(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """`sampling_params` of the generate endpoint; what is off is left out."""
         fields: dict[str, Any] = {"temperature": self.temperature, "max_tokens": self.max_tokens, "logprobs": 0}
         if self.top_p < 1:
@@ -50,9 +50,9 @@ class Sampling:
 class Completion:
     """One sample. `versions` are runs over `ids`: a sample may span several weight versions."""
 
-    ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    finish: Finish
-    versions: tuple[VersionRun, ...]
+    finish_reason: FinishReason
+    version_runs: tuple[VersionRun, ...]
     usage: Usage
     server: str

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ramify.client import Completion, Sampling
-from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
-from ramify.client.stall import StallClock
+from ramify.client import ClientSampling, Completion
+from ramify.client.http_client import ConnectFailed, ResponseLost, ServerBusy, open_client, send_request
+from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.gateway.budget import MOST
 from ramify.gateway.chatform import read_answer, write_messages
@@ -105,7 +105,7 @@ class Policy(Protocol):
     async def sample(
         self,
         prepared: Prepared,
-        sampling: Sampling,
+        sampling: ClientSampling,
         *,
         session: str,
         deadline: float,
@@ -125,10 +125,10 @@ class Sampler(Protocol):
     async def generate(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: ClientSampling,
         *,
         session: str | None = None,
-        deadline: float = 600.0,
+        timeout: float = 600.0,
         clock: StallClock | None = None,
     ) -> Completion: ...
 
@@ -197,7 +197,7 @@ class TokenPolicy:
     async def sample(
         self,
         prepared: Prepared,
-        sampling: Sampling,
+        sampling: ClientSampling,
         *,
         session: str,
         deadline: float,
@@ -209,21 +209,27 @@ class TokenPolicy:
         assert rendered is not None
         wanted = replace(sampling, stop_ids=self.renderer.stop_ids)
         prompt = rendered.token_ids.tolist()
-        done = await self.client.generate(prompt, wanted, session=session, deadline=deadline, clock=clock)
-        if done.finish == "abort":
-            raise ProviderError(f"{done.server} gave up a sample after {len(done.ids)} tokens")
-        if self.vocabulary_size is not None and len(done.ids) and int(done.ids.max()) >= self.vocabulary_size:
+        done = await self.client.generate(prompt, wanted, session=session, timeout=deadline, clock=clock)
+        if done.finish_reason == "abort":
+            raise ProviderError(f"{done.server} gave up a sample after {len(done.token_ids)} tokens")
+        if (
+            self.vocabulary_size is not None
+            and len(done.token_ids)
+            and int(done.token_ids.max()) >= self.vocabulary_size
+        ):
             expected = f"the vocabulary of {self.name} has {self.vocabulary_size} tokens"
-            raise ProviderError(f"{done.server} sampled token id {done.ids.max()}; {expected}")
-        ids, parsed, stopped = await offload(len(done.ids) >= OFFLOAD_MIN_TOKENS, self._parse, done.ids, rendered, stop)
+            raise ProviderError(f"{done.server} sampled token id {done.token_ids.max()}; {expected}")
+        ids, parsed, stopped = await offload(
+            len(done.token_ids) >= OFFLOAD_MIN_TOKENS, self._parse, done.token_ids, rendered, stop
+        )
         return Sampled(
             message=parsed.message,
-            finish="stop" if stopped else done.finish,
+            finish="stop" if stopped else done.finish_reason,
             usage=Usage(len(rendered.token_ids), len(ids), done.usage.cached_tokens),
             history=rendered.with_reply(ids, parsed),
             ids=ids,
             logprobs=done.logprobs[: len(ids)],
-            versions=first_runs(done.versions, len(ids)),
+            versions=first_runs(done.version_runs, len(ids)),
             body=parsed.content_span,
             problems=parsed.problems,
         )
@@ -256,7 +262,7 @@ class ChatPolicy:
         self, base_url: str, model: str, api_key: str = "", *, max_model_len: int | None = None, connect: float = 5.0
     ) -> None:
         self.name, self.max_model_len = model, max_model_len
-        self._http = open_client(base_url.rstrip("/"), connect=connect, connections=1024)
+        self._http = open_client(base_url.rstrip("/"), connect_timeout=connect, max_connections=1024)
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 
@@ -283,7 +289,7 @@ class ChatPolicy:
     async def sample(
         self,
         prepared: Prepared,
-        sampling: Sampling,
+        sampling: ClientSampling,
         *,
         session: str,
         deadline: float,
@@ -304,12 +310,12 @@ class ChatPolicy:
         body |= {name: value for name, value in optional.items() if value}
         try:
             async with asyncio.timeout(deadline):
-                data = await exchange(self._http, "POST", "/chat/completions", body)
+                data = await send_request(self._http, "POST", "/chat/completions", body)
         except TimeoutError as error:
             raise DeadlineExceeded(f"waited {deadline:g} s for an answer of {self._http.base_url}") from error
-        except (Unsent, Lost) as error:
+        except (ConnectFailed, ResponseLost) as error:
             raise ProviderError(str(error)) from error
-        except Busy as error:
+        except ServerBusy as error:
             raise error.error from None
         message, finish, usage = read_answer(data, str(self._http.base_url))
         history = TokenHistory((*prepared.messages, message), prepared.tools, EMPTY, 0, ConversationOutline())

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.client import Client
-from ramify.client.http import Busy, Lost, Unsent, exchange, open_client
+from ramify.client import InferenceClient
+from ramify.client.http_client import ConnectFailed, ResponseLost, ServerBusy, open_client, send_request
 from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
 from ramify.model.resolve import resolve
@@ -41,7 +41,7 @@ async def reach(
     why = _no_tokens(how, model, cards)
     if why is None:
         try:
-            client = await stack.enter_async_context(Client(urls))
+            client = await stack.enter_async_context(InferenceClient(urls))
             length = cards[0][0].get("max_model_len")
             longest = length if isinstance(length, int) else None
             path = resolve(model)
@@ -92,16 +92,16 @@ def _no_tokens(how: How, model: str, cards: list[list[dict[str, Any]]]) -> str |
 
 async def _models(url: str, key: str) -> list[dict[str, Any]]:
     """What the server says it serves; nothing where it does not say. One that is not up yet may come."""
-    http = open_client(url, connect=PROBE, connections=1)
+    http = open_client(url, connect_timeout=PROBE, max_connections=1)
     if key:
         http.headers["Authorization"] = f"Bearer {key}"
     try:
         async with asyncio.timeout(PROBE):
-            listed = msgspec.json.decode(await exchange(http, "GET", "/v1/models"))["data"]
+            listed = msgspec.json.decode(await send_request(http, "GET", "/v1/models"))["data"]
             return [entry for entry in listed if isinstance(entry, dict)]
-    except Unsent as error:  # its message names the server and says why
+    except ConnectFailed as error:  # its message names the server and says why
         raise ProviderError(str(error)) from error
-    except (Lost, Busy, TimeoutError) as error:
+    except (ResponseLost, ServerBusy, TimeoutError) as error:
         raise ProviderError(f"{url} cannot be reached: {error or 'it does not answer'}") from error
     except ProviderError as error:
         if any(f"answered {status}" in error.message for status in (401, 403)):

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ramify.client import Sampling
-from ramify.client.stall import StallClock
+from ramify.client import ClientSampling
+from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, TokensRequired
 from ramify.gateway.asking import Asking, Askings
 from ramify.gateway.budget import Budget, Grant
@@ -251,12 +251,12 @@ class Session:
         continues = None if last is None else last.node
         self.calls.append(RecordedCall(node, opening, continues, bool(request.tools), request.remote, by_agent))
 
-    def _wishes(self, request: Request, end: Said) -> Sampling:
+    def _wishes(self, request: Request, end: Said) -> ClientSampling:
         seed = call_seed(self.seed, end.digest, end.started)
         end.started += 1
         return effective(self.sampling, request.asked, train=self.train, seed=seed)
 
-    async def _take(self, policy: Policy, prepared: Prepared, end: Said, sampling: Sampling) -> Grant:
+    async def _take(self, policy: Policy, prepared: Prepared, end: Said, sampling: ClientSampling) -> Grant:
         def need() -> int:
             counted = self._budget.counts_input and prepared.rendered is not None
             return self._recorder.new_tokens(prepared, end) if counted else 0
@@ -264,7 +264,9 @@ class Session:
         length = prepared.length or (end.last.length if end.last else 0)
         return await self._budget.take(need, wanted=sampling.max_tokens, length=length, longest=policy.max_model_len)
 
-    async def _sample(self, policy: Policy, prepared: Prepared, sampling: Sampling, stop: tuple[str, ...]) -> Sampled:
+    async def _sample(
+        self, policy: Policy, prepared: Prepared, sampling: ClientSampling, stop: tuple[str, ...]
+    ) -> Sampled:
         """One sample, asked for again while the failure is one that may pass."""
         for attempt in range(self.retries + 1):
             try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from ramify.client import Sampling
+from ramify.client import ClientSampling
 from ramify.errors import RequestInvalid
 from ramify.gateway.budget import MOST
 from ramify.gateway.config import SamplingConfig
@@ -15,7 +15,7 @@ LARGEST = 2**63  # what a server and a trace can hold
 WISHES: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 
 
-def effective(config: SamplingConfig, asked: Mapping[str, Any], *, train: bool, seed: int | None) -> Sampling:
+def effective(config: SamplingConfig, asked: Mapping[str, Any], *, train: bool, seed: int | None) -> ClientSampling:
     """The settings of one call. In training only the source decides; a client may still ask for fewer tokens.
 
     `seed` is that of the call where the run has one; else a client may bring its own.
@@ -25,7 +25,7 @@ def effective(config: SamplingConfig, asked: Mapping[str, Any], *, train: bool, 
         chosen |= {name: _number(name, asked[name]) for name in WISHES if asked.get(name) is not None}
         seed = _seed(asked) if seed is None else seed
     most = [n for n in (config.max_tokens, _most(asked)) if n is not None]
-    return Sampling(**chosen, seed=seed, max_tokens=min([*most, MOST]))
+    return ClientSampling(**chosen, seed=seed, max_tokens=min([*most, MOST]))
 
 
 def stop_strings(asked: Mapping[str, Any]) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def call_seed(seed: int | None, place: bytes, sample: int) -> int | None:
     return int.from_bytes(blake2b(b"%d %d " % (seed, sample) + place, digest_size=4).digest()) >> 1
 
 
-def recorded(sampling: Sampling, stop: tuple[str, ...]) -> dict[str, Any]:
+def recorded(sampling: ClientSampling, stop: tuple[str, ...]) -> dict[str, Any]:
     """What the trace keeps of it."""
     kept: dict[str, Any] = {
         "temperature": sampling.temperature,

@@ -6,7 +6,7 @@ addresses. Only who starts and stops them differs, and that is not decided here.
 
 from collections.abc import Sequence
 
-from ramify.client import Client, ClientConfig
+from ramify.client import ClientConfig, InferenceClient
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.model.version import Version
@@ -18,7 +18,7 @@ def open_client(
     config: ClientConfig | None = None,
     *,
     version: Version | None = None,
-) -> Client:
+) -> InferenceClient:
     """A client, not yet started, over `base_url`, or over the addresses of the servers that were started for the run.
 
     `version` names the weights that engines without versions of their own (vLLM) start with.
@@ -26,5 +26,5 @@ def open_client(
     if isinstance(inference, ExternalConfig):
         if started:
             raise ConfigInvalid(f"inference.base_url names the servers, and yet {', '.join(started)} was started")
-        return Client(inference.base_url, config, version=version)
-    return Client(started, config, version=version)
+        return InferenceClient(inference.base_url, config, version=version)
+    return InferenceClient(started, config, version=version)

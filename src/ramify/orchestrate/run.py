@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from ramify.client import Client, ClientConfig
-from ramify.client.load import Load as EngineLoad
+from ramify.client import ClientConfig, InferenceClient
+from ramify.client.engine_load import EngineLoad as EngineLoad
 from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.infer.config import ExternalConfig
 from ramify.infer.connect import open_client
@@ -72,7 +72,7 @@ class Run:
         self._snapshot_start()
         self.progress = Progress(self.journal, self._log)
         patience = config.launch.start_deadline
-        self.client: Client = await stack.enter_async_context(
+        self.client: InferenceClient = await stack.enter_async_context(
             open_client(self.inference, config=ClientConfig(patience=patience), version=Version(self.policy))
         )
         known = {"patience": patience, "secret": config.secret}

@@ -42,11 +42,11 @@ def why(run: Run) -> list[dict[str, Any]]:
         wait("weights", "the engines to take a version", now - run.weights.waiting_since, None, detail)
     for name, since in run.evaluating.running.items():
         wait(f"eval {name}", "its rollouts", now - since, None, "")
-    busy = sum(load.running for load in run.loads)
+    busy = sum(load.num_running for load in run.loads)
     if run.sampling.out and busy:
         urls = ", ".join(run.client.versions)
         wait("env servers", f"{busy} model calls", idle, limit, f"the engines at {urls} hold them")
-    for url, reason in run.client.down.items():
+    for url, reason in run.client.down_replicas.items():
         wait("client", f"the engine at {url}", idle, None, reason)
     return found
 

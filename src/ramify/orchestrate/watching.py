@@ -45,9 +45,9 @@ async def follow_load(run: Run) -> None:
     """As many attempts at once as the engines bear."""
     while True:
         await asyncio.sleep(LOOK)
-        run.loads = await run.client.loads()
+        run.loads = await run.client.get_loads()
         if run.loads:
-            worst = Load(max(load.cache for load in run.loads), sum(load.queued for load in run.loads))
+            worst = Load(max(load.kv_usage for load in run.loads), sum(load.num_waiting for load in run.loads))
             run.concurrency.observe(worst, run.sampling.out)
             run.sampling.wake()
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from ramify.client import Client
+from ramify.client import InferenceClient
 from ramify.errors import RamifyError
 from ramify.model.version import Version
 
@@ -21,7 +21,7 @@ PATIENCE = 600.0  # seconds after which engines that take no version end the run
 class Weights:
     """The engines of a run and the version they serve."""
 
-    def __init__(self, client: Client, applied: Callable[[Version, float], None]) -> None:
+    def __init__(self, client: InferenceClient, applied: Callable[[Version, float], None]) -> None:
         self._client, self._tell = client, applied
         self.serving: Version | None = None
         self._wanted: tuple[Version, Path] | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from ramify.client import Sampling
+from ramify.client import ClientSampling
 from ramify.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
 from ramify.recipe.playing import Player, playing
 from ramify.render import ParsedReply, RenderedPrompt, load_renderer
@@ -86,12 +86,12 @@ async def _measured(player: Player, directory: Path, prompts: int, seed: int) ->
     texts = list(reversing.texts(config))
     asked = [renderer.render(reversal_prompt(text).messages) for text in texts]
     limit = 2 * config.max_chars + 40  # room for tags that are many tokens
-    replies = _texts(await player.replies(asked, Sampling(max_tokens=limit)))
-    greedy = _texts(await player.replies(asked, Sampling(max_tokens=limit, temperature=0.0)))
+    replies = _texts(await player.replies(asked, ClientSampling(max_tokens=limit)))
+    greedy = _texts(await player.replies(asked, ClientSampling(max_tokens=limit, temperature=0.0)))
     rng = random.Random(seed)
     offers = [tool_prompt(rng, vocabulary(held_out=True))[0] for _ in range(prompts)]
     offered = [renderer.render(offer.messages, offer.tools) for offer in offers]
-    calls = await player.replies(offered, Sampling(max_tokens=CALL))
+    calls = await player.replies(offered, ClientSampling(max_tokens=CALL))
     answers = [reversing.answer(text) for text in texts]
     tasks = max(1, prompts // ATTEMPTS)
     return Figures(

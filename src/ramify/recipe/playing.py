@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ramify.client import Completion, Sampling
-from ramify.client.stall import StallClock
+from ramify.client import ClientSampling, Completion
+from ramify.client.stall_clock import StallClock
 from ramify.gateway.config import SamplingConfig
 from ramify.gateway.policy import TokenPolicy
 from ramify.infer import Engine, EngineConfig
@@ -34,10 +34,10 @@ class Player:
     async def generate(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: ClientSampling,
         *,
         session: str | None = None,
-        deadline: float = 600.0,
+        timeout: float = 600.0,
         clock: StallClock | None = None,
     ) -> Completion:
         """One sample from the engine, as a client of a server would bring it."""
@@ -47,17 +47,17 @@ class Player:
             max_tokens=sampling.max_tokens,
             stop_ids=frozenset(sampling.stop_ids),
         )
-        stream = self._engine.submit(list(prompt), wanted, timeout=deadline)
+        stream = self._engine.submit(list(prompt), wanted, timeout=timeout)
         done = await stream.result()
         ids, logprobs = np.array(done.tokens, np.int32), np.array(done.logprobs, np.float32)
         usage = Usage(len(prompt), len(ids), done.cached)
         return Completion(ids, logprobs, done.finish or "abort", (), usage, self._name)
 
-    async def replies(self, prompts: Sequence[RenderedPrompt], sampling: Sampling) -> list[ParsedReply]:
+    async def replies(self, prompts: Sequence[RenderedPrompt], sampling: ClientSampling) -> list[ParsedReply]:
         """One reply to each prompt, seeded by its place."""
         asked = [replace(sampling, seed=at, stop_ids=self._renderer.stop_ids) for at in range(len(prompts))]
         done = await _together(self.generate(prompt.token_ids.tolist(), how) for prompt, how in zip(prompts, asked))
-        return [self._renderer.parse(sample.ids, prompt) for sample, prompt in zip(done, prompts)]
+        return [self._renderer.parse(sample.token_ids, prompt) for sample, prompt in zip(done, prompts)]
 
     async def rollouts(self, taskset: dict[str, Any], tasks: int, attempts: int, *, seed: int) -> list[list[Trace]]:
         """So many attempts at each of the first tasks of a taskset, at temperature 1, grouped by task."""

@@ -73,7 +73,7 @@ async def run_attempt(
         raise TokensRequired(f"{env.name} is trained on, but {policy.name} gives no token ids and logprobs")
     if env.wants_endpoint and gateway is None:
         raise ConfigInvalid(f"{env.name} asks for an `endpoint`, which needs a gateway")
-    await env.entrance.enter()
+    await env.entrance.wait_turn()
     one = Attempt(env, task, policy, gateway, id, group, attempt, seed, train, watch)
     return await one.run()
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 from types import TracebackType
 
-from ramify.client.stall import StallClock
+from ramify.client.stall_clock import StallClock
 from ramify.errors import EngineStalled, RamifyError, RolloutDeadline
 
 RECHECK = 0.1  # seconds between two checks after the limit has passed on the wall clock

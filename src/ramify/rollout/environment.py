@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from ramify.client.turnstile import Turnstile
+from ramify.client.loop_pacer import LoopPacer
 from ramify.config import Config
 from ramify.env import Hooks, Task, Taskset, hooks_of, plugin
 from ramify.env.code_digest import code_digests
@@ -38,7 +38,7 @@ class Environment:
     """How its calls are sampled, as traces say it."""
     box: dict[str, Any]
     """What its rollouts run in, as traces say it."""
-    entrance: Turnstile = field(default_factory=Turnstile)
+    entrance: LoopPacer = field(default_factory=LoopPacer)
     """Rollouts begin one after the other, however many are asked for at once."""
     _models: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from ramify.client import Sampling
-from ramify.client.stall import StallClock
+from ramify.client import ClientSampling
+from ramify.client.stall_clock import StallClock
 from ramify.errors import EnvironmentFault, RamifyError
 from ramify.gateway.policy import EMPTY, Prepared, Sampled
 from ramify.render import TokenHistory, ToolSchema
@@ -41,7 +41,7 @@ class ScriptedPolicy:
     async def sample(
         self,
         prepared: Prepared,
-        sampling: Sampling,
+        sampling: ClientSampling,
         *,
         session: str,
         deadline: float,

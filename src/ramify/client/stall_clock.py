@@ -17,41 +17,41 @@ class StallClock:
     """Measures the stalls of one rollout: times without progress while at least one of its requests was in flight."""
 
     def __init__(self) -> None:
-        self._requests = 0  # in flight
+        self._num_requests = 0  # in flight
         self._last_progress = 0.0  # when progress was last seen, or when the first of these requests began
         self._tolerance = 0.0  # seconds without progress that are no stall
         self._ended_seconds = 0.0
 
     @contextmanager
-    def waiting(self, tolerance: float) -> Iterator[None]:
+    def track_request(self, tolerance: float) -> Iterator[None]:
         """Measure stalls while a request waits; up to `tolerance` seconds without progress are no stall."""
-        if not self._requests:
+        if not self._num_requests:
             self._last_progress = time.monotonic()
-        self._requests += 1
+        self._num_requests += 1
         self._tolerance = tolerance
         try:
             yield
         finally:
             self.record_progress()
-            self._requests -= 1
+            self._num_requests -= 1
 
     def record_progress(self) -> None:
         """Note that the engine makes progress now, which ends a stall."""
         now = time.monotonic()
-        if self._requests and now - self._last_progress > self._tolerance:
+        if self._num_requests and now - self._last_progress > self._tolerance:
             self._ended_seconds += now - self._last_progress
         self._last_progress = now
 
     @property
     def seconds(self) -> float:
         """Seconds of all stalls, including the current one."""
-        waited = time.monotonic() - self._last_progress if self._requests else 0.0
+        waited = time.monotonic() - self._last_progress if self._num_requests else 0.0
         return self._ended_seconds + (waited if waited > self._tolerance else 0.0)
 
     @property
     def known_until(self) -> float:
         """The monotonic time up to which stalls are known. Whether a later second is one, the next progress decides."""
-        return self._last_progress if self._requests else time.monotonic()
+        return self._last_progress if self._num_requests else time.monotonic()
 
     @property
     def ended_seconds(self) -> float:

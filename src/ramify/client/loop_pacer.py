@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 
 
-class Turnstile:
+class LoopPacer:
     """Lets one task through in each round of its loop."""
 
     __slots__ = ("_turning", "_waiting")
@@ -17,23 +17,23 @@ class Turnstile:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._turning: asyncio.AbstractEventLoop | None = None  # a loop that has ended turns nothing any more
 
-    async def enter(self) -> None:
+    async def wait_turn(self) -> None:
         """Wait for one's turn; at once if nobody else has had it in this round."""
         loop = asyncio.get_running_loop()
         if self._turning is not loop:
             self._turning = loop
             self._waiting.clear()
-            loop.call_soon(self._turn)
+            loop.call_soon(self._release_next)
             return
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
         await turn
 
-    def _turn(self) -> None:
+    def _release_next(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():  # a task that was cancelled has left the queue
                 turn.set_result(None)
-                asyncio.get_running_loop().call_soon(self._turn)
+                asyncio.get_running_loop().call_soon(self._release_next)
                 return
         self._turning = None

@@ -12,14 +12,14 @@ from typing import NamedTuple
 try:
     from httptools import HttpParserError, HttpResponseParser
 except ImportError:  # it is compiled, and not to be had everywhere
-    from ramify.client.parsing import HttpParserError, HttpResponseParser
+    from ramify.client.h11_parser import HttpParserError, HttpResponseParser
 
 
-class Broken(Exception):
+class ConnectionBroken(Exception):
     """The connection ended, or what came over it was no answer."""
 
 
-class Response(NamedTuple):
+class HttpResponse(NamedTuple):
     """An answer. The names of its headers are in lower case."""
 
     status: int
@@ -27,7 +27,7 @@ class Response(NamedTuple):
     body: bytes
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """A connection, one request at a time.
 
     Methods named `on_` are called by the parser. A request that is cancelled hangs up, so that the server stops working
@@ -36,31 +36,31 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[Response] | None = None
-        self._begin()
+        self._pending_response: asyncio.Future[HttpResponse] | None = None
+        self._reset_parser()
 
-    async def ask(self, request: bytes) -> Response:
+    async def send(self, request: bytes) -> HttpResponse:
         """Send a request and wait for its answer."""
-        if self._transport is None or self.closed:
-            raise Broken("the server has hung up")
-        self._waiting = asyncio.get_running_loop().create_future()
-        self._begin()
+        if self._transport is None or self.is_closed:
+            raise ConnectionBroken("the server has hung up")
+        self._pending_response = asyncio.get_running_loop().create_future()
+        self._reset_parser()
         self._transport.write(request)
         try:
-            return await self._waiting
+            return await self._pending_response
         except BaseException:
             self.close()
             raise
         finally:
-            self._waiting = None
+            self._pending_response = None
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether it is open and nothing has come since the last answer: that would be an end nobody has read yet."""
-        if self._transport is None or self.closed:
+        if self._transport is None or self.is_closed:
             return False
         looking = select.poll()
         looking.register(self._transport.get_extra_info("socket"), select.POLLIN)
@@ -101,23 +101,23 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         status, keep = self._parser.get_status_code(), self._parser.should_keep_alive()
         if status < 200:  # only a word in between; the answer follows
-            self._forget()
+            self._reset_response()
             return
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(Response(status, self._headers, b"".join(self._body)))
+        if self._pending_response is not None and not self._pending_response.done():
+            self._pending_response.set_result(HttpResponse(status, self._headers, b"".join(self._body)))
         if not keep:
             self.close()
 
-    def _begin(self) -> None:
+    def _reset_parser(self) -> None:
         self._parser = HttpResponseParser(self)
-        self._forget()
+        self._reset_response()
 
-    def _forget(self) -> None:
+    def _reset_response(self) -> None:
         self._headers: dict[str, str] = {}
         self._headers_read = False
         self._body: list[bytes] = []
 
-    def _fail(self, why: str) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(Broken(why))
+    def _fail(self, reason: str) -> None:
+        if self._pending_response is not None and not self._pending_response.done():
+            self._pending_response.set_exception(ConnectionBroken(reason))
         self.close()

@@ -12,28 +12,28 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.client.completion import Sampling
+from ramify.client.completion import ClientSampling
 from ramify.errors import ProviderError, TokensRequired
 from ramify.trace import Usage
 
 S = TypeVar("S")
-ID_LIMIT = 2**31  # token ids are stored in 32 bits
-LARGEST_LOGPROB = float(np.finfo(np.float32).max)  # logprobs are stored and trained as float32
+TOKEN_ID_LIMIT = 2**31  # token ids are stored in 32 bits
+MAX_ABS_LOGPROB = float(np.finfo(np.float32).max)  # logprobs are stored and trained as float32
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerateRequest:
     """One sample to take."""
 
     prompt: Sequence[int]
-    sampling: Sampling
+    sampling: ClientSampling
     priority: int = 0
     salt: str | None = None
 
-    def body(self, **more: Any) -> dict[str, Any]:
+    def to_dict(self, **extra_fields: Any) -> dict[str, Any]:
         """The body of the request."""
         ids = self.prompt.tolist() if isinstance(self.prompt, np.ndarray) else list(self.prompt)
-        fields: dict[str, Any] = {"token_ids": ids, "sampling_params": self.sampling.wire(), **more}
+        fields: dict[str, Any] = {"token_ids": ids, "sampling_params": self.sampling.to_dict(), **extra_fields}
         if self.priority:
             fields["priority"] = self.priority
         if self.salt:
@@ -41,20 +41,20 @@ class Ask:
         return fields
 
 
-class Entry(msgspec.Struct, gc=False):
+class TokenLogprob(msgspec.Struct, gc=False):
     """The logprob of one sampled token, with its rivals if they were asked for."""
 
     logprob: float
     top_logprobs: list[dict[str, Any]] = []
 
 
-class Content(msgspec.Struct):
+class ChoiceLogprobs(msgspec.Struct):
     """The logprobs of a choice."""
 
-    content: list[Entry] | None = None
+    content: list[TokenLogprob] | None = None
 
 
-class Span(msgspec.Struct):
+class WeightVersionSpan(msgspec.Struct):
     """Tokens [start, end) came from the weights with this label, as vLLM reports it."""
 
     version: str
@@ -62,83 +62,83 @@ class Span(msgspec.Struct):
     end: int
 
 
-class Choice(msgspec.Struct):
+class GenerateChoice(msgspec.Struct):
     """One sample, or a part of it."""
 
     token_ids: list[int] | None = None
     finish_reason: str | None = None
-    logprobs: Content | None = None
+    logprobs: ChoiceLogprobs | None = None
     policy_versions: list[tuple[str, int, int, int]] | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
 
 
-class CachedTokens(msgspec.Struct):
+class PromptTokensDetails(msgspec.Struct):
     """How much of the prompt was cached."""
 
     cached_tokens: int | None = None
 
 
-class Counts(msgspec.Struct):
+class UsageInfo(msgspec.Struct):
     """Usage as the server reports it."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: CachedTokens | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class Answer(msgspec.Struct):
+class GenerateResponse(msgspec.Struct):
     """The answer, or one event of a streamed one."""
 
-    choices: list[Choice]
-    usage: Counts | None = None
+    choices: list[GenerateChoice]
+    usage: UsageInfo | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
-def decode(data: bytes | str, kind: type[S], server: str) -> S:
+def decode_json(data: bytes | str, body_type: type[S], server: str) -> S:
     """The body as `kind`, or a ProviderError that shows its beginning."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=body_type)
     except msgspec.DecodeError as error:
         shown = data[:200] if isinstance(data, str) else data[:200].decode("utf-8", "replace")
         raise ProviderError(f"{server} answered something unexpected ({error}): {shown}") from error
 
 
-def only_choice(answer: Answer, server: str) -> Choice:
+def get_only_choice(response: GenerateResponse, server: str) -> GenerateChoice:
     """Return the choice of an answer that must have exactly one. Raises ProviderError."""
-    if len(answer.choices) != 1:
-        raise ProviderError(f"{server} answered {len(answer.choices)} choices, one was asked for")
-    return answer.choices[0]
+    if len(response.choices) != 1:
+        raise ProviderError(f"{server} answered {len(response.choices)} choices, one was asked for")
+    return response.choices[0]
 
 
-def sampled(choice: Choice, server: str) -> tuple[list[int], list[float]]:
+def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[list[int], list[float]]:
     """Token ids and logprobs, one for each; a server that gives no such thing cannot be trained on."""
     if choice.token_ids is None or choice.logprobs is None or choice.logprobs.content is None:
         raise TokensRequired(f"{server} answered without token ids and logprobs")
     logprobs = [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
         raise ProviderError(f"{server} answered {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
-    invalid = next((token for token in choice.token_ids if not 0 <= token < ID_LIMIT), None)
+    invalid = next((token for token in choice.token_ids if not 0 <= token < TOKEN_ID_LIMIT), None)
     if invalid is not None:
-        raise ProviderError(f"{server} answered token id {invalid}; expected 0 to {ID_LIMIT - 1}")
+        raise ProviderError(f"{server} answered token id {invalid}; expected 0 to {TOKEN_ID_LIMIT - 1}")
     for at, logprob in enumerate(logprobs):
-        if not abs(logprob) <= LARGEST_LOGPROB:
+        if not abs(logprob) <= MAX_ABS_LOGPROB:
             raise ProviderError(f"{server} answered logprob {logprob:g} for token {at} of its sample: not finite")
     return choice.token_ids, logprobs
 
 
-def usage(answer: Answer, ask: Ask, count: int) -> Usage:
+def build_usage(response: GenerateResponse, request: GenerateRequest, num_sampled: int) -> Usage:
     """The token counts, with our own where the server reports none."""
-    details = answer.usage.prompt_tokens_details if answer.usage else None
-    return Usage(len(ask.prompt), count, (details.cached_tokens or 0) if details else 0)
+    details = response.usage.prompt_tokens_details if response.usage else None
+    return Usage(len(request.prompt), num_sampled, (details.cached_tokens or 0) if details else 0)
 
 
-def prompt_logprobs(answer: Answer, ids: Sequence[int], server: str) -> NDArray[np.float32]:
+def parse_prompt_logprobs(response: GenerateResponse, token_ids: Sequence[int], server: str) -> NDArray[np.float32]:
     """The logprob of every prompt token given those before it; NaN for the first."""
-    table = answer.prompt_logprobs
-    if table is None or len(table) != len(ids):
+    table = response.prompt_logprobs
+    if table is None or len(table) != len(token_ids):
         raise TokensRequired(f"{server} answered without prompt logprobs")
     try:
-        found = [float((entry or {})[str(int(token))]["logprob"]) for entry, token in zip(table[1:], ids[1:])]
+        found = [float((entry or {})[str(int(token))]["logprob"]) for entry, token in zip(table[1:], token_ids[1:])]
     except (KeyError, TypeError, ValueError) as error:
         raise ProviderError(f"{server} answered prompt logprobs without the prompt's own tokens: {error!r}") from error
     return np.array([np.nan, *found], np.float32)

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.client.test_pool import SAMPLING, bounded, connected, until
 
-from ramify.client import Sampling, vllm
+from ramify.client import ClientSampling, vllm_adapter
 from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import Manifest, checksum
 from ramify.model.version import Version
 from tests.client.fake import FakeVLLM, hang
-from tests.client.test_pool import SAMPLING, bounded, connected, until
 
 SECOND = Version("policy", 0, 2)
 
@@ -60,7 +60,7 @@ def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
                 "/resume",
             ]
             done = await client.generate([1], SAMPLING)
-            assert [run.step for run in done.versions] == [2]
+            assert [run.step for run in done.version_runs] == [2]
 
     check()
 
@@ -84,7 +84,7 @@ def test_keeping_the_cache_resets_nothing_and_salts_new_requests(first, second):
 
 
 def test_a_cache_that_cannot_be_reset_is_named_and_the_server_gets_nothing(first, second, monkeypatch):
-    monkeypatch.setattr(vllm, "RESET_DEADLINE", 0.2)
+    monkeypatch.setattr(vllm_adapter, "RESET_DEADLINE", 0.2)
 
     @bounded
     async def check():
@@ -93,7 +93,7 @@ def test_a_cache_that_cannot_be_reset_is_named_and_the_server_gets_nothing(first
         async with connected(fake, version=Version("policy", 0, 1)) as client:
             with pytest.raises(DeadlineExceeded, match=r"prefix cache could not be reset within 0\.2 s"):
                 await client.update_weights(second, SECOND)
-            assert fake.label == "undefined" and list(client.down) == [fake.url]
+            assert fake.label == "undefined" and list(client.down_replicas) == [fake.url]
             assert called(fake)[-1] == "/pause?mode=abort&clear_cache=false"
 
     check()
@@ -110,7 +110,7 @@ def test_a_bad_directory_is_refused_before_the_server_hears_of_it(first, tmp_pat
             fake.paths.clear()
             with pytest.raises(WeightsRefused):
                 await client.update_weights(tmp_path / directory, SECOND)
-            assert called(fake) == [] and not client.down
+            assert called(fake) == [] and not client.down_replicas
             assert client.versions[fake.url] == Version("policy", 0, 1)
 
     check()
@@ -125,7 +125,7 @@ def test_a_server_outside_development_mode_samples_and_takes_no_weights(first, s
     async def check():
         fake = Closed(root=str(first))
         async with connected(fake, version=Version("policy", 0, 1)) as client:
-            assert [run.step for run in (await client.generate([1], SAMPLING)).versions] == [1]
+            assert [run.step for run in (await client.generate([1], SAMPLING)).version_runs] == [1]
             with pytest.raises(WeightsRefused, match="VLLM_SERVER_DEV_MODE=1"):
                 await client.update_weights(second, SECOND)
             with pytest.raises(ProviderError, match="404"):
@@ -141,7 +141,7 @@ def test_an_id_outside_the_vocabulary_never_reaches_the_server(first):
         async with connected(fake) as client:
             asked = len(fake.asked)
             with pytest.raises(RequestInvalid, match="token id 12; the vocabulary is 0 to 11"):
-                await client.generate([1, 12], Sampling())
+                await client.generate([1, 12], ClientSampling())
             assert len(fake.asked) == asked
 
     check()
@@ -163,9 +163,9 @@ def test_tokens_of_unnamed_weights_are_refused_and_the_server_is_met_again(first
                 await client.generate([1], SAMPLING)
             if label == "default":
                 done = await client.generate([1], SAMPLING)
-                assert [run.step for run in done.versions] == [1] and fake.label == "policy@0.1"
+                assert [run.step for run in done.version_runs] == [1] and fake.label == "policy@0.1"
             else:
-                await until(lambda: "left half-way" in client.down.get(fake.url, ""))
+                await until(lambda: "left half-way" in client.down_replicas.get(fake.url, ""))
 
     check()
 
@@ -213,7 +213,7 @@ def test_an_update_whose_answer_is_lost_ends_the_requests_and_leaves_no_version_
             with pytest.raises(ProviderError):
                 await client.update_weights(second, SECOND)
             assert called(fake)[-1] == "/pause?mode=abort&clear_cache=false"
-            assert fake.label == "undefined" and list(client.down) == [fake.url]
+            assert fake.label == "undefined" and list(client.down_replicas) == [fake.url]
 
     check()
 

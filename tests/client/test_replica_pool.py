@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from ramify.client import Client, ClientConfig, Sampling
-from ramify.client.stall import StallClock
+from ramify.client import ClientConfig, ClientSampling, InferenceClient
+from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, LogprobMismatch, ProviderError, QueueFull, TokensRequired
 from ramify.model.version import Version
 from tests.client.fake import Fake, FakeVLLM, answer, broken, first, full, hang, reset
@@ -16,7 +16,7 @@ from tests.client.fake import Fake, FakeVLLM, answer, broken, first, full, hang,
 QUICK = ClientConfig(
     health_interval=0.05, health_timeout=1.0, eject_after=2, patience=2.0, backoff=0.01, connect_timeout=1.0
 )
-SAMPLING = Sampling(max_tokens=3)
+SAMPLING = ClientSampling(max_tokens=3)
 
 
 def bounded(test):
@@ -35,7 +35,7 @@ async def connected(*fakes: Fake, config: ClientConfig = QUICK, version: Version
     async with contextlib.AsyncExitStack() as stack:
         for fake in fakes:
             await stack.enter_async_context(fake)
-        yield await stack.enter_async_context(Client([fake.url for fake in fakes], config, version=version))
+        yield await stack.enter_async_context(InferenceClient([fake.url for fake in fakes], config, version=version))
 
 
 async def until(true) -> None:
@@ -52,10 +52,10 @@ async def test_a_completion_has_ids_logprobs_versions_usage_and_its_server():
     fake = Fake(Version("fake", 2, 9))
     async with connected(fake) as client:
         done = await client.generate(np.array([1, 2], np.int32), SAMPLING, cache_salt="s", priority=4)
-    assert done.ids.tolist() == [7, 7, 7] and done.ids.dtype == np.int32
+    assert done.token_ids.tolist() == [7, 7, 7] and done.token_ids.dtype == np.int32
     assert done.logprobs.tolist() == [-0.5] * 3 and done.logprobs.dtype == np.float32
-    assert [(run.policy, run.incarnation, run.step, run.count) for run in done.versions] == [("fake", 2, 9, 3)]
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.finish, done.server) == (
+    assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_runs] == [("fake", 2, 9, 3)]
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.finish_reason, done.server) == (
         2,
         3,
         "length",
@@ -70,7 +70,7 @@ async def test_a_session_stays_with_its_server():
     async with connected(one, two) as client:
         for turn in range(4):
             for session in ("a", "b", "c", "d"):
-                await client.generate([turn], Sampling(max_tokens=1, seed=ord(session)), session=session)
+                await client.generate([turn], ClientSampling(max_tokens=1, seed=ord(session)), session=session)
     seeds = [{body["sampling_params"]["seed"] for body in fake.asked} for fake in (one, two)]
     assert len(seeds[0]) == len(seeds[1]) == 2 and not seeds[0] & seeds[1]
 
@@ -96,9 +96,9 @@ async def test_a_server_that_dies_is_ejected_and_comes_back():
         dying, other = (one, two) if home == one.url else (two, one)
         await dying.__aexit__()
         assert (await client.generate([1], SAMPLING, session="a")).server == other.url  # sent again: never sampled
-        assert list(client.down) == [dying.url]
+        assert list(client.down_replicas) == [dying.url]
         await dying.__aenter__()
-        await until(lambda: not client.down)
+        await until(lambda: not client.down_replicas)
         assert (await client.generate([1], SAMPLING, session="a")).server == other.url  # its prefix is there now
         assert (await client.generate([1], SAMPLING)).server == dying.url
 
@@ -108,11 +108,11 @@ async def test_a_server_that_says_it_is_ill_gets_nothing_until_it_is_well():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         one.healthy = False
-        await until(lambda: one.url in client.down)
-        assert "health" in client.down[one.url]
+        await until(lambda: one.url in client.down_replicas)
+        assert "health" in client.down_replicas[one.url]
         assert {(await client.generate([1], SAMPLING)).server for _ in range(4)} == {two.url}
         one.healthy = True
-        await until(lambda: not client.down)
+        await until(lambda: not client.down_replicas)
 
 
 @bounded
@@ -121,7 +121,7 @@ async def test_with_no_server_up_a_request_waits_for_one():
     async with connected(fake) as client:
         await fake.__aexit__()
         waiting = asyncio.create_task(client.generate([1], SAMPLING))
-        await until(lambda: client.down)
+        await until(lambda: client.down_replicas)
         await fake.__aenter__()
         assert (await waiting).server == fake.url
 
@@ -131,7 +131,7 @@ async def test_with_no_server_up_pausing_waits_for_one():
     fake = Fake()
     async with connected(fake) as client:
         await fake.__aexit__()
-        await until(lambda: client.down)
+        await until(lambda: client.down_replicas)
         waiting = asyncio.create_task(client.pause())
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -153,15 +153,15 @@ async def test_a_server_that_comes_late_is_met_and_one_that_never_comes_is_named
     late = Fake()
     async with late:
         pass  # now its port is known and nobody listens
-    client = Client(late.url, QUICK)
+    client = InferenceClient(late.url, QUICK)
     starting = asyncio.create_task(client.start())
-    await until(lambda: "cannot be reached" in client.down[late.url])
+    await until(lambda: "cannot be reached" in client.down_replicas[late.url])
     async with late:
         await starting
         await client.generate([1], SAMPLING)
     await client.close()
     with pytest.raises(ProviderError, match="no inference server came up"):
-        await Client(late.url, QUICK.model_copy(update={"patience": 0.2})).start()
+        await InferenceClient(late.url, QUICK.model_copy(update={"patience": 0.2})).start()
 
 
 @bounded
@@ -170,10 +170,10 @@ async def test_a_client_starts_with_the_servers_there_are_and_takes_the_others_w
     async with two:
         pass
     async with one:
-        client = await Client([one.url, two.url], QUICK.model_copy(update={"patience": 0.3})).start()
-        assert list(client.down) == [two.url]
+        client = await InferenceClient([one.url, two.url], QUICK.model_copy(update={"patience": 0.3})).start()
+        assert list(client.down_replicas) == [two.url]
         async with two:
-            await until(lambda: not client.down)
+            await until(lambda: not client.down_replicas)
         await client.close()
 
 
@@ -187,7 +187,7 @@ async def test_a_deadline_ends_the_wait_and_the_connection():
     async with connected(fake) as client:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=rf"waited 0.2 s for an answer of {fake.url}"):
-            await client.generate([1], SAMPLING, deadline=0.2)
+            await client.generate([1], SAMPLING, timeout=0.2)
         assert time.monotonic() - start < 2
         await asyncio.wait_for(fake.hung_up.wait(), 2)
         assert len(fake.asked) == 1
@@ -228,7 +228,7 @@ async def test_an_answer_that_was_lost_is_sampled_again_if_the_caller_allows():
     fake = Fake()
     fake.behaviour = first(reset, times=2)
     async with connected(fake) as client:
-        assert (await client.generate([1], SAMPLING, resample=True)).ids.size == 3
+        assert (await client.generate([1], SAMPLING, resend_if_lost=True)).token_ids.size == 3
     assert len(fake.asked) == 3
 
 
@@ -238,7 +238,7 @@ async def test_an_error_is_named_with_status_and_body_and_not_sent_again():
     fake.behaviour = broken
     async with connected(fake) as client:
         with pytest.raises(ProviderError, match=r"answered 500.*out of cheese"):
-            await client.generate([1], SAMPLING, resample=True)
+            await client.generate([1], SAMPLING, resend_if_lost=True)
     assert len(fake.asked) == 1
 
 
@@ -277,12 +277,12 @@ async def test_a_server_that_returns_with_old_weights_is_brought_up_to_date_firs
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         await one.__aexit__()
-        await until(lambda: one.url in client.down)
+        await until(lambda: one.url in client.down_replicas)
         (ack,) = await client.update_weights("step-2", Version("fake", 0, 2))
         assert ack.server == two.url
         await client.pause()
         await one.__aenter__()
-        await until(lambda: not client.down)
+        await until(lambda: not client.down_replicas)
         assert one.version == Version("fake", 0, 2)
         assert any(path.startswith("/pause") for path in one.paths)  # and it waits like the others
 
@@ -303,7 +303,7 @@ async def test_a_directory_with_another_version_is_noticed():
 async def test_logprobs_before_temperature_are_refused_with_the_flag_to_set():
     async with FakeVLLM(processed=False) as fake:
         with pytest.raises(LogprobMismatch, match="--logprobs-mode processed_logprobs"):
-            await Client(fake.url, QUICK).start()
+            await InferenceClient(fake.url, QUICK).start()
 
 
 @bounded
@@ -314,7 +314,7 @@ async def test_a_server_that_is_neither_engine_is_refused():
 
     async with Other() as fake:
         with pytest.raises(TokensRequired, match="somebody"):
-            await Client(fake.url, QUICK).start()
+            await InferenceClient(fake.url, QUICK).start()
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_an_endpoint_that_only_chats_is_refused_at_once(models, reason):
     async def main():
         async with ChatOnly() as fake:
             with pytest.raises(TokensRequired, match=reason):
-                await Client(fake.url, ClientConfig(patience=60)).start()
+                await InferenceClient(fake.url, ClientConfig(patience=60)).start()
 
     main()
 
@@ -354,7 +354,7 @@ async def test_weights_of_vllm_are_labelled_and_each_token_knows_its_label():
     async with connected(fake, version=Version("mine", 1, 5)) as client:
         done = await client.generate([1], SAMPLING)
         assert fake.label == "mine@1.5"
-        assert [(run.policy, run.incarnation, run.step, run.count) for run in done.versions] == [("mine", 1, 5, 3)]
+        assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_runs] == [("mine", 1, 5, 3)]
 
 
 @bounded
@@ -362,7 +362,7 @@ async def test_a_call_on_a_closed_client_fails_at_once():
     async with connected(Fake()) as client:
         pass
     with pytest.raises(ProviderError, match="closed"):
-        await client.generate([1, 2], Sampling(max_tokens=1))
+        await client.generate([1, 2], ClientSampling(max_tokens=1))
 
 
 def choice(*ids: int) -> dict:
@@ -399,7 +399,7 @@ async def test_a_rollouts_request_leaves_a_server_that_stands_still_for_one_that
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
-        seeded = Sampling(max_tokens=3, seed=5)
+        seeded = ClientSampling(max_tokens=3, seed=5)
         waiting = asyncio.create_task(client.generate([1], seeded, session="s", clock=StallClock()))
         await until(lambda: one.asked or two.asked)
         still, other = (one, two) if one.asked else (two, one)
@@ -415,12 +415,12 @@ async def test_a_request_that_must_not_be_sampled_twice_stays_with_a_server_that
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
-        unseeded = Sampling(max_tokens=3)
-        waiting = asyncio.create_task(client.generate([1], unseeded, deadline=60, clock=StallClock()))
+        unseeded = ClientSampling(max_tokens=3)
+        waiting = asyncio.create_task(client.generate([1], unseeded, timeout=60, clock=StallClock()))
         await until(lambda: one.asked or two.asked)
         still, other = (one, two) if one.asked else (two, one)
         still.healthy = False
-        await until(lambda: still.url in client.down)
+        await until(lambda: still.url in client.down_replicas)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 0.2)
         assert not other.asked
@@ -440,7 +440,7 @@ async def test_health_checks_go_on_when_the_metrics_are_no_numbers():
     fake = Odd()
     async with connected(fake) as client:
         fake.behaviour = hang
-        waiting = asyncio.create_task(client.generate([1], Sampling(max_tokens=3), clock=StallClock()))
+        waiting = asyncio.create_task(client.generate([1], ClientSampling(max_tokens=3), clock=StallClock()))
         await until(lambda: fake.paths.count("/metrics") >= 3)
-        assert not client.down
+        assert not client.down_replicas
         waiting.cancel()

@@ -14,15 +14,15 @@ from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ramify.client.control import Dialect
-from ramify.client.http import Connections, Lost
-from ramify.client.stall import StallClock
+from ramify.client.engine_adapter import EngineAdapter
+from ramify.client.http_client import HttpConnectionPool, ResponseLost
+from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError
 
-SESSIONS = 1 << 16  # sessions whose server is remembered
+MAX_SESSIONS = 1 << 16  # sessions whose server is remembered
 
 
-class State(Enum):
+class ReplicaState(Enum):
     """Whether a server gets requests."""
 
     UP = "up"
@@ -34,42 +34,42 @@ class TimedRequest:
     """A request in flight whose rollout does not count the time in which the engine makes no progress."""
 
     clock: StallClock
-    scope: asyncio.Timeout | None
+    timeout: asyncio.Timeout | None
     """Ends the request so that it can be sent to another server; None if it must not be sent twice."""
 
 
 class Replica:
     """One server: its connections, its state, and what is in flight there."""
 
-    def __init__(self, url: str, http: Connections) -> None:
+    def __init__(self, url: str, http: HttpConnectionPool) -> None:
         self.url, self.http = url, http
-        self.state = State.DOWN
+        self.state = ReplicaState.DOWN
         self.reason = "not reached yet"  # why it is down
-        self.dialect: Dialect | None = None  # known once it has been up
-        self.in_flight = 0
-        self.served = 0
-        self.failures = 0  # health checks in a row
-        self.ejections = 0
-        self.look = asyncio.Event()  # set to have its health looked at now
-        self.steps: float | None = None  # the engine's counter when it was last read
-        self._timed: set[TimedRequest] = set()  # those in flight
+        self.adapter: EngineAdapter | None = None  # known once it has been up
+        self.num_in_flight = 0
+        self.num_served = 0
+        self.num_failed_checks = 0  # health checks in a row
+        self.num_ejections = 0
+        self.check_now = asyncio.Event()  # set to have its health looked at now
+        self.last_num_steps: float | None = None  # the engine's counter when it was last read
+        self._timed_requests: set[TimedRequest] = set()  # those in flight
 
     @property
-    def spoken(self) -> Dialect:
+    def require_adapter(self) -> EngineAdapter:
         """Its dialect; a server that is up has one."""
-        if self.dialect is None:
+        if self.adapter is None:
             raise ProviderError(f"{self.url} was never reached: {self.reason}")
-        return self.dialect
+        return self.adapter
 
     @contextlib.contextmanager
-    def loaded(self) -> Iterator[None]:
+    def track_request(self) -> Iterator[None]:
         """Counts a request while it is in flight."""
-        self.in_flight += 1
+        self.num_in_flight += 1
         try:
             yield
-            self.served += 1
+            self.num_served += 1
         finally:
-            self.in_flight -= 1
+            self.num_in_flight -= 1
 
     @contextlib.asynccontextmanager
     async def timed_request(self, clock: StallClock, *, movable: bool) -> AsyncIterator[None]:
@@ -80,91 +80,91 @@ class Replica:
         try:
             async with asyncio.timeout(None) as scope:
                 request = TimedRequest(clock, scope if movable else None)
-                self._timed.add(request)
+                self._timed_requests.add(request)
                 try:
                     yield
                 finally:
-                    self._timed.remove(request)
+                    self._timed_requests.remove(request)
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise Lost(f"{self.url} failed its health checks, and another server is up") from error
+            raise ResponseLost(f"{self.url} failed its health checks, and another server is up") from error
 
     @property
     def has_timed_requests(self) -> bool:
         """Whether the clock of a rollout depends on this engine's progress."""
-        return bool(self._timed)
+        return bool(self._timed_requests)
 
-    def release_requests(self) -> None:
+    def interrupt_movable_requests(self) -> None:
         """End the requests in flight that may be sent to another server."""
-        for request in self._timed:
-            if request.scope is not None:
-                request.scope.reschedule(asyncio.get_running_loop().time())
+        for request in self._timed_requests:
+            if request.timeout is not None:
+                request.timeout.reschedule(asyncio.get_running_loop().time())
 
     def record_progress(self) -> None:
         """Tell the clocks of all requests in flight that the engine makes progress."""
-        for request in self._timed:
+        for request in self._timed_requests:
             request.clock.record_progress()
 
 
-class Pool:
+class ReplicaPool:
     """All servers of a client."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = list(replicas)
-        self._homes: OrderedDict[str, Replica] = OrderedDict()
-        self._some_up = asyncio.Event()
-        self.closed = False
+        self._session_replicas: OrderedDict[str, Replica] = OrderedDict()
+        self._any_up = asyncio.Event()
+        self.is_closed = False
 
     @property
-    def up(self) -> list[Replica]:
+    def up_replicas(self) -> list[Replica]:
         """The servers that get requests."""
-        return [replica for replica in self.replicas if replica.state is State.UP]
+        return [replica for replica in self.replicas if replica.state is ReplicaState.UP]
 
     def eject(self, replica: Replica, reason: str) -> None:
         """Send a server nothing more until it is healthy again."""
-        if replica.state is State.UP:
-            replica.ejections += 1
-        replica.state, replica.reason = State.DOWN, reason
-        replica.look.set()
-        if not self.up:
-            self._some_up.clear()
+        if replica.state is ReplicaState.UP:
+            replica.num_ejections += 1
+        replica.state, replica.reason = ReplicaState.DOWN, reason
+        replica.check_now.set()
+        if not self.up_replicas:
+            self._any_up.clear()
 
     def admit(self, replica: Replica) -> None:
         """Send a server requests."""
-        replica.state, replica.reason, replica.failures = State.UP, "", 0
-        self._some_up.set()
+        replica.state, replica.reason, replica.num_failed_checks = ReplicaState.UP, "", 0
+        self._any_up.set()
 
     def pick(self, session: str | None, avoid: Collection[Replica] = ()) -> Replica | None:
         """The server for a request: not one of `avoid` if there is another; None if none is up."""
-        up = self.up
+        up = self.up_replicas
         candidates = [replica for replica in up if replica not in avoid] or up
         if not candidates:
             return None
-        home = self._homes.get(session) if session is not None else None
+        home = self._session_replicas.get(session) if session is not None else None
         if home in candidates:
             assert session is not None
-            self._homes.move_to_end(session)
+            self._session_replicas.move_to_end(session)
             return home
-        chosen = min(candidates, key=lambda replica: (replica.in_flight, replica.served))
+        chosen = min(candidates, key=lambda replica: (replica.num_in_flight, replica.num_served))
         if session is not None and home not in up:
-            self._homes[session] = chosen
-            if len(self._homes) > SESSIONS:
-                self._homes.popitem(last=False)
+            self._session_replicas[session] = chosen
+            if len(self._session_replicas) > MAX_SESSIONS:
+                self._session_replicas.popitem(last=False)
         return chosen
 
-    async def choose(self, session: str | None, avoid: Collection[Replica], *, patience: float) -> Replica:
+    async def wait_for_replica(self, session: str | None, avoid: Collection[Replica], *, timeout: float) -> Replica:
         """As `pick`, but waits for a server to come up; after `patience` seconds the failure names them all."""
         while (replica := self.pick(session, avoid)) is None:
-            if self.closed:
+            if self.is_closed:
                 raise ProviderError("the client is closed")
             try:
-                async with asyncio.timeout(patience):
-                    await self._some_up.wait()
+                async with asyncio.timeout(timeout):
+                    await self._any_up.wait()
             except TimeoutError:
-                raise ProviderError(f"no inference server is up after {patience:g} s: {self.reasons()}") from None
+                raise ProviderError(f"no inference server is up after {timeout:g} s: {self.describe_down()}") from None
         return replica
 
-    def reasons(self) -> str:
+    def describe_down(self) -> str:
         """Why each server that is down is down."""
         return "; ".join(f"{replica.url}: {replica.reason}" for replica in self.replicas if replica.reason)

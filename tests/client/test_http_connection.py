@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httptools
 import pytest
 
-from ramify.client import connection, http, parsing
-from ramify.client.http import Connections, Lost, Unsent, exchange, open_client
+from ramify.client import h11_parser, http_client, http_connection
+from ramify.client.http_client import ConnectFailed, HttpConnectionPool, ResponseLost, open_client, send_request
 from ramify.errors import RequestInvalid
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-@pytest.fixture(params=[httptools, parsing], ids=["httptools", "h11"], autouse=True)
+@pytest.fixture(params=[httptools, h11_parser], ids=["httptools", "h11"], autouse=True)
 def parser(request, monkeypatch):
     """Both ways to read an answer."""
     for name in ("HttpParserError", "HttpResponseParser"):
-        monkeypatch.setattr(connection, name, getattr(request.param, name))
+        monkeypatch.setattr(http_connection, name, getattr(request.param, name))
 
 
 class Server:
@@ -52,11 +52,11 @@ class Server:
 @contextlib.asynccontextmanager
 async def serving(
     server: Server, *, connections: int = 8, secure: ssl.SSLContext | None = None
-) -> AsyncIterator[Connections]:
+) -> AsyncIterator[HttpConnectionPool]:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=secure)
     scheme = "https" if secure else "http"
     address = f"{scheme}://localhost:{listening.sockets[0].getsockname()[1]}/v1"
-    opened = open_client(address, connect=5.0, connections=connections)
+    opened = open_client(address, connect_timeout=5.0, max_connections=connections)
     try:
         yield opened
     finally:
@@ -64,9 +64,9 @@ async def serving(
         listening.close()
 
 
-async def unanswered(server: Server, client: Connections) -> "asyncio.Task[bytes]":
+async def unanswered(server: Server, client: HttpConnectionPool) -> "asyncio.Task[bytes]":
     """A call that has come to a server which says nothing."""
-    call = asyncio.create_task(exchange(client, "POST", "/sample", {}))
+    call = asyncio.create_task(send_request(client, "POST", "/sample", {}))
     while not server.requests:
         await asyncio.sleep(0.001)
     return call
@@ -98,7 +98,7 @@ def test_an_answer_is_read_and_its_connection_used_again(parts):
         server = Server(*parts)
         async with serving(server) as client:
             for _ in range(3):
-                assert await exchange(client, "POST", "/sample", {"a": 1}) == b"body"
+                assert await send_request(client, "POST", "/sample", {"a": 1}) == b"body"
         assert server.connections == 1
 
     run(test())
@@ -118,7 +118,7 @@ def test_a_server_that_hangs_up_after_its_answer_is_dialled_again(answer):
         server = Server(answer, hang_up=True)
         async with serving(server) as client:
             for _ in range(2):
-                assert await exchange(client, "GET", "/health") == b"body"
+                assert await send_request(client, "GET", "/health") == b"body"
         assert server.connections == 2
 
     run(test())
@@ -130,9 +130,9 @@ def test_a_server_that_hung_up_a_moment_ago_is_dialled_again():
     async def test():
         server = Server(WHOLE)
         async with serving(server) as client:
-            await exchange(client, "GET", "/health")
+            await send_request(client, "GET", "/health")
             server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # at once, without a turn of the loop
-            assert await exchange(client, "GET", "/health") == b"body"
+            assert await send_request(client, "GET", "/health") == b"body"
         assert server.connections == 2
 
     run(test())
@@ -142,8 +142,8 @@ def test_a_server_that_hung_up_a_moment_ago_is_dialled_again():
 def test_an_answer_that_does_not_come_is_lost(answer):
     async def test():
         async with serving(Server(answer, hang_up=True)) as client:
-            with pytest.raises(Lost, match=client.base_url):
-                await exchange(client, "POST", "/sample", {})
+            with pytest.raises(ResponseLost, match=client.base_url):
+                await send_request(client, "POST", "/sample", {})
 
     run(test())
 
@@ -153,8 +153,8 @@ def test_what_is_sent_names_the_host_the_path_and_the_size():
         server = Server(WHOLE)
         async with serving(server) as client:
             client.headers["Authorization"] = "Bearer x"
-            await exchange(client, "POST", "/pause", mode="keep it")
-            await exchange(client, "POST", "/sample", {"a": 1})
+            await send_request(client, "POST", "/pause", mode="keep it")
+            await send_request(client, "POST", "/sample", {"a": 1})
         paused, sampled = server.requests
         assert paused.startswith(b"POST /v1/pause?mode=keep+it HTTP/1.1\r\nHost: localhost:")
         assert b"Content-Length: 0\r\n" in paused
@@ -179,7 +179,7 @@ def test_no_more_connections_than_allowed():
     async def test():
         server = Server(WHOLE)
         async with serving(server, connections=2) as client:
-            found = await asyncio.gather(*(exchange(client, "POST", "/sample", {}) for _ in range(20)))
+            found = await asyncio.gather(*(send_request(client, "POST", "/sample", {}) for _ in range(20)))
         assert found == [b"body"] * 20
         assert server.connections <= 2
 
@@ -192,10 +192,10 @@ def test_closing_ends_the_calls_that_wait():
         async with serving(server) as client:
             call = await unanswered(server, client)
             await client.aclose()
-            with pytest.raises(Lost):
+            with pytest.raises(ResponseLost):
                 await call
-            with pytest.raises(Unsent, match="closed"):
-                await exchange(client, "GET", "/health")
+            with pytest.raises(ConnectFailed, match="closed"):
+                await send_request(client, "GET", "/health")
 
     run(test())
 
@@ -203,9 +203,9 @@ def test_closing_ends_the_calls_that_wait():
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "http://"])
 def test_a_request_that_reaches_nobody_was_not_sent(url):
     async def test():
-        client = open_client(url, connect=5.0, connections=1)
-        with pytest.raises(Unsent, match=r"cannot be reached|no address"):
-            await exchange(client, "GET", "/health")
+        client = open_client(url, connect_timeout=5.0, max_connections=1)
+        with pytest.raises(ConnectFailed, match=r"cannot be reached|no address"):
+            await send_request(client, "GET", "/health")
 
     run(test())
 
@@ -215,7 +215,7 @@ def test_a_header_with_a_line_break_is_refused():
         async with serving(Server(WHOLE)) as client:
             client.headers["Authorization"] = "Bearer x\n"
             with pytest.raises(RequestInvalid, match="line break"):
-                await exchange(client, "GET", "/health")
+                await send_request(client, "GET", "/health")
 
     run(test())
 
@@ -239,14 +239,14 @@ def test_a_server_is_asked_over_tls_if_somebody_vouches_for_it(certified, monkey
 
     async def test():
         async with serving(Server(WHOLE), secure=context) as client:
-            with pytest.raises(Unsent, match="certificate"):
-                await exchange(client, "GET", "/health")
+            with pytest.raises(ConnectFailed, match="certificate"):
+                await send_request(client, "GET", "/health")
             monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-            http.trusted.cache_clear()
+            http_client.default_ssl_context.cache_clear()
             for _ in range(2):
-                assert await exchange(client, "GET", "/health") == b"body"
+                assert await send_request(client, "GET", "/health") == b"body"
 
     try:
         run(test())
     finally:
-        http.trusted.cache_clear()
+        http_client.default_ssl_context.cache_clear()

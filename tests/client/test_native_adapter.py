@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from ramify.client import Client, ClientConfig, Sampling
-from ramify.client.http import exchange
+from ramify.client import ClientConfig, ClientSampling, InferenceClient
+from ramify.client.http_client import send_request
 from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
 from ramify.model.version import Version
 from tests.infer.llama import build_core, publish_as, write_llama
@@ -43,7 +43,7 @@ def run(servers, published):
 
     def runner(test, config: ClientConfig = CONFIG):
         async def main():
-            async with Client([url for url, _ in servers], config) as client:
+            async with InferenceClient([url for url, _ in servers], config) as client:
                 try:
                     await test(client)
                 finally:
@@ -57,7 +57,7 @@ def run(servers, published):
 
 def test_what_is_sampled_is_what_is_scored(run):
     async def check(client):
-        done = await client.generate(PROMPT, Sampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
+        done = await client.generate(PROMPT, ClientSampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
         scored = await client.score([*PROMPT, *done.ids.tolist()], session="a")
         assert np.isnan(scored[0]) and scored.dtype == np.float32
         assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
@@ -68,9 +68,9 @@ def test_what_is_sampled_is_what_is_scored(run):
 
 def test_a_later_turn_of_a_session_finds_its_prefix(run):
     async def check(client):
-        first = await client.generate(PROMPT * 8, Sampling(max_tokens=4, ignore_eos=True), session="b")
+        first = await client.generate(PROMPT * 8, ClientSampling(max_tokens=4, ignore_eos=True), session="b")
         prompt = [*PROMPT * 8, *first.ids.tolist(), 9]
-        second = await client.generate(prompt, Sampling(max_tokens=1), session="b")
+        second = await client.generate(prompt, ClientSampling(max_tokens=1), session="b")
         assert second.server == first.server
         assert second.usage.cached >= 48
 
@@ -80,7 +80,7 @@ def test_a_later_turn_of_a_session_finds_its_prefix(run):
 def test_many_at_once_over_two_servers_are_what_they_are_alone(run, servers):
     async def check(client):
         def ask(seed):
-            return client.generate([seed + 3, *PROMPT], Sampling(max_tokens=16, seed=seed, ignore_eos=True))
+            return client.generate([seed + 3, *PROMPT], ClientSampling(max_tokens=16, seed=seed, ignore_eos=True))
 
         together = await asyncio.gather(*map(ask, range(64)))
         used = [sum(done.server == url for done in together) for url, _ in servers]
@@ -95,7 +95,8 @@ def test_a_cancelled_call_hangs_up_and_the_engine_frees_its_cache(run, servers):
     async def check(client):
         before = [engine.core.counters.cancelled for _, engine in servers]
         calls = [
-            asyncio.create_task(client.generate(PROMPT, Sampling(max_tokens=900, ignore_eos=True))) for _ in range(8)
+            asyncio.create_task(client.generate(PROMPT, ClientSampling(max_tokens=900, ignore_eos=True)))
+            for _ in range(8)
         ]
         while sum(len(engine.core.scheduler.running) for _, engine in servers) < 8:
             await asyncio.sleep(0.005)
@@ -105,7 +106,7 @@ def test_a_cancelled_call_hangs_up_and_the_engine_frees_its_cache(run, servers):
         assert all(call.cancelled() for call in calls)
         for replica in client._pool.replicas:
             assert replica.in_flight == 0
-            while gauge(text := (await exchange(replica.http, "GET", "/metrics")).decode(), "running"):
+            while gauge(text := (await send_request(replica.http, "GET", "/metrics")).decode(), "running"):
                 await asyncio.sleep(0.01)
             assert gauge(text, "kv_blocks_free") == gauge(text, "kv_blocks")
         after = [engine.core.counters.cancelled for _, engine in servers]
@@ -121,11 +122,11 @@ def gauge(text: str, name: str) -> float:
 def test_what_is_wrong_with_a_request_has_a_name(run):
     async def check(client):
         with pytest.raises(ContextOverflow, match=r"length is 1024 tokens.*has 2000 tokens"):
-            await client.generate([5] * 2000, Sampling())
+            await client.generate([5] * 2000, ClientSampling())
         with pytest.raises(RequestInvalid, match="token id 96"):
-            await client.generate([96], Sampling())
+            await client.generate([96], ClientSampling())
         with pytest.raises(RequestInvalid, match="top_p"):
-            await client.generate([5], Sampling(top_p=-1))
+            await client.generate([5], ClientSampling(top_p=-1))
 
     run(check)
 
@@ -133,7 +134,7 @@ def test_what_is_wrong_with_a_request_has_a_name(run):
 def test_a_queue_that_stays_full_is_named(run):
     async def check(client):
         await client.pause()
-        calls = [asyncio.create_task(client.generate([5], Sampling(max_tokens=1))) for _ in range(129)]
+        calls = [asyncio.create_task(client.generate([5], ClientSampling(max_tokens=1))) for _ in range(129)]
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert len(done) == 1 and isinstance(done.pop().exception(), QueueFull)
         await client.resume()
@@ -145,7 +146,7 @@ def test_a_queue_that_stays_full_is_named(run):
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_requests_in_flight_go_on_under_new_weights_and_say_so(run, servers, published, kv):
     async def check(client):
-        sampling = Sampling(max_tokens=400, ignore_eos=True)
+        sampling = ClientSampling(max_tokens=400, ignore_eos=True)
         calls = [asyncio.create_task(client.generate(PROMPT, sampling)) for _ in range(6)]
         while sum(len(request.logprobs) for _, engine in servers for request in engine.core.everyone()) < 60:
             await asyncio.sleep(0.005)
@@ -154,7 +155,7 @@ def test_requests_in_flight_go_on_under_new_weights_and_say_so(run, servers, pub
         for completion in await asyncio.gather(*calls):
             assert [run.step for run in completion.versions] in ([1, 2], [2])
             assert sum(run.count for run in completion.versions) == 400
-        fresh = await client.generate(PROMPT, Sampling(max_tokens=2, ignore_eos=True))
+        fresh = await client.generate(PROMPT, ClientSampling(max_tokens=2, ignore_eos=True))
         assert [run.step for run in fresh.versions] == [2]
 
     run(check)

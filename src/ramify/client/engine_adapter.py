@@ -8,16 +8,16 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.client.answers import Ask
 from ramify.client.completion import Completion
+from ramify.client.generate_api import GenerateRequest
 from ramify.model.version import Version
 
-KV = Literal["recompute", "keep"]
+KVMode = Literal["recompute", "keep"]
 PauseMode = Literal["keep", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ModelCard:
     """What a server says about itself. The version is None where the engine does not know it."""
 
     model: str
@@ -26,7 +26,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledgement:
+class WeightUpdateAck:
     """A server has applied a version. `seconds` is how long its requests stood still."""
 
     server: str
@@ -35,32 +35,32 @@ class Acknowledgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class WeightUpdate:
     """A published directory to be applied. The path is the server's: it must see the same file system."""
 
     directory: Path
     version: Version
-    kv: KV = "recompute"
+    kv_mode: KVMode = "recompute"
 
 
-class Unnamed(Exception):
+class UnknownWeights(Exception):
     """The server sampled from weights whose version nobody knows: it was restarted, or left half-way in an update."""
 
 
-class Dialect(Protocol):
+class EngineAdapter(Protocol):
     """One server, spoken to in its own words. `version` is what its next token will come from."""
 
     version: Version
 
-    async def describe(self) -> Card:
+    async def describe(self) -> ModelCard:
         """What the server says about itself now."""
         ...
 
-    async def generate(self, ask: Ask) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         """Take one sample."""
         ...
 
-    async def score(self, ids: Sequence[int], salt: str | None = None) -> NDArray[np.float32]:
+    async def score(self, token_ids: Sequence[int], cache_salt: str | None = None) -> NDArray[np.float32]:
         """The logprob of every token given those before it, at temperature 1; NaN for the first."""
         ...
 
@@ -72,7 +72,7 @@ class Dialect(Protocol):
         """Go on sampling."""
         ...
 
-    async def update(self, update: Update, *, paused: bool) -> float:
+    async def update(self, update: WeightUpdate, *, paused: bool) -> float:
         """Apply a published version and return the seconds it took; requests in flight go on under it.
 
         With `paused` the caller has paused the server and wants it to stay so.
