@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.env.crew import in_thread
+from ramify.env.hook_threads import run_in_hook_thread
 from ramify.errors.origin import describe_exception, describe_origin
 
 PACKAGE = {
@@ -53,7 +53,7 @@ def package(tmp_path, monkeypatch):
 def describe(function, reply: str) -> str:
     """What is said of a function that raises in a thread of ours."""
     with pytest.raises(Exception) as raised:
-        asyncio.run(in_thread(function, {"reply": reply}))
+        asyncio.run(run_in_hook_thread(function, {"reply": reply}))
     return describe_exception(raised.value)
 
 

@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from ramify.env import Context, Task
+from ramify.env import RolloutContext, Task
 from ramify.trace import Message, Trace
 
 
-def context(task: Task | None = None, *replies: str, **more: Any) -> Context:
+def context(task: Task | None = None, *replies: str, **more: Any) -> RolloutContext:
     trace = Trace(id="trace-1")
     parent = trace.add_node(-1, Message("user", "question"))
     for reply in replies:
         parent = trace.add_node(parent, Message("assistant", reply))
-    return Context(task=task or Task(prompt="question"), trace=trace, **more)
+    return RolloutContext(task=task or Task(prompt="question"), trace=trace, **more)
 
 
 def run(test: Coroutine[Any, Any, Any], *, seconds: float = 20) -> Any:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ramify.env import plugin
-from ramify.env.code_digest import code_digests
+from ramify.env.code_digest import compute_code_digests
 from ramify.rollout import Environment, SourceConfig
 
 TASKSET = "import ramify as rf\n{imports}\nclass Mine(rf.Taskset):\n    def load(self):\n        return []\n"
@@ -43,7 +43,7 @@ def test_a_module_of_a_package_counts_with_what_it_imports_of_that_package(impor
     (importable / "mine" / "scoring" / "__init__.py").write_text(
         "from . import extra\ndef score():\n    from mine import words\n"
     )
-    found = code_digests(importlib.import_module("mine.env").Mine)
+    found = compute_code_digests(importlib.import_module("mine.env").Mine)
     assert list(found) == [
         "mine/__init__.py",
         "mine/env.py",
@@ -55,19 +55,22 @@ def test_a_module_of_a_package_counts_with_what_it_imports_of_that_package(impor
 
 def test_a_file_counts_with_the_modules_beside_it_and_no_others(importable):
     write(importable, {"env.py": TASKSET.format(imports="import helpers, numpy"), "helpers.py": "", "unused.py": ""})
-    assert list(code_digests(plugin.find("taskset", str(importable / "env.py")))) == ["env.py", "helpers.py"]
+    assert list(compute_code_digests(plugin.find_plugin_class("taskset", str(importable / "env.py")))) == [
+        "env.py",
+        "helpers.py",
+    ]
 
 
 def test_a_file_that_was_edited_is_loaded_again_with_another_digest(importable):
     path = importable / "env.py"
     path.write_text(TASKSET.format(imports=""))
-    first = plugin.find("taskset", str(path))
-    assert plugin.find("taskset", str(path)) is first
-    before = code_digests(first)
+    first = plugin.find_plugin_class("taskset", str(path))
+    assert plugin.find_plugin_class("taskset", str(path)) is first
+    before = compute_code_digests(first)
     path.write_text(TASKSET.format(imports="# edited"))
-    second = plugin.find("taskset", str(path))
-    assert code_digests(second) != before
-    assert code_digests(first) == before  # what was loaded is what counts
+    second = plugin.find_plugin_class("taskset", str(path))
+    assert compute_code_digests(second) != before
+    assert compute_code_digests(first) == before  # what was loaded is what counts
 
 
 def test_of_ramify_only_the_built_in_tasksets_count(importable):
@@ -77,7 +80,7 @@ def test_of_ramify_only_the_built_in_tasksets_count(importable):
     write(
         importable, {"env.py": TASKSET.format(imports="from ramify.tasksets.wordle import Wordle\nimport ramify.env")}
     )
-    found = code_digests(plugin.find("taskset", f"{importable / 'env.py'}:Mine"))
+    found = compute_code_digests(plugin.find_plugin_class("taskset", f"{importable / 'env.py'}:Mine"))
     assert {"env.py", "ramify/tasksets/wordle.py"} <= set(found)
     assert not any(name.startswith("ramify/env") for name in found)
 
@@ -96,5 +99,5 @@ def test_a_class_that_was_typed_into_a_session_is_known_by_its_functions():
         return names["Mine"]
 
     one, same, other = typed("1.0"), typed("1.0"), typed("0.5")
-    assert code_digests(one) == code_digests(same)
-    assert code_digests(one) != code_digests(other)
+    assert compute_code_digests(one) == compute_code_digests(same)
+    assert compute_code_digests(one) != compute_code_digests(other)

@@ -5,7 +5,7 @@ import socket
 import pytest
 from starlette.responses import JSONResponse
 
-from ramify.env import ChatConfig, Judge, Task, chat
+from ramify.env import ChatClientConfig, Judge, Task, chat_client
 from ramify.errors import ConfigInvalid, JudgeError
 from tests.env.context import context, run
 from tests.env.serving import chat_server
@@ -22,7 +22,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(chat, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(chat_client, "FIRST_WAIT", 0.01)
 
 
 def judge(server, **table) -> Judge:
@@ -135,4 +135,4 @@ def test_a_judges_config_is_checked(server):
         judge(server, id="rubric", criteria=[CRITERIA[0], CRITERIA[0]])
     with pytest.raises(ConfigInvalid, match=r"did you mean judge\.model\?"):
         judge(server, modl="m")
-    assert ChatConfig(base_url="u", model="m").retries == 2
+    assert ChatClientConfig(base_url="u", model="m").retries == 2

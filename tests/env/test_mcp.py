@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from ramify.config import parse_section
-from ramify.env import McpServer, ToolSet, open_servers
+from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
 from tests.env.context import context, run
@@ -64,11 +64,11 @@ def url(script):
         yield f"{address}/mcp"
 
 
-async def use(server: McpServer) -> int:
+async def use(server: McpServerConfig) -> int:
     """Call its tools; returns the process they ran in."""
     here = context()
-    async with open_servers({"test": server}) as found:
-        tools = ToolSet.of(found)
+    async with open_mcp_servers({"test": server}) as found:
+        tools = ToolSet.wrap(found)
         assert [tool.name for tool in tools.tools] == ["add", "fail", "look", "die", "process"]
         schema = tools.schemas[0]["function"]
         assert schema["description"] == "Add two numbers."
@@ -86,19 +86,19 @@ async def use(server: McpServer) -> int:
 
 
 def test_a_server_that_is_a_command_ends_with_whoever_opened_it(script):
-    assert not psutil.pid_exists(run(use(McpServer(command=[sys.executable, str(script)]))))
+    assert not psutil.pid_exists(run(use(McpServerConfig(command=[sys.executable, str(script)]))))
 
 
 def test_a_server_that_is_a_url(url):
-    run(use(McpServer(url=url, headers={"X-Key": "1"})))
+    run(use(McpServerConfig(url=url, headers={"X-Key": "1"})))
 
 
 def test_the_death_of_a_server_is_not_the_models_fault(script):
     async def test():
-        config = McpServer(command=[sys.executable, str(script)])
-        async with open_servers({"one": config}) as found:
+        config = McpServerConfig(command=[sys.executable, str(script)])
+        async with open_mcp_servers({"one": config}) as found:
             with pytest.raises(SandboxError, match="'one' is gone"):
-                await ToolSet.of(found).call(ToolCall("1", "die", "{}"), context())
+                await ToolSet.wrap(found).call(ToolCall("1", "die", "{}"), context())
 
     run(test())
 
@@ -106,16 +106,16 @@ def test_the_death_of_a_server_is_not_the_models_fault(script):
 @pytest.mark.parametrize(
     ("server", "said"),
     [
-        (McpServer(command=["no-such-program"]), "'x' cannot be opened: .*no-such-program"),
-        (McpServer(command=[sys.executable, "-c", "import sys; sys.exit('no licence')"]), "it wrote: no licence"),
-        (McpServer(url="http://127.0.0.1:9/mcp"), "'x' cannot be opened"),
-        (McpServer(command=["sh", "-c", "cat > /dev/null"], timeout=0.3), r"did not open in 0\.3 s"),
+        (McpServerConfig(command=["no-such-program"]), "'x' cannot be opened: .*no-such-program"),
+        (McpServerConfig(command=[sys.executable, "-c", "import sys; sys.exit('no licence')"]), "it wrote: no licence"),
+        (McpServerConfig(url="http://127.0.0.1:9/mcp"), "'x' cannot be opened"),
+        (McpServerConfig(command=["sh", "-c", "cat > /dev/null"], timeout=0.3), r"did not open in 0\.3 s"),
     ],
 )
 def test_a_server_that_cannot_be_opened_is_named(server, said):
     async def test():
         with pytest.raises(SandboxError, match=said):
-            async with open_servers({"x": server}):
+            async with open_mcp_servers({"x": server}):
                 pass
 
     run(test())
@@ -126,7 +126,7 @@ def test_a_server_that_cannot_be_opened_is_named(server, said):
 )
 def test_the_config_of_a_server_is_checked(table):
     with pytest.raises(ConfigInvalid, match="mcp"):
-        parse_section(McpServer, table, key="mcp.x")
+        parse_section(McpServerConfig, table, key="mcp.x")
 
 
 def test_the_library_is_loaded_when_a_server_is_opened_and_not_before():

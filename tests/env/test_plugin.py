@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from ramify.env import RubricJudge, Taskset
-from ramify.env.plugin import KINDS, build, find, settle
+from ramify.env.plugin import PLUGIN_KINDS, build_plugin, find_plugin_class, resolve_plugin
 from ramify.errors import ConfigInvalid
 from ramify.runtime import LocalRuntime
 
@@ -34,24 +34,24 @@ def file(tmp_path):
 
 def refused(*args, **kwargs) -> str:
     with pytest.raises(ConfigInvalid) as caught:
-        build(*args, **kwargs)
+        build_plugin(*args, **kwargs)
     return caught.value.message
 
 
 def test_built_in_names():
-    assert find("runtime", "local") is LocalRuntime
-    assert find("judge", "rubric") is RubricJudge
-    assert set(KINDS["taskset"].builtin) == {
+    assert find_plugin_class("runtime", "local") is LocalRuntime
+    assert find_plugin_class("judge", "rubric") is RubricJudge
+    assert set(PLUGIN_KINDS["taskset"].builtin_paths) == {
         *("reverse-text", "alphabet-sort", "wikispeedia", "wordle", "arithmetic", "dataset", "general-agent")
     }
 
 
 @pytest.mark.parametrize("form", ["{}", "{}:Game"])
 def test_a_file(file, form):
-    taskset = build("taskset", {"id": form.format(file), "max_chars": 3})
+    taskset = build_plugin("taskset", {"id": form.format(file), "max_chars": 3})
     assert [task.prompt for task in taskset.load()] == ["xxx"]
     assert taskset.config.id == form.format(file)
-    assert find("taskset", str(file)) is find("taskset", f"{file}:Game")
+    assert find_plugin_class("taskset", str(file)) is find_plugin_class("taskset", f"{file}:Game")
 
 
 @pytest.mark.parametrize("form", ["game_package.games:Game", "game_package.games.Game"])
@@ -61,7 +61,7 @@ def test_an_import_path(file, form, monkeypatch):
     (package / "__init__.py").write_text("")
     file.rename(package / "games.py")
     monkeypatch.syspath_prepend(file.parent)
-    assert find("taskset", form).__name__ == "Game"
+    assert find_plugin_class("taskset", form).__name__ == "Game"
     for name in [name for name in sys.modules if name.startswith("game_package")]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -73,7 +73,7 @@ def test_an_entry_point_of_an_installed_package(file, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[ramify.tasksets]\nguessing = installed_games:Game\n")
     monkeypatch.syspath_prepend(file.parent)
-    assert find("taskset", "guessing").__name__ == "Game"
+    assert find_plugin_class("taskset", "guessing").__name__ == "Game"
     assert "did you mean 'guessing'?" in refused("taskset", {"id": "guesing"})
     monkeypatch.delitem(sys.modules, "installed_games")
 
@@ -94,7 +94,7 @@ def test_unknown_keys_and_wrong_values_are_refused_together_with_the_nearest(fil
 
 
 def test_settling_checks_without_building(file):
-    cls, config = settle("taskset", {"id": str(file), "split": "eval"})
+    cls, config = resolve_plugin("taskset", {"id": str(file), "split": "eval"})
     assert cls.__name__ == "Game"
     assert config.split == "eval"  # type: ignore[attr-defined]
 
@@ -123,7 +123,7 @@ def test_a_file_that_raises_is_refused_with_its_reason(file):
     message = refused("taskset", {"id": str(broken)})
     assert "cannot be imported: ZeroDivisionError: division by zero" in message
     broken.write_text("import ramify as rf\nclass Fixed(rf.Taskset): ...\n")
-    assert issubclass(find("taskset", str(broken)), Taskset)
+    assert issubclass(find_plugin_class("taskset", str(broken)), Taskset)
 
 
 def test_a_config_that_is_none_is_refused(file):

@@ -13,7 +13,7 @@ from ramify.errors import ValueRefused
 def test_fields_of_the_users_own_are_kept_and_travel():
     task = Task(prompt="p", answer=[1, 2], difficulty="hard", words=["a", "b"])
     assert task.difficulty == "hard"
-    again = Task.read(task.wire())
+    again = Task.from_wire(task.to_wire())
     assert again == task
     assert again.words == ["a", "b"]
 
@@ -24,7 +24,7 @@ def test_a_task_is_frozen():
 
 
 def test_the_wire_form_holds_what_was_said_and_no_defaults():
-    assert Task(prompt="p", answer="a").wire() == {"prompt": "p", "answer": "a"}
+    assert Task(prompt="p", answer="a").to_wire() == {"prompt": "p", "answer": "a"}
 
 
 def test_the_identity_is_a_content_hash_that_is_the_same_in_every_process():
@@ -43,7 +43,7 @@ def test_a_key_is_the_identity_where_there_is_one():
 
 def test_the_identity_survives_the_wire():
     task = Task(prompt=({"role": "user", "content": "hi"},), answer=(1, 2), extra={"x": None})
-    assert Task.read(task.wire()).identity == task.identity
+    assert Task.from_wire(task.to_wire()).identity == task.identity
 
 
 @pytest.mark.parametrize("field", ["answer", "anything"])
@@ -56,6 +56,6 @@ def test_a_subclass_declares_typed_fields():
     class Puzzle(Task):
         size: int
 
-    assert Puzzle.read(Puzzle(prompt="p", size=3).wire()).size == 3
+    assert Puzzle.from_wire(Puzzle(prompt="p", size=3).to_wire()).size == 3
     with pytest.raises(ValidationError, match="size"):
         Puzzle(prompt="p", size="big")  # type: ignore[arg-type]

@@ -45,11 +45,11 @@ def book(
 
 
 def call(function, arguments, **more):
-    return run(Tool.of(function).call(context(**more), arguments))
+    return run(Tool.wrap(function).call(context(**more), arguments))
 
 
 def test_the_schema_says_what_annotations_and_docstring_say():
-    schema = Tool.of(book).schema
+    schema = Tool.wrap(book).schema
     function = schema["function"]
     assert schema["type"] == "function"
     assert function["name"] == "book"
@@ -130,7 +130,7 @@ def test_cancelling_a_call_cancels_the_tool():
         return ""
 
     async def test():
-        waiting = asyncio.create_task(Tool.of(forever).call(context(), {}))
+        waiting = asyncio.create_task(Tool.wrap(forever).call(context(), {}))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -145,8 +145,8 @@ def test_fields_of_the_context_are_filled_in_and_hidden_from_the_model():
         return task.prompt
 
     here = context()
-    assert list(Tool.of(remember).schema["function"]["parameters"]["properties"]) == ["word"]
-    assert run(Tool.of(remember).call(here, {"word": "x"})) == "question"
+    assert list(Tool.wrap(remember).schema["function"]["parameters"]["properties"]) == ["word"]
+    assert run(Tool.wrap(remember).call(here, {"word": "x"})) == "question"
     assert here.state.word == "x"
 
 
@@ -166,7 +166,7 @@ def test_an_image_goes_into_the_traces_media_table():
         return ["here:", image]
 
     here = context()
-    assert run(Tool.of(look).call(here, {})) == (TextPart("here:"), MediaPart(image.hash))
+    assert run(Tool.wrap(look).call(here, {})) == (TextPart("here:"), MediaPart(image.hash))
     assert here.trace.graph.media == [image]
 
 
@@ -192,16 +192,16 @@ def test_a_tool_that_cannot_be_described_is_refused():
 
     for function, said in [(untyped, "'a' needs a type"), (open_ended, r"\*names"), (unknown, "Nowhere")]:
         with pytest.raises(ConfigInvalid, match=said):
-            Tool.of(function)
+            Tool.wrap(function)
     with pytest.raises(ConfigInvalid, match="tool unschemable"):
-        Tool.of(unschemable)
+        Tool.wrap(unschemable)
 
 
 def test_a_toolset_answers_calls_by_name():
     def add(a: int, b: int) -> int:
         return a + b
 
-    tools = ToolSet.of([add, book])
+    tools = ToolSet.wrap([add, book])
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "book"]
     message = run(tools.call(ToolCall("c1", "add", '{"a": 1, "b": 2}'), context()))
     assert (message.role, message.content, message.tool_call_id) == ("tool", "3", "c1")
@@ -213,10 +213,10 @@ def test_bytes_that_are_no_text_are_answered_as_question_marks():
     def names() -> str:
         return os.fsdecode(b"a\xff.txt")
 
-    message = run(ToolSet.of([names]).call(ToolCall("c1", "names", "{}"), context()))
+    message = run(ToolSet.wrap([names]).call(ToolCall("c1", "names", "{}"), context()))
     assert message.content == "a?.txt"
 
 
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ConfigInvalid, match="'book'"):
-        ToolSet.of([book, book])
+        ToolSet.wrap([book, book])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.env import Chat, ChatConfig, Endpoint, ModelUser, Task, User
+from ramify.env import ChatClient, ChatClientConfig, Endpoint, ModelUser, Task, User
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.trace import Message
 from tests.env.context import context, run
@@ -26,7 +26,7 @@ def test_a_scripted_user_speaks_until_it_returns_none():
 
     async def test():
         user = Counting()
-        said = [await user.speak(here, reply=reply, turn=turn) for turn, reply in enumerate([None, "a", "b"])]
+        said = [await user.next_message(here, reply=reply, turn=turn) for turn, reply in enumerate([None, "a", "b"])]
         assert said == [Message("user", "more 0"), Message("user", "more 1"), None]
 
     run(test())
@@ -38,7 +38,7 @@ def test_a_user_may_be_async_and_answer_with_a_message():
         async def respond(self, reply):
             return Message("user", f"thanks for {reply}")
 
-    assert run(Polite().speak(context(), reply="this", turn=1)) == Message("user", "thanks for this")
+    assert run(Polite().next_message(context(), reply="this", turn=1)) == Message("user", "thanks for this")
 
 
 def test_a_user_that_names_or_returns_something_else_is_named():
@@ -51,21 +51,21 @@ def test_a_user_that_names_or_returns_something_else_is_named():
             return 3
 
     with pytest.raises(ConfigInvalid, match=r"Wrong\.respond.*'replly'.*did you mean reply\?"):
-        run(Wrong().speak(context(), reply=None, turn=0))
+        run(Wrong().next_message(context(), reply=None, turn=0))
     with pytest.raises(EnvironmentFault, match=r"Odd\.respond.*found a int"):
-        run(Odd().speak(context(), reply=None, turn=0))
+        run(Odd().next_message(context(), reply=None, turn=0))
 
 
 def test_a_model_plays_the_user_from_the_other_side(server):
     answers = iter(["I want a room.", "With a view.", "Fine. DONE"])
     server.reset(lambda body: next(answers))
     here = context()
-    user = ModelUser("You want a room.", Chat(ChatConfig(base_url=server.url, model="guest")))
+    user = ModelUser("You want a room.", ChatClient(ChatClientConfig(base_url=server.url, model="guest")))
 
     async def test():
-        assert await user.speak(here, reply=None, turn=0) == Message("user", "I want a room.")
-        assert await user.speak(here, reply="Which one?", turn=1) == Message("user", "With a view.")
-        assert await user.speak(here, reply="Booked.", turn=2) is None
+        assert await user.next_message(here, reply=None, turn=0) == Message("user", "I want a room.")
+        assert await user.next_message(here, reply="Which one?", turn=1) == Message("user", "With a view.")
+        assert await user.next_message(here, reply="Booked.", turn=2) is None
 
     run(test())
     heard = [(message["role"], message["content"]) for message in server.asked[-1]["messages"]]
@@ -82,8 +82,8 @@ def test_a_model_plays_the_user_from_the_other_side(server):
 def test_without_a_model_of_its_own_the_policy_plays_the_user(server):
     server.reset(lambda body: "hi")
     here = context(endpoint=Endpoint(server.url, "secret", "policy"))
-    assert run(ModelUser("Say hi.").speak(here, reply=None, turn=0)) == Message("user", "hi")
+    assert run(ModelUser("Say hi.").next_message(here, reply=None, turn=0)) == Message("user", "hi")
     assert (server.asked[0]["model"], server.keys) == ("policy", ["Bearer secret"])
     assert "user" not in here.trace.info  # its calls are the rollout's own
     with pytest.raises(ConfigInvalid, match="no endpoint"):
-        run(ModelUser("Say hi.").speak(context(), reply=None, turn=0))
+        run(ModelUser("Say hi.").next_message(context(), reply=None, turn=0))

@@ -10,7 +10,7 @@ from tests.orchestrate.rollouts import group, rollout
 
 
 def advantages(id: str, traces, **options) -> list[float]:
-    notes = plugin.build("algorithm", {"id": id, **options}).annotate(traces)
+    notes = plugin.build_plugin("algorithm", {"id": id, **options}).annotate(traces)
     return [note.advantage for note in notes]
 
 
@@ -60,7 +60,7 @@ def test_equal_rewards_give_exactly_zero(id):
 @pytest.mark.parametrize("id", ["grpo", "dr_grpo", "rloo", "max_rl"])
 def test_every_reply_of_the_policy_is_annotated_and_nothing_else(id):
     traces = [rollout("a", 1.0, turns=3), rollout("b", 0.0), rollout("judge", 0.5, trainable=False)]
-    notes = plugin.build("algorithm", {"id": id}).annotate(traces)
+    notes = plugin.build_plugin("algorithm", {"id": id}).annotate(traces)
     assert [(note.trace, note.node) for note in notes] == [("a", 1), ("a", 3), ("a", 5), ("b", 1)]
     assert len({note.advantage for note in notes if note.trace == "a"}) == 1
     assert all(note.rl == 1.0 and note.ce == 0.0 and note.span is None for note in notes)
@@ -68,7 +68,7 @@ def test_every_reply_of_the_policy_is_annotated_and_nothing_else(id):
 
 def test_agents_are_compared_with_themselves():
     traces = [rollout(f"{agent}{i}", reward, agent=agent) for i in (0, 1) for agent, reward in (("a", i), ("b", 5 * i))]
-    notes = plugin.build("algorithm", {"id": "dr_grpo"}).annotate(traces)
+    notes = plugin.build_plugin("algorithm", {"id": "dr_grpo"}).annotate(traces)
     assert {note.trace: note.advantage for note in notes} == {"a0": -0.5, "a1": 0.5, "b0": -2.5, "b1": 2.5}
 
 
@@ -79,9 +79,9 @@ def test_a_rollout_without_its_reward_is_refused():
 
 def test_an_unknown_option_is_refused_with_the_nearest():
     with pytest.raises(ConfigInvalid, match=r"algorithm\.normalise: unknown key; did you mean algorithm\.normalize"):
-        plugin.build("algorithm", {"id": "grpo", "normalise": False})
+        plugin.build_plugin("algorithm", {"id": "grpo", "normalise": False})
     with pytest.raises(ConfigInvalid, match="did you mean 'grpo'"):
-        plugin.build("algorithm", {"id": "gpro"})
+        plugin.build_plugin("algorithm", {"id": "gpro"})
 
 
 def test_an_algorithm_of_the_users_is_found_like_any_plugin(tmp_path):

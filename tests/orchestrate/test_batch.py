@@ -23,7 +23,7 @@ def groups():
     """Two groups of three rollouts that share a prompt, from two sources; one rollout of the second was filtered."""
     for number, env, temperature in ((4, "reverse", 1.0), (1, "wordle", 0.7)):
         traces = [rollout(f"{number}-{i}", i / 2, (10, 11 + i), turns=1 + i, version=i) for i in range(3)]
-        notes = plugin.build("algorithm", {"id": "grpo"}).annotate(traces)
+        notes = plugin.build_plugin("algorithm", {"id": "grpo"}).annotate(traces)
         if number == 1:
             notes = [note for note in notes if note.trace != "1-0"]
         yield Member(number, env, temperature, tuple(f"r{trace.id}" for trace in traces), tuple(notes)), traces

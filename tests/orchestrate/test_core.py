@@ -72,7 +72,7 @@ class World:
 
 
 def sources(world: World, **more) -> dict[str, Source]:
-    algorithm = plugin.build("algorithm", {"id": "grpo"})
+    algorithm = plugin.build_plugin("algorithm", {"id": "grpo"})
     sizes = {"reverse": world.size, "wordle": world.size + 1}
     return {
         name: Source(name=name, algorithm=algorithm, size=sizes[name], tries=2, epoch=count, **more)
@@ -83,7 +83,7 @@ def sources(world: World, **more) -> dict[str, Source]:
 async def opened(ledger: Ledger, world: World, **more) -> Core:
     curricula = {name: Shuffle(ShuffleConfig(), count, f"0:{name}") for name, count in TASKS.items()}
     mix = Mix({"reverse": 3.0, "wordle": 1.0}, curricula)
-    filters = (plugin.build("filter", {"id": "zero_advantage", "mode": "enforce"}),)
+    filters = (plugin.build_plugin("filter", {"id": "zero_advantage", "mode": "enforce"}),)
     rules = Rules(1000, seq_len=64, filters=filters)
     shape = Shape.of(world.batch, world.bound)
     return await Core.open(ledger, mix, sources(world, **more), rules, shape, world.steps)
@@ -467,7 +467,7 @@ def test_how_often_a_filter_fires_is_a_number_of_the_step(ledger, mode):
     async def story():
         core = await opened(ledger, World())
         tables = [{"id": "gibberish"}, {"id": "zero_advantage", "mode": mode}]
-        core.rules = replace(core.rules, filters=tuple(plugin.build("filter", table) for table in tables))
+        core.rules = replace(core.rules, filters=tuple(plugin.build_plugin("filter", table) for table in tables))
         await core.issue()
         out = [order for _, order in iter(lambda: core.take(99), None)]
         for order in out:

@@ -32,7 +32,7 @@ def ledger(tmp_path):
 
 async def opened(ledger: Ledger, algorithm: dict) -> Core:
     mix = Mix({"it": 1.0}, {"it": Pools(PoolsConfig(), 4, "0")})
-    sources = {"it": Source(name="it", algorithm=plugin.build("algorithm", algorithm), size=2)}
+    sources = {"it": Source(name="it", algorithm=plugin.build_plugin("algorithm", algorithm), size=2)}
     return await Core.open(ledger, mix, sources, Rules(1000, seq_len=64), Shape.of(1, 2), 4)
 
 

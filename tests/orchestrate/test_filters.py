@@ -51,7 +51,7 @@ CASES = {
 
 def build(case: str, **more):
     id = case.partition(":")[0]
-    return plugin.build("filter", {"id": id, **CASES[case][0], **more})
+    return plugin.build_plugin("filter", {"id": id, **CASES[case][0], **more})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,15 +76,15 @@ def test_firing_is_told_and_acts_only_when_enforced(case, mode):
 def test_a_rollout_that_is_trained_for_something_else_has_no_zero_advantage():
     trace = rollout("t")
     only_ce = (Annotation("t", 1, rl=0.0, ce=1.0),)
-    assert not plugin.build("filter", {"id": "zero_advantage"}).fires(Rollout(trace, only_ce, VOCABULARY))
+    assert not plugin.build_plugin("filter", {"id": "zero_advantage"}).fires(Rollout(trace, only_ce, VOCABULARY))
 
 
 def test_all_filters_see_all_rollouts_and_each_is_named():
     trace = rollout("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1))
     filters = [
-        plugin.build("filter", {"id": "gibberish", "token": 800}),
-        plugin.build("filter", {"id": "repetition", "tokens": 2}),
-        plugin.build("filter", {"id": "zero_advantage", "mode": "enforce"}),
+        plugin.build_plugin("filter", {"id": "gibberish", "token": 800}),
+        plugin.build_plugin("filter", {"id": "repetition", "tokens": 2}),
+        plugin.build_plugin("filter", {"id": "zero_advantage", "mode": "enforce"}),
     ]
     found = sift(filters, [trace], [Annotation("t", 1, advantage=0.0)], VOCABULARY)
     assert found.verdicts == {"t": ("gibberish", "zero_advantage")}
@@ -94,4 +94,4 @@ def test_all_filters_see_all_rollouts_and_each_is_named():
 
 def test_what_another_model_said_is_not_the_policys_fault():
     trace = rollout("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1), trainable=False)
-    assert not plugin.build("filter", {"id": "gibberish", "token": 800}).fires(Rollout(trace, (), VOCABULARY))
+    assert not plugin.build_plugin("filter", {"id": "gibberish", "token": 800}).fires(Rollout(trace, (), VOCABULARY))

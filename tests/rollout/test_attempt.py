@@ -31,7 +31,7 @@ def test_the_header_says_what_was_run():
     env = environment(Scored, name="scored", sampling={"temperature": 0.5, "max_tokens": 32})
     trace = attempt(env, ["42"], group="g7", attempt=3)
     assert (trace.id, trace.episode, trace.group, trace.attempt, trace.env) == ("r1", "r1", "g7", 3, "scored")
-    assert trace.task == TASK.wire()
+    assert trace.task == TASK.to_wire()
     assert trace.harness == {"id": "chat"}
     assert trace.runtime == {"id": "local"}
     assert trace.sampler["model"] == "tiny"
@@ -433,7 +433,7 @@ def test_an_endpoint_without_a_gateway_is_refused_before_anything_starts():
 
 class Picky(Harness):
     def check(self, hooks, runtime) -> None:
-        if not len(hooks.standing):
+        if not len(hooks.static_tools):
             raise ConfigInvalid("the picky harness works with tools alone, and this taskset has none")
 
     async def run(self, context, session, tools, user, stops) -> str:

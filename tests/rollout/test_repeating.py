@@ -3,7 +3,7 @@
 import asyncio
 
 import ramify as rf
-from ramify.env import Context
+from ramify.env import RolloutContext
 from ramify.errors import ProviderError
 from ramify.rollout import run, score, score_group
 from ramify.trace import Trace
@@ -137,5 +137,5 @@ def test_a_saved_trace_can_be_scored_again():
             return len(trace.last_reply)
 
     trace = attempt(environment(OneTask), ["four"])
-    asyncio.run(score(environment(Graded), Context(TASK, trace)))
+    asyncio.run(score(environment(Graded), RolloutContext(TASK, trace)))
     assert trace.rewards == {"length": (4.0, 1.0)}

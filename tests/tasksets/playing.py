@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 
-from ramify.env import Context, Task, Taskset, hooks_of
+from ramify.env import RolloutContext, Task, Taskset, collect_hooks
 from ramify.trace import Message, ToolCall, Trace
 
 
@@ -24,11 +24,11 @@ def play(taskset: Taskset, task: Task, replies: str | Sequence[str | Message]) -
 
 
 async def _play(taskset: Taskset, task: Task, replies: Sequence[str | Message]) -> Trace:
-    hooks, trace = hooks_of(taskset), Trace(id="played")
-    context = Context(task, trace)
+    hooks, trace = collect_hooks(taskset), Trace(id="played")
+    context = RolloutContext(task, trace)
     if hooks.setup:
         await hooks.setup(context)
-    tools, user = await hooks.toolset(context), await hooks.make_user(context)
+    tools, user = await hooks.build_toolset(context), await hooks.build_user(context)
 
     def add(message: Message | None) -> bool:
         if message is not None:
@@ -38,7 +38,7 @@ async def _play(taskset: Taskset, task: Task, replies: Sequence[str | Message]) 
     if isinstance(task.prompt, str):
         add(Message("user", task.prompt))
     elif user:
-        add(await user.speak(context, reply=None, turn=0))
+        add(await user.next_message(context, reply=None, turn=0))
     for turn, reply in enumerate(replies, 1):
         message = Message("assistant", reply) if isinstance(reply, str) else reply
         add(message)
@@ -46,7 +46,9 @@ async def _play(taskset: Taskset, task: Task, replies: Sequence[str | Message]) 
             add(await tools.call(call, context))
         if any([await stop(context) for stop in hooks.stops]):
             break
-        if not message.tool_calls and not (user and add(await user.speak(context, reply=message.text, turn=turn))):
+        if not message.tool_calls and not (
+            user and add(await user.next_message(context, reply=message.text, turn=turn))
+        ):
             break
     if hooks.finalize:
         await hooks.finalize(context)

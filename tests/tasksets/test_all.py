@@ -32,7 +32,7 @@ SIZES = {
 
 
 def first_tasks(id: str, count: int = 20, **settings: object) -> list:
-    return list(islice(plugin.build("taskset", {"id": id, **settings}).load(), count))
+    return list(islice(plugin.build_plugin("taskset", {"id": id, **settings}).load(), count))
 
 
 def asked(id: str, task) -> str:
@@ -65,7 +65,7 @@ def test_train_and_eval_share_no_task_whatever_the_config(id, data, seeds):
 @pytest.mark.parametrize("id", SIZES)
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_a_perfect_agent_scores_one(id, split):
-    taskset = plugin.build("taskset", {"id": id, "split": split})
+    taskset = plugin.build_plugin("taskset", {"id": id, "split": split})
     for task in islice(taskset.load(), 12):
         assert play(taskset, task, taskset.gold(task)).reward == 1.0
 
@@ -80,7 +80,7 @@ def test_another_seed_makes_other_tasks_and_fewer_are_the_first_of_more(id):
 def test_tasks_differ_and_survive_the_wire(id):
     tasks = first_tasks(id, 100)
     assert len({task.identity for task in tasks}) == 100
-    kind = plugin.build("taskset", {"id": id}).task_type
+    kind = plugin.build_plugin("taskset", {"id": id}).task_type
     assert [kind.read(task.wire()) for task in tasks] == tasks
 
 
@@ -100,6 +100,6 @@ def test_a_reply_counts_once_where_the_template_rewrites_what_was_said(settings,
 
 @pytest.mark.parametrize("id", SIZES)
 def test_saying_nothing_scores_nothing(id):
-    taskset = plugin.build("taskset", {"id": id})
+    taskset = plugin.build_plugin("taskset", {"id": id})
     for task in islice(taskset.load(), 5):
         assert play(taskset, task, "").reward == 0.0

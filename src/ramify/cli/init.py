@@ -148,7 +148,7 @@ def scaffold(name: str, directory: Path) -> list[Path]:
         raise ConfigInvalid(
             f"{name!r} cannot be a taskset's name: use small letters, digits, dashes and underscores, a letter first"
         )
-    if name in plugin.KINDS["taskset"].builtin:
+    if name in plugin.PLUGIN_KINDS["taskset"].builtin_paths:
         raise ConfigInvalid(f"{name!r} cannot be a taskset's name: it is that of a built-in one, which would be found")
     spec = importlib.util.find_spec(module)
     if spec is not None and spec.origin is not None:  # a file beside which Python's own would not be imported any more

@@ -81,7 +81,7 @@ async def _verdicts(env: "Environment", tasks: Sequence["Task"], config: Validat
 
 def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) -> None:
     from ramify.cli.paper import Paper
-    from ramify.env.marks import MARK_A_REWARD
+    from ramify.env.decorators import MISSING_REWARD_ADVICE
 
     console = Paper(highlight=False, soft_wrap=True)
     for line in _lines(verdicts):
@@ -90,7 +90,7 @@ def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) 
     gold = sum(verdict.has_gold and verdict.problem is None for verdict in verdicts)
     in_part = len(verdicts) - failed - gold
     if not env.has_rewards:
-        console.print(f"{env.name} has no reward: no rollout can be scored, and rl refuses it; {MARK_A_REWARD}")
+        console.print(f"{env.name} has no reward: no rollout can be scored, and rl refuses it; {MISSING_REWARD_ADVICE}")
         console.print(f"{env.name}: {len(verdicts)} tasks, {len(verdicts) - failed} without a problem, {failed} failed")
         return
     if in_part:

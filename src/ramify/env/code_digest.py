@@ -20,40 +20,40 @@ from types import CodeType, FunctionType
 
 import ramify
 
-DIGITS = 16
-RAMIFY = Path(ramify.__file__).resolve().parent.parent
+DIGEST_CHARS = 16
+RAMIFY_ROOT = Path(ramify.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ModuleScope:
     """The modules below `root` whose dotted name begins with `prefix`; an empty prefix admits all but Ramify's."""
 
     root: Path
     prefix: tuple[str, ...] = ()
 
-    def files(self, name: tuple[str, ...]) -> Iterator[Path]:
+    def iter_files(self, module_name: tuple[str, ...]) -> Iterator[Path]:
         """Yield the files that importing `name` executes: its packages' `__init__.py`, then the module."""
-        if name[: len(self.prefix)] != self.prefix or (not self.prefix and name[:1] == ("ramify",)):
+        if module_name[: len(self.prefix)] != self.prefix or (not self.prefix and module_name[:1] == ("ramify",)):
             return
-        for depth in range(max(1, len(self.prefix)), len(name) + 1):
-            place = self.root.joinpath(*name[:depth])
+        for depth in range(max(1, len(self.prefix)), len(module_name) + 1):
+            place = self.root.joinpath(*module_name[:depth])
             for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
                 if file.is_file():
                     yield file
 
 
-BUILT_IN = Scope(RAMIFY, ("ramify", "tasksets"))
+BUILTIN_TASKSETS = ModuleScope(RAMIFY_ROOT, ("ramify", "tasksets"))
 
 
 @cache  # per class: the digests are those of the code that was loaded, also where its file is edited later
-def code_digests(plugin: type) -> dict[str, str]:
+def compute_code_digests(plugin: type) -> dict[str, str]:
     """Return the digest of every source file of a plugin, by its path relative to the root of its package."""
     module = sys.modules.get(plugin.__module__)
     file = getattr(module, "__file__", None)
     if file is None:
-        return {plugin.__qualname__: _digest(_source_of(plugin).encode())}
+        return {plugin.__qualname__: _compute_digest(_get_source(plugin).encode())}
     path = Path(file).resolve()
-    scopes = _scopes(plugin.__module__, path)
+    scopes = _find_scopes(plugin.__module__, path)
     if not scopes:
         return {}
     digests: dict[str, str] = {}
@@ -65,32 +65,34 @@ def code_digests(plugin: type) -> dict[str, str]:
         if name in digests:
             continue
         data = current.read_bytes()
-        digests[name] = _digest(data)
+        digests[name] = _compute_digest(data)
         package = current.relative_to(root).parts[:-1]
-        pending += [file for target in _imports(data, package) for scope in scopes for file in scope.files(target)]
+        pending += [
+            file for target in _iter_imports(data, package) for scope in scopes for file in scope.iter_files(target)
+        ]
     return dict(sorted(digests.items()))
 
 
-def _scopes(name: str, path: Path) -> list[Scope]:
+def _find_scopes(module_name: str, path: Path) -> list[ModuleScope]:
     """Return where the modules of a plugin's own package are; nothing for a plugin that is part of Ramify."""
-    parts = tuple(name.split("."))
+    parts = tuple(module_name.split("."))
     if parts[0] == "ramify":
-        return [BUILT_IN] if parts[:2] == BUILT_IN.prefix else []
+        return [BUILTIN_TASKSETS] if parts[:2] == BUILTIN_TASKSETS.prefix else []
     if len(parts) > 1 or path.name == "__init__.py":  # a module of a package
-        return [Scope(path.parents[len(parts) - (path.name != "__init__.py")], parts[:1]), BUILT_IN]
+        return [ModuleScope(path.parents[len(parts) - (path.name != "__init__.py")], parts[:1]), BUILTIN_TASKSETS]
     root = path.parent
     while (root / "__init__.py").is_file():
         root = root.parent
-    package = [Scope(root, path.relative_to(root).parts[:1])] if root != path.parent else []
+    package = [ModuleScope(root, path.relative_to(root).parts[:1])] if root != path.parent else []
     installed = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib")}
-    beside = Scope(path.parent, (path.stem,) if path.parent in installed else ())
-    return [beside, *package, BUILT_IN]
+    beside = ModuleScope(path.parent, (path.stem,) if path.parent in installed else ())
+    return [beside, *package, BUILTIN_TASKSETS]
 
 
-def _imports(data: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _iter_imports(source: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yield the dotted names that a source file imports; `package` is where its relative imports begin."""
     try:
-        tree = ast.parse(data)
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
@@ -102,22 +104,24 @@ def _imports(data: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]
             yield from ((*base, alias.name) for alias in node.names)  # a name, or a module of that name
 
 
-def _source_of(plugin: type) -> str:
+def _get_source(plugin: type) -> str:
     """Return the source of a class without a file (of an interactive session), or its byte code if there is none."""
-    functions = [value for cls in plugin.__mro__ for value in vars(cls).values() if _is_own(value, plugin)]
+    functions = [value for cls in plugin.__mro__ for value in vars(cls).values() if _is_defined_with(value, plugin)]
     try:
         return "\n".join(inspect.getsource(function) for function in functions)
     except OSError:
-        return "\n".join(f"{each.__qualname__} {each.__code__.co_code.hex()} {_constants(each)}" for each in functions)
+        return "\n".join(
+            f"{each.__qualname__} {each.__code__.co_code.hex()} {_list_constants(each)}" for each in functions
+        )
 
 
-def _is_own(value: object, plugin: type) -> bool:
+def _is_defined_with(value: object, plugin: type) -> bool:
     return isinstance(value, FunctionType) and value.__module__ == plugin.__module__
 
 
-def _constants(function: FunctionType) -> list[str]:
+def _list_constants(function: FunctionType) -> list[str]:
     return [repr(value) for value in function.__code__.co_consts if not isinstance(value, CodeType)]
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:DIGITS]
+def _compute_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]

@@ -22,7 +22,7 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class Context:
+class RolloutContext:
     """One rollout as its hooks, tools and user see it. They name the fields they want as parameters."""
 
     task: Task
@@ -33,4 +33,4 @@ class Context:
     endpoint: Endpoint | None = None
 
 
-OFFERED = tuple(part.name for part in fields(Context))
+CONTEXT_FIELDS = tuple(part.name for part in fields(RolloutContext))

@@ -13,14 +13,14 @@ import msgspec
 from pydantic import Field, field_validator
 
 from ramify.config import Config
-from ramify.env.chat import EXCERPT, Chat, ChatConfig, count
+from ramify.env.chat_client import EXCERPT_CHARS, ChatClient, ChatClientConfig, add_usage
 from ramify.env.task import Task
 from ramify.errors import JudgeError, ProviderError
 from ramify.trace import Trace
 
-VERDICT = re.compile(r"verdict\W*(correct|incorrect)\b", re.IGNORECASE)
+VERDICT_PATTERN = re.compile(r"verdict\W*(correct|incorrect)\b", re.IGNORECASE)
 
-REFERENCE = """\
+REFERENCE_PROMPT = """\
 You check an answer against a reference. Wording does not matter, only whether both say the same.
 
 # Question
@@ -34,7 +34,7 @@ You check an answer against a reference. Wording does not matter, only whether b
 
 Explain in a sentence or two, then end with one line: `Verdict: CORRECT` or `Verdict: INCORRECT`."""
 
-RUBRIC = """\
+RUBRIC_PROMPT = """\
 You grade a reply by criteria.
 
 # Task
@@ -50,7 +50,7 @@ Explain briefly, then end with one JSON object that gives each criterion, by its
 (fully met)."""
 
 
-class JudgeConfig(ChatConfig):
+class JudgeConfig(ChatClientConfig):
     """Which model judges."""
 
     id: str = "reference"
@@ -64,52 +64,54 @@ class Judge(ABC):
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
-        self._chat = Chat(config)
+        self._client = ChatClient(config)
 
     @staticmethod
     def load(table: dict[str, Any]) -> "Judge":
         """The judge that a table of a taskset's config describes, such as `{id = "rubric", base_url = ...}`."""
-        from ramify.env.plugin import build
+        from ramify.env.plugin import build_plugin
 
-        return build("judge", table)
+        return build_plugin("judge", table)
 
     async def score(self, task: Task, trace: Trace, *, reply: str | None = None) -> float:
         """How good the reply is, the trace's last unless given; raises JudgeError if that cannot be found out."""
         reply = trace.last_reply if reply is None else reply
         try:
-            said = await self._chat.ask([{"role": "user", "content": self.question(task, reply)}])
+            completion = await self._client.complete([{"role": "user", "content": self.build_prompt(task, reply)}])
         except ProviderError as error:
             raise JudgeError(f"the judge cannot be asked: {error.message}") from error
-        count(trace, "judge", said.usage)
-        score = self.read(said.text)
-        judged = trace.info["judge"]
-        verdict = {"judge": self.config.id, "score": score, "said": said.text}
-        trace.info["judge"] = {**judged, "verdicts": [*judged.get("verdicts", []), verdict]}
+        add_usage(trace, "judge", completion.usage)
+        score = self.parse_score(completion.text)
+        judge_info = trace.info["judge"]
+        verdict = {"judge": self.config.id, "score": score, "said": completion.text}
+        trace.info["judge"] = {**judge_info, "verdicts": [*judge_info.get("verdicts", []), verdict]}
         return score
 
     @abstractmethod
-    def question(self, task: Task, reply: str) -> str:
+    def build_prompt(self, task: Task, reply: str) -> str:
         """What the judge is asked."""
 
     @abstractmethod
-    def read(self, verdict: str) -> float:
+    def parse_score(self, verdict: str) -> float:
         """The score in the judge's answer; raises JudgeError if it holds none."""
 
 
 class ReferenceJudge(Judge):
     """Compares a reply with the task's `answer`: 1 if it says the same, else 0."""
 
-    def question(self, task: Task, reply: str) -> str:
-        return REFERENCE.format(question=_asked(task), answer=task.answer, reply=reply)
+    def build_prompt(self, task: Task, reply: str) -> str:
+        return REFERENCE_PROMPT.format(question=_format_task(task), answer=task.answer, reply=reply)
 
-    def read(self, verdict: str) -> float:
-        found = VERDICT.findall(verdict)
-        if not found:
-            raise JudgeError(f"expected a last line 'Verdict: CORRECT' or 'Verdict: INCORRECT', found {_end(verdict)}")
-        return float(found[-1].upper() == "CORRECT")
+    def parse_score(self, verdict: str) -> float:
+        verdicts = VERDICT_PATTERN.findall(verdict)
+        if not verdicts:
+            raise JudgeError(
+                f"expected a last line 'Verdict: CORRECT' or 'Verdict: INCORRECT', found {_format_tail(verdict)}"
+            )
+        return float(verdicts[-1].upper() == "CORRECT")
 
 
-class Criterion(Config):
+class RubricCriterion(Config):
     """One thing a good reply does."""
 
     name: str
@@ -117,52 +119,52 @@ class Criterion(Config):
     weight: float = Field(default=1.0, gt=0)
 
 
-class RubricConfig(JudgeConfig):
+class RubricJudgeConfig(JudgeConfig):
     """Which model judges, by which criteria."""
 
     id: str = "rubric"
-    criteria: list[Criterion] = Field(min_length=1)
+    criteria: list[RubricCriterion] = Field(min_length=1)
 
     @field_validator("criteria")
     @classmethod
-    def _different(cls, criteria: list[Criterion]) -> list[Criterion]:
+    def _criterion_names_must_be_unique(cls, criteria: list[RubricCriterion]) -> list[RubricCriterion]:
         names = [criterion.name for criterion in criteria]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two criteria have the name {', '.join(map(repr, twice))}")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two criteria have the name {', '.join(map(repr, duplicates))}")
         return criteria
 
 
 class RubricJudge(Judge):
     """Has each criterion scored between 0 and 1; the score is their weighted mean."""
 
-    config: RubricConfig
+    config: RubricJudgeConfig
 
-    def question(self, task: Task, reply: str) -> str:
+    def build_prompt(self, task: Task, reply: str) -> str:
         criteria = "\n".join(f"- {criterion.name}: {criterion.text}" for criterion in self.config.criteria)
         answer = "" if task.answer is None else f"\n\n# Reference answer\n{task.answer}"
-        return RUBRIC.format(question=_asked(task), answer=answer, reply=reply, criteria=criteria)
+        return RUBRIC_PROMPT.format(question=_format_task(task), answer=answer, reply=reply, criteria=criteria)
 
-    def read(self, verdict: str) -> float:
-        scores = _last_object(verdict)
+    def parse_score(self, verdict: str) -> float:
+        scores = _parse_last_json_object(verdict)
         total = 0.0
         for criterion in self.config.criteria:
-            given = scores.get(criterion.name)
-            if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
+            score = scores.get(criterion.name)
+            if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
                 raise JudgeError(
-                    f"expected a score in [0, 1] for {criterion.name!r}, found {given!r} in {_end(verdict)}"
+                    f"expected a score in [0, 1] for {criterion.name!r}, found {score!r} in {_format_tail(verdict)}"
                 )
-            total += criterion.weight * given
+            total += criterion.weight * score
         return total / sum(criterion.weight for criterion in self.config.criteria)
 
 
-def _asked(task: Task) -> str:
+def _format_task(task: Task) -> str:
     """The task as the judge reads it."""
     if task.prompt is None or isinstance(task.prompt, str):
         return task.prompt or ""
     return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in task.prompt)
 
 
-def _last_object(verdict: str) -> dict[str, Any]:
+def _parse_last_json_object(verdict: str) -> dict[str, Any]:
     """The last JSON object in a text; judges like to think aloud before it, and to fence it."""
     for start in reversed([found.start() for found in re.finditer(r"\{", verdict)]):
         end = verdict.rfind("}") + 1
@@ -172,8 +174,8 @@ def _last_object(verdict: str) -> dict[str, Any]:
             continue
         if isinstance(found, dict):
             return found
-    raise JudgeError(f"expected a JSON object with the scores, found {_end(verdict)}")
+    raise JudgeError(f"expected a JSON object with the scores, found {_format_tail(verdict)}")
 
 
-def _end(verdict: str) -> str:
-    return repr(verdict if len(verdict) <= EXCERPT else f"...{verdict[-EXCERPT:]}")
+def _format_tail(verdict: str) -> str:
+    return repr(verdict if len(verdict) <= EXCERPT_CHARS else f"...{verdict[-EXCERPT_CHARS:]}")

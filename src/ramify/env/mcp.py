@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pydantic import Field, model_validator
 
 from ramify.config import Config
-from ramify.env.context import Context
-from ramify.env.tools import Content, Tool, content_of
+from ramify.env.context import RolloutContext
+from ramify.env.tools import Tool, ToolContent, to_content
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import Media
 
 if TYPE_CHECKING:
     import mcp
 
-CLOSING = 10.0  # seconds a server has to end in peace
-EXCERPT = 500  # characters of what a server wrote before it failed to start
+CLOSE_TIMEOUT = 10.0  # seconds a server has to end in peace
+LOG_EXCERPT_CHARS = 500  # characters of what a server wrote before it failed to start
 
 
-class McpServer(Config):
+class McpServerConfig(Config):
     """Where a server is: exactly one of `command` and `url`."""
 
     command: list[str] = []
@@ -42,7 +42,7 @@ class McpServer(Config):
     """Seconds for a call, and for opening."""
 
     @model_validator(mode="after")
-    def _one(self) -> "McpServer":
+    def _requires_exactly_one_of_command_and_url(self) -> "McpServerConfig":
         if bool(self.command) == (self.url is not None):
             raise ValueError("expected either command or url")
         if self.url is None and self.headers:
@@ -55,55 +55,57 @@ class McpServer(Config):
 class McpTool(Tool):
     """A tool that lives in a server."""
 
-    def __init__(self, server: "_Connection", tool: "mcp.Tool") -> None:
+    def __init__(self, connection: "_McpConnection", tool: "mcp.Tool") -> None:
         super().__init__(tool.name, tool.description or "", tool.input_schema)
-        self._server = server
+        self._connection = connection
 
-    async def answer(self, context: Context, arguments: dict[str, Any]) -> Content:
-        result = await self._server.call(self.name, arguments)
-        parts = [_part(block) for block in result.content]
+    async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
+        result = await self._connection.call(self.name, arguments)
+        parts = [_to_content_part(block) for block in result.content]
         texts = [part for part in parts if isinstance(part, str)]
-        content = "\n".join(texts) if len(texts) == len(parts) else content_of(parts, context)
+        content = "\n".join(texts) if len(texts) == len(parts) else to_content(parts, context)
         return f"error: {content}" if result.is_error else content
 
 
 @contextlib.asynccontextmanager
-async def open_servers(servers: Mapping[str, McpServer]) -> AsyncIterator[list[Tool]]:
+async def open_mcp_servers(servers: Mapping[str, McpServerConfig]) -> AsyncIterator[list[Tool]]:
     """The tools of all servers, while they are open; raises SandboxError if one cannot be reached."""
     async with contextlib.AsyncExitStack() as stack:
-        connections = [_Connection(name, config) for name, config in servers.items()]
+        connections = [_McpConnection(name, config) for name, config in servers.items()]
         for connection in connections:
             stack.push_async_callback(connection.close)
         yield [tool for tools in await asyncio.gather(*(c.open() for c in connections)) for tool in tools]
 
 
-class _Connection:
+class _McpConnection:
     """One server, and the task that holds it open."""
 
-    def __init__(self, name: str, config: McpServer) -> None:
+    def __init__(self, name: str, config: McpServerConfig) -> None:
         self._name, self._config = name, config
         self._closing = asyncio.Event()
-        self._ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
+        self._tools_ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
         self._client: mcp.Client | None = None
-        self._holder: asyncio.Task[None] | None = None
+        self._connection_task: asyncio.Task[None] | None = None
 
     async def open(self) -> list[Tool]:
-        self._holder = asyncio.create_task(self._hold(), name=f"mcp {self._name}")
-        await asyncio.wait([self._holder, self._ready], timeout=self._config.timeout, return_when="FIRST_COMPLETED")
-        if self._ready.done():
-            return self._ready.result()
-        if self._holder.done():
-            await self._holder
+        self._connection_task = asyncio.create_task(self._run_connection(), name=f"mcp {self._name}")
+        await asyncio.wait(
+            [self._connection_task, self._tools_ready], timeout=self._config.timeout, return_when="FIRST_COMPLETED"
+        )
+        if self._tools_ready.done():
+            return self._tools_ready.result()
+        if self._connection_task.done():
+            await self._connection_task
         raise SandboxError(f"MCP server {self._name!r} did not open in {self._config.timeout:g} s")
 
     async def close(self) -> None:
         self._closing.set()
-        if self._holder is None:
+        if self._connection_task is None:
             return
-        if not self._ready.done():
-            self._holder.cancel()
-        await asyncio.wait([self._holder], timeout=CLOSING)
-        self._holder.cancel()
+        if not self._tools_ready.done():
+            self._connection_task.cancel()
+        await asyncio.wait([self._connection_task], timeout=CLOSE_TIMEOUT)
+        self._connection_task.cancel()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> "mcp.types.CallToolResult":
         from mcp import MCPError
@@ -117,20 +119,20 @@ class _Connection:
                 raise
             raise SandboxError(f"MCP server {self._name!r} is gone: {error.message}") from error
 
-    async def _hold(self) -> None:
+    async def _run_connection(self) -> None:
         with tempfile.TemporaryFile("w+") as log:
             try:
                 async with self._connect(log) as client:
                     self._client = client
-                    tools = [McpTool(self, tool) for tool in await _listed(client)]
-                    self._ready.set_result(list(tools))
+                    tools = [McpTool(self, tool) for tool in await _list_all_tools(client)]
+                    self._tools_ready.set_result(list(tools))
                     await self._closing.wait()
             except Exception as error:
-                if self._ready.done():
+                if self._tools_ready.done():
                     return  # it was open; what goes wrong later shows in a call
                 log.seek(0)
-                said = log.read()[-EXCERPT:].strip()
-                reason = f"{type(error).__name__}: {error}" + (f"; it wrote: {said}" if said else "")
+                log_tail = log.read()[-LOG_EXCERPT_CHARS:].strip()
+                reason = f"{type(error).__name__}: {error}" + (f"; it wrote: {log_tail}" if log_tail else "")
                 raise SandboxError(f"MCP server {self._name!r} cannot be opened: {reason}") from error
 
     @contextlib.asynccontextmanager
@@ -154,7 +156,7 @@ class _Connection:
             yield await stack.enter_async_context(mcp.Client(transport, read_timeout_seconds=config.timeout))
 
 
-async def _listed(client: "mcp.Client") -> list["mcp.Tool"]:
+async def _list_all_tools(client: "mcp.Client") -> list["mcp.Tool"]:
     """All tools of a server, page by page."""
     page = await client.list_tools()
     tools = list(page.tools)
@@ -164,7 +166,7 @@ async def _listed(client: "mcp.Client") -> list["mcp.Tool"]:
     return tools
 
 
-def _part(block: Any) -> str | Media:
+def _to_content_part(block: Any) -> str | Media:
     """A piece of a result: text, an image, or whatever else as JSON."""
     match block.type:
         case "text":

@@ -19,25 +19,25 @@ from types import ModuleType
 from typing import Any
 
 from ramify.config import Config, parse_section, raise_config_invalid
-from ramify.env.settings import config_class
+from ramify.env.plugin_config import get_config_class
 from ramify.errors.origin import describe_exception
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PluginKind:
     """A kind of plugin: its entry points, what its classes derive from, and those that come with us."""
 
-    group: str
-    base: str
-    builtin: Mapping[str, str]
+    entry_point_group: str
+    base_class_path: str
+    builtin_paths: Mapping[str, str]
 
-    def load_base(self) -> type:
-        module, _, name = self.base.partition(":")
+    def load_base_class(self) -> type:
+        module, _, name = self.base_class_path.partition(":")
         return getattr(importlib.import_module(module), name)
 
 
-KINDS = {
-    "taskset": Kind(
+PLUGIN_KINDS = {
+    "taskset": PluginKind(
         "ramify.tasksets",
         "ramify.env.taskset:Taskset",
         {
@@ -50,14 +50,14 @@ KINDS = {
             "wordle": "ramify.tasksets.wordle:Wordle",
         },
     ),
-    "harness": Kind("ramify.harnesses", "ramify.harness:Harness", {"chat": "ramify.harness.chat:ChatHarness"}),
-    "runtime": Kind("ramify.runtimes", "ramify.runtime:Runtime", {"local": "ramify.runtime.local:LocalRuntime"}),
-    "judge": Kind(
+    "harness": PluginKind("ramify.harnesses", "ramify.harness:Harness", {"chat": "ramify.harness.chat:ChatHarness"}),
+    "runtime": PluginKind("ramify.runtimes", "ramify.runtime:Runtime", {"local": "ramify.runtime.local:LocalRuntime"}),
+    "judge": PluginKind(
         "ramify.judges",
         "ramify.env.judge:Judge",
         {"reference": "ramify.env.judge:ReferenceJudge", "rubric": "ramify.env.judge:RubricJudge"},
     ),
-    "algorithm": Kind(
+    "algorithm": PluginKind(
         "ramify.algorithms",
         "ramify.orchestrate.algorithms:Algorithm",
         {
@@ -67,7 +67,7 @@ KINDS = {
             "rloo": "ramify.orchestrate.algorithms.rloo:Rloo",
         },
     ),
-    "filter": Kind(
+    "filter": PluginKind(
         "ramify.filters",
         "ramify.orchestrate.filters:Filter",
         {
@@ -79,37 +79,41 @@ KINDS = {
 }
 
 
-def build(kind: str, table: Mapping[str, Any], *, at: str | None = None) -> Any:
+def build_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None = None) -> Any:
     """The plugin that a table of the configuration describes. `at` is the key of the table, the kind unless given."""
-    cls, config = settle(kind, table, at=at)
+    cls, config = resolve_plugin(kind, table, table_key=table_key)
     return cls(config)
 
 
-def settle(kind: str, table: Mapping[str, Any], *, at: str | None = None) -> tuple[type, Config]:
+def resolve_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None = None) -> tuple[type, Config]:
     """The class and the checked config that a table describes; nothing is built yet."""
-    at = at or kind
+    table_key = table_key or kind
     if not isinstance(table.get("id"), str) or not table["id"]:
-        raise_config_invalid([(f"{at}.id", f"required: the {kind} that is meant")])
-    cls = find(kind, table["id"], at=at)
-    return cls, parse_section(config_class(cls, Config), dict(table), key=at)
+        raise_config_invalid([(f"{table_key}.id", f"required: the {kind} that is meant")])
+    cls = find_plugin_class(kind, table["id"], table_key=table_key)
+    return cls, parse_section(get_config_class(cls, Config), dict(table), key=table_key)
 
 
-def find(kind: str, id: str, *, at: str | None = None) -> type:
+def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> type:
     """The class that an id names; raises ConfigInvalid with the nearest known id."""
-    key, known = f"{at or kind}.id", KINDS[kind]
-    entry_points = importlib.metadata.entry_points(group=known.group)
-    if id in known.builtin:
-        return _load(key, kind, known, known.builtin[id])
+    config_key, plugin_kind = f"{table_key or kind}.id", PLUGIN_KINDS[kind]
+    entry_points = importlib.metadata.entry_points(group=plugin_kind.entry_point_group)
+    if id in plugin_kind.builtin_paths:
+        return _load_class(config_key, kind, plugin_kind, plugin_kind.builtin_paths[id])
     if id in entry_points.names:
-        return _load(key, kind, known, entry_points[id].value)
+        return _load_class(config_key, kind, plugin_kind, entry_points[id].value)
     if "." in id or ":" in id:
-        return _load(key, kind, known, id)
+        return _load_class(config_key, kind, plugin_kind, id)
     if file := _find_similar_file(id):
-        return raise_config_invalid([(key, f"unknown {kind} {id!r}; did you mean {file}?")])
-    names = sorted({*known.builtin, *entry_points.names})
-    alike = difflib.get_close_matches(id, names, n=1)
-    meant = f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(names)}, module:Class and file.py"
-    return raise_config_invalid([(key, f"unknown {kind} {id!r}; {meant}")])
+        return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; did you mean {file}?")])
+    names = sorted({*plugin_kind.builtin_paths, *entry_points.names})
+    close_matches = difflib.get_close_matches(id, names, n=1)
+    hint = (
+        f"did you mean {close_matches[0]!r}?"
+        if close_matches
+        else f"known are {', '.join(names)}, module:Class and file.py"
+    )
+    return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; {hint}")])
 
 
 def _find_similar_file(id: str) -> Path | None:
@@ -118,50 +122,65 @@ def _find_similar_file(id: str) -> Path | None:
     return next((file for file in (Path(f"{name}.py"), Path(id, f"{name}.py")) if file.is_file()), None)
 
 
-def _load(key: str, kind: str, known: Kind, place: str) -> type:
+def _load_class(config_key: str, kind: str, plugin_kind: PluginKind, import_path: str) -> type:
     """The class at `module:Class`, `module.Class`, `file.py` or `file.py:Class`."""
-    where, _, name = place.partition(":")
-    if not where.endswith(".py") and not name:
-        where, _, name = where.rpartition(".")
-    module = _import(key, where)
-    base = known.load_base()
-    own = [found for found in vars(module).values() if _is_own(found, module, base)]
-    if not name and len(own) != 1:
-        names = ", ".join(found.__name__ for found in own) or "none"
+    module_path, _, name = import_path.partition(":")
+    if not module_path.endswith(".py") and not name:
+        module_path, _, name = module_path.rpartition(".")
+    module = _import_module(config_key, module_path)
+    base = plugin_kind.load_base_class()
+    candidates = [found for found in vars(module).values() if _is_defined_in(found, module, base)]
+    if not name and len(candidates) != 1:
+        names = ", ".join(found.__name__ for found in candidates) or "none"
         raise_config_invalid(
-            [(key, f"{where} should have one {kind} class, it has {names}; name one as {where}:Class")]
+            [
+                (
+                    config_key,
+                    f"{module_path} should have one {kind} class, it has {names}; name one as {module_path}:Class",
+                )
+            ]
         )
-    cls = getattr(module, name, None) if name else own[0]
+    cls = getattr(module, name, None) if name else candidates[0]
     if cls is None:
-        names = [found.__name__ for found in own]
-        alike = difflib.get_close_matches(name, names, n=1)
-        meant = f"did you mean {alike[0]}?" if alike else f"its {kind} classes: {', '.join(names) or 'none'}"
-        raise_config_invalid([(key, f"{where} has no {name}; {meant}")])
+        names = [found.__name__ for found in candidates]
+        close_matches = difflib.get_close_matches(name, names, n=1)
+        hint = (
+            f"did you mean {close_matches[0]}?"
+            if close_matches
+            else f"its {kind} classes: {', '.join(names) or 'none'}"
+        )
+        raise_config_invalid([(config_key, f"{module_path} has no {name}; {hint}")])
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise_config_invalid([(key, f"{place} is no {kind}: it does not derive from {base.__name__}")])
+        raise_config_invalid([(config_key, f"{import_path} is no {kind}: it does not derive from {base.__name__}")])
     return cls
 
 
-def _is_own(found: object, module: ModuleType, base: type) -> bool:
-    return isinstance(found, type) and issubclass(found, base) and found.__module__ == module.__name__
+def _is_defined_in(value: object, module: ModuleType, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
 
 
-def _import(key: str, where: str) -> ModuleType:
+def _import_module(config_key: str, module_path: str) -> ModuleType:
     try:
-        return _module_of(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        return (
+            _load_module_from_file(Path(module_path))
+            if module_path.endswith(".py")
+            else importlib.import_module(module_path)
+        )
     except (FileNotFoundError, IsADirectoryError):
         reason = "there is no such file"
     except ModuleNotFoundError as error:
-        file = Path(*where.split(".")).with_suffix(".py")
-        meant = file.is_file() and where.startswith(str(error.name))
+        file = Path(*module_path.split(".")).with_suffix(".py")
+        meant = file.is_file() and module_path.startswith(str(error.name))
         advice = f"to use the file, write {file}:Class" if meant else "is its package installed in this environment?"
         reason = f"there is no module {error.name!r} ({advice})"
     except Exception as error:  # noqa: BLE001 - a module of the user's may raise anything while it is imported
-        return raise_config_invalid([(key, f"{where} cannot be imported: {describe_exception(error)}")], cause=error)
-    return raise_config_invalid([(key, f"{where}: {reason}")])
+        return raise_config_invalid(
+            [(config_key, f"{module_path} cannot be imported: {describe_exception(error)}")], cause=error
+        )
+    return raise_config_invalid([(config_key, f"{module_path}: {reason}")])
 
 
-def _module_of(path: Path) -> ModuleType:
+def _load_module_from_file(path: Path) -> ModuleType:
     """Load the module in a file, once per process; a file that has been edited since is another module."""
     path = path.expanduser().resolve(strict=True)
     digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()

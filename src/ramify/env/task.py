@@ -37,35 +37,37 @@ class Task(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain(cls, data: Any) -> Any:
+    def _extra_values_must_be_plain(cls, data: Any) -> Any:
         """Values that no field describes are checked here, while whoever set them is still on the stack."""
         if not isinstance(data, dict):
             return data
         fields = cls.model_fields
-        free = {name for name in data if name not in fields or fields[name].annotation is Any}
-        return {name: to_plain(value, f"task.{name}") if name in free else value for name, value in data.items()}
+        untyped_fields = {name for name in data if name not in fields or fields[name].annotation is Any}
+        return {
+            name: to_plain(value, f"task.{name}") if name in untyped_fields else value for name, value in data.items()
+        }
 
     @cached_property
     def identity(self) -> str:
         """What this task is called wherever it is counted."""
-        return self.content if self.key is None else self.key
+        return self.content_digest if self.key is None else self.key
 
     @cached_property
-    def content(self) -> str:
+    def content_digest(self) -> str:
         """A digest of all fields, with or without a key: two tasks with equal content are the same task."""
-        return content_of(self.wire())
+        return compute_content_digest(self.to_wire())
 
-    def wire(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, Any]:
         """The task as plain data; defaults are left out, so that a field added later changes no identity."""
         return to_plain(self.model_dump(mode="json", exclude_defaults=True), "task")
 
     @classmethod
-    def read(cls, wire: dict[str, Any]) -> Self:
+    def from_wire(cls, wire: dict[str, Any]) -> Self:
         """The task again."""
         return cls.model_validate(wire)
 
 
-def content_of(wire: dict[str, Any]) -> str:
+def compute_content_digest(wire: dict[str, Any]) -> str:
     """Return the digest of a task's wire form."""
     canonical = json.dumps(wire, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:IDENTITY_DIGITS]

@@ -2,14 +2,14 @@
 
 A user writes a subclass. `load` is the one method it must have. The rest are hooks it may have, found by their name
 (`setup`, `finalize`, `tools`, `user`, `validate`, `gold`) or by their decorator (`@reward`, `@group_reward`, `@metric`,
-`@stop`, `@tool`). A hook takes what it names, see `ramify.env.calling`.
+`@stop`, `@tool`). A hook takes what it names, see `ramify.env.hook`.
 """
 
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from ramify.config import Config
-from ramify.env.settings import config_class
+from ramify.env.plugin_config import get_config_class
 from ramify.env.task import Task
 
 
@@ -28,7 +28,7 @@ class Taskset:
     """The class its tasks are read back into where they come from another process."""
 
     def __init__(self, config: TasksetConfig | None = None) -> None:
-        self.config = config_class(type(self), TasksetConfig)() if config is None else config
+        self.config = get_config_class(type(self), TasksetConfig)() if config is None else config
 
     def load(self) -> Iterable[Task]:
         """The tasks, in an order that depends on the config alone; there may be no end to them."""

@@ -7,15 +7,15 @@ likes.
 
 from typing import Any
 
-from ramify.env.calling import Hook
-from ramify.env.chat import Chat, ChatConfig, count
-from ramify.env.context import OFFERED, Context, Endpoint
+from ramify.env.chat_client import ChatClient, ChatClientConfig, add_usage
+from ramify.env.context import CONTEXT_FIELDS, Endpoint, RolloutContext
+from ramify.env.hook import Hook
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.trace import Message, Trace
 
-OPENING = "(The conversation begins. Say your first words.)"  # what a model that plays the user hears first
+FIRST_PROMPT = "(The conversation begins. Say your first words.)"  # what a model that plays the user hears first
 
-_OFFERED = ("reply", "turn", *OFFERED)
+_RESPOND_PARAMETERS = ("reply", "turn", *CONTEXT_FIELDS)
 
 
 class User:
@@ -29,16 +29,16 @@ class User:
       at the first reply. A reply that calls tools is answered by the tools: the user does not hear it;
     - the fields of `Context`."""
 
-    async def speak(self, context: Context, *, reply: str | None, turn: int) -> Message | None:
+    async def next_message(self, context: RolloutContext, *, reply: str | None, turn: int) -> Message | None:
         """What the user says next, None when it has nothing more to say."""
-        hook = Hook(self.respond, type(self).__name__, offered=_OFFERED)
-        said = await hook(context, reply=reply, turn=turn)
-        if said is None or isinstance(said, Message):
-            return said
-        if isinstance(said, str):
-            return Message(role="user", content=said)
+        hook = Hook(self.respond, type(self).__name__, available=_RESPOND_PARAMETERS)
+        message = await hook(context, reply=reply, turn=turn)
+        if message is None or isinstance(message, Message):
+            return message
+        if isinstance(message, str):
+            return Message(role="user", content=message)
         raise EnvironmentFault(
-            f"{type(self).__name__}.respond: expected str, Message or None, found a {type(said).__qualname__}"
+            f"{type(self).__name__}.respond: expected str, Message or None, found a {type(message).__qualname__}"
         )
 
 
@@ -49,27 +49,27 @@ class ModelUser(User):
     the policy plays both sides, and the user's calls are branches of the rollout.
     """
 
-    def __init__(self, instructions: str, chat: Chat | None = None, *, stop: str = "DONE") -> None:
+    def __init__(self, instructions: str, client: ChatClient | None = None, *, stop: str = "DONE") -> None:
         self.instructions = instructions
         self.stop = stop
-        self._chat = chat
+        self._client = client
         self._messages = [{"role": "system", "content": instructions}]
 
     async def respond(self, reply: str | None, trace: Trace, endpoint: Endpoint | None) -> str | None:
-        heard = OPENING if reply is None else reply
-        self._messages.append({"role": "user", "content": heard})
-        said = await (self._chat or _policy(endpoint)).ask(self._messages)
-        if self._chat is not None:
-            count(trace, "user", said.usage)
-        if self.stop in said.text:
+        content = FIRST_PROMPT if reply is None else reply
+        self._messages.append({"role": "user", "content": content})
+        message = await (self._client or _policy_chat_client(endpoint)).complete(self._messages)
+        if self._client is not None:
+            add_usage(trace, "user", message.usage)
+        if self.stop in message.text:
             return None
-        self._messages.append({"role": "assistant", "content": said.text})
-        return said.text
+        self._messages.append({"role": "assistant", "content": message.text})
+        return message.text
 
 
-def _policy(endpoint: Endpoint | None) -> Chat:
+def _policy_chat_client(endpoint: Endpoint | None) -> ChatClient:
     if endpoint is None:
         raise ConfigInvalid(
             "ModelUser: give it a Chat; this rollout has no endpoint at which the policy could play the user"
         )
-    return Chat(ChatConfig(base_url=endpoint.base_url, model=endpoint.model), api_key=endpoint.api_key)
+    return ChatClient(ChatClientConfig(base_url=endpoint.base_url, model=endpoint.model), api_key=endpoint.api_key)

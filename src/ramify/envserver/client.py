@@ -89,7 +89,7 @@ class EnvClient:
         cancels the rollout.
         """
         ask = Run(
-            task=task.wire() if isinstance(task, Task) else task,
+            task=task.to_wire() if isinstance(task, Task) else task,
             id=id,
             group=group,
             attempt=attempt,
@@ -109,7 +109,7 @@ class EnvClient:
         self, task: Task | dict[str, Any], traces: Sequence[Trace], *, environment: str = "", deadline: float = LONG
     ) -> GroupScores:
         """The rewards that only all attempts at a task together have, for each trace."""
-        ask = ScoreGroup(task.wire() if isinstance(task, Task) else task, environment)
+        ask = ScoreGroup(task.to_wire() if isinstance(task, Task) else task, environment)
         message = WireMessage.encode(ask, *(encode_trace(trace) for trace in traces))
         return (await self._client.call("score_group", message, timeout=deadline)).decode(GroupScores)
 

@@ -196,7 +196,7 @@ class Worker:
 
     def _task(self, wire: dict[str, Any]) -> Task:
         try:
-            return self._env.taskset.task_type.read(wire)
+            return self._env.taskset.task_type.from_wire(wire)
         except ValidationError as error:
             raise RequestInvalid(f"task: {error}") from error
 
@@ -272,4 +272,4 @@ class Pages:
             self._at += 1
         found = list(islice(self._tasks, count)) if self._at == start else []
         self._at += len(found)
-        return TaskPage([TaskEntry(task.identity, task.wire()) for task in found], end=len(found) < count)
+        return TaskPage([TaskEntry(task.identity, task.to_wire()) for task in found], end=len(found) < count)

@@ -4,7 +4,7 @@ import sys
 import threading
 import traceback
 
-from ramify.env.crew import in_thread
+from ramify.env.hook_threads import run_in_hook_thread
 from ramify.errors import DeadlineExceeded
 from ramify.evals.config import EvalConfig
 from ramify.evals.plan import Pair, pairs_of
@@ -24,7 +24,7 @@ async def load_pairs(environment: Environment, config: EvalConfig) -> list[Pair]
     what = f"load of taskset {environment.name}"
     try:
         async with within(seconds, what):
-            return await in_thread(load, {})
+            return await run_in_hook_thread(load, {})
     except DeadlineExceeded as error:
         frame = sys._current_frames().get(thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from ramify.config import parse
-from ramify.env import Context, Task
+from ramify.env import RolloutContext, Task
 from ramify.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.evals.config import EvalConfig
 from ramify.rollout import Environment, score, score_group
@@ -43,7 +43,7 @@ async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Res
     check_replayable(environment)
     for rows in groups.values():
         traces = [store.read_traces(row.id)[0] for row in rows]
-        task = environment.taskset.task_type.read(traces[0].task)
+        task = environment.taskset.task_type.from_wire(traces[0].task)
         for trace in traces:
             trace.rewards, trace.errors = due(environment), []
             await _score_again(environment, task, trace)
@@ -56,7 +56,7 @@ async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Res
 def check_replayable(environment: Environment) -> None:
     """Refuse, with ConfigInvalid, rewards that use the runtime or the endpoint, which ended with the rollout."""
     for hook in environment.hooks.rewards:
-        if gone := sorted({"runtime", "endpoint"} & hook.asks):
+        if gone := sorted({"runtime", "endpoint"} & hook.injected_parameters):
             raise ConfigInvalid(
                 f"`{hook.name}` uses `{gone[0]}`, which ended with the rollout: it cannot be computed again. "
                 "Read what it needs in `finalize` and put it into `state`, which is saved"
@@ -65,8 +65,8 @@ def check_replayable(environment: Environment) -> None:
 
 async def _score_again(environment: Environment, task: Task, trace: Trace) -> None:
     """Run the current rewards with the saved state. Metrics are not run, because they are not shown."""
-    context = Context(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
-    users = [hook.name for hook in environment.hooks.rewards if "state" in hook.asks]
+    context = RolloutContext(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
+    users = [hook.name for hook in environment.hooks.rewards if "state" in hook.injected_parameters]
     if users:
         found = trace.info.get(SCORING_STATE, {"refused": "no reward used it when the rollout ran"})
         if "saved" not in found:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.config import write_toml
-from ramify.env.marks import MARK_A_REWARD
+from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.errors import ProviderError
 from ramify.evals.bounds import reward_bounds
 from ramify.evals.config import EvalConfig
@@ -113,7 +113,7 @@ async def evaluation(
     pairs = await load_pairs(environment, config)
     check_server(config)
     if not environment.has_rewards:
-        display.say(f"warning: {environment.name} has no reward, so its rollouts get no score; {MARK_A_REWARD}")
+        display.say(f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}")
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
         revision = _check_environment(store, _observe(environment, pairs, config), display, accept=accept_changes)
         with wrap_storage_errors(path):
@@ -200,7 +200,7 @@ def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig
     tasks = [pair.task for pair in pairs if pair.repetition == 0]
     return ObservedEnvironment(
         environment.identity,
-        {number: task.content for number, task in enumerate(tasks)},
+        {number: task.content_digest for number, task in enumerate(tasks)},
         {number: task.identity for number, task in enumerate(tasks)},
         num_tasks=len(tasks) if len(tasks) < config.num_tasks else None,
     )

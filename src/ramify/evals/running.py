@@ -112,7 +112,7 @@ def _lost(environment: Environment, pair: Pair, error: WorkerDied) -> Trace:
         group=pair.key,
         attempt=pair.repetition,
         env=environment.name,
-        task=pair.task.wire(),
+        task=pair.task.to_wire(),
         rewards=due(environment),
         stop=error.name,
     )

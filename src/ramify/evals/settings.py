@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.config import parse_section
 from ramify.env import Taskset
-from ramify.env.definition import taskset_table
+from ramify.env.taskset_id import build_taskset_table
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import seconds
 from ramify.interactive import keys_of, name_model
@@ -23,7 +23,7 @@ def read_config(given: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
         given = keys_of(given)
     table = name_model({**(given if isinstance(given, Mapping) else {"taskset": given}), **settings})
     if "taskset" in table:
-        table["taskset"] = taskset_table(table["taskset"], Path(table.get("output", "outputs")))
+        table["taskset"] = build_taskset_table(table["taskset"], Path(table.get("output", "outputs")))
     return parse_section(EvalConfig, table, key="eval")
 
 

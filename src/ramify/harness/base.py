@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ramify.env import Context, Hook, Hooks, Task, ToolSet, User
+from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
 from ramify.harness.config import HarnessConfig
 from ramify.runtime import Runtime
 
@@ -30,17 +30,17 @@ class Harness(ABC):
             "id": self.config.id
         }
 
-    def check(self, hooks: Hooks, runtime: Runtime) -> None:
+    def check(self, hooks: TasksetHooks, runtime: Runtime) -> None:
         """Refuse, with ConfigInvalid, a taskset or runtime that this harness can do nothing with."""
         return
 
-    def check_task(self, task: Task, hooks: Hooks) -> None:
+    def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Refuse, with ConfigInvalid, a task that this harness cannot begin."""
         return
 
     @abstractmethod
     async def run(
-        self, context: Context, session: "Session", tools: ToolSet, user: User | None, stops: Sequence[Hook]
+        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stops: Sequence[Hook]
     ) -> str:
         """Work on the task until it is done, and return why it ended. `stops` are asked after every turn.
 

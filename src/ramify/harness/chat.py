@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from ramify.env import Context, Hook, Hooks, Task, ToolSet, User
+from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
 from ramify.errors import ConfigInvalid, MalformedCall
 from ramify.gateway.exchange import Reply, Request
 from ramify.harness.base import Harness
@@ -34,7 +34,7 @@ class ChatHarness(Harness):
     def __init__(self, config: ChatHarnessConfig | None = None) -> None:
         super().__init__(config or ChatHarnessConfig())
 
-    def check_task(self, task: Task, hooks: Hooks) -> None:
+    def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         if task.prompt is None and hooks.user is None:
             raise ConfigInvalid(
                 f"task {task.identity} has no prompt, and its taskset no `user` who could speak first: "
@@ -42,7 +42,7 @@ class ChatHarness(Harness):
             )
 
     async def run(
-        self, context: Context, session: "Session", tools: ToolSet, user: User | None, stops: Sequence[Hook]
+        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stops: Sequence[Hook]
     ) -> str:
         async with self._with_servers(tools) as offered:
             return await _Conversation(context, session, offered, user, stops, self.config.malformed_limit).run()
@@ -52,9 +52,9 @@ class ChatHarness(Harness):
         if not self.config.mcp:
             yield tools
             return
-        from ramify.env.mcp import open_servers
+        from ramify.env.mcp import open_mcp_servers
 
-        async with open_servers(self.config.mcp) as more:
+        async with open_mcp_servers(self.config.mcp) as more:
             yield ToolSet([*tools.tools, *more])
 
 
@@ -63,7 +63,7 @@ class _Conversation:
 
     def __init__(
         self,
-        context: Context,
+        context: RolloutContext,
         session: "Session",
         tools: ToolSet,
         user: User | None,
@@ -134,7 +134,7 @@ class _Conversation:
             )
         if reply is not None:
             self._replies_to_user += 1
-        return await self._user.speak(self._context, reply=reply, turn=self._replies_to_user)
+        return await self._user.next_message(self._context, reply=reply, turn=self._replies_to_user)
 
     def _shown_in(self, messages: Sequence[Message]) -> dict[str, Media]:
         """The images that tools put into their answers; the trace has their bytes."""

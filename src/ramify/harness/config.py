@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from ramify.config import Config
-from ramify.env.mcp import McpServer
+from ramify.env.mcp import McpServerConfig
 from ramify.gateway.config import AGENT_TIMEOUT
 
 
@@ -34,7 +34,7 @@ class HarnessConfig(Config):
 class ChatHarnessConfig(HarnessConfig):
     """The chat loop."""
 
-    mcp: dict[str, McpServer] = {}
+    mcp: dict[str, McpServerConfig] = {}
     """MCP servers, by name, whose tools are offered beside those of the taskset; opened for each rollout."""
     malformed_limit: int = Field(default=3, ge=1)
     """Replies in a row with tool calls that cannot be read, after which the rollout is over."""

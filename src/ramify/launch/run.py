@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.config import parse_section
 from ramify.env import Taskset
-from ramify.env.definition import taskset_table
+from ramify.env.taskset_id import build_taskset_table
 from ramify.interactive import is_watched, keys_of, name_model
 from ramify.launch.nursery import nursery
 from ramify.launch.plan import plan_of
@@ -59,7 +59,7 @@ def _build_config(
     given = config if isinstance(config, Mapping) else {}
     output = Path({**given, **settings}.get("output", "outputs"))
     if not isinstance(config, Mapping):
-        taskset = taskset_table(config, output)
+        taskset = build_taskset_table(config, output)
         name = {} if isinstance(config, str) else {"name": taskset["id"].rpartition(":")[2]}
         held_out = {**taskset, "split": "eval"}
         given = {"train": [{**name, "taskset": taskset}], "eval": [{**name, "taskset": held_out}]}
@@ -72,4 +72,4 @@ def _build_config(
 def _with_taskset_table(source: Any, output: Path) -> Any:
     if not isinstance(source, Mapping) or "taskset" not in source:
         return source
-    return {**source, "taskset": taskset_table(source["taskset"], output)}
+    return {**source, "taskset": build_taskset_table(source["taskset"], output)}

@@ -62,7 +62,7 @@ def _asked(config: RunConfig) -> dict[str, Any]:
 def examine(asked: dict[str, Any]) -> dict[str, Any]:
     """Return each problem with its key, and the identity of each source. Runs in a separate process."""
     from ramify.env import plugin
-    from ramify.env.marks import MARK_A_REWARD
+    from ramify.env.decorators import MISSING_REWARD_ADVICE
     from ramify.rollout import Environment, SourceConfig
 
     problems: list[tuple[str, str]] = []
@@ -72,7 +72,7 @@ def examine(asked: dict[str, Any]) -> dict[str, Any]:
             environment = Environment.load(SourceConfig(**table))
             environments[at] = environment.identity
             if at.startswith("train.") and not environment.has_rewards:
-                text = f"{environment.name} has no reward, so nothing can be learned; {MARK_A_REWARD}"
+                text = f"{environment.name} has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
                 problems.append((f"{at}.taskset", text))
         except ConfigInvalid as error:
             problems += [_below(at, key, text) for key, text in _listed(error.message)]
@@ -81,7 +81,7 @@ def examine(asked: dict[str, Any]) -> dict[str, Any]:
             problems += [(f"{at}.taskset", text) for text in _problems_of_first_task(environment)]
     for kind, at, table in asked["tables"]:
         try:
-            plugin.settle(kind, table, at=at)
+            plugin.resolve_plugin(kind, table, table_key=at)
         except ConfigInvalid as error:
             problems += _listed(error.message)
     if asked.get("start"):

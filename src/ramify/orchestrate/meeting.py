@@ -5,7 +5,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from ramify.env.marks import MARK_A_REWARD
+from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import Info
 from ramify.errors import ConfigInvalid, PeerLost, RamifyError, TokensRequired, WorkerDied
@@ -48,7 +48,7 @@ async def meet(
         raise TokensRequired(f"train source {source.title}: its endpoint gives no token ids and logprobs")
     if isinstance(source, TrainSourceConfig) and not (info.rewards or info.group_rewards):
         raise ConfigInvalid(
-            f"train source {source.title}: its taskset has no reward, so nothing can be learned; {MARK_A_REWARD}"
+            f"train source {source.title}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
         )
     deadline = source.longest_attempt() + SLACK
     compares = bool(info.group_rewards)

@@ -32,7 +32,7 @@ def load_parts(config: RunConfig) -> Parts:
     problems: list[str] = []
     for kind, at, table in tables:
         try:
-            found.append(plugin.build(kind, table, at=at))
+            found.append(plugin.build_plugin(kind, table, table_key=at))
         except ConfigInvalid as error:
             problems += error.message.splitlines()[1:]
     if problems:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.env.task import content_of
+from ramify.env.task import compute_content_digest
 from ramify.envserver.client import EnvClient
 from ramify.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.orchestrate.core import Core
@@ -154,7 +154,7 @@ class Sampling:
         try:
             task = await source.tasks.get(group.task_number)
             if source.count is None and attempt == 0:
-                core.ledger.queue_task_digest(group.source, group.task_number, content_of(task))
+                core.ledger.queue_task_digest(group.source, group.task_number, compute_content_digest(task))
             ran = await source.client.run(
                 task,
                 id=rollout_id(group.number, attempt),

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from ramify.env.task import content_of
+from ramify.env.task import compute_content_digest
 from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import MANY
 from ramify.errors import ConfigInvalid, EnvironmentFault
@@ -46,7 +46,7 @@ class TaskBook:
                 task = await self.get(number)
             except EnvironmentFault:
                 continue
-            contents[number] = content_of(task)
+            contents[number] = compute_content_digest(task)
             if task.get("key"):
                 keys[number] = str(task["key"])
         return contents, keys

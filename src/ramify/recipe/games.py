@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ramify.env import hooks_of
+from ramify.env import collect_hooks
 from ramify.recipe.conversation import Conversation
 from ramify.tasksets import alphabet_sort as names
 from ramify.tasksets import wordle
@@ -29,7 +29,7 @@ def walks(rng: random.Random) -> Callable[[], Conversation]:
     """wikispeedia: any link of the page is followed."""
     worlds = [Wikispeedia(WikispeediaConfig(**SMALL, **world)) for world in WORLDS]
     tasks = [list(world.load()) for world in worlds]
-    tools = hooks_of(worlds[0]).standing.schemas
+    tools = collect_hooks(worlds[0]).static_tools.schemas
 
     def walk() -> Conversation:
         (at,) = rng.choices(range(len(worlds)), [2, 1])

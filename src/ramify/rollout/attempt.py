@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ramify.env import Context, Task, ToolSet, User
-from ramify.env.calling import given_up
+from ramify.env import RolloutContext, Task, ToolSet, User
+from ramify.env.hook import is_current_task_cancelled
 from ramify.errors import (
     ConfigInvalid,
     EnvironmentFault,
@@ -105,7 +105,7 @@ class Attempt:
             group=group,
             attempt=attempt,
             env=env.name,
-            task=task.wire(),
+            task=task.to_wire(),
             rewards=due(env),
             harness=env.harness.identity,
             runtime=env.box,
@@ -123,7 +123,7 @@ class Attempt:
             retries=source.model_retries,
         )
         self.session.agent_runs = False
-        self.context = Context(task, self.trace, self.runtime, random.Random(chance))
+        self.context = RolloutContext(task, self.trace, self.runtime, random.Random(chance))
         self._gateway, self._watch, self._train = gateway, watch, train
         if watch is not None:
             self.session.watch = lambda _: watch("turn", self.trace)
@@ -172,7 +172,7 @@ class Attempt:
             await self._phase("finalize", limit, self.env.hooks.finalize(self.context))
         self._tell("scoring")
         start = time.monotonic()
-        if not self._train and any("state" in hook.asks for hook in self.env.hooks.rewards):
+        if not self._train and any("state" in hook.injected_parameters for hook in self.env.hooks.rewards):
             self.trace.info[SCORING_STATE] = _save_or_explain(self.context.state)
         await score(self.env, self.context)
         self.trace.timing.scoring = time.monotonic() - start
@@ -181,7 +181,7 @@ class Attempt:
         hooks = self.env.hooks
         if hooks.setup is not None:
             await hooks.setup(self.context)
-        return await hooks.toolset(self.context), await hooks.make_user(self.context)
+        return await hooks.build_toolset(self.context), await hooks.build_user(self.context)
 
     async def converse(self, tools: ToolSet, user: User | None) -> str:
         """Let the agent work; returns why it stopped."""
@@ -201,7 +201,7 @@ class Attempt:
         except RamifyError:
             raise
         except asyncio.CancelledError as error:
-            if given_up():
+            if is_current_task_cancelled():
                 raise
             raise EnvironmentFault(f"{name}: CancelledError: what it waited for was cancelled") from error
         except (Exception, SystemExit) as error:

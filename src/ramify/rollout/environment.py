@@ -12,8 +12,8 @@ from typing import Any
 
 from ramify.client.loop_pacer import LoopPacer
 from ramify.config import Config
-from ramify.env import Hooks, Task, Taskset, hooks_of, plugin
-from ramify.env.code_digest import code_digests
+from ramify.env import Task, Taskset, TasksetHooks, collect_hooks, plugin
+from ramify.env.code_digest import compute_code_digests
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.errors.origin import describe_exception
 from ramify.gateway.config import Limits
@@ -29,7 +29,7 @@ class Environment:
 
     source: SourceConfig
     taskset: Taskset
-    hooks: Hooks
+    hooks: TasksetHooks
     harness: Harness
     runtime_class: type[Runtime]
     runtime_config: RuntimeConfig
@@ -47,12 +47,14 @@ class Environment:
         """The environment a source describes; `keep` leaves the boxes of its rollouts where they are."""
         taskset = _built("taskset", source.taskset)
         harness = _built("harness", {"id": "chat", **source.harness})
-        box, told = plugin.settle("runtime", {"id": "local", **source.runtime, **({"keep": True} if keep else {})})
+        box, told = plugin.resolve_plugin(
+            "runtime", {"id": "local", **source.runtime, **({"keep": True} if keep else {})}
+        )
         config = _runtime_config(told)
         env = cls(
             source=source,
             taskset=taskset,
-            hooks=hooks_of(taskset),
+            hooks=collect_hooks(taskset),
             harness=harness,
             runtime_class=box,
             runtime_config=config,
@@ -86,7 +88,7 @@ class Environment:
         plugins = (type(self.taskset), type(self.harness), self.runtime_class)
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}
         return {
-            "code": {file: digest for cls in plugins for file, digest in code_digests(cls).items()},
+            "code": {file: digest for cls in plugins for file, digest in compute_code_digests(cls).items()},
             **{name: part.model_dump(mode="json", exclude_defaults=True) for name, part in config.items()},
         }
 
@@ -106,8 +108,8 @@ class Environment:
         found = chain(hooks.rewards, hooks.metrics, hooks.stops, (hook for hook in named if hook is not None))
         return (
             self.harness.wants_endpoint
-            or any("endpoint" in hook.asks for hook in found)
-            or any("endpoint" in tool.asks for tool in hooks.standing.tools)
+            or any("endpoint" in hook.injected_parameters for hook in found)
+            or any("endpoint" in tool.injected_parameters for tool in hooks.static_tools.tools)
         )
 
     def tasks(self) -> Iterator[Task]:
@@ -137,7 +139,7 @@ class Environment:
 def _built(kind: str, table: dict[str, Any]) -> Any:
     """A plugin; what its constructor raises is a problem of the configuration."""
     try:
-        return plugin.build(kind, table)
+        return plugin.build_plugin(kind, table)
     except RamifyError:
         raise
     except Exception as error:

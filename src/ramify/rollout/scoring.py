@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ramify.env import Context, Hook, Task
-from ramify.env.calling import given_up
+from ramify.env import Hook, RolloutContext, Task
+from ramify.env.hook import is_current_task_cancelled
 from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
 from ramify.errors.origin import describe_exception
 from ramify.rollout.environment import Environment
@@ -22,7 +22,7 @@ def due(env: Environment) -> dict[str, Any]:
     return {hook.name: None for hook in (*env.hooks.rewards, *env.hooks.group_rewards)}
 
 
-async def score(env: Environment, context: Context, *, metrics: bool = True) -> None:
+async def score(env: Environment, context: RolloutContext, *, metrics: bool = True) -> None:
     """Run all rewards of one rollout, and its metrics. Failures are added to the trace, nothing is raised."""
     trace = context.trace
     try:
@@ -39,7 +39,7 @@ async def score_group(env: Environment, task: Task, traces: Sequence[Trace]) -> 
     """Run the group rewards of all attempts at a task. A failure is added to every trace, nothing is raised."""
     if not traces:
         return
-    context = Context(task, traces[0], rng=random.Random(f"{traces[0].group}:{task.identity}"))
+    context = RolloutContext(task, traces[0], rng=random.Random(f"{traces[0].group}:{task.identity}"))
     for hook in env.hooks.group_rewards:
         try:
             async with within(env.source.timeouts.scoring, f"the group reward {hook.name}"):
@@ -68,21 +68,21 @@ def _share(hook: Hook, values: Any, traces: Sequence[Trace]) -> None:
         raise
 
 
-async def _scored(hook: Hook, context: Context, table: dict[str, Any], entry: Callable[[Any], Any]) -> None:
+async def _scored(hook: Hook, context: RolloutContext, table: dict[str, Any], entry: Callable[[Any], Any]) -> None:
     try:
         table[hook.name] = entry(await _called(hook, context))
     except RamifyError as error:
         context.trace.errors.append(Failure.from_exception(error))
 
 
-async def _called(hook: Hook, context: Context, **more: Any) -> Any:
+async def _called(hook: Hook, context: RolloutContext, **more: Any) -> Any:
     """The hook's result; whatever it raises without a name of ours is the environment's fault."""
     try:
         return await hook(context, **more)
     except RamifyError:
         raise
     except asyncio.CancelledError as error:
-        if given_up():
+        if is_current_task_cancelled():
             raise
         raise EnvironmentFault(f"{hook.name}: CancelledError: what it waited for was cancelled") from error
     except (Exception, SystemExit) as error:

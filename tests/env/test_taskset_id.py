@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ramify.env import plugin
-from ramify.env.definition import class_id, taskset_table
+from ramify.env.taskset_id import build_taskset_table, get_class_id
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
 
@@ -76,21 +76,21 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_class_of_a_module_or_a_file_is_called_by_it(tmp_path):
-    assert class_id(ReverseText, tmp_path) == "ramify.tasksets.reverse_text:ReverseText"
+    assert get_class_id(ReverseText, tmp_path) == "ramify.tasksets.reverse_text:ReverseText"
     (tmp_path / "own.py").write_text("import ramify as rf\nclass Own(rf.Taskset):\n    pass\n")
-    own = plugin.find("taskset", str(tmp_path / "own.py"))
-    assert plugin.find("taskset", class_id(own, tmp_path / "folder")) is own
+    own = plugin.find_plugin_class("taskset", str(tmp_path / "own.py"))
+    assert plugin.find_plugin_class("taskset", get_class_id(own, tmp_path / "folder")) is own
     assert not (tmp_path / "folder").exists()
 
 
 def test_an_instance_is_its_class_and_what_its_config_says(tmp_path):
-    table = taskset_table(ReverseText(ReverseTextConfig(max_chars=5)), tmp_path)
+    table = build_taskset_table(ReverseText(ReverseTextConfig(max_chars=5)), tmp_path)
     assert table == {"id": "ramify.tasksets.reverse_text:ReverseText", "max_chars": 5}
 
 
 def test_a_class_of_a_notebook_is_written_with_all_that_it_uses_and_nothing_else(kernel, tmp_path):
     noted = kernel(*CELLS).Noted
-    written = plugin.find("taskset", class_id(noted, tmp_path))
+    written = plugin.find_plugin_class("taskset", get_class_id(noted, tmp_path))
     assert written is not noted and written.__module__ != "__main__"
     assert [task.model_dump() for task in written().load()] == [task.model_dump() for task in noted().load()]
     text = (tmp_path / "Noted.py").read_text()
@@ -100,14 +100,14 @@ def test_a_class_of_a_notebook_is_written_with_all_that_it_uses_and_nothing_else
 def test_a_dataclass_without_methods_of_its_own_is_written_too(kernel, tmp_path):
     point = "from dataclasses import dataclass\nimport ramify as rf\n\n\n@dataclass\nclass Point:\n    x: int = 3"
     noted = "class Noted(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt=str(Point().x))"
-    written = plugin.find("taskset", class_id(kernel(point, noted).Noted, tmp_path))
+    written = plugin.find_plugin_class("taskset", get_class_id(kernel(point, noted).Noted, tmp_path))
     assert [task.prompt for task in written().load()] == ["3"]
 
 
 def test_a_cell_that_is_executed_again_is_written_again(kernel, tmp_path):
-    class_id(kernel(*CELLS).Noted, tmp_path)
+    get_class_id(kernel(*CELLS).Noted, tmp_path)
     changed = kernel(CELLS[2].replace("WORDS[: self.config.size]", "['c']")).Noted
-    written = plugin.find("taskset", class_id(changed, tmp_path))
+    written = plugin.find_plugin_class("taskset", get_class_id(changed, tmp_path))
     assert [task.prompt for task in written().load()] == ["c"]
 
 
@@ -127,12 +127,12 @@ def test_a_cell_that_is_executed_again_is_written_again(kernel, tmp_path):
 def test_a_class_that_cannot_be_written_is_refused_by_name(kernel, tmp_path, cell, message):
     noted = kernel("import ramify as rf", cell).Noted
     with pytest.raises(ConfigInvalid, match=message):
-        class_id(noted, tmp_path)
+        get_class_id(noted, tmp_path)
 
 
 def test_the_written_file_is_left_alone_where_nothing_changed(kernel, tmp_path):
     noted = kernel(*CELLS).Noted
-    class_id(noted, tmp_path)
+    get_class_id(noted, tmp_path)
     before = Path(tmp_path / "Noted.py").stat().st_mtime_ns
-    class_id(noted, tmp_path)
+    get_class_id(noted, tmp_path)
     assert Path(tmp_path / "Noted.py").stat().st_mtime_ns == before

@@ -7,12 +7,12 @@ from typing import Any, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ATTRIBUTE = "__ramify_mark__"
+_MARK_ATTRIBUTE = "__ramify_mark__"
 
-MARK_A_REWARD = "mark a method of the taskset with @rf.reward"  # the advice where a taskset has none
+MISSING_REWARD_ADVICE = "mark a method of the taskset with @rf.reward"  # the advice where a taskset has none
 
 
-class Kind(StrEnum):
+class HookKind(StrEnum):
     """What a marked function is."""
 
     REWARD = "reward"
@@ -23,16 +23,16 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class HookMark:
     """What a decorator says about its function."""
 
-    kind: Kind
+    kind: HookKind
     weight: float = 1.0
 
 
-def mark_of(function: Any) -> Mark | None:
+def get_mark(function: Any) -> HookMark | None:
     """The mark of a function, if a decorator left one."""
-    return getattr(function, _ATTRIBUTE, None)
+    return getattr(function, _MARK_ATTRIBUTE, None)
 
 
 @overload
@@ -41,7 +41,7 @@ def reward(function: F, /) -> F: ...
 def reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
 def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     """A score of one rollout; the rollout's reward is the weighted sum of them."""
-    return _decorate(function, Mark(Kind.REWARD, weight))
+    return _attach_mark(function, HookMark(HookKind.REWARD, weight))
 
 
 @overload
@@ -50,26 +50,26 @@ def group_reward(function: F, /) -> F: ...
 def group_reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
 def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
     """A score that needs to see all attempts at a task: it names `traces` and returns one number for each."""
-    return _decorate(function, Mark(Kind.GROUP_REWARD, weight))
+    return _attach_mark(function, HookMark(HookKind.GROUP_REWARD, weight))
 
 
 def metric(function: F, /) -> F:
     """A number that is reported but not rewarded."""
-    return _decorate(function, Mark(Kind.METRIC))
+    return _attach_mark(function, HookMark(HookKind.METRIC))
 
 
 def stop(function: F, /) -> F:
     """Whether the rollout is over, asked after every turn; its name is the reason that is recorded."""
-    return _decorate(function, Mark(Kind.STOP))
+    return _attach_mark(function, HookMark(HookKind.STOP))
 
 
 def tool(function: F, /) -> F:
     """A function the model may call: its annotations are the schema, its docstring the description."""
-    return _decorate(function, Mark(Kind.TOOL))
+    return _attach_mark(function, HookMark(HookKind.TOOL))
 
 
-def _decorate(function: Any, mark: Mark) -> Any:
+def _attach_mark(function: Any, mark: HookMark) -> Any:
     if function is None:
-        return lambda given: _decorate(given, mark)
-    setattr(function, _ATTRIBUTE, mark)
+        return lambda given: _attach_mark(given, mark)
+    setattr(function, _MARK_ATTRIBUTE, mark)
     return function

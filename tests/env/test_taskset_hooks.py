@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import ramify as rf
-from ramify.env import Endpoint, Hook, hooks_of
+from ramify.env import Endpoint, Hook, collect_hooks
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from tests.env.context import context, run
 
@@ -46,7 +46,7 @@ class Everything(rf.Taskset):
 
 
 def test_hooks_are_found_by_decorator_and_by_name():
-    hooks = hooks_of(Everything())
+    hooks = collect_hooks(Everything())
     assert [hook.name for hook in hooks.rewards] == ["first", "second"]
     assert [hook.weight for hook in hooks.rewards] == [1.0, 0.5]
     assert [hook.name for hook in hooks.metrics] == ["length"]
@@ -54,11 +54,11 @@ def test_hooks_are_found_by_decorator_and_by_name():
     assert [(hook.name, hook.weight) for hook in hooks.group_rewards] == [("best", 2)]
     assert hooks.setup is not None
     assert hooks.finalize is None
-    assert hooks.rewards[0].asks == {"task", "trace"}
+    assert hooks.rewards[0].injected_parameters == {"task", "trace"}
 
 
 def test_hooks_receive_what_they_name():
-    hooks = hooks_of(Everything())
+    hooks = collect_hooks(Everything())
     rng, endpoint = random.Random(1), Endpoint("http://localhost/v1", "secret", "policy")
     here = context(rf.Task(prompt="p", answer="a"), "a", rng=rng, endpoint=endpoint, state=SimpleNamespace(enough=True))
 
@@ -88,7 +88,7 @@ def test_a_sync_hook_runs_in_a_thread_and_does_not_hold_up_the_loop():
             return 1.0
 
     async def test():
-        waiting = asyncio.create_task(hooks_of(Slow()).rewards[0](context()))
+        waiting = asyncio.create_task(collect_hooks(Slow()).rewards[0](context()))
         await asyncio.sleep(0)
         release.set()  # only reached if the hook does not block us
         assert await waiting == 1.0
@@ -103,7 +103,7 @@ def test_a_parameter_that_nobody_provides_is_refused_when_loaded():
             return 1.0
 
     with pytest.raises(ConfigInvalid) as caught:
-        hooks_of(Wrong())
+        collect_hooks(Wrong())
     message = caught.value.message
     assert "Wrong.solved" in message
     assert "'trases'" in message
@@ -117,7 +117,7 @@ def test_a_parameter_with_a_default_is_the_hooks_own():
         def solved(self, task, scale=3.0):
             return scale
 
-    assert run(hooks_of(Fine()).rewards[0](context())) == 3.0
+    assert run(collect_hooks(Fine()).rewards[0](context())) == 3.0
 
 
 def test_traces_belong_to_group_rewards_alone():
@@ -132,9 +132,9 @@ def test_traces_belong_to_group_rewards_alone():
             return [1.0]
 
     with pytest.raises(ConfigInvalid, match="'traces'"):
-        hooks_of(Wrong())
+        collect_hooks(Wrong())
     with pytest.raises(ConfigInvalid, match=r"Blind\.best.*must name `traces`"):
-        hooks_of(Blind())
+        collect_hooks(Blind())
 
 
 def test_gold_and_validate_run_without_a_model_so_they_may_not_ask_for_one():
@@ -143,7 +143,7 @@ def test_gold_and_validate_run_without_a_model_so_they_may_not_ask_for_one():
             return "a"
 
     with pytest.raises(ConfigInvalid, match=r"Wrong\.gold.*'endpoint'"):
-        hooks_of(Wrong())
+        collect_hooks(Wrong())
 
 
 def test_a_reward_that_is_overridden_without_its_decorator_stays_one():
@@ -151,7 +151,7 @@ def test_a_reward_that_is_overridden_without_its_decorator_stays_one():
         def second(self, task):
             return 7.0
 
-    hooks = hooks_of(Other())
+    hooks = collect_hooks(Other())
     assert [(hook.name, hook.weight) for hook in hooks.rewards] == [("first", 1.0), ("second", 0.5)]
     assert run(hooks.rewards[1](context())) == 7.0
 
@@ -172,10 +172,10 @@ def test_the_tools_of_a_rollout_are_the_marked_methods_and_what_tools_returns():
         def tools(self, task):
             return [shout] if task.answer else []
 
-    hooks = hooks_of(WithTools())
+    hooks = collect_hooks(WithTools())
 
     async def names(task):
-        return [tool.name for tool in (await hooks.toolset(context(task))).tools]
+        return [tool.name for tool in (await hooks.build_toolset(context(task))).tools]
 
     assert run(names(rf.Task(prompt="p"))) == ["add"]
     assert run(names(rf.Task(prompt="p", answer="a"))) == ["add", "shout"]
@@ -187,7 +187,7 @@ def test_what_user_returns_is_checked():
             return "hello"
 
     with pytest.raises(EnvironmentFault, match="expected a User or None, found a str"):
-        run(hooks_of(Wrong()).make_user(context()))
+        run(collect_hooks(Wrong()).build_user(context()))
 
 
 def test_a_hook_keeps_the_context_variables_of_its_caller():

@@ -19,27 +19,27 @@ from typing import Any
 from ramify.config import raise_config_invalid
 from ramify.env.taskset import Taskset
 
-FOLDER = "notebook"  # below the output, where the definitions of notebooks are written
-MAIN = "__main__"
-HEADER = "# Written by Ramify from the notebook or script that defines {name}. Edit it there.\n"
+DEFINITIONS_DIR = "notebook"  # below the output, where the definitions of notebooks are written
+MAIN_MODULE = "__main__"
+FILE_HEADER = "# Written by Ramify from the notebook or script that defines {name}. Edit it there.\n"
 
 
-def taskset_table(taskset: Any, output: Path) -> Any:
+def build_taskset_table(taskset: Any, output: Path) -> Any:
     """Return the configuration table of a taskset, which is given as a class, an instance, an id or a table."""
     if isinstance(taskset, str):
         return {"id": taskset}
     if isinstance(taskset, type) and issubclass(taskset, Taskset):
-        return {"id": class_id(taskset, output / FOLDER)}
+        return {"id": get_class_id(taskset, output / DEFINITIONS_DIR)}
     if isinstance(taskset, Taskset):
         settings = taskset.config.model_dump(mode="json", exclude_unset=True, exclude={"id"})
-        return {"id": class_id(type(taskset), output / FOLDER), **settings}
+        return {"id": get_class_id(type(taskset), output / DEFINITIONS_DIR), **settings}
     if isinstance(taskset, Mapping):
         id = taskset.get("id")
-        return {**taskset, "id": class_id(id, output / FOLDER)} if isinstance(id, type) else dict(taskset)
+        return {**taskset, "id": get_class_id(id, output / DEFINITIONS_DIR)} if isinstance(id, type) else dict(taskset)
     return taskset
 
 
-def class_id(cls: type, folder: Path) -> str:
+def get_class_id(cls: type, definitions_dir: Path) -> str:
     """Return the id of a class. A class that other processes cannot import is written to `folder` first.
 
     Raises ConfigInvalid if its source, or that of something it uses, is not known.
@@ -50,39 +50,39 @@ def class_id(cls: type, folder: Path) -> str:
         )
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
-    if cls.__module__ == MAIN or module is None:
-        path = folder / f"{cls.__name__}.py"
-        _write(path, HEADER.format(name=cls.__name__) + definition_of(cls))
+    if cls.__module__ == MAIN_MODULE or module is None:
+        path = definitions_dir / f"{cls.__name__}.py"
+        _write_if_changed(path, FILE_HEADER.format(name=cls.__name__) + build_module_source(cls))
         return f"{path}:{cls.__name__}"
     if file is not None and _find_spec(cls.__module__) is None:  # loaded from a file that is not on sys.path
         return f"{file}:{cls.__name__}"
     return f"{cls.__module__}:{cls.__name__}"
 
 
-def definition_of(cls: type) -> str:
+def build_module_source(cls: type) -> str:
     """Return the source of a module that defines a class of `__main__`, with all that it uses."""
-    definitions = _Definitions(vars(sys.modules[MAIN]))
+    definitions = _DefinitionCollector(vars(sys.modules[MAIN_MODULE]))
     definitions.add(cls.__name__, cls)
     return "\n\n\n".join(["\n".join(definitions.imports), *definitions.statements]).strip() + "\n"
 
 
-class _Definitions:
+class _DefinitionCollector:
     """The statements that define a name of `__main__`, those it depends on first."""
 
-    def __init__(self, names: Mapping[str, Any]) -> None:
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.imports: list[str] = []
         self.statements: list[str] = []
-        self._names, self._seen = names, set[str]()
+        self._namespace, self._visited = namespace, set[str]()
 
     def add(self, name: str, value: Any) -> None:
-        if name in self._seen:
+        if name in self._visited:
             return
-        self._seen.add(name)
+        self._visited.add(name)
         if isinstance(value, ModuleType):
             self.imports.append(f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}")
-        elif getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
+        elif getattr(value, "__module__", None) == MAIN_MODULE and isinstance(value, type | FunctionType):
             self._add_source(name, value)
-        elif (origin := _import_origin(value)) is not None:
+        elif (origin := _find_import_origin(value)) is not None:
             self.imports.append(f"from {origin[0]} import {origin[1]} as {name}")
         elif _is_literal(value):
             self.statements.append(f"{name} = {value!r}")
@@ -90,21 +90,21 @@ class _Definitions:
             self._add_source(name, value)
 
     def _add_source(self, name: str, value: Any) -> None:
-        source = _source_of(name, value)
+        source = _find_source(name, value)
         if source is None:
             kind = type(value).__qualname__
             text = f"it uses {name!r}, a {kind} whose source is not known here; put the taskset into a .py file"
             raise_config_invalid([("taskset", text)])
-        for used in _global_names(source):
-            if used in self._names:
-                self.add(used, self._names[used])
+        for used in _list_global_names(source):
+            if used in self._namespace:
+                self.add(used, self._namespace[used])
         self.statements.append(source)
 
 
-def _import_origin(value: Any) -> tuple[str, str] | None:
+def _find_import_origin(value: Any) -> tuple[str, str] | None:
     """Return the module and the name of a class or function that can be imported; None for any other value."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or module == MAIN or "." in name:
+    if not isinstance(module, str) or not isinstance(name, str) or module == MAIN_MODULE or "." in name:
         return None
     return (module, name) if getattr(sys.modules.get(module), name, None) is value else None
 
@@ -118,7 +118,7 @@ def _is_literal(value: Any) -> bool:
         return False
 
 
-def _global_names(source: str) -> list[str]:
+def _list_global_names(source: str) -> list[str]:
     """Return the global names that a statement uses."""
     waiting = [symtable.symtable(source, "definition", "exec")]
     found: dict[str, None] = {}
@@ -131,22 +131,22 @@ def _global_names(source: str) -> list[str]:
     return sorted(found)
 
 
-def _source_of(name: str, value: Any) -> str | None:
+def _find_source(name: str, value: Any) -> str | None:
     """Return the statement that defines `name`, from its file or notebook cell; None if it is not found."""
-    for file in _files_of(value):
+    for file in _iter_source_files(value):
         text = "".join(linecache.getlines(file))
         try:
             statements = ast.parse(text).body
         except SyntaxError:
             continue
         for statement in reversed(statements):
-            if name in _defined_by(statement):
+            if name in _list_defined_names(statement):
                 first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
                 return "\n".join(text.splitlines()[first - 1 : statement.end_lineno])
     return None
 
 
-def _files_of(value: Any) -> Iterator[str]:
+def _iter_source_files(value: Any) -> Iterator[str]:
     """Yield the files that may hold the source of a value: the one its code names, or else all cells, newest first.
 
     Methods that a decorator has generated, such as the `__init__` of a dataclass, do not say where their class is.
@@ -161,11 +161,11 @@ def _files_of(value: Any) -> Iterator[str]:
             yield codes[0].co_filename
             return
     yield from reversed(list(linecache.cache))
-    if main := getattr(sys.modules[MAIN], "__file__", None):
+    if main := getattr(sys.modules[MAIN_MODULE], "__file__", None):
         yield main
 
 
-def _defined_by(statement: ast.stmt) -> list[str]:
+def _list_defined_names(statement: ast.stmt) -> list[str]:
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -180,7 +180,7 @@ def _find_spec(module: str) -> object | None:
         return None
 
 
-def _write(path: Path, text: str) -> None:
+def _write_if_changed(path: Path, text: str) -> None:
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

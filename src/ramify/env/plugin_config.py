@@ -8,14 +8,14 @@ from ramify.errors import ConfigInvalid
 C = TypeVar("C", bound=Config)
 
 
-def config_class(plugin: type, base: type[C]) -> type[C]:
+def get_config_class(plugin: type, base: type[C]) -> type[C]:
     """The class in the annotation `config: MyConfig` of the plugin or of the class it derives from."""
     try:
-        found = get_type_hints(plugin).get("config", base)
+        annotation = get_type_hints(plugin).get("config", base)
     except NameError as error:
         raise ConfigInvalid(f"{plugin.__qualname__}: an annotation cannot be read: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(annotation, type) and issubclass(annotation, base)):
         raise ConfigInvalid(
-            f"{plugin.__qualname__}: config must be annotated with a subclass of {base.__name__}, found {found!r}"
+            f"{plugin.__qualname__}: config must be annotated with a subclass of {base.__name__}, found {annotation!r}"
         )
-    return found
+    return annotation

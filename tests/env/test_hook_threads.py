@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ramify.env.crew import MOST, in_thread
+from ramify.env.hook_threads import MAX_THREADS, run_in_hook_thread
 
 
 def run(work):
@@ -19,17 +19,17 @@ def run(work):
 
 
 def test_jobs_that_wait_for_each_other_all_run():
-    together = threading.Barrier(MOST)
+    together = threading.Barrier(MAX_THREADS)
 
     async def test():
-        await asyncio.gather(*(in_thread(together.wait, {"timeout": 10}) for _ in range(MOST)))
+        await asyncio.gather(*(run_in_hook_thread(together.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
 
     run(test())
 
 
 def test_jobs_that_are_done_in_a_moment_share_a_thread():
     async def test():
-        return [await in_thread(threading.get_ident, {}) for _ in range(50)]
+        return [await run_in_hook_thread(threading.get_ident, {}) for _ in range(50)]
 
     assert len(set(run(test()))) == 1
 
@@ -38,8 +38,8 @@ def test_threads_leave_when_nothing_waits_any_more():
     together, before = threading.Barrier(8), threading.active_count()
 
     async def test():
-        await asyncio.gather(*(in_thread(together.wait, {"timeout": 10}) for _ in range(8)))
-        while await in_thread(threading.active_count, {}) > before + 1:
+        await asyncio.gather(*(run_in_hook_thread(together.wait, {"timeout": 10}) for _ in range(8)))
+        while await run_in_hook_thread(threading.active_count, {}) > before + 1:
             await asyncio.sleep(0)
 
     run(test())
@@ -47,9 +47,11 @@ def test_threads_leave_when_nothing_waits_any_more():
 
 def test_more_jobs_than_threads_are_all_done():
     async def test():
-        return await asyncio.gather(*(in_thread(lambda number: number, {"number": n}) for n in range(5 * MOST)))
+        return await asyncio.gather(
+            *(run_in_hook_thread(lambda number: number, {"number": n}) for n in range(5 * MAX_THREADS))
+        )
 
-    assert run(test()) == list(range(5 * MOST))
+    assert run(test()) == list(range(5 * MAX_THREADS))
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyError("x")])
@@ -58,7 +60,7 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for(error):
         raise error
 
     with pytest.raises(type(error)) as caught:
-        run(in_thread(fails, {}))
+        run(run_in_hook_thread(fails, {}))
     assert caught.value is error
 
 
@@ -68,12 +70,12 @@ def test_a_job_that_wants_to_end_the_process_only_fails(error):
         raise error
 
     with pytest.raises(RuntimeError, match=type(error).__name__):
-        run(in_thread(leaves, {}))
+        run(run_in_hook_thread(leaves, {}))
 
 
 def test_a_job_that_ends_an_iteration_does_not_hang():
     with pytest.raises(RuntimeError, match="StopIteration"):
-        run(in_thread(lambda: next(iter(())), {}))
+        run(run_in_hook_thread(lambda: next(iter(())), {}))
 
 
 def test_a_job_sees_the_context_of_whoever_asked():
@@ -81,7 +83,7 @@ def test_a_job_sees_the_context_of_whoever_asked():
 
     async def test():
         name.set("me")
-        return await in_thread(name.get, {})
+        return await run_in_hook_thread(name.get, {})
 
     assert run(test()) == "me"
 
@@ -90,14 +92,14 @@ def test_a_job_that_is_cancelled_before_it_began_never_begins():
     holding, ran = threading.Event(), []
 
     async def test():
-        first = asyncio.create_task(in_thread(holding.wait, {"timeout": 10}))
-        second = asyncio.create_task(in_thread(lambda: ran.append(1), {}))
+        first = asyncio.create_task(run_in_hook_thread(holding.wait, {"timeout": 10}))
+        second = asyncio.create_task(run_in_hook_thread(lambda: ran.append(1), {}))
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         holding.set()
         await first
-        await in_thread(lambda: None, {})
+        await run_in_hook_thread(lambda: None, {})
 
     run(test())
     assert not ran
@@ -112,8 +114,8 @@ def test_a_loop_ends_although_a_job_still_blocks():
         ended.set()
 
     async def test():
-        waiting = asyncio.create_task(in_thread(blocks, {}))
-        await in_thread(began.wait, {"timeout": 10})
+        waiting = asyncio.create_task(run_in_hook_thread(blocks, {}))
+        await run_in_hook_thread(began.wait, {"timeout": 10})
         waiting.cancel()
 
     run(test())
@@ -125,12 +127,12 @@ def test_code_that_never_returns_does_not_use_up_the_threads():
     never = threading.Event()
 
     async def test():
-        for _ in range(MOST + 1):
+        for _ in range(MAX_THREADS + 1):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.02):
-                    await in_thread(never.wait, {"timeout": 20})
-        together = threading.Barrier(MOST)
-        await asyncio.gather(*(in_thread(together.wait, {"timeout": 10}) for _ in range(MOST)))
+                    await run_in_hook_thread(never.wait, {"timeout": 20})
+        together = threading.Barrier(MAX_THREADS)
+        await asyncio.gather(*(run_in_hook_thread(together.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
 
     try:
         run(test())
@@ -144,11 +146,11 @@ def test_a_thread_that_comes_back_from_a_job_nobody_waits_for_leaves():
     async def test():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.02):
-                await in_thread(never.wait, {"timeout": 20})
-        assert await in_thread(lambda: 7, {}) == 7
+                await run_in_hook_thread(never.wait, {"timeout": 20})
+        assert await run_in_hook_thread(lambda: 7, {}) == 7
         never.set()
         while threading.active_count() > before + 1:
             await asyncio.sleep(0.01)
-        return [await in_thread(threading.get_ident, {}) for _ in range(50)]
+        return [await run_in_hook_thread(threading.get_ident, {}) for _ in range(50)]
 
     assert len(set(run(test()))) == 1

@@ -1,0 +1,86 @@
+"""Calling code of the environment with what it names.
+
+A hook `def solved(self, task, trace)` gets the task and the trace: nobody has to agree on an order, or to pass on what
+is not wanted. The price would be a wrong name that surfaces in the middle of a run, so a signature is read once, when
+the hook is made, and a parameter that nobody provides is refused there. A call then only looks up a few fields. Code
+that is not async runs in a thread: whatever it waits for, the other rollouts go on.
+"""
+
+import asyncio
+import difflib
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from ramify.env.context import CONTEXT_FIELDS, RolloutContext
+from ramify.env.hook_threads import run_in_hook_thread
+from ramify.errors import ConfigInvalid
+
+_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Hook:
+    """A function of the environment, ready to be called with a context."""
+
+    __slots__ = ("function", "injected_parameters", "is_async", "name", "weight")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        owner: str,
+        *,
+        available: tuple[str, ...] = CONTEXT_FIELDS,
+        weight: float = 1.0,
+    ) -> None:
+        self.function = function
+        self.name: str = function.__name__
+        self.weight = weight
+        unbound = getattr(function, "__func__", function)  # a bound method is another object each time
+        self.injected_parameters, self.is_async = _inspect_signature(unbound, unbound is not function, available, owner)
+
+    async def __call__(self, context: RolloutContext, **extra: Any) -> Any:
+        """Call it with what it names of the context and of `more`."""
+        kwargs = {name: extra[name] if name in extra else getattr(context, name) for name in self.injected_parameters}
+        if self.is_async:
+            return await self.function(**kwargs)
+        return await run_in_hook_thread(self.function, kwargs)
+
+    def __repr__(self) -> str:
+        return f"Hook({self.name}: {', '.join(sorted(self.injected_parameters))})"
+
+
+def is_current_task_cancelled() -> bool:
+    """Whether the running task itself was cancelled; if not, a CancelledError in it is that of something it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Whether calling the function gives a coroutine."""
+    return inspect.iscoroutinefunction(inspect.unwrap(function))
+
+
+def list_parameters(function: Callable[..., Any], *, bound: bool) -> list[inspect.Parameter]:
+    """The parameters a caller fills; `bound` says that the first is the `self` of a method."""
+    return list(inspect.signature(function).parameters.values())[bound:]
+
+
+@lru_cache(maxsize=4096)
+def _inspect_signature(
+    function: Callable[..., Any], bound: bool, available: tuple[str, ...], owner: str
+) -> tuple[frozenset[str], bool]:
+    """The names a function asks for, and whether it is async; a required one that is not offered is refused."""
+    injected_parameters: set[str] = set()
+    for parameter in list_parameters(function, bound=bound):
+        if parameter.name in available and parameter.kind in _KEYWORD_KINDS:
+            injected_parameters.add(parameter.name)
+        elif parameter.default is parameter.empty and parameter.kind not in _VARIADIC_KINDS:
+            close_matches = difflib.get_close_matches(parameter.name, available, n=1)
+            hint = f"did you mean {close_matches[0]}? " if close_matches else ""
+            raise ConfigInvalid(
+                f"{owner}.{function.__name__}: nobody provides its parameter {parameter.name!r}; "
+                f"{hint}it may name {', '.join(available)}"
+            )
+    return frozenset(injected_parameters), is_coroutine_function(function)
