@@ -53,7 +53,7 @@ class Tricky(rf.Taskset):
             os._exit(9)
         if does == "shell":
             nap = f"sleep {task.nap}"
-            await runtime.run(f"echo $$ > {task.file}; (setsid {nap} &) ; {nap} & {nap}", deadline=900)
+            await runtime.run(f"echo $$ > {task.file}; (setsid {nap} &) ; {nap} & {nap}", timeout=900)
         if does == "talk":
             talk(str(task.key))
 

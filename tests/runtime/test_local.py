@@ -11,7 +11,7 @@ import pytest
 
 from ramify.env import Task
 from ramify.errors import ConfigInvalid, SandboxError
-from ramify.runtime import LocalConfig, LocalRuntime
+from ramify.runtime import LocalRuntime, LocalRuntimeConfig
 from tests.processes import runs
 
 # A program with a child, a grandchild in another session, and a daemon that has lost session and parent.
@@ -27,7 +27,7 @@ def in_a_box(test, task: Task | None = None, **settings):
     """Run `test(runtime)` in a started box and stop it afterwards."""
 
     async def whole():
-        runtime = LocalRuntime(LocalConfig(**settings))
+        runtime = LocalRuntime(LocalRuntimeConfig(**settings))
         await runtime.start(task or Task())
         try:
             return await test(runtime)
@@ -258,4 +258,4 @@ def test_a_task_says_where_in_the_box_it_works():
 @pytest.mark.parametrize("task", [Task(image="ubuntu"), Task(workdir="/etc"), Task(workdir="../..")])
 def test_what_a_local_box_does_not_have_is_refused(task):
     with pytest.raises(ConfigInvalid):
-        LocalRuntime().check(task)
+        LocalRuntime().check_task(task)

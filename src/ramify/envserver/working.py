@@ -135,7 +135,7 @@ class Worker:
             version=__version__,
             taskset=env.taskset.config.model_dump(mode="json"),
             harness=env.harness.identity,
-            runtime=env.make_runtime().identity,
+            runtime=env.make_runtime().trace_metadata,
             model=self._policy.name,
             trainable=self._policy.trainable,
             rewards={hook.name: hook.weight for hook in env.hooks.rewards},

@@ -121,7 +121,7 @@ class Environment:
 
     def check(self, task: Task) -> None:
         """Refuse, with ConfigInvalid, a task that this harness or this runtime cannot take."""
-        self.make_runtime().check(task)
+        self.make_runtime().check_task(task)
         self.harness.check_task(task, self.hooks)
 
     def make_runtime(self) -> Runtime:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from ramify.env import Task
 from ramify.errors import RamifyError
-from ramify.runtime import Program, Runtime
-from ramify.runtime.base import Command
+from ramify.runtime import Runtime, RuntimeProcess
+from ramify.runtime.base import CommandLine
 
 T = TypeVar("T")
 RETRIES = 3
@@ -32,10 +32,10 @@ class PatientRuntime(Runtime):
 
     @property
     def identity(self) -> dict[str, Any]:
-        return self._inner.identity
+        return self._inner.trace_metadata
 
     def check(self, task: Task) -> None:
-        self._inner.check(task)
+        self._inner.check_task(task)
 
     async def start(self, task: Task) -> None:
         await self._tried(lambda: self._inner.start(task))
@@ -45,12 +45,12 @@ class PatientRuntime(Runtime):
 
     async def spawn(
         self,
-        command: Command,
+        command: CommandLine,
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
-    ) -> Program:
+    ) -> RuntimeProcess:
         return await self._tried(lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin))
 
     async def read(self, path: str | PurePath) -> bytes:

@@ -1,6 +1,6 @@
-from .base import Program as Program
-from .base import Ran as Ran
+from .base import ExecResult as ExecResult
 from .base import Runtime as Runtime
-from .config import LocalConfig as LocalConfig
+from .base import RuntimeProcess as RuntimeProcess
+from .config import LocalRuntimeConfig as LocalRuntimeConfig
 from .config import RuntimeConfig as RuntimeConfig
 from .local import LocalRuntime as LocalRuntime

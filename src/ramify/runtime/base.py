@@ -17,19 +17,19 @@ from ramify.runtime.config import RuntimeConfig
 if TYPE_CHECKING:
     from ramify.env import Task
 
-TIMED_OUT = 124  # the code `timeout` exits with
-NOT_EXECUTABLE = 126  # ... and a shell
-NOT_FOUND = 127
+TIMEOUT_EXIT_CODE = 124  # the code `timeout` exits with
+NOT_EXECUTABLE_EXIT_CODE = 126  # ... and a shell
+NOT_FOUND_EXIT_CODE = 127
 
-Command = Sequence[str] | str
+CommandLine = Sequence[str] | str
 """A program and its arguments, or a line for `sh`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ExecResult:
     """How a command ended. Killed by signal n it has the code -n; out of time, 124."""
 
-    code: int
+    returncode: int
     stdout: bytes = b""
     stderr: bytes = b""
     timed_out: bool = False
@@ -40,13 +40,13 @@ class Ran:
         return self.stdout.decode("utf-8", "replace")
 
 
-class Program(ABC):
+class RuntimeProcess(ABC):
     """A program that runs in a box, and everything it started."""
 
     pid: int
 
     @abstractmethod
-    async def wait(self, deadline: float) -> Ran:
+    async def wait(self, timeout: float) -> ExecResult:
         """How it ended. After `deadline` seconds it is killed with all it started, and has timed out."""
 
     @abstractmethod
@@ -68,12 +68,12 @@ class Runtime(ABC):
         """Where programs start and relative paths begin."""
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def trace_metadata(self) -> dict[str, Any]:
         """What a trace says about the box it was made in."""
         return self.config.model_dump(mode="json", include={"id"})
 
     @abstractmethod
-    def check(self, task: "Task") -> None:
+    def check_task(self, task: "Task") -> None:
         """Refuse a task that asks for what this runtime does not have, with ConfigInvalid."""
 
     @abstractmethod
@@ -87,37 +87,39 @@ class Runtime(ABC):
     @abstractmethod
     async def spawn(
         self,
-        command: Command,
+        command: CommandLine,
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
-    ) -> Program:
+    ) -> RuntimeProcess:
         """Start a program and leave it running; raises FileNotFoundError, another OSError or, for a line that no system
         takes, ValueError if it cannot be run."""
 
     async def run(
         self,
-        command: Command,
+        command: CommandLine,
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
-        deadline: float,
-    ) -> Ran:
+        timeout: float,
+    ) -> ExecResult:
         """Run a program to its end, or for `deadline` seconds. Whoever cancels this kills it."""
         try:
-            program = await self.spawn(command, env=env, cwd=cwd, stdin=stdin)
+            process = await self.spawn(command, env=env, cwd=cwd, stdin=stdin)
         except FileNotFoundError as error:
-            return Ran(NOT_FOUND, stderr=f"not found: {error.filename}".encode())
+            return ExecResult(NOT_FOUND_EXIT_CODE, stderr=f"not found: {error.filename}".encode())
         except OSError as error:  # no permission, no program, too long
-            return Ran(NOT_EXECUTABLE, stderr=f"cannot be run: {error.filename}: {error.strerror}".encode())
+            return ExecResult(
+                NOT_EXECUTABLE_EXIT_CODE, stderr=f"cannot be run: {error.filename}: {error.strerror}".encode()
+            )
         except ValueError as error:  # a null byte, half a character
-            return Ran(NOT_EXECUTABLE, stderr=f"cannot be run: {error}".encode())
+            return ExecResult(NOT_EXECUTABLE_EXIT_CODE, stderr=f"cannot be run: {error}".encode())
         try:
-            return await program.wait(deadline)
+            return await process.wait(timeout)
         except BaseException:
-            await program.kill()
+            await process.kill()
             raise
 
     @abstractmethod

@@ -19,7 +19,7 @@ class RuntimeConfig(Config):
     """Variables that every program in the box sees."""
 
 
-class LocalConfig(RuntimeConfig):
+class LocalRuntimeConfig(RuntimeConfig):
     """Boxes on this machine."""
 
     root: Path | None = None

@@ -19,17 +19,19 @@ from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING
 
 from ramify.errors import ConfigInvalid, SandboxError
-from ramify.runtime.base import TIMED_OUT, Command, Program, Ran, Runtime
-from ramify.runtime.config import LocalConfig
-from ramify.runtime.output import Kept
-from ramify.runtime.processes import MARK, end_group, end_marked
+from ramify.runtime.base import TIMEOUT_EXIT_CODE, CommandLine, ExecResult, Runtime, RuntimeProcess
+from ramify.runtime.bounded_output import BoundedOutput
+from ramify.runtime.config import LocalRuntimeConfig
+from ramify.runtime.process_cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
 
 if TYPE_CHECKING:
     from ramify.env import Task
 
-LINGER = 0.2  # seconds we go on reading after a program ended: a child it left behind may hold its output open
-REMOVING = 20.0  # seconds for a box that Python could not remove
-SHORT_OF = (
+OUTPUT_DRAIN_TIMEOUT = (
+    0.2  # seconds we go on reading after a program ended: a child it left behind may hold its output open
+)
+REMOVE_TIMEOUT = 20.0  # seconds for a box that Python could not remove
+RESOURCE_ERRNOS = (
     errno.EAGAIN,
     errno.ENOMEM,
     errno.EMFILE,
@@ -41,115 +43,115 @@ SHORT_OF = (
 class LocalRuntime(Runtime):
     """A box that is a directory."""
 
-    config: LocalConfig
+    config: LocalRuntimeConfig
 
-    def __init__(self, config: LocalConfig | None = None) -> None:
-        super().__init__(config or LocalConfig())
-        self._mark = f"{uuid.uuid4().hex}."
-        self._box: Path | None = None
-        self._inside = PurePath()
-        self._programs: list[LocalProgram] = []  # that still run
-        self._started = 0
+    def __init__(self, config: LocalRuntimeConfig | None = None) -> None:
+        super().__init__(config or LocalRuntimeConfig())
+        self._marker = f"{uuid.uuid4().hex}."
+        self._sandbox_dir: Path | None = None
+        self._relative_workdir = PurePath()
+        self._processes: list[LocalProcess] = []  # that still run
+        self._num_spawned = 0
         self._stopped = False
 
     @property
     def workdir(self) -> Path:
         if self._stopped:
             raise SandboxError("the box was stopped; nothing runs in it any more")
-        if self._box is None:
-            self._box = self._make()
-        return self._box / "work" / self._inside
+        if self._sandbox_dir is None:
+            self._sandbox_dir = self._create_sandbox()
+        return self._sandbox_dir / "work" / self._relative_workdir
 
-    def check(self, task: "Task") -> None:
+    def check_task(self, task: "Task") -> None:
         if task.image is not None:
             raise ConfigInvalid(f"the task asks for the image {task.image!r}, but the local runtime has no images")
         if task.workdir is not None and (PurePath(task.workdir).is_absolute() or ".." in PurePath(task.workdir).parts):
             raise ConfigInvalid(f"the task's workdir {task.workdir!r} lies outside of the box of a local runtime")
 
     async def start(self, task: "Task") -> None:
-        self.check(task)
-        self._inside = PurePath(task.workdir or "")
+        self.check_task(task)
+        self._relative_workdir = PurePath(task.workdir or "")
 
     async def stop(self) -> None:
         self._stopped = True
-        for program in self._programs:
-            program.end_group()
-        if self._started:
-            await asyncio.to_thread(end_marked, self._mark)
-        if self._box is not None and not self.config.keep:
-            await asyncio.to_thread(_remove, self._box)
+        for program in self._processes:
+            program.kill_process_group()
+        if self._num_spawned:
+            await asyncio.to_thread(kill_marked_processes, self._marker)
+        if self._sandbox_dir is not None and not self.config.keep:
+            await asyncio.to_thread(_remove_sandbox, self._sandbox_dir)
 
     async def spawn(
         self,
-        command: Command,
+        command: CommandLine,
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
-    ) -> "LocalProgram":
-        line = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+    ) -> "LocalProcess":
+        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         workdir = self.workdir
-        self._started += 1
-        program = LocalProgram(f"{self._mark}{self._started}.", self.config.max_output)
+        self._num_spawned += 1
+        process = LocalProcess(f"{self._marker}{self._num_spawned}.", self.config.max_output)
         try:
             await asyncio.get_running_loop().subprocess_exec(
-                lambda: program,
-                *line,
+                lambda: process,
+                *argv,
                 stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
                 cwd=workdir / (cwd or ""),
-                env={**self._environment(workdir), **(env or {}), MARK: program.mark},
+                env={**self._build_env(workdir), **(env or {}), MARKER_VARIABLE: process.marker},
                 start_new_session=True,
             )
         except OSError as error:
-            if error.errno in SHORT_OF or not workdir.is_dir():
-                raise SandboxError(f"the box {workdir} cannot run {line[0]!r}: {error}") from error
+            if error.errno in RESOURCE_ERRNOS or not workdir.is_dir():
+                raise SandboxError(f"the box {workdir} cannot run {argv[0]!r}: {error}") from error
             raise
         except asyncio.CancelledError:  # asyncio ends the program itself, and nothing of what it has started already
-            await asyncio.to_thread(end_marked, program.mark)
+            await asyncio.to_thread(kill_marked_processes, process.marker)
             raise
-        self._programs = [other for other in self._programs if not other.ended] + [program]
-        program.feed(stdin)
-        return program
+        self._processes = [other for other in self._processes if not other.has_exited] + [process]
+        process.write_stdin(stdin)
+        return process
 
     async def read(self, path: str | PurePath) -> bytes:
-        return await asyncio.to_thread(_read, self.workdir / path)
+        return await asyncio.to_thread(_read_file, self.workdir / path)
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
-        target = self.workdir / path
+        file_path = self.workdir / path
         try:
-            await asyncio.to_thread(_write, target, data.encode() if isinstance(data, str) else data)
+            await asyncio.to_thread(_write_file, file_path, data.encode() if isinstance(data, str) else data)
         except OSError as error:
-            if error.errno in SHORT_OF:
-                raise SandboxError(f"{target} cannot be written: {error.strerror}") from error
+            if error.errno in RESOURCE_ERRNOS:
+                raise SandboxError(f"{file_path} cannot be written: {error.strerror}") from error
             raise
 
-    def _make(self) -> Path:
+    def _create_sandbox(self) -> Path:
         try:
-            box = Path(tempfile.mkdtemp(prefix="ramify-", dir=self.config.root))
-            for name in ("home", "tmp", PurePath("work") / self._inside):
-                (box / name).mkdir(parents=True)
+            sandbox_dir = Path(tempfile.mkdtemp(prefix="ramify-", dir=self.config.root))
+            for name in ("home", "tmp", PurePath("work") / self._relative_workdir):
+                (sandbox_dir / name).mkdir(parents=True)
         except OSError as error:
             raise SandboxError(f"no box can be made in {self.config.root or tempfile.gettempdir()}: {error}") from error
-        return box
+        return sandbox_dir
 
-    def _environment(self, workdir: Path) -> dict[str, str]:
-        box = self._box or workdir
+    def _build_env(self, workdir: Path) -> dict[str, str]:
+        sandbox_dir = self._sandbox_dir or workdir
         inherited = {name: os.environ[name] for name in self.config.inherit if name in os.environ}
-        return inherited | {"HOME": str(box / "home"), "TMPDIR": str(box / "tmp")} | self.config.env
+        return inherited | {"HOME": str(sandbox_dir / "home"), "TMPDIR": str(sandbox_dir / "tmp")} | self.config.env
 
 
-class LocalProgram(Program, asyncio.SubprocessProtocol):
+class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
     """A process that leads a session, and what it has started.
 
     asyncio's own `Process.wait` returns only when all output is closed, which a server left in the background never
     does. Here the end of the process is an event of its own.
     """
 
-    def __init__(self, mark: str, max_output: int) -> None:
-        self.mark = mark
+    def __init__(self, marker: str, max_output: int) -> None:
+        self.marker = marker
         self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._output = {1: Kept(max_output), 2: Kept(max_output)}
+        self._pipes_closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outputs = {1: BoundedOutput(max_output), 2: BoundedOutput(max_output)}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.SubprocessTransport)
@@ -157,46 +159,46 @@ class LocalProgram(Program, asyncio.SubprocessProtocol):
         self.pid = transport.get_pid()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self._output[fd].add(data)
+        self._outputs[fd].write(data)
 
     def process_exited(self) -> None:
         self._exited.set_result(self._transport.get_returncode() or 0)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closed.set_result(None)
+        self._pipes_closed.set_result(None)
 
     @property
-    def ended(self) -> bool:
+    def has_exited(self) -> bool:
         return self._exited.done()
 
-    def feed(self, stdin: bytes | None) -> None:
+    def write_stdin(self, stdin: bytes | None) -> None:
         """Give it all of its input."""
         pipe = self._transport.get_pipe_transport(0)
         if isinstance(pipe, asyncio.WriteTransport):
             pipe.write(stdin or b"")
             pipe.write_eof()
 
-    def end_group(self) -> None:
+    def kill_process_group(self) -> None:
         """Kill its session at one stroke; what has left it is `kill`'s to find."""
-        if not self.ended:
-            end_group(self.pid)
+        if not self.has_exited:
+            kill_process_group(self.pid)
 
-    async def wait(self, deadline: float) -> Ran:
-        timed_out = not (await asyncio.wait([self._exited], timeout=deadline))[0]
+    async def wait(self, timeout: float) -> ExecResult:
+        timed_out = not (await asyncio.wait([self._exited], timeout=timeout))[0]
         if timed_out:
             await self.kill()
-        await asyncio.wait([self._closed], timeout=LINGER)
+        await asyncio.wait([self._pipes_closed], timeout=OUTPUT_DRAIN_TIMEOUT)
         self._transport.close()
-        code = TIMED_OUT if timed_out else self._exited.result()
-        return Ran(code, self._output[1].bytes(), self._output[2].bytes(), timed_out)
+        returncode = TIMEOUT_EXIT_CODE if timed_out else self._exited.result()
+        return ExecResult(returncode, self._outputs[1].getvalue(), self._outputs[2].getvalue(), timed_out)
 
     async def kill(self) -> None:
-        self.end_group()
-        await asyncio.to_thread(end_marked, self.mark)
+        self.kill_process_group()
+        await asyncio.to_thread(kill_marked_processes, self.marker)
         self._transport.close()
 
 
-def _open(target: Path, mode: str) -> IO[bytes]:
+def _open_regular_file(target: Path, mode: str) -> IO[bytes]:
     """The file, if it is one: at a pipe that an agent left there, opening or reading would wait for ever."""
     file = open(target, mode, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -205,24 +207,24 @@ def _open(target: Path, mode: str) -> IO[bytes]:
     return file
 
 
-def _read(target: Path) -> bytes:
-    with _open(target, "rb") as file:
+def _read_file(path: Path) -> bytes:
+    with _open_regular_file(path, "rb") as file:
         return file.read()
 
 
-def _write(target: Path, data: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _open(target, "wb") as file:
+def _write_file(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _open_regular_file(path, "wb") as file:
         file.write(data)
 
 
-def _remove(box: Path) -> None:
+def _remove_sandbox(sandbox_dir: Path) -> None:
     """Remove the box, also where its directories go too deep for Python or are closed to their owner."""
     with contextlib.suppress(RecursionError):
-        shutil.rmtree(box, ignore_errors=True)
-    if box.exists():
-        words = ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(box)]
+        shutil.rmtree(sandbox_dir, ignore_errors=True)
+    if sandbox_dir.exists():
+        argv = ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(sandbox_dir)]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(words, stderr=subprocess.DEVNULL, check=False, timeout=REMOVING)
-    if box.exists():
-        raise SandboxError(f"the box {box} cannot be removed")
+            subprocess.run(argv, stderr=subprocess.DEVNULL, check=False, timeout=REMOVE_TIMEOUT)
+    if sandbox_dir.exists():
+        raise SandboxError(f"the box {sandbox_dir} cannot be removed")

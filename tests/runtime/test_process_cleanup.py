@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ramify.runtime.processes import MARK, _read_mark, end_marked
+from ramify.runtime.process_cleanup import MARKER_VARIABLE, _read_marker, kill_marked_processes
 from tests.processes import runs
 
 
@@ -16,11 +16,11 @@ def test_a_process_that_becomes_another_program_all_the_time_is_found(tmp_path):
     (tmp_path / "becomes").write_text(": > begun; exec sh ./becomes\n")
     for number in range(30):
         mark = f"becomes-{os.getpid()}-{number}."
-        process = subprocess.Popen(["sh", "./becomes"], cwd=tmp_path, env={**os.environ, MARK: mark})
+        process = subprocess.Popen(["sh", "./becomes"], cwd=tmp_path, env={**os.environ, MARKER_VARIABLE: mark})
         try:
             while not (tmp_path / "begun").exists():
                 time.sleep(0.001)
-            end_marked(mark)
+            kill_marked_processes(mark)
             assert not runs(process.pid)
         finally:
             process.kill()
@@ -39,6 +39,6 @@ def test_process_2_is_looked_at_again_unless_it_is_the_kernels(name, mark):
         status=lambda: "running",
         uids=lambda: SimpleNamespace(effective=os.geteuid()),
     )
-    assert _read_mark(second) == mark
+    assert _read_marker(second) == mark
     child = SimpleNamespace(**{**vars(second), "pid": 77, "name": lambda: "worker", "parent": lambda: second})
-    assert _read_mark(child) == mark
+    assert _read_marker(child) == mark
