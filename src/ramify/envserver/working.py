@@ -134,7 +134,7 @@ class Worker:
             name=env.name,
             version=__version__,
             taskset=env.taskset.config.model_dump(mode="json"),
-            harness=env.harness.identity,
+            harness=env.harness.trace_metadata,
             runtime=env.make_runtime().trace_metadata,
             model=self._policy.name,
             trainable=self._policy.trainable,

@@ -17,20 +17,20 @@ class Harness(ABC):
     """An agent. One object serves all rollouts of a source, so what belongs to a rollout lives in `run`."""
 
     config: HarnessConfig
-    wants_endpoint: ClassVar[bool] = False
+    requires_endpoint: ClassVar[bool] = False
     """Whether it asks over HTTP, at `context.endpoint`."""
 
     def __init__(self, config: HarnessConfig) -> None:
         self.config = config
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def trace_metadata(self) -> dict[str, Any]:
         """What a trace says about its agent."""
         return self.config.model_dump(mode="json", exclude_defaults=True, include={"timeout", "train"}) | {
             "id": self.config.id
         }
 
-    def check(self, hooks: TasksetHooks, runtime: Runtime) -> None:
+    def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
         """Refuse, with ConfigInvalid, a taskset or runtime that this harness can do nothing with."""
         return
 
@@ -40,7 +40,7 @@ class Harness(ABC):
 
     @abstractmethod
     async def run(
-        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stops: Sequence[Hook]
+        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stop_hooks: Sequence[Hook]
     ) -> str:
         """Work on the task until it is done, and return why it ended. `stops` are asked after every turn.
 

@@ -16,14 +16,14 @@ from ramify.errors import ConfigInvalid, MalformedCall
 from ramify.gateway.exchange import Reply, Request
 from ramify.harness.base import Harness
 from ramify.harness.config import ChatHarnessConfig
-from ramify.harness.opening import opening
+from ramify.harness.initial_messages import build_initial_messages
 from ramify.render.base import ParseProblemKind
 from ramify.trace import Media, MediaPart, Message
 
 if TYPE_CHECKING:
     from ramify.gateway import Session
 
-SHOWN = 200  # characters of a call that could not be read
+EXCERPT_CHARS = 200  # characters of a call that could not be read
 
 
 class ChatHarness(Harness):
@@ -42,23 +42,23 @@ class ChatHarness(Harness):
             )
 
     async def run(
-        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stops: Sequence[Hook]
+        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stop_hooks: Sequence[Hook]
     ) -> str:
-        async with self._with_servers(tools) as offered:
-            return await _Conversation(context, session, offered, user, stops, self.config.malformed_limit).run()
+        async with self._with_mcp_tools(tools) as all_tools:
+            return await _ChatLoop(context, session, all_tools, user, stop_hooks, self.config.malformed_limit).run()
 
     @contextlib.asynccontextmanager
-    async def _with_servers(self, tools: ToolSet) -> AsyncIterator[ToolSet]:
+    async def _with_mcp_tools(self, tools: ToolSet) -> AsyncIterator[ToolSet]:
         if not self.config.mcp:
             yield tools
             return
         from ramify.env.mcp import open_mcp_servers
 
-        async with open_mcp_servers(self.config.mcp) as more:
-            yield ToolSet([*tools.tools, *more])
+        async with open_mcp_servers(self.config.mcp) as extra:
+            yield ToolSet([*tools.tools, *extra])
 
 
-class _Conversation:
+class _ChatLoop:
     """One rollout."""
 
     def __init__(
@@ -67,76 +67,80 @@ class _Conversation:
         session: "Session",
         tools: ToolSet,
         user: User | None,
-        stops: Sequence[Hook],
+        stop_hooks: Sequence[Hook],
         malformed_limit: int,
     ) -> None:
         self._context, self._session = context, session
-        self._tools, self._user, self._stops = tools, user, stops
-        self._malformed, self._malformed_limit = 0, malformed_limit
-        self._replies_to_user = 0
+        self._tools, self._user, self._stop_hooks = tools, user, stop_hooks
+        self._num_malformed, self._malformed_limit = 0, malformed_limit
+        self._num_replies_to_user = 0
 
     async def run(self) -> str:
-        messages, media = opening(self._context.task)
+        messages, media = build_initial_messages(self._context.task)
         if self._context.task.prompt is None:
-            first = await self._user_says(None)
-            if first is None:
+            first_message = await self._next_user_message(None)
+            if first_message is None:
                 return "user"
-            messages.append(first)
-        after: int | None = None
+            messages.append(first_message)
+        parent_node: int | None = None
         while True:
             if self._session.exhausted is not None:
                 return self._session.exhausted
-            shown = {**media, **self._shown_in(messages)}
-            request = Request(tuple(messages), self._tools.schemas, after=after, media=shown)
+            media_in_request = {**media, **self._collect_media(messages)}
+            request = Request(tuple(messages), self._tools.schemas, after=parent_node, media=media_in_request)
             reply = await self._session.ask(request)
-            found = await self._stopped() or await self._answers(reply)
-            if isinstance(found, str):
-                return found
-            messages, after = found, reply.node
+            outcome = await self._find_stop_reason() or await self._respond_to(reply)
+            if isinstance(outcome, str):
+                return outcome
+            messages, parent_node = outcome, reply.node
 
-    async def _stopped(self) -> str | None:
+    async def _find_stop_reason(self) -> str | None:
         """The stop hook that ends the rollout here, if one does."""
-        for stop in self._stops:
-            if await stop(self._context):
-                return stop.name
+        for hook in self._stop_hooks:
+            if await hook(self._context):
+                return hook.name
         return None
 
-    async def _answers(self, reply: Reply) -> list[Message] | str:
+    async def _respond_to(self, reply: Reply) -> list[Message] | str:
         """What is said to a reply, or why nothing is."""
         answers: list[Message] = []
         if len(self._tools):
             for call in reply.message.tool_calls:
                 answers.append(await self._tools.call(call, self._context))
-            answers += self._complaint(reply)
+            answers += self._malformed_call_messages(reply)
         if answers:
-            return await self._stopped() or answers
+            return await self._find_stop_reason() or answers
         if self._user is not None:
-            said = await self._user_says(reply.message.text)
+            said = await self._next_user_message(reply.message.text)
             return "user" if said is None else [said]
         return "length" if reply.finish == "length" else "done"
 
-    def _complaint(self, reply: Reply) -> list[Message]:
+    def _malformed_call_messages(self, reply: Reply) -> list[Message]:
         """The answer to calls that could not be read. A reply that was cut off is not blamed for an open call."""
-        unread = [problem for problem in reply.problems if problem.kind is not ParseProblemKind.UNCLOSED_REASONING]
-        if not unread or reply.finish == "length":
-            self._malformed = 0
+        call_problems = [
+            problem for problem in reply.problems if problem.kind is not ParseProblemKind.UNCLOSED_REASONING
+        ]
+        if not call_problems or reply.finish == "length":
+            self._num_malformed = 0
             return []
-        self._malformed += 1
-        lines = [f"{problem.kind}: {problem.detail or problem.text[:SHOWN]}" for problem in unread]
-        if self._malformed == self._malformed_limit:
-            raise MalformedCall(f"{self._malformed} replies in a row had tool calls that cannot be read; {lines[-1]}")
+        self._num_malformed += 1
+        lines = [f"{problem.kind}: {problem.detail or problem.text[:EXCERPT_CHARS]}" for problem in call_problems]
+        if self._num_malformed == self._malformed_limit:
+            raise MalformedCall(
+                f"{self._num_malformed} replies in a row had tool calls that cannot be read; {lines[-1]}"
+            )
         return [Message("user", "\n".join(["error: a tool call could not be read; write it again.", *lines]))]
 
-    async def _user_says(self, reply: str | None) -> Message | None:
+    async def _next_user_message(self, reply: str | None) -> Message | None:
         if self._user is None:
             raise ConfigInvalid(
                 f"task {self._context.task.identity} has no prompt, and `user` gave nobody to speak first"
             )
         if reply is not None:
-            self._replies_to_user += 1
-        return await self._user.next_message(self._context, reply=reply, turn=self._replies_to_user)
+            self._num_replies_to_user += 1
+        return await self._user.next_message(self._context, reply=reply, turn=self._num_replies_to_user)
 
-    def _shown_in(self, messages: Sequence[Message]) -> dict[str, Media]:
+    def _collect_media(self, messages: Sequence[Message]) -> dict[str, Media]:
         """The images that tools put into their answers; the trace has their bytes."""
         parts = (part for message in messages if not isinstance(message.content, str) for part in message.content)
         wanted = {part.hash for part in parts if isinstance(part, MediaPart)}

@@ -9,7 +9,7 @@ from ramify.env.mcp import McpServerConfig
 from ramify.gateway.config import AGENT_TIMEOUT
 
 
-class ServedModel(Config):
+class ExternalModelConfig(Config):
     """Another model than the policy, at an OpenAI-compatible endpoint. Its calls are recorded, never trained on."""
 
     base_url: str
@@ -27,7 +27,7 @@ class HarnessConfig(Config):
     """Seconds the agent has for a task that does not say otherwise."""
     train: Literal["main", "all"] = "main"
     """Which calls are trained: those of the agent's conversations about the task, or all calls of the policy."""
-    models: dict[str, ServedModel] = {}
+    models: dict[str, ExternalModelConfig] = {}
     """Models that the agent may ask for by these names; every other name is answered by the policy."""
 
 

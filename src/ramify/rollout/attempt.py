@@ -29,7 +29,7 @@ from ramify.errors.origin import describe_exception
 from ramify.gateway.policy import Policy
 from ramify.gateway.selection import side_calls
 from ramify.gateway.session import Session
-from ramify.harness.opening import prompt_texts
+from ramify.harness.initial_messages import get_user_prompt_texts
 from ramify.rollout.deadline import HarnessDeadline
 from ramify.rollout.environment import Environment
 from ramify.rollout.patient import PatientRuntime
@@ -107,7 +107,7 @@ class Attempt:
             env=env.name,
             task=task.to_wire(),
             rewards=due(env),
-            harness=env.harness.identity,
+            harness=env.harness.trace_metadata,
             runtime=env.box,
             sampler={"model": policy.name, "sampling": env.sampler},
         )
@@ -162,7 +162,7 @@ class Attempt:
     def _leave_out_side_calls(self) -> None:
         """Mark the calls that `harness.train` leaves out of training."""
         if self.env.harness.config.train == "main":
-            for node, reason in sorted(side_calls(self.session.calls, prompt_texts(self.task)).items()):
+            for node, reason in sorted(side_calls(self.session.calls, get_user_prompt_texts(self.task)).items()):
                 self.trace.exclude_from_training(node, reason)
 
     async def judge(self) -> None:

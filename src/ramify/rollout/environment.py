@@ -18,7 +18,7 @@ from ramify.errors import ConfigInvalid, RamifyError
 from ramify.errors.origin import describe_exception
 from ramify.gateway.config import Limits
 from ramify.gateway.policy import ChatPolicy, Policy
-from ramify.harness import Harness, ServedModel
+from ramify.harness import ExternalModelConfig, Harness
 from ramify.rollout.config import SourceConfig
 from ramify.runtime import Runtime, RuntimeConfig
 
@@ -107,7 +107,7 @@ class Environment:
         named = (hooks.setup, hooks.finalize, hooks.tools, hooks.user)
         found = chain(hooks.rewards, hooks.metrics, hooks.stops, (hook for hook in named if hook is not None))
         return (
-            self.harness.wants_endpoint
+            self.harness.requires_endpoint
             or any("endpoint" in hook.injected_parameters for hook in found)
             or any("endpoint" in tool.injected_parameters for tool in hooks.static_tools.tools)
         )
@@ -152,7 +152,7 @@ def _runtime_config(config: Config) -> RuntimeConfig:
     return config
 
 
-def _key(name: str, model: ServedModel) -> str:
+def _key(name: str, model: ExternalModelConfig) -> str:
     if model.api_key_env is None:
         return ""
     key = os.environ.get(model.api_key_env)

@@ -9,25 +9,25 @@ from ramify.gateway.chatform import read_calls
 from ramify.gateway.media import read_url
 from ramify.trace import Media, MediaPart, Message, TextPart
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def opening(task: Task) -> tuple[list[Message], dict[str, Media]]:
+def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]:
     """The messages a task opens with, and the images they show; EnvironmentFault for a message that is none."""
     messages = [] if task.system is None else [Message("system", task.system)]
     media: dict[str, Media] = {}
     if isinstance(task.prompt, str):
         messages.append(Message("user", task.prompt))
-    for number, message in enumerate(() if task.prompt is None or isinstance(task.prompt, str) else task.prompt):
+    for index, message in enumerate(() if task.prompt is None or isinstance(task.prompt, str) else task.prompt):
         try:
-            messages.append(_message(message, media))
+            messages.append(_parse_message(message, media))
         except (LookupError, TypeError, AttributeError, ValueError, RequestInvalid) as error:
             said = error.message if isinstance(error, RequestInvalid) else repr(error)
-            raise EnvironmentFault(f"task.prompt[{number}] is no chat message: {said}") from error
+            raise EnvironmentFault(f"task.prompt[{index}] is no chat message: {said}") from error
     return messages, media
 
 
-def prompt_texts(task: Task) -> list[str]:
+def get_user_prompt_texts(task: Task) -> list[str]:
     """Return the texts of the user's messages in the task's prompt; messages of several parts are left out."""
     if isinstance(task.prompt, str):
         return [task.prompt]
@@ -35,25 +35,25 @@ def prompt_texts(task: Task) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-def _message(plain: Mapping[str, Any], media: dict[str, Media]) -> Message:
-    if plain["role"] not in ROLES:
-        raise ValueError(f"role {plain['role']!r}, expected one of {', '.join(ROLES)}")
-    content = plain.get("content") or ""
+def _parse_message(data: Mapping[str, Any], media: dict[str, Media]) -> Message:
+    if data["role"] not in ALLOWED_ROLES:
+        raise ValueError(f"role {data['role']!r}, expected one of {', '.join(ALLOWED_ROLES)}")
+    content = data.get("content") or ""
     return Message(
-        role=plain["role"],
-        content=content if isinstance(content, str) else tuple(_part(part, media) for part in content),
-        reasoning=plain.get("reasoning_content"),
-        tool_calls=read_calls(plain.get("tool_calls")),
-        tool_call_id=plain.get("tool_call_id"),
+        role=data["role"],
+        content=content if isinstance(content, str) else tuple(_parse_part(part, media) for part in content),
+        reasoning=data.get("reasoning_content"),
+        tool_calls=read_calls(data.get("tool_calls")),
+        tool_call_id=data.get("tool_call_id"),
     )
 
 
-def _part(plain: Mapping[str, Any], media: dict[str, Media]) -> TextPart | MediaPart:
-    if plain["type"] == "text":
-        return TextPart(str(plain["text"]))
-    if plain["type"] != "image_url":
-        raise ValueError(f"a part of type {plain['type']!r}, expected text or image_url")
-    image = plain["image_url"]
+def _parse_part(data: Mapping[str, Any], media: dict[str, Media]) -> TextPart | MediaPart:
+    if data["type"] == "text":
+        return TextPart(str(data["text"]))
+    if data["type"] != "image_url":
+        raise ValueError(f"a part of type {data['type']!r}, expected text or image_url")
+    image = data["image_url"]
     found = read_url(image if isinstance(image, str) else image["url"])
     media[found.hash] = found
     return MediaPart(found.hash)
