@@ -8,7 +8,7 @@ import numpy as np
 
 from ramify.client import ClientSampling, Completion
 from ramify.client.stall_clock import StallClock
-from ramify.gateway import Limits, Request, SamplingConfig, Session, TokenPolicy
+from ramify.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Message, Trace, Usage, VersionRun
 from tests.gateway.engine import TINY
 
@@ -30,7 +30,7 @@ class Sampler:
         sampling: ClientSampling,
         *,
         session: str | None = None,
-        deadline: float = 600.0,
+        timeout: float = 600.0,
         clock: StallClock | None = None,
     ) -> Completion:
         self.asked.append(sampling)
@@ -57,13 +57,15 @@ class Sampler:
 
 def session_of(
     script, *, renderer=TINY, limits: dict[str, int] | None = None, **options: Any
-) -> tuple[Session, Sampler]:
+) -> tuple[RolloutSession, Sampler]:
     sampler = Sampler(script, renderer)
     sampling = options.pop("sampling", SamplingConfig())
     policy = TokenPolicy(sampler, renderer, "tiny", max_model_len=options.pop("max_model_len", None))
-    session = Session(Trace(id="t1"), policy, sampling=sampling, limits=Limits(**(limits or {})), **options)
+    session = RolloutSession(
+        Trace(id="t1"), policy, sampling=sampling, limits=RolloutLimits(**(limits or {})), **options
+    )
     return session, sampler
 
 
-def user(text: str, **more: Any) -> Request:
-    return Request((Message("user", text),), **more)
+def user(text: str, **more: Any) -> ModelRequest:
+    return ModelRequest((Message("user", text),), **more)

@@ -16,7 +16,7 @@ import openai
 
 from ramify.client import ClientConfig, InferenceClient
 from ramify.env import Endpoint
-from ramify.gateway import Gateway, Limits, Policy, SamplingConfig, Session, TokenPolicy
+from ramify.gateway import Gateway, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
 from tests.gateway.engine import TINY, Engine
 
@@ -41,7 +41,7 @@ class Stage:
     house: House
     policy: Policy
     trace: Trace
-    session: Session
+    session: RolloutSession
     gateway: Gateway
     endpoint: Endpoint
 
@@ -82,7 +82,7 @@ async def _house() -> AsyncIterator[House]:
         Engine([]) as engine,
         InferenceClient(engine.url, CONFIG) as client,
         Gateway() as gateway,
-        Gateway(patience=0.02) as hasty,
+        Gateway(keepalive_interval=0.02) as hasty,
         openai.AsyncOpenAI(api_key="none") as ours,
         anthropic.AsyncAnthropic(api_key="none") as theirs,
         httpx.AsyncClient(timeout=20) as http,
@@ -103,7 +103,7 @@ class Player:
         *,
         renderer=TINY,
         hasty: bool = False,
-        limits: Limits | None = None,
+        limits: RolloutLimits | None = None,
         **options: Any,
     ) -> None:
         """Run `act` with an engine that plays `script`."""
@@ -112,14 +112,16 @@ class Player:
             house = self._house
             house.engine.reset(script, renderer)
             policy, trace = TokenPolicy(house.client, renderer, "tiny"), Trace(id="t1")
-            session = Session(trace, policy, sampling=SamplingConfig(), limits=limits or Limits(), **options)
+            session = RolloutSession(
+                trace, policy, sampling=SamplingConfig(), limits=limits or RolloutLimits(), **options
+            )
             gateway = house.hasty if hasty else house.gateway
-            endpoint = gateway.open(session)
+            endpoint = gateway.register(session)
             try:
                 async with asyncio.timeout(30):
                     await act(Stage(house, policy, trace, session, gateway, endpoint))
             finally:
-                gateway.end(session)
+                gateway.unregister(session)
 
         self._runner.run(main())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, RequestInvalid, TokensRequired
-from ramify.gateway import ChatPolicy, Limits, Request, SamplingConfig, Session
+from ramify.gateway import ChatPolicy, ModelRequest, RolloutLimits, RolloutSession, SamplingConfig
 from ramify.trace import Message, Trace, decode_trace, encode_trace
 from tests.client.fake import Exchange, Fake
 from tests.gateway.engine import check_tokens
@@ -41,11 +41,14 @@ class Endpoint(Fake):
 
 
 @contextlib.asynccontextmanager
-async def speaking(answers: list[Any], **limits: int) -> AsyncIterator[tuple[Session, Endpoint]]:
+async def speaking(answers: list[Any], **limits: int) -> AsyncIterator[tuple[RolloutSession, Endpoint]]:
     """A session whose policy is an endpoint that gives these answers."""
     async with Endpoint(answers) as endpoint:
         policy = ChatPolicy(f"{endpoint.url}/v1", "big-model", "key")
-        yield Session(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=Limits(**limits)), endpoint
+        yield (
+            RolloutSession(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=RolloutLimits(**limits)),
+            endpoint,
+        )
         await policy.close()
 
 
@@ -61,11 +64,17 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_by_usage():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {}}},)
 
-    async def act(session: Session, endpoint: Endpoint) -> None:
-        reply = await session.ask(user("one two three", tools=tools, model="gpt-x"))
-        assert reply.finish == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached_tokens == 1
+    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
+        reply = await session.generate(user("one two three", tools=tools, model="gpt-x"))
+        assert (
+            reply.finish_reason == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached_tokens == 1
+        )
         result = Message("tool", "four five", tool_call_id="c1")
-        await session.ask(Request((result,), tools, after=reply.node, asked={"temperature": 0.5, "stop": ["x"]}))
+        await session.generate(
+            ModelRequest(
+                (result,), tools, parent_node=reply.node, sampling_overrides={"temperature": 0.5, "stop": ["x"]}
+            )
+        )
         trace = decode_trace(encode_trace(session.trace))
         assert [node.message.role for node in trace.nodes] == ["user", "assistant", "tool", "assistant"]
         assert (
@@ -74,7 +83,7 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_by_usage():
             and not any(n.is_trainable for n in trace.nodes if n.call)
         )
         assert trace.info["token_counts"] == "usage"
-        assert (session.turns, session.output_tokens) == (2, 6) and session.input_tokens == 3
+        assert (session.num_turns, session.output_tokens) == (2, 6) and session.input_tokens == 3
         second = endpoint.bodies[1]
         assert second["model"] == "big-model" and second["temperature"] == 0.5 and second["stop"] == ["x"]
         assert second["messages"][1]["tool_calls"] == [call] and second["messages"][2]["tool_call_id"] == "c1"
@@ -86,14 +95,16 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_by_usage():
 def test_what_gives_no_tokens_cannot_be_trained_on():
     policy = ChatPolicy("http://localhost:1/v1", "big-model")
     with pytest.raises(TokensRequired, match="big-model"):
-        Session(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=Limits(), train=True)
+        RolloutSession(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=RolloutLimits(), is_training=True)
 
 
 def test_equal_requests_and_rewritten_histories_fork_without_tokens_too():
-    async def act(session: Session, endpoint: Endpoint) -> None:
+    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
         for _ in range(2):
-            await session.ask(user("a"))
-        await session.ask(Request((Message("user", "a"), Message("assistant", "other"), Message("user", "b"))))
+            await session.generate(user("a"))
+        await session.generate(
+            ModelRequest((Message("user", "a"), Message("assistant", "other"), Message("user", "b")))
+        )
         assert [fork["reason"] for fork in session.trace.info["forks"]] == ["sample", "edited"]
         assert [node.parent for node in session.trace.nodes] == [-1, 0, 0, 0, 3, 4]
 
@@ -104,25 +115,25 @@ def test_failures_have_their_names_and_those_that_pass_are_tried_again(monkeypat
     monkeypatch.setattr("ramify.gateway.session.BACKOFF", 0.001)
     answers = [(500, "oops"), (503, "full"), "fine", (400, "maximum context length is 5"), (422, "no"), (500, "oops")]
 
-    async def act(session: Session, endpoint: Endpoint) -> None:
-        assert (await session.ask(user("a"))).message.text == "fine"
+    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
+        assert (await session.generate(user("a"))).message.text == "fine"
         for kind in (ContextOverflow, RequestInvalid):
             with pytest.raises(kind):
-                await session.ask(user("a"))
-        session.retries = 0
+                await session.generate(user("a"))
+        session.max_retries = 0
         with pytest.raises(ProviderError, match="oops"):
-            await session.ask(user("a"))
+            await session.generate(user("a"))
 
     playing(answers, act)
 
 
 def test_budgets_go_by_what_the_endpoint_reports():
-    async def act(session: Session, endpoint: Endpoint) -> None:
-        await session.ask(user("a"))
-        await session.ask(user("b"))
+    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
+        await session.generate(user("a"))
+        await session.generate(user("b"))
         assert [body["max_tokens"] for body in endpoint.bodies] == [5, 2]
         with pytest.raises(BudgetExceeded, match="max_output_tokens"):
-            await session.ask(user("c"))
+            await session.generate(user("c"))
 
     playing(["one", "two"], act, max_output_tokens=5)
 
@@ -147,8 +158,8 @@ def test_images_reach_the_endpoint_and_the_media_table(play, dialect):
 
     async def act(stage: Stage) -> None:
         async with speaking(["nice"]) as (session, endpoint):
-            await ask(stage, stage.gateway.open(session).api_key)
-            stage.gateway.end(session)
+            await ask(stage, stage.gateway.register(session).api_key)
+            stage.gateway.unregister(session)
         content = [{"type": "text", "text": "see"}, link]
         assert endpoint.bodies[0]["messages"] == [{"role": "user", "content": content}]
         (media,) = session.trace.graph.media
@@ -161,9 +172,9 @@ def test_images_reach_the_endpoint_and_the_media_table(play, dialect):
 def test_a_gateway_is_such_an_endpoint_itself(play):
     async def act(stage: Stage) -> None:
         policy = ChatPolicy(stage.endpoint.base_url, "tiny", stage.endpoint.api_key)
-        outer = Session(Trace(id="o1"), policy, sampling=SamplingConfig(), limits=Limits())
-        reply = await outer.ask(user("a"))
-        await outer.ask(user("b", after=reply.node))
+        outer = RolloutSession(Trace(id="o1"), policy, sampling=SamplingConfig(), limits=RolloutLimits())
+        reply = await outer.generate(user("a"))
+        await outer.generate(user("b", after=reply.node))
         await policy.close()
         assert [node.message for node in outer.trace.nodes] == [node.message for node in stage.trace.nodes]
         assert len(stage.trace.leaves) == 1 and outer.output_tokens == stage.session.output_tokens

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from ramify.errors import PortTaken
-from ramify.gateway import Gateway, Limits, Session
+from ramify.gateway import Gateway, RolloutLimits, RolloutSession
 from ramify.trace import Trace
 from tests.gateway.engine import check_tokens
 from tests.gateway.sampler import session_of, user
@@ -30,7 +30,7 @@ def test_a_wrong_or_missing_secret_is_401_in_every_dialect(play):
             await stage.anthropic(api_key="wrong").messages.create(model="x", messages=HI, max_tokens=5)
         assert (await stage.post("/models", {})).status_code == 405
         assert (await stage.post("/embeddings", {})).status_code == 404
-        stage.gateway.end(stage.session)
+        stage.gateway.unregister(stage.session)
         with pytest.raises(openai.AuthenticationError):
             await stage.chat("hi")
         assert not stage.engine.asked and stage.session.secret not in repr(stage.endpoint)
@@ -41,9 +41,10 @@ def test_a_wrong_or_missing_secret_is_401_in_every_dialect(play):
 def test_one_gateway_serves_many_rollouts_each_by_its_secret(play):
     async def act(stage: Stage) -> None:
         others = [
-            Session(Trace(id=f"o{n}"), stage.policy, sampling=stage.session.sampling, limits=Limits()) for n in range(3)
+            RolloutSession(Trace(id=f"o{n}"), stage.policy, sampling=stage.session.sampling, limits=RolloutLimits())
+            for n in range(3)
         ]
-        endpoints = [stage.gateway.open(other) for other in others]
+        endpoints = [stage.gateway.register(other) for other in others]
         clients = [stage.openai(api_key=end.api_key) for end in endpoints]
         calls = [
             client.chat.completions.create(model="x", messages=[{"role": "user", "content": f"I am {n}"}])
@@ -59,11 +60,11 @@ def test_one_gateway_serves_many_rollouts_each_by_its_secret(play):
 
 def test_a_tool_may_ask_the_model_through_the_endpoint_while_the_rollout_goes_on(play):
     async def act(stage: Stage) -> None:
-        reply = await stage.session.ask(user("the task"))
+        reply = await stage.session.generate(user("the task"))
         client = stage.openai(base_url=stage.endpoint.base_url)
         answer = await client.chat.completions.create(model=stage.endpoint.model, messages=HI)
         assert answer.choices[0].message.content == "from a tool"
-        await stage.session.ask(user("and then?", after=reply.node))
+        await stage.session.generate(user("and then?", after=reply.node))
         assert stage.reasons == ["new_conversation"] and len(stage.trace.leaves) == 2
         assert all(node.is_trainable for node in stage.trace.nodes)
         check_tokens(stage.trace, stage.engine)
@@ -85,7 +86,7 @@ def test_tokens_are_counted_as_the_engine_sees_them_and_nothing_is_recorded(play
     async def act(stage: Stage) -> None:
         counted = await stage.anthropic().messages.count_tokens(model="x", messages=HI, system="Be brief.")
         other = await stage.openai().responses.input_tokens.count(model="x", input="hi", instructions="Be brief.")
-        assert not len(stage.trace.nodes) and stage.session.turns == 0
+        assert not len(stage.trace.nodes) and stage.session.num_turns == 0
         await stage.anthropic().messages.create(model="x", messages=HI, system="Be brief.", max_tokens=9)
         assert counted.input_tokens == other.input_tokens == len(stage.engine.seen[0][0])
         assert not stage.reasons
@@ -105,7 +106,7 @@ def test_what_the_policy_used_up_is_a_400_that_sdks_do_not_send_again(play):
             await stage.anthropic().messages.create(model="x", messages=HI, max_tokens=5)
         assert [failure.name for failure in stage.session.failures] == ["BudgetExceeded"] * 3
 
-    play(["ok"], act, limits=Limits(max_turns=1))
+    play(["ok"], act, limits=RolloutLimits(max_turns=1))
 
 
 def test_an_overflow_says_so_in_the_words_agents_look_for(play):
@@ -114,7 +115,7 @@ def test_an_overflow_says_so_in_the_words_agents_look_for(play):
             await stage.chat("x" * 100)
         assert error.value.code == "context_length_exceeded" and error.value.type == "ContextOverflow"
 
-    play([], act, limits=Limits(seq_len=20))
+    play([], act, limits=RolloutLimits(seq_len=20))
 
 
 def test_failures_of_the_system_are_5xx_and_not_sent_again(play):
@@ -296,7 +297,7 @@ def test_the_gateway_ends_with_calls_in_flight_and_leaves_no_task():
         session, sampler = session_of(["ok"])
         sampler.gate.clear()
         async with Gateway() as gateway:
-            end = gateway.open(session)
+            end = gateway.register(session)
             client = openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key, max_retries=0)
             call = asyncio.create_task(client.chat.completions.create(model="x", messages=HI))
             while not sampler.asked:

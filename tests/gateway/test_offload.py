@@ -59,7 +59,7 @@ async def beats_before_parsing(text: str, stop: list[str], *, waits: bool = True
     try:
         prepared = policy.prepare(None, [Message("user", "hi")])
         sampled = await policy.sample(
-            prepared, ClientSampling(max_tokens=100_000), session="s", deadline=60.0, stop=stop
+            prepared, ClientSampling(max_tokens=100_000), session="s", timeout=60.0, stop_strings=stop
         )
         assert sampled.message.content == text
         return renderer.beats

@@ -41,7 +41,7 @@ def test_five_equal_parallel_requests_are_five_samples(play):
     async def act(stage: Stage) -> None:
         answers = await asyncio.gather(*(stage.chat("hi") for _ in range(5)))
         texts = {answer.choices[0].message.content for answer in answers}
-        assert len(texts) == 5 == stage.session.turns
+        assert len(texts) == 5 == stage.session.num_turns
         assert len(stage.trace.leaves) == 5 and len(stage.trace.nodes) == 6
         assert stage.reasons == ["sample"] * 4
         check_tokens(stage.trace, stage.engine)
@@ -69,7 +69,7 @@ def test_an_sdk_that_times_out_and_tries_again_joins_its_first_call(play):
         await http.aclose()
         assert sent[:2] == ["0", "1"]
         assert answer.choices[0].message.content == "reply 1"
-        assert len(stage.engine.asked) == 1 == stage.session.turns
+        assert len(stage.engine.asked) == 1 == stage.session.num_turns
         assert not stage.reasons
 
     play(numbered(), act)
@@ -85,7 +85,7 @@ def test_an_idempotency_key_is_one_call_while_it_runs_and_afterwards(play):
         answers = [await call for call in calls] + [await post(stage, **key)]
         assert {text_of(answer) for answer in answers} == {"reply 1"}
         assert text_of(await post(stage, **{"idempotency-key": "k2"})) == "reply 2"
-        assert stage.session.turns == 2
+        assert stage.session.num_turns == 2
 
     play(numbered(), act)
 
@@ -97,7 +97,7 @@ def test_a_retry_of_an_answer_that_was_delivered_gets_the_newest_equal_one(play)
         assert text_of(await post(stage, **again)) == "reply 1"
         assert text_of(await post(stage, **first)) == "reply 2"
         assert text_of(await post(stage, "never seen", **again)) == "reply 3"
-        assert stage.session.turns == 3
+        assert stage.session.num_turns == 3
 
     play(numbered(), act)
 
@@ -108,7 +108,7 @@ def test_an_answer_whose_client_was_gone_is_given_to_an_equal_request(play):
         with pytest.raises(httpx.ReadTimeout):
             await post(stage, timeout=0.2)
         stage.engine.gate.set()
-        while not stage.session.turns:  # nobody waits for it, and it is recorded
+        while not stage.session.num_turns:  # nobody waits for it, and it is recorded
             await asyncio.sleep(0.002)
         assert text_of(await post(stage)) == "reply 1"
         assert text_of(await post(stage)) == "reply 2"
@@ -124,7 +124,7 @@ def test_sampling_for_a_client_that_does_not_come_back_is_given_up(play):
         await stage.engine.hung_up.wait()
         stage.engine.gate.set()
         assert text_of(await post(stage)) == "reply 1"
-        assert stage.session.turns == 1 and len(stage.engine.asked) == 2
+        assert stage.session.num_turns == 1 and len(stage.engine.asked) == 2
 
     play(numbered(), act, linger=0.05)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ramify.errors import BudgetExceeded, ContextOverflow
-from ramify.gateway import Request
+from ramify.gateway import ModelRequest
 from ramify.trace import Message, Trace
 from tests.gateway.engine import check_tokens
 from tests.gateway.sampler import session_of
@@ -74,7 +74,7 @@ def test_sub_agents_side_by_side_are_branches_of_the_same_trace(play):
 
         await asyncio.gather(agent("a"), agent("b"), agent("c"))
         assert stage.reasons == ["new_conversation"] * 2
-        assert len(stage.trace.leaves) == 3 and stage.session.turns == 9
+        assert len(stage.trace.leaves) == 3 and stage.session.num_turns == 9
         assert [node.message.role for node in stage.trace.nodes].count("system") == 1
         shared_once(stage.trace)
         check_tokens(stage.trace, stage.engine)
@@ -126,7 +126,7 @@ async def conversation(session, moves) -> int:
         count = 3 if move == "both" else 1
         asked = {"max_tokens": rng.choice([3, 20])}
         answers = await asyncio.gather(
-            *(session.ask(Request(sent, asked=asked)) for _ in range(count)), return_exceptions=True
+            *(session.ask(ModelRequest(sent, sampling_overrides=asked)) for _ in range(count)), return_exceptions=True
         )
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, BudgetExceeded | ContextOverflow):

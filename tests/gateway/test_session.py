@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError, RequestInvalid, TemplateRefused
-from ramify.gateway import Limits, Request, SamplingConfig, Session, TokenPolicy
+from ramify.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
 from tests.gateway.engine import TINY, check_tokens
 from tests.gateway.sampler import Sampler, session_of, user
@@ -24,8 +24,8 @@ def reasons(trace: Trace) -> list[str]:
     return [fork["reason"] for fork in trace.info.get("forks", [])]
 
 
-async def asked(session: Session, *messages: Message, **more):
-    return await session.ask(Request(messages, **more))
+async def asked(session: RolloutSession, *messages: Message, **more):
+    return await session.generate(ModelRequest(messages, **more))
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------
@@ -36,12 +36,16 @@ def test_a_conversation_in_process_is_one_branch_of_the_engines_tokens():
         session, sampler = session_of(["one", "two", "three"])
         reply = await asked(session, SYSTEM, HELLO, model="gpt-x")
         for text in ("more", "and more"):
-            reply = await session.ask(user(text, after=reply.node))
-        assert reply.message.text == "three" and reply.finish == "stop" and reply.node == len(session.trace.nodes) - 1
-        assert session.turns == 3 and len(session.trace.leaves) == 1 and not reasons(session.trace)
+            reply = await session.generate(user(text, after=reply.node))
+        assert (
+            reply.message.text == "three"
+            and reply.finish_reason == "stop"
+            and reply.node == len(session.trace.nodes) - 1
+        )
+        assert session.num_turns == 3 and len(session.trace.leaves) == 1 and not reasons(session.trace)
         check_tokens(session.trace, sampler)
         node = session.trace.nodes[reply.node]
-        assert node.call is not None and node.call.id == reply.call and node.call.usage == reply.usage
+        assert node.call is not None and node.call.id == reply.call_id and node.call.usage == reply.usage
         assert [run.step for run in node.versions] == [1, 2]
         assert 0 < node.call.start_time <= node.call.end_time and session.model_seconds > 0
 
@@ -52,7 +56,7 @@ def test_one_conversation_in_process_and_through_whole_histories_is_the_same_bra
     async def act():
         session, sampler = session_of(["one", "two", "three"])
         first = await asked(session, SYSTEM, HELLO)
-        await session.ask(user("more", after=first.node))
+        await session.generate(user("more", after=first.node))
         await asked(session, SYSTEM, HELLO, said("one"), Message("user", "more"), said("two"), Message("user", "last"))
         assert len(session.trace.leaves) == 1 and not reasons(session.trace)
         check_tokens(session.trace, sampler)
@@ -63,7 +67,7 @@ def test_one_conversation_in_process_and_through_whole_histories_is_the_same_bra
 def test_what_a_call_asked_for_and_got_is_in_its_record():
     async def act():
         session, _ = session_of(["one"], sampling=SamplingConfig(temperature=0.5, max_tokens=30), seed=3)
-        reply = await session.ask(
+        reply = await session.generate(
             user("a", model="gpt-x", asked={"temperature": 0.25, "max_tokens": 9, "stop": ["zz"]})
         )
         call = session.trace.nodes[reply.node].call
@@ -85,9 +89,9 @@ def test_another_model_by_name_is_recorded_but_not_trained():
         session, sampler = session_of(["one"])
         other = session_of(["two", "three"])[0].policy
         session.models["helper"] = other
-        first = await session.ask(user("a"))
-        second = await session.ask(user("b", model="helper", after=first.node))
-        await session.ask(user("c", model="helper", after=second.node))
+        first = await session.generate(user("a"))
+        second = await session.generate(user("b", model="helper", after=first.node))
+        await session.generate(user("c", model="helper", after=second.node))
         assert [node.is_trainable for node in session.trace.nodes if node.call] == [True, False, False]
         assert session.trace.nodes[second.node].call.requested_model == "helper"
         check_tokens(session.trace, _both(sampler, other.client))
@@ -111,7 +115,7 @@ def test_a_conversation_may_be_continued_from_any_reply_however_old():
             nodes.append(reply.node)
             history += [said("sure"), Message("user", f"turn {turn}")]
         for node in nodes:
-            await session.ask(user("and now?", after=node))
+            await session.generate(user("and now?", after=node))
         assert len(session.trace.leaves) == 9 and session.trace.metrics == {"forks": 8.0}
         check_tokens(session.trace, sampler)
 
@@ -137,7 +141,7 @@ def test_five_parallel_samples_share_their_prompt():
     async def act():
         session, sampler = session_of(["same"] * 5)
         await asyncio.gather(*(asked(session, SYSTEM, HELLO) for _ in range(5)))
-        assert session.turns == 5 and len(session.trace.nodes) == 7 and reasons(session.trace) == ["sample"] * 4
+        assert session.num_turns == 5 and len(session.trace.nodes) == 7 and reasons(session.trace) == ["sample"] * 4
         check_tokens(session.trace, sampler)
 
     asyncio.run(act())
@@ -156,7 +160,7 @@ def test_a_rewritten_history_forks_with_its_reason(messages, reason):
     async def act():
         session, sampler = session_of(["one", "two", "three", "four"])
         reply = await asked(session, SYSTEM, HELLO)
-        reply = await session.ask(user("b", after=reply.node))
+        reply = await session.generate(user("b", after=reply.node))
         await asked(session, *messages)
         assert reasons(session.trace) == [reason]
         fork = session.trace.info["forks"][0]
@@ -184,7 +188,7 @@ def test_other_tools_are_a_break_and_conversations_with_each_set_go_on_unbroken(
 def test_samples_that_read_the_same_are_told_apart_by_reasoning_or_by_what_follows():
     async def act():
         session, sampler = session_of(["<think>\nx\n</think>\n\nok", "<think>\ny\n</think>\n\nok", "p", "q", "r"])
-        first, second = [await session.ask(user("a")) for _ in range(2)]
+        first, second = [await session.generate(user("a")) for _ in range(2)]
         await asked(session, Message("user", "a"), said("ok", reasoning="x"), Message("user", "b"))
         await asked(session, Message("user", "a"), said("ok"), Message("user", "b"), said("p"), Message("user", "c"))
         await asked(session, Message("user", "a"), said("ok"), Message("user", "d"))
@@ -202,8 +206,8 @@ def test_in_training_the_source_decides_and_a_client_may_only_ask_for_less():
     async def act():
         session, sampler = session_of(["one"] * 2, train=True, sampling=SamplingConfig(max_tokens=50))
         wishes = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "seed": 7}
-        await session.ask(user("a", asked=wishes | {"max_tokens": 5}))
-        await session.ask(user("b", asked=wishes | {"max_tokens": 500}))
+        await session.generate(user("a", asked=wishes | {"max_tokens": 5}))
+        await session.generate(user("b", asked=wishes | {"max_tokens": 500}))
         for sampling, most in zip(sampler.asked, (5, 50)):
             assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
             assert sampling.seed is None and sampling.max_tokens == most
@@ -220,10 +224,10 @@ def test_sampling_that_cannot_be_trained_on_is_refused_by_key(wrong):
 def test_seeds_repeat_from_run_to_run_and_differ_from_call_to_call():
     async def act():
         session, sampler = session_of(["one"] * 4, seed=11)
-        reply = await session.ask(user("a"))
-        await session.ask(user("a"))
-        await session.ask(user("b", after=reply.node))
-        await session.ask(user("c"))
+        reply = await session.generate(user("a"))
+        await session.generate(user("a"))
+        await session.generate(user("b", after=reply.node))
+        await session.generate(user("c"))
         return [sampling.seed for sampling in sampler.asked]
 
     seeds = asyncio.run(act())
@@ -233,8 +237,8 @@ def test_seeds_repeat_from_run_to_run_and_differ_from_call_to_call():
 def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
     async def act():
         session, sampler = session_of(["red, green, blue", "more"])
-        reply = await session.ask(user("a", asked={"stop": ["een", "blue"]}))
-        assert reply.message.text == "red, gr" and reply.finish == "stop"
+        reply = await session.generate(user("a", asked={"stop": ["een", "blue"]}))
+        assert reply.message.text == "red, gr" and reply.finish_reason == "stop"
         node = session.trace.nodes[reply.node]
         sample = node.token_ids[slice(*node.sampled_span)]
         prompt, ids, logprobs = sampler.seen[0]
@@ -243,7 +247,7 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
         assert sum(run.count for run in node.versions) == len(sample)
         tokenizer = TINY.tokenizer
         assert "een" in tokenizer.decode(sample) and "een" not in tokenizer.decode(sample[:-1])
-        await session.ask(user("go on", after=reply.node))
+        await session.generate(user("go on", after=reply.node))
         assert sampler.seen[1][0][: len(prompt) + len(sample)] == prompt + ids[: len(sample)]
         assert session.output_tokens == len(sample) + len(sampler.seen[1][1])
 
@@ -257,21 +261,21 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
 def test_wishes_that_cannot_be_met_are_named(asked_for):
     session, _ = session_of(["one"])
     with pytest.raises(RequestInvalid, match=next(iter(asked_for))):
-        asyncio.run(session.ask(user("a", asked=asked_for)))
+        asyncio.run(session.generate(user("a", asked=asked_for)))
 
 
 def test_malformed_calls_are_reported_with_the_reply():
     session, _ = session_of(['<tool_call>{"name": 5}</tool_call>'])
-    reply = asyncio.run(session.ask(user("a")))
-    assert reply.problems and reply.finish == "stop" and "<tool_call>" in reply.message.text
+    reply = asyncio.run(session.generate(user("a")))
+    assert reply.problems and reply.finish_reason == "stop" and "<tool_call>" in reply.message.text
 
 
 def test_a_call_that_was_read_can_be_answered_in_process():
     async def act():
         session, sampler = session_of(['<tool_call>{"name": "f", "arguments": {}}</tool_call>', "done"])
-        reply = await session.ask(user("a"))
+        reply = await session.generate(user("a"))
         (call,) = reply.message.tool_calls
-        assert isinstance(call, ToolCall) and reply.finish == "tool_calls"
+        assert isinstance(call, ToolCall) and reply.finish_reason == "tool_calls"
         await asked(session, Message("tool", "42", tool_call_id=call.id), after=reply.node)
         assert len(session.trace.leaves) == 1
         check_tokens(session.trace, sampler)
@@ -284,7 +288,7 @@ def test_whatever_number_or_depth_a_call_has_it_is_recorded_and_found_again(writ
     async def act():
         call = f'<tool_call>{{"name": "f", "arguments": {{"x": {written}}}}}</tool_call>'
         session, sampler = session_of([call, "done"])
-        reply = await session.ask(user("a"))
+        reply = await session.generate(user("a"))
         (call,) = reply.message.tool_calls
         await asked(session, Message("user", "a"), reply.message, Message("tool", "42", tool_call_id=call.id))
         assert len(session.trace.leaves) == 1 and reasons(session.trace) == []
@@ -298,7 +302,7 @@ def test_images_are_refused_by_name_where_the_renderer_shows_none():
     message = Message("user", (TextPart("see"), MediaPart(media.hash)))
     session, _ = session_of(["one"])
     with pytest.raises(TemplateRefused, match="media"):
-        asyncio.run(session.ask(Request((message,), media={media.hash: media})))
+        asyncio.run(session.generate(ModelRequest((message,), media={media.hash: media})))
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -309,8 +313,8 @@ def test_a_failure_that_may_pass_is_tried_again_and_recorded_once(monkeypatch):
 
     async def act():
         session, sampler = session_of([ProviderError("busy"), ProviderError("busy"), "one"])
-        reply = await session.ask(user("a"))
-        assert reply.message.text == "one" and session.turns == 1 and len(sampler.asked) == 3
+        reply = await session.generate(user("a"))
+        assert reply.message.text == "one" and session.num_turns == 1 and len(sampler.asked) == 3
         assert len({sampling.seed for sampling in sampler.asked}) == 1 and len(session.trace.nodes) == 2
 
     asyncio.run(act())
@@ -330,11 +334,11 @@ def test_a_logprob_that_is_no_finite_number_is_the_engines_fault_and_asked_for_a
             return done
 
         sampler.generate = broken
-        await session.ask(user("hi"))
+        await session.generate(user("hi"))
         assert len(sampler.asked) == 2
-        session.retries = 0
+        session.max_retries = 0
         with pytest.raises(ProviderError, match=r"tiny gave logprob .* for token \d+ of its sample: not finite"):
-            await session.ask(user("hi"))
+            await session.generate(user("hi"))
         assert np.isfinite(session.trace.graph.logprobs.view).all()
 
     asyncio.run(story())
@@ -347,11 +351,11 @@ def test_failures_that_cannot_pass_and_those_that_do_not_are_raised_by_name(monk
         session, sampler = session_of([RequestInvalid("no")] + [ProviderError("busy")] * 3 + ["one"], retries=2)
         for kind, calls in ((RequestInvalid, 1), (ProviderError, 4)):
             with pytest.raises(kind):
-                await session.ask(user("a"))
+                await session.generate(user("a"))
             assert len(sampler.asked) == calls
         assert [failure.name for failure in session.failures] == ["RequestInvalid", "ProviderError"]
-        assert session.turns == 0 and not len(session.trace.nodes)
-        assert (await session.ask(user("a"))).message.text == "one" and not reasons(session.trace)
+        assert session.num_turns == 0 and not len(session.trace.nodes)
+        assert (await session.generate(user("a"))).message.text == "one" and not reasons(session.trace)
 
     asyncio.run(act())
 
@@ -361,15 +365,15 @@ def test_a_call_has_a_deadline_and_a_cancelled_one_leaves_nothing_behind():
         session, sampler = session_of(["one"] * 3, deadline=0.02, limits={"max_turns": 1, "max_output_tokens": 10})
         sampler.gate.clear()
         with pytest.raises(DeadlineExceeded, match=r"0\.02"):
-            await session.ask(user("a"))
-        task = asyncio.create_task(session.ask(user("a")))
+            await session.generate(user("a"))
+        task = asyncio.create_task(session.generate(user("a")))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         sampler.gate.set()
-        await session.ask(user("a"))
-        assert session.turns == 1 and session.exhausted == "max_turns"
+        await session.generate(user("a"))
+        assert session.num_turns == 1 and session.exhausted_limit == "max_turns"
 
     asyncio.run(act())
 
@@ -377,9 +381,9 @@ def test_a_call_has_a_deadline_and_a_cancelled_one_leaves_nothing_behind():
 def test_an_unknown_place_and_an_empty_request_are_refused():
     session, _ = session_of([])
     with pytest.raises(RequestInvalid, match="node 4"):
-        asyncio.run(session.ask(user("a", after=4)))
+        asyncio.run(session.generate(user("a", after=4)))
     with pytest.raises(RequestInvalid, match="messages"):
-        asyncio.run(session.ask(Request(())))
+        asyncio.run(session.generate(ModelRequest(())))
 
 
 def test_a_token_that_the_vocabulary_does_not_hold_is_the_engines_failure():
@@ -388,13 +392,13 @@ def test_a_token_that_the_vocabulary_does_not_hold_is_the_engines_failure():
             done = await super().generate(prompt, sampling, **options)
             return replace(done, ids=np.append(done.token_ids[:-1], np.int32(10**6)))
 
-    session = Session(
+    session = RolloutSession(
         Trace(id="t"),
-        TokenPolicy(Odd(["hm"]), TINY, "tiny", vocabulary_size=512),
+        TokenPolicy(Odd(["hm"]), TINY, "tiny", vocab_size=512),
         sampling=SamplingConfig(),
-        limits=Limits(),
-        retries=0,
+        limits=RolloutLimits(),
+        max_retries=0,
     )
     with pytest.raises(ProviderError, match="1000000"):
-        asyncio.run(session.ask(user("hi")))
+        asyncio.run(session.generate(user("hi")))
     assert len(session.trace.nodes) == 0

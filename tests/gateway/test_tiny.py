@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from ramify.client import InferenceClient
-from ramify.gateway import Gateway, Limits, SamplingConfig, Session, TokenPolicy
+from ramify.gateway import Gateway, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
 from tests.gateway.engine import TINY
 
@@ -48,10 +48,10 @@ def test_the_engine_gives_every_recorded_token_the_logprob_it_was_recorded_with(
     async def act() -> None:
         async with InferenceClient(address) as client, Gateway() as gateway:
             policy, trace = TokenPolicy(client, TINY, "tiny", max_model_len=2048), Trace(id="t1")
-            session = Session(
-                trace, policy, sampling=SamplingConfig(max_tokens=40), limits=Limits(), seed=1, train=True
+            session = RolloutSession(
+                trace, policy, sampling=SamplingConfig(max_tokens=40), limits=RolloutLimits(), seed=1, is_training=True
             )
-            end = gateway.open(session)
+            end = gateway.register(session)
             async with openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as asking:
                 history = [{"role": "user", "content": "Reverse this text: abc"}]
                 for turn in range(3):

@@ -7,7 +7,7 @@ import time
 
 from ramify.envserver.config import EnvServerConfig
 from ramify.gateway.policy import Policy
-from ramify.gateway.reaching import reach
+from ramify.gateway.policy_connection import connect_policy
 from ramify.wire.address import is_listening
 
 POLL = 0.05  # seconds between two looks at an engine that is not there
@@ -20,4 +20,6 @@ async def open_policy(config: EnvServerConfig, stack: contextlib.AsyncExitStack)
         while not await is_listening(url) and time.monotonic() < end:
             await asyncio.sleep(POLL)
     key = os.environ.get(config.api_key_env, "")
-    return await reach(config.inference.base_url, config.model.name, config.renderer, stack, how=config.client, key=key)
+    return await connect_policy(
+        config.inference.base_url, config.model.name, config.renderer, stack, client_mode=config.client, api_key=key
+    )

@@ -14,7 +14,7 @@ from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.evals.config import EvalConfig
 from ramify.evals.engine import EngineChild
 from ramify.gateway.policy import Policy
-from ramify.gateway.reaching import reach
+from ramify.gateway.policy_connection import connect_policy
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.model.resolve import fetch_model, resolve
 
@@ -52,7 +52,7 @@ async def answering(config: EvalConfig, folder: Path, say: Callable[[str], None]
         )
         say(f"starting {config.model.name} with the {config.inference.engine} engine")
         engine = await stack.enter_async_context(EngineChild(served, folder, deadline=config.start_deadline))
-        policy = await reach([engine.url], config.model.name, config.renderer, stack, how="tokens")
+        policy = await connect_policy([engine.url], config.model.name, config.renderer, stack, client_mode="tokens")
         yield Answering(policy, engine)
 
 
@@ -61,7 +61,9 @@ async def _reached(
 ) -> Policy:
     key = os.environ.get(config.api_key_env, "")
     try:
-        return await reach(urls, config.model.name, config.renderer, stack, how=config.client, key=key, say=say)
+        return await connect_policy(
+            urls, config.model.name, config.renderer, stack, client_mode=config.client, api_key=key, log=say
+        )
     except ConfigInvalid:
         raise
     except RamifyError as error:

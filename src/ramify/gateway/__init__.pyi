@@ -1,11 +1,11 @@
-from .config import Limits as Limits
+from .config import RolloutLimits as RolloutLimits
 from .config import SamplingConfig as SamplingConfig
-from .exchange import Reply as Reply
-from .exchange import Request as Request
+from .model_call import ModelReply as ModelReply
+from .model_call import ModelRequest as ModelRequest
 from .policy import ChatPolicy as ChatPolicy
 from .policy import Policy as Policy
-from .policy import Prepared as Prepared
-from .policy import Sampled as Sampled
+from .policy import PreparedPrompt as PreparedPrompt
+from .policy import SampledReply as SampledReply
 from .policy import TokenPolicy as TokenPolicy
 from .server import Gateway as Gateway
-from .session import Session as Session
+from .session import RolloutSession as RolloutSession

@@ -19,7 +19,7 @@ from ramify.trace import MediaPart, Message
 _encode = msgspec.msgpack.Encoder(order="sorted").encode
 
 
-def key(message: Message) -> bytes:
+def message_key(message: Message) -> bytes:
     """Equal for messages that say the same, reasoning left aside."""
     text = message.content
     if not isinstance(text, str):
@@ -29,16 +29,16 @@ def key(message: Message) -> bytes:
         text = text.strip()
     if not message.tool_calls and message.tool_call_id is None:
         return _encode((message.role, text))
-    calls = [(call.id, call.name, _plain(call.arguments)) for call in message.tool_calls]
-    return fingerprint((message.role, text, calls, message.tool_call_id))
+    calls = [(call.id, call.name, _canonical_arguments(call.arguments)) for call in message.tool_calls]
+    return encode_canonical((message.role, text, calls, message.tool_call_id))
 
 
-def same_reasoning(known: Message, sent: Message) -> bool:
+def has_same_reasoning(recorded: Message, sent: Message) -> bool:
     """Whether the client sent this message's reasoning, or none."""
-    return not sent.reasoning or sent.reasoning.strip() == (known.reasoning or "").strip()
+    return not sent.reasoning or sent.reasoning.strip() == (recorded.reasoning or "").strip()
 
 
-def fingerprint(value: Any) -> bytes:
+def encode_canonical(value: Any) -> bytes:
     """Equal for equal plain values, in whatever order their keys are."""
     try:
         return _encode(value)
@@ -46,7 +46,7 @@ def fingerprint(value: Any) -> bytes:
         return json.dumps(value, sort_keys=True).encode()
 
 
-def arguments(text: str) -> Any:
+def parse_arguments(text: str) -> Any:
     """The parsed arguments of a call, or the text itself if it is not JSON."""
     try:
         return msgspec.json.decode(text)
@@ -54,20 +54,20 @@ def arguments(text: str) -> Any:
         return text
 
 
-def _plain(text: str) -> Any:
+def _canonical_arguments(text: str) -> Any:
     """The arguments as they are compared; those nested too deep to be looked through are their text."""
     try:
-        return _number(arguments(text))
+        return _normalize_numbers(parse_arguments(text))
     except RecursionError:
         return text
 
 
-def _number(value: Any) -> Any:
+def _normalize_numbers(value: Any) -> Any:
     """The value with 1 for 1.0: JavaScript knows no difference."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {name: _number(entry) for name, entry in cast(Mapping[str, Any], value).items()}
+        return {name: _normalize_numbers(entry) for name, entry in cast(Mapping[str, Any], value).items()}
     if isinstance(value, list):
-        return [_number(entry) for entry in cast(list[Any], value)]
+        return [_normalize_numbers(entry) for entry in cast(list[Any], value)]
     return value

@@ -41,7 +41,7 @@ class SamplingConfig(Config):
             raise ConfigInvalid("\n".join(wrong))
 
 
-class Limits(Config):
+class RolloutLimits(Config):
     """What one rollout may use. Tokens count as the trace holds them, each once however many calls saw it."""
 
     max_turns: int | None = Field(default=None, ge=1)

@@ -18,26 +18,28 @@ import numpy as np
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, TokensRequired
-from ramify.gateway.asking import Asking, Askings
-from ramify.gateway.budget import Budget, Grant
-from ramify.gateway.canonical import fingerprint
-from ramify.gateway.config import Limits, SamplingConfig
-from ramify.gateway.conversations import Conversations, Said
-from ramify.gateway.exchange import Finish, Reply, Request
-from ramify.gateway.policy import Policy, Prepared, Sampled
-from ramify.gateway.recording import Recorder
-from ramify.gateway.selection import RecordedCall
-from ramify.gateway.wishes import call_seed, effective, recorded, stop_strings
+from ramify.gateway.budget import BudgetGrant, RolloutBudget
+from ramify.gateway.canonical import encode_canonical
+from ramify.gateway.config import RolloutLimits, SamplingConfig
+from ramify.gateway.conversation_trie import ConversationTrie, TrieNode
+from ramify.gateway.main_calls import RecordedCall
+from ramify.gateway.model_call import ModelReply, ModelRequest, ReplyFinishReason
+from ramify.gateway.policy import Policy, PreparedPrompt, SampledReply
+from ramify.gateway.recorder import TraceRecorder
+from ramify.gateway.request_dedup import RequestDeduplicator, SharedCall
+from ramify.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
 from ramify.render import TokenHistory
 from ramify.trace import Media, ModelCall, Trace
 
-BACKOFF = 0.25  # seconds before a failed call is made again; doubled each time
-REFUSALS = 50  # different refusals that a trace keeps
-REFUSAL_LENGTH = 1000  # characters of a refusal's message that are kept
-LINGER = 5.0  # seconds a call goes on when its client has hung up: about as long as SDKs wait before they ask again
+RETRY_BACKOFF = 0.25  # seconds before a failed call is made again; doubled each time
+MAX_REFUSALS = 50  # different refusals that a trace keeps
+MAX_REFUSAL_CHARS = 1000  # characters of a refusal's message that are kept
+ABANDON_AFTER = (
+    5.0  # seconds a call goes on when its client has hung up: about as long as SDKs wait before they ask again
+)
 
 
-class Session:
+class RolloutSession:
     """One rollout. `models` are other models by the name a client asks for; every other name is the policy's.
 
     `deadline` is what one call may take in seconds, retries and waiting included.
@@ -49,265 +51,291 @@ class Session:
         policy: Policy,
         *,
         sampling: SamplingConfig,
-        limits: Limits,
+        limits: RolloutLimits,
         models: Mapping[str, Policy] | None = None,
-        train: bool = False,
+        is_training: bool = False,
         seed: int | None = None,
-        deadline: float = 600.0,
-        retries: int = 3,
-        linger: float = LINGER,
+        call_timeout: float = 600.0,
+        max_retries: int = 3,
+        abandon_after: float = ABANDON_AFTER,
     ) -> None:
-        if train:
+        if is_training:
             sampling.check_trainable()
             if not policy.trainable:
                 raise TokensRequired(f"{policy.name} gives no token ids and logprobs, so it cannot be trained on")
         self.trace, self.policy, self.sampling = trace, policy, sampling
         self.models = dict(models or {})
-        self.train, self.deadline, self.retries = train, deadline, retries
+        self.is_training, self.call_timeout, self.max_retries = is_training, call_timeout, max_retries
         self.seed = sampling.seed if seed is None else seed
         self.secret = secrets.token_urlsafe(32)
         self.failures: list[RamifyError] = []
         """Calls that failed, for whoever runs an agent that does not tell."""
-        self.watch: Callable[[Reply], None] | None = None
+        self.on_reply: Callable[[ModelReply], None] | None = None
         """Called with every reply that was recorded."""
-        self.agent_runs = True
+        self.is_agent_running = True
         """Whether the agent runs; False before and after, when calls are made by hooks."""
-        self.calls: list[RecordedCall] = []
+        self.recorded_calls: list[RecordedCall] = []
         """The recorded calls of the trainable policy, with what decides whether they are trained."""
         self.clock = StallClock()
         """Measures how long its calls waited for an engine that made no progress."""
-        self._budget = Budget(limits)
-        self._recorder = Recorder(trace)
-        self._talks: dict[int, Conversations] = {}  # by policy
-        self._replies: dict[int, Said] = {}  # by node
-        self._nodes: dict[str, int] = {}  # by call
-        self._askings = Askings(linger)
+        self._budget = RolloutBudget(limits)
+        self._recorder = TraceRecorder(trace)
+        self._trie_by_policy: dict[int, ConversationTrie] = {}  # by policy
+        self._reply_by_node: dict[int, TrieNode] = {}  # by node
+        self._node_by_call: dict[str, int] = {}  # by call
+        self._deduplicator = RequestDeduplicator(abandon_after)
         self._media: dict[str, Media] = {}
-        self._calls = 0
-        self._running, self._since, self._seconds = 0, 0.0, 0.0
+        self._num_calls = 0
+        self._num_running, self._busy_since, self._busy_seconds = 0, 0.0, 0.0
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
-    async def ask(self, request: Request) -> Reply:
+    async def generate(self, request: ModelRequest) -> ModelReply:
         """The policy's reply, recorded.
 
         Raises BudgetExceeded or ContextOverflow when the policy has used up its room, and what went wrong by its name
         when the call could not be made.
         """
-        if request.retry is None and not request.retries:
-            return await self._call(request, *self._place(request))
-        asking = self.begin(request)
+        if request.idempotency_key is None and not request.retry_count:
+            return await self._run_call(request, *self._locate(request))
+        asking = self.start_call(request)
         try:
-            reply = await asking.answer()
+            reply = await asking.wait()
         except BaseException:
             asking.leave(delivered=False)
             raise
         asking.leave(delivered=True)
         return reply
 
-    def begin(self, request: Request) -> Asking:
+    def start_call(self, request: ModelRequest) -> SharedCall:
         """The call for a client that may hang up and ask again; whoever gets it says `leave` in the end."""
-        policy, end = self._place(request)
-        same = (id(policy), id(end), fingerprint([request.tools, request.asked]))
-        return self._askings.begin(request, same, lambda: self._call(request, policy, end))
+        policy, end = self._locate(request)
+        same = (id(policy), id(end), encode_canonical([request.tools, request.sampling_overrides]))
+        return self._deduplicator.join_or_start(request, same, lambda: self._run_call(request, policy, end))
 
-    def count(self, request: Request) -> int:
+    def count_prompt_tokens(self, request: ModelRequest) -> int:
         """The tokens of the prompt this request would make; for a policy without tokens a guess from its length."""
-        policy, end = self._place(request)
+        policy, end = self._locate(request)
         prepared = self._prepare(policy, end, request)
         if prepared.rendered is not None:
-            return prepared.length
+            return prepared.prompt_len
         said = sum(len(message.text) for message in prepared.messages)
-        return (said + len(fingerprint(request.tools))) // 4 + 4 * len(prepared.messages)
+        return (said + len(encode_canonical(request.tools))) // 4 + 4 * len(prepared.messages)
 
-    def node_of(self, call: str) -> int:
+    def get_node(self, call_id: str) -> int:
         """The node of an earlier reply, by its call's id."""
-        if call not in self._nodes:
-            raise RequestInvalid(f"no reply {call!r} is known in this session")
-        return self._nodes[call]
+        if call_id not in self._node_by_call:
+            raise RequestInvalid(f"no reply {call_id!r} is known in this session")
+        return self._node_by_call[call_id]
 
     def record_refusal(self, path: str, status: int, name: str, message: str) -> None:
         """Record in the trace that a client was refused. Equal refusals are counted; at most `REFUSALS` are kept."""
         refusals = list(self.trace.info.get("refusals", []))
-        entry = {"path": path, "status": status, "name": name, "message": message[:REFUSAL_LENGTH]}
+        entry = {"path": path, "status": status, "name": name, "message": message[:MAX_REFUSAL_CHARS]}
         for at, known in enumerate(refusals):
             if {**known, "count": 0} == {**entry, "count": 0}:
                 refusals[at] = {**entry, "count": known["count"] + 1}
                 break
         else:
             refusals.append({**entry, "count": 1})
-        self.trace.info["refusals"] = refusals[:REFUSALS]
+        self.trace.info["refusals"] = refusals[:MAX_REFUSALS]
 
     def close(self) -> None:
         """Give up calls that are still running for clients."""
-        self._askings.close()
+        self._deduplicator.cancel_all()
 
     # -- where it stands -----------------------------------------------------------------------------------------------
 
     @property
-    def turns(self) -> int:
+    def num_turns(self) -> int:
         """Calls that were recorded."""
-        return self._budget.turns
+        return self._budget.num_turns
 
     @property
-    def exhausted(self) -> str | None:
+    def exhausted_limit(self) -> str | None:
         """The limit that leaves no further call ("max_turns", ...), if one does."""
-        return self._budget.exhausted
+        return self._budget.exhausted_limit
 
     @property
     def input_tokens(self) -> int:
-        return self._budget.input
+        return self._budget.input_tokens
 
     @property
     def output_tokens(self) -> int:
-        return self._budget.output
+        return self._budget.output_tokens
 
     @property
     def model_seconds(self) -> float:
         """Seconds during which at least one call was running."""
-        return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
+        return self._busy_seconds + (time.monotonic() - self._busy_since if self._num_running else 0.0)
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    def _place(self, request: Request) -> tuple[Policy, Said]:
+    def _locate(self, request: ModelRequest) -> tuple[Policy, TrieNode]:
         """Who answers, and the place in its conversations that the request leads to."""
         policy = self.models.get(request.model, self.policy)
-        talk = self._talks.get(id(policy))
+        talk = self._trie_by_policy.get(id(policy))
         if talk is None:
-            talk = self._talks[id(policy)] = Conversations()
+            talk = self._trie_by_policy[id(policy)] = ConversationTrie()
         self._media.update(request.media)
-        messages = policy.adapt(request.messages, self._media, opening=request.after is None)
-        if request.after is None:
+        messages = policy.adapt(request.messages, self._media, starts_conversation=request.parent_node is None)
+        if request.parent_node is None:
             if not messages:
                 raise RequestInvalid("messages: at least one is needed")
-            return policy, talk.reach(talk.root, messages, request.tools)
-        said = self._replies.get(request.after)
+            return policy, talk.find_or_insert(talk.root, messages, request.tools)
+        said = self._reply_by_node.get(request.parent_node)
         if said is None:
-            raise RequestInvalid(f"after: node {request.after} is no reply of this session")
+            raise RequestInvalid(f"after: node {request.parent_node} is no reply of this session")
         if said.root is talk.root:
-            return policy, talk.reach(said, messages, request.tools)
-        return policy, talk.reach(talk.root, [*said.since(None), *messages], request.tools)
+            return policy, talk.find_or_insert(said, messages, request.tools)
+        return policy, talk.find_or_insert(talk.root, [*said.messages_after(None), *messages], request.tools)
 
-    def _prepare(self, policy: Policy, end: Said, request: Request) -> Prepared:
-        last = end.last
-        history = None if last is None else self._history(policy, last)
-        return policy.prepare(history, end.since(last), request.tools, self._media)
+    def _prepare(self, policy: Policy, position: TrieNode, request: ModelRequest) -> PreparedPrompt:
+        last = position.last_reply
+        history = None if last is None else self._get_history(policy, last)
+        return policy.prepare(history, position.messages_after(last), request.tools, self._media)
 
-    def _history(self, policy: Policy, reply: Said) -> TokenHistory:
+    def _get_history(self, policy: Policy, reply: TrieNode) -> TokenHistory:
         """What a turn after `reply` continues, its tokens as the trace has them."""
         if reply.history is None:
-            sampled = self.trace.nodes[reply.node].sampled_span
-            ids = self.trace.graph.path_tokens(reply.node)
-            history = TokenHistory.build(reply.since(None), reply.tools, ids, num_sampled=sampled[1] - sampled[0])
-            self._talks[id(policy)].keep(reply, history)
+            sampled = self.trace.nodes[reply.trace_node].sampled_span
+            ids = self.trace.graph.path_tokens(reply.trace_node)
+            history = TokenHistory.build(
+                reply.messages_after(None), reply.tools, ids, num_sampled=sampled[1] - sampled[0]
+            )
+            self._trie_by_policy[id(policy)].cache_history(reply, history)
             return history
         return reply.history
 
-    async def _call(self, request: Request, policy: Policy, end: Said) -> Reply:
-        start, by_agent = time.time(), self.agent_runs
-        self._enter()
+    async def _run_call(self, request: ModelRequest, policy: Policy, position: TrieNode) -> ModelReply:
+        start, by_agent = time.time(), self.is_agent_running
+        self._start_timer()
         try:
-            async with asyncio.timeout(self.deadline) as scope:
-                prepared = self._prepare(policy, end, request)
-                sampling, stop = self._wishes(request, end), stop_strings(request.asked)
-                grant = await self._take(policy, prepared, end, sampling)
+            async with asyncio.timeout(self.call_timeout) as scope:
+                prepared = self._prepare(policy, position, request)
+                sampling, stop = (
+                    self._resolve_sampling(request, position),
+                    parse_stop_strings(request.sampling_overrides),
+                )
+                grant = await self._reserve_budget(policy, prepared, position, sampling)
                 try:
-                    if grant.output < sampling.max_tokens:
-                        sampling = replace(sampling, max_tokens=grant.output)
-                    sampled = await self._sample(policy, prepared, sampling, stop)
-                    self._calls += 1
+                    if grant.output_tokens < sampling.max_tokens:
+                        sampling = replace(sampling, max_tokens=grant.output_tokens)
+                    sampled = await self._sample_with_retries(policy, prepared, sampling, stop)
+                    self._num_calls += 1
                     call = ModelCall(
-                        f"{self.trace.id}-{self._calls}",
+                        f"{self.trace.id}-{self._num_calls}",
                         request.model,
                         policy.name,
-                        recorded(sampling, stop),
-                        _finish(sampled),
+                        sampling_to_dict(sampling, stop),
+                        _finish_reason(sampled),
                         sampled.usage,
                         start,
                         time.time(),
                     )
-                    reply = self._record(policy, end, prepared, sampled, call, grant)
+                    reply = self._record_reply(policy, position, prepared, sampled, call, grant)
                     if policy.trainable and policy is self.policy:
-                        self._record_call(request, end, reply.node, by_agent=by_agent)
+                        self._record_call(request, position, reply.node, by_agent=by_agent)
                     return reply
                 finally:
-                    self._budget.settle(grant)
+                    self._budget.release(grant)
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            late = DeadlineExceeded(f"a model call took longer than {self.deadline:g} s")
+            late = DeadlineExceeded(f"a model call took longer than {self.call_timeout:g} s")
             self.failures.append(late)
             raise late from error
         except RamifyError as error:
             self.failures.append(error)
             raise
         finally:
-            self._exit()
+            self._stop_timer()
 
-    def _record_call(self, request: Request, end: Said, node: int, *, by_agent: bool) -> None:
+    def _record_call(self, request: ModelRequest, position: TrieNode, node: int, *, by_agent: bool) -> None:
         """Record what decides whether a call is trained."""
-        last = end.last
-        opening = tuple(end.since(None)) if last is None else ()
-        continues = None if last is None else last.node
-        self.calls.append(RecordedCall(node, opening, continues, bool(request.tools), request.remote, by_agent))
+        last = position.last_reply
+        opening = tuple(position.messages_after(None)) if last is None else ()
+        continues = None if last is None else last.trace_node
+        self.recorded_calls.append(
+            RecordedCall(node, opening, continues, bool(request.tools), request.is_remote, by_agent)
+        )
 
-    def _wishes(self, request: Request, end: Said) -> ClientSampling:
-        seed = call_seed(self.seed, end.digest, end.started)
-        end.started += 1
-        return effective(self.sampling, request.asked, train=self.train, seed=seed)
+    def _resolve_sampling(self, request: ModelRequest, position: TrieNode) -> ClientSampling:
+        seed = derive_call_seed(self.seed, position.digest, position.num_calls)
+        position.num_calls += 1
+        return resolve_sampling(self.sampling, request.sampling_overrides, is_training=self.is_training, seed=seed)
 
-    async def _take(self, policy: Policy, prepared: Prepared, end: Said, sampling: ClientSampling) -> Grant:
+    async def _reserve_budget(
+        self, policy: Policy, prepared: PreparedPrompt, position: TrieNode, sampling: ClientSampling
+    ) -> BudgetGrant:
         def need() -> int:
-            counted = self._budget.counts_input and prepared.rendered is not None
-            return self._recorder.new_tokens(prepared, end) if counted else 0
+            counted = self._budget.limits_input and prepared.rendered is not None
+            return self._recorder.count_new_tokens(prepared, position) if counted else 0
 
-        length = prepared.length or (end.last.length if end.last else 0)
-        return await self._budget.take(need, wanted=sampling.max_tokens, length=length, longest=policy.max_model_len)
+        length = prepared.prompt_len or (position.last_reply.num_tokens if position.last_reply else 0)
+        return await self._budget.reserve(
+            need, max_tokens=sampling.max_tokens, prompt_len=length, max_model_len=policy.max_model_len
+        )
 
-    async def _sample(
-        self, policy: Policy, prepared: Prepared, sampling: ClientSampling, stop: tuple[str, ...]
-    ) -> Sampled:
+    async def _sample_with_retries(
+        self, policy: Policy, prepared: PreparedPrompt, sampling: ClientSampling, stop_strings: tuple[str, ...]
+    ) -> SampledReply:
         """One sample, asked for again while the failure is one that may pass."""
-        for attempt in range(self.retries + 1):
+        for attempt in range(self.max_retries + 1):
             try:
                 sampled = await policy.sample(
-                    prepared, sampling, session=self.trace.id, deadline=self.deadline, stop=stop, clock=self.clock
+                    prepared,
+                    sampling,
+                    session=self.trace.id,
+                    timeout=self.call_timeout,
+                    stop_strings=stop_strings,
+                    clock=self.clock,
                 )
-                _check_logprobs(policy, sampled)
+                _check_logprobs_finite(policy, sampled)
                 return sampled
             except RamifyError as error:
-                if not error.retryable or attempt == self.retries:
+                if not error.retryable or attempt == self.max_retries:
                     raise
-            await asyncio.sleep(BACKOFF * 2**attempt)
+            await asyncio.sleep(RETRY_BACKOFF * 2**attempt)
         raise AssertionError  # the loop returns or raises
 
-    def _record(
-        self, policy: Policy, end: Said, prepared: Prepared, sampled: Sampled, call: ModelCall, grant: Grant
-    ) -> Reply:
+    def _record_reply(
+        self,
+        policy: Policy,
+        position: TrieNode,
+        prepared: PreparedPrompt,
+        sampled: SampledReply,
+        call: ModelCall,
+        grant: BudgetGrant,
+    ) -> ModelReply:
         """The call into the trace, the budget and the conversations, all before anybody sees the answer."""
         trainable = policy.trainable and policy is self.policy
-        found = self._recorder.add(end, prepared, sampled, call, self._media, trainable=trainable)
-        self._budget.settle(grant, turns=1, input=found.input, output=found.output)
-        talk = self._talks[id(policy)]
-        self._replies[found.node] = talk.reply(end, sampled.message, found.node, sampled.history, found.length)
-        self._nodes[call.id] = found.node
-        reply = Reply(sampled.message, _finish(sampled), sampled.usage, found.node, call.id, sampled.problems)
-        if self.watch is not None:
-            self.watch(reply)
+        found = self._recorder.record_turn(position, prepared, sampled, call, self._media, trainable=trainable)
+        self._budget.release(grant, num_turns=1, input_tokens=found.input_tokens, output_tokens=found.output_tokens)
+        talk = self._trie_by_policy[id(policy)]
+        self._reply_by_node[found.node] = talk.insert_reply(
+            position, sampled.message, found.node, sampled.history, found.path_len
+        )
+        self._node_by_call[call.id] = found.node
+        reply = ModelReply(
+            sampled.message, _finish_reason(sampled), sampled.usage, found.node, call.id, sampled.problems
+        )
+        if self.on_reply is not None:
+            self.on_reply(reply)
         return reply
 
-    def _enter(self) -> None:
-        if not self._running:
-            self._since = time.monotonic()
-        self._running += 1
+    def _start_timer(self) -> None:
+        if not self._num_running:
+            self._busy_since = time.monotonic()
+        self._num_running += 1
 
-    def _exit(self) -> None:
-        self._running -= 1
-        if not self._running:
-            self._seconds += time.monotonic() - self._since
+    def _stop_timer(self) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            self._busy_seconds += time.monotonic() - self._busy_since
 
 
-def _check_logprobs(policy: Policy, sampled: Sampled) -> None:
+def _check_logprobs_finite(policy: Policy, sampled: SampledReply) -> None:
     """Raise ProviderError if a logprob is not finite: such a sample cannot be trained on."""
     not_finite = ~np.isfinite(sampled.logprobs)
     if not_finite.any():
@@ -317,7 +345,7 @@ def _check_logprobs(policy: Policy, sampled: Sampled) -> None:
         )
 
 
-def _finish(sampled: Sampled) -> Finish:
-    if sampled.finish == "length":
+def _finish_reason(sampled: SampledReply) -> ReplyFinishReason:
+    if sampled.finish_reason == "length":
         return "length"
     return "tool_calls" if sampled.message.tool_calls else "stop"

@@ -10,7 +10,7 @@ from ramify.harness.config import HarnessConfig
 from ramify.runtime import Runtime
 
 if TYPE_CHECKING:
-    from ramify.gateway import Session
+    from ramify.gateway import RolloutSession
 
 
 class Harness(ABC):
@@ -40,7 +40,12 @@ class Harness(ABC):
 
     @abstractmethod
     async def run(
-        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stop_hooks: Sequence[Hook]
+        self,
+        context: RolloutContext,
+        session: "RolloutSession",
+        tools: ToolSet,
+        user: User | None,
+        stop_hooks: Sequence[Hook],
     ) -> str:
         """Work on the task until it is done, and return why it ended. `stops` are asked after every turn.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
 from ramify.errors import ConfigInvalid, MalformedCall
-from ramify.gateway.exchange import Reply, Request
+from ramify.gateway.model_call import ModelReply, ModelRequest
 from ramify.harness.base import Harness
 from ramify.harness.config import ChatHarnessConfig
 from ramify.harness.initial_messages import build_initial_messages
@@ -21,7 +21,7 @@ from ramify.render.base import ParseProblemKind
 from ramify.trace import Media, MediaPart, Message
 
 if TYPE_CHECKING:
-    from ramify.gateway import Session
+    from ramify.gateway import RolloutSession
 
 EXCERPT_CHARS = 200  # characters of a call that could not be read
 
@@ -42,7 +42,12 @@ class ChatHarness(Harness):
             )
 
     async def run(
-        self, context: RolloutContext, session: "Session", tools: ToolSet, user: User | None, stop_hooks: Sequence[Hook]
+        self,
+        context: RolloutContext,
+        session: "RolloutSession",
+        tools: ToolSet,
+        user: User | None,
+        stop_hooks: Sequence[Hook],
     ) -> str:
         async with self._with_mcp_tools(tools) as all_tools:
             return await _ChatLoop(context, session, all_tools, user, stop_hooks, self.config.malformed_limit).run()
@@ -64,7 +69,7 @@ class _ChatLoop:
     def __init__(
         self,
         context: RolloutContext,
-        session: "Session",
+        session: "RolloutSession",
         tools: ToolSet,
         user: User | None,
         stop_hooks: Sequence[Hook],
@@ -84,11 +89,13 @@ class _ChatLoop:
             messages.append(first_message)
         parent_node: int | None = None
         while True:
-            if self._session.exhausted is not None:
-                return self._session.exhausted
+            if self._session.exhausted_limit is not None:
+                return self._session.exhausted_limit
             media_in_request = {**media, **self._collect_media(messages)}
-            request = Request(tuple(messages), self._tools.schemas, after=parent_node, media=media_in_request)
-            reply = await self._session.ask(request)
+            request = ModelRequest(
+                tuple(messages), self._tools.schemas, parent_node=parent_node, media=media_in_request
+            )
+            reply = await self._session.generate(request)
             outcome = await self._find_stop_reason() or await self._respond_to(reply)
             if isinstance(outcome, str):
                 return outcome
@@ -101,7 +108,7 @@ class _ChatLoop:
                 return hook.name
         return None
 
-    async def _respond_to(self, reply: Reply) -> list[Message] | str:
+    async def _respond_to(self, reply: ModelReply) -> list[Message] | str:
         """What is said to a reply, or why nothing is."""
         answers: list[Message] = []
         if len(self._tools):
@@ -113,14 +120,14 @@ class _ChatLoop:
         if self._user is not None:
             said = await self._next_user_message(reply.message.text)
             return "user" if said is None else [said]
-        return "length" if reply.finish == "length" else "done"
+        return "length" if reply.finish_reason == "length" else "done"
 
-    def _malformed_call_messages(self, reply: Reply) -> list[Message]:
+    def _malformed_call_messages(self, reply: ModelReply) -> list[Message]:
         """The answer to calls that could not be read. A reply that was cut off is not blamed for an open call."""
         call_problems = [
             problem for problem in reply.problems if problem.kind is not ParseProblemKind.UNCLOSED_REASONING
         ]
-        if not call_problems or reply.finish == "length":
+        if not call_problems or reply.finish_reason == "length":
             self._num_malformed = 0
             return []
         self._num_malformed += 1

@@ -5,8 +5,8 @@ from typing import Any
 
 from ramify.env import Task
 from ramify.errors import EnvironmentFault, RequestInvalid
-from ramify.gateway.chatform import read_calls
-from ramify.gateway.media import read_url
+from ramify.gateway.media import media_from_url
+from ramify.gateway.openai_format import parse_tool_calls
 from ramify.trace import Media, MediaPart, Message, TextPart
 
 ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -43,7 +43,7 @@ def _parse_message(data: Mapping[str, Any], media: dict[str, Media]) -> Message:
         role=data["role"],
         content=content if isinstance(content, str) else tuple(_parse_part(part, media) for part in content),
         reasoning=data.get("reasoning_content"),
-        tool_calls=read_calls(data.get("tool_calls")),
+        tool_calls=parse_tool_calls(data.get("tool_calls")),
         tool_call_id=data.get("tool_call_id"),
     )
 
@@ -54,6 +54,6 @@ def _parse_part(data: Mapping[str, Any], media: dict[str, Media]) -> TextPart | 
     if data["type"] != "image_url":
         raise ValueError(f"a part of type {data['type']!r}, expected text or image_url")
     image = data["image_url"]
-    found = read_url(image if isinstance(image, str) else image["url"])
+    found = media_from_url(image if isinstance(image, str) else image["url"])
     media[found.hash] = found
     return MediaPart(found.hash)

@@ -26,9 +26,9 @@ from ramify.errors import (
     ValueRefused,
 )
 from ramify.errors.origin import describe_exception
+from ramify.gateway.main_calls import find_side_calls
 from ramify.gateway.policy import Policy
-from ramify.gateway.selection import side_calls
-from ramify.gateway.session import Session
+from ramify.gateway.session import RolloutSession
 from ramify.harness.initial_messages import get_user_prompt_texts
 from ramify.rollout.deadline import HarnessDeadline
 from ramify.rollout.environment import Environment
@@ -111,27 +111,27 @@ class Attempt:
             runtime=env.box,
             sampler={"model": policy.name, "sampling": env.sampler},
         )
-        self.session = Session(
+        self.session = RolloutSession(
             self.trace,
             policy,
             sampling=source.sampling,
             limits=env.limits,
             models=env.models(),
-            train=train,
+            is_training=train,
             seed=_number(chance),
-            deadline=self.limit + source.timeouts.engine_stall,
-            retries=source.model_retries,
+            call_timeout=self.limit + source.timeouts.engine_stall,
+            max_retries=source.model_retries,
         )
-        self.session.agent_runs = False
+        self.session.is_agent_running = False
         self.context = RolloutContext(task, self.trace, self.runtime, random.Random(chance))
         self._gateway, self._watch, self._train = gateway, watch, train
         if watch is not None:
-            self.session.watch = lambda _: watch("turn", self.trace)
+            self.session.on_reply = lambda _: watch("turn", self.trace)
 
     async def run(self) -> Episode:
         """All phases, and the way out."""
         if self._gateway is not None:
-            self.context.endpoint = self._gateway.open(self.session)
+            self.context.endpoint = self._gateway.register(self.session)
         try:
             await self._phases()
         finally:
@@ -162,7 +162,9 @@ class Attempt:
     def _leave_out_side_calls(self) -> None:
         """Mark the calls that `harness.train` leaves out of training."""
         if self.env.harness.config.train == "main":
-            for node, reason in sorted(side_calls(self.session.calls, get_user_prompt_texts(self.task)).items()):
+            for node, reason in sorted(
+                find_side_calls(self.session.recorded_calls, get_user_prompt_texts(self.task)).items()
+            ):
                 self.trace.exclude_from_training(node, reason)
 
     async def judge(self) -> None:
@@ -185,11 +187,11 @@ class Attempt:
 
     async def converse(self, tools: ToolSet, user: User | None) -> str:
         """Let the agent work; returns why it stopped."""
-        self.session.agent_runs = True
+        self.session.is_agent_running = True
         try:
             return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
         finally:
-            self.session.agent_runs = False
+            self.session.is_agent_running = False
 
     async def _phase(self, name: str, limit: within | HarnessDeadline, work: Coroutine[Any, Any, Any]) -> Any:
         """One phase, timed and limited; what it raises without a name of ours is the environment's fault."""
@@ -220,7 +222,7 @@ class Attempt:
     async def _close(self) -> None:
         """Stop what runs for this attempt. Its result stands, whatever goes wrong here; the trace says what did."""
         if self._gateway is not None:
-            self._gateway.end(self.session)
+            self._gateway.unregister(self.session)
         else:
             self.session.close()
         try:

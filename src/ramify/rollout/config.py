@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from ramify.config import Config
-from ramify.gateway.config import AGENT_TIMEOUT, Limits, SamplingConfig
+from ramify.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
 
 
 class TimeoutsConfig(Config):
@@ -58,6 +58,6 @@ class SourceConfig(Config):
         return timeouts.boot + timeouts.setup + agent + timeouts.engine_stall + timeouts.finalize + timeouts.scoring
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RolloutLimits:
         """What one rollout may use."""
-        return Limits(**{name: getattr(self, name) for name in Limits.model_fields})
+        return RolloutLimits(**{name: getattr(self, name) for name in RolloutLimits.model_fields})

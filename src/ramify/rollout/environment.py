@@ -16,7 +16,7 @@ from ramify.env import Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.code_digest import compute_code_digests
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.errors.origin import describe_exception
-from ramify.gateway.config import Limits
+from ramify.gateway.config import RolloutLimits
 from ramify.gateway.policy import ChatPolicy, Policy
 from ramify.harness import ExternalModelConfig, Harness
 from ramify.rollout.config import SourceConfig
@@ -33,7 +33,7 @@ class Environment:
     harness: Harness
     runtime_class: type[Runtime]
     runtime_config: RuntimeConfig
-    limits: Limits
+    limits: RolloutLimits
     sampler: dict[str, Any]
     """How its calls are sampled, as traces say it."""
     box: dict[str, Any]

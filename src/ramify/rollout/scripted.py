@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ramify.client import ClientSampling
 from ramify.client.stall_clock import StallClock
 from ramify.errors import EnvironmentFault, RamifyError
-from ramify.gateway.policy import EMPTY, Prepared, Sampled
+from ramify.gateway.policy import NO_TOKENS, PreparedPrompt, SampledReply
 from ramify.render import TokenHistory, ToolSchema
 from ramify.render.outline import ConversationOutline
 from ramify.trace import Media, Message, MessageSpan, Usage
@@ -23,7 +23,9 @@ class ScriptedPolicy:
         self.exhausted = exhausted
         self.said = 0
 
-    def adapt(self, messages: Sequence[Message], media: Mapping[str, Media], *, opening: bool) -> Sequence[Message]:
+    def adapt(
+        self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
+    ) -> Sequence[Message]:
         """Return the messages unchanged."""
         return messages
 
@@ -33,21 +35,21 @@ class ScriptedPolicy:
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
-    ) -> Prepared:
+    ) -> PreparedPrompt:
         """The conversation as it is."""
         whole = (*(history.messages if history else ()), *messages)
-        return Prepared(whole, tuple(tools), tuple(MessageSpan(message, 0, (0, 0)) for message in messages))
+        return PreparedPrompt(whole, tuple(tools), tuple(MessageSpan(message, 0, (0, 0)) for message in messages))
 
     async def sample(
         self,
-        prepared: Prepared,
+        prepared: PreparedPrompt,
         sampling: ClientSampling,
         *,
         session: str,
-        deadline: float,
-        stop: Sequence[str] = (),
+        timeout: float,
+        stop_strings: Sequence[str] = (),
         clock: StallClock | None = None,
-    ) -> Sampled:
+    ) -> SampledReply:
         """The next reply."""
         if self.said == len(self.replies):
             count = "1 reply" if self.said == 1 else f"{self.said} replies"
@@ -55,5 +57,5 @@ class ScriptedPolicy:
         reply = self.replies[self.said]
         self.said += 1
         message = Message("assistant", reply) if isinstance(reply, str) else reply
-        history = TokenHistory((*prepared.messages, message), prepared.tools, EMPTY, 0, ConversationOutline())
-        return Sampled(message, "stop", Usage(), history)
+        history = TokenHistory((*prepared.messages, message), prepared.tools, NO_TOKENS, 0, ConversationOutline())
+        return SampledReply(message, "stop", Usage(), history)

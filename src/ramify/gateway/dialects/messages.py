@@ -12,10 +12,18 @@ from typing import Any
 import msgspec
 
 from ramify.errors import RamifyError, RequestInvalid
-from ramify.gateway.canonical import arguments
-from ramify.gateway.dialects.form import Asked, Reader, event, function, read_tools, status_of, wishes
-from ramify.gateway.exchange import Reply, Request
-from ramify.gateway.media import read_base64, read_url
+from ramify.gateway.canonical import parse_arguments
+from ramify.gateway.dialects.base import (
+    MessageParser,
+    ParsedRequest,
+    build_function_tool,
+    format_sse,
+    get_http_status,
+    parse_sampling_overrides,
+    parse_tools,
+)
+from ramify.gateway.media import media_from_base64, media_from_url
+from ramify.gateway.model_call import ModelReply, ModelRequest
 from ramify.render import ToolSchema
 from ramify.trace import Message, ToolCall, Usage
 
@@ -28,72 +36,72 @@ ERROR_TYPES = {
 }
 
 
-class Messages:
+class MessagesDialect:
     """Blocks in, blocks out."""
 
-    ping = event({"type": "ping"}, "ping")
+    keepalive = format_sse({"type": "ping"}, "ping")
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        reader = _Blocks()
+    def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
+        reader = _BlockParser()
         if body.get("system"):
             system = body["system"]
             texts = [system] if isinstance(system, str) else [block.get("text", "") for block in system]
-            reader.say("system", "\n\n".join(text for text in texts if text))
+            reader.add_message("system", "\n\n".join(text for text in texts if text))
         for number, said in enumerate(body["messages"]):
             role = said.get("role")
             if role == "assistant":
-                reader.reply(said.get("content"))
+                reader.add_assistant_blocks(said.get("content"))
             elif role in ("user", "system"):
-                reader.turn(role, said.get("content"))
+                reader.add_user_blocks(role, said.get("content"))
             else:
                 raise RequestInvalid(f"messages.{number}.role: found {role!r}")
-        request = Request(
+        request = ModelRequest(
             messages=tuple(reader.messages),
-            tools=read_tools(body.get("tools"), body.get("tool_choice"), _tool),
+            tools=parse_tools(body.get("tools"), body.get("tool_choice"), _parse_tool),
             model=str(body.get("model") or ""),
-            asked=wishes(body, stop="stop_sequences", max_tokens="max_tokens"),
+            sampling_overrides=parse_sampling_overrides(body, stop="stop_sequences", max_tokens="max_tokens"),
             media=reader.media,
         )
-        return Asked(request, bool(body.get("stream")))
+        return ParsedRequest(request, bool(body.get("stream")))
 
-    def write(self, asked: Asked, reply: Reply) -> dict[str, Any]:
-        usage = {**_input(reply.usage), "output_tokens": reply.usage.completion_tokens}
-        stop = {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None}
-        return {**_head(asked, reply), "content": _write(reply.message), **stop, "usage": usage}
+    def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
+        usage = {**_format_input_usage(reply.usage), "output_tokens": reply.usage.completion_tokens}
+        stop = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
+        return {**_envelope(parsed, reply), "content": _to_blocks(reply.message), **stop, "usage": usage}
 
-    def stream(self, asked: Asked, reply: Reply) -> Iterator[bytes]:
+    def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
         def say(kind: str, **fields: Any) -> bytes:
-            return event({"type": kind, **fields}, kind)
+            return format_sse({"type": kind, **fields}, kind)
 
-        usage = {**_input(reply.usage), "output_tokens": 0}
-        head = {**_head(asked, reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        usage = {**_format_input_usage(reply.usage), "output_tokens": 0}
+        head = {**_envelope(parsed, reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield say("message_start", message=head)
-        for index, block in enumerate(_write(reply.message)):
-            empty, deltas = _deltas(block)
+        for index, block in enumerate(_to_blocks(reply.message)):
+            empty, deltas = _split_block(block)
             yield say("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield say("content_block_delta", index=index, delta=delta)
             yield say("content_block_stop", index=index)
-        stop = {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None}
+        stop = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
         yield say("message_delta", delta=stop, usage={"output_tokens": reply.usage.completion_tokens})
         yield say("message_stop")
 
-    def count(self, tokens: int) -> dict[str, Any]:
-        return {"input_tokens": tokens}
+    def format_token_count(self, num_tokens: int) -> dict[str, Any]:
+        return {"input_tokens": num_tokens}
 
-    def refusal(self, error: RamifyError) -> dict[str, Any]:
-        kind = ERROR_TYPES.get(status_of(error), "api_error")
+    def format_error(self, error: RamifyError) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(get_http_status(error), "api_error")
         said = f"{error.name}: {error.message}"
         return {"type": "error", "error": {"type": kind, "message": said, "name": error.name}}
 
-    def broken(self, error: RamifyError) -> bytes:
-        return event(self.refusal(error), "error")
+    def format_stream_error(self, error: RamifyError) -> bytes:
+        return format_sse(self.format_error(error), "error")
 
 
-class _Blocks(Reader):
+class _BlockParser(MessageParser):
     """Reads messages of blocks."""
 
-    def turn(self, role: str, content: Any) -> None:
+    def add_user_blocks(self, role: str, content: Any) -> None:
         """What a user says, and the results of tools in between, in their order."""
         said: list[Any] = []
         for block in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
@@ -101,13 +109,13 @@ class _Blocks(Reader):
                 said.append(block)
                 continue
             if said:
-                self.say(role, said)
+                self.add_message(role, said)
             said = []
-            self.say("tool", block.get("content"), tool_call_id=block["tool_use_id"])
+            self.add_message("tool", block.get("content"), tool_call_id=block["tool_use_id"])
         if said:
-            self.say(role, said)
+            self.add_message(role, said)
 
-    def reply(self, content: Any) -> None:
+    def add_assistant_blocks(self, content: Any) -> None:
         """What the model said earlier."""
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         thoughts = [block["thinking"] for block in blocks if block.get("type") == "thinking"]
@@ -117,29 +125,29 @@ class _Blocks(Reader):
             if block.get("type") == "tool_use"
         ]
         texts = [block for block in blocks if block.get("type") == "text"]
-        self.say("assistant", texts, reasoning="".join(thoughts) or None, tool_calls=tuple(calls))
+        self.add_message("assistant", texts, reasoning="".join(thoughts) or None, tool_calls=tuple(calls))
 
-    def part(self, entry: Any) -> Any:
+    def parse_part(self, entry: Any) -> Any:
         if not isinstance(entry, str) and entry.get("type") == "image":
             source = entry["source"]
             if source["type"] == "base64":
-                return self.show(read_base64(source["data"], source["media_type"]))
-            return self.show(read_url(source["url"]))
-        return super().part(entry)
+                return self.add_media(media_from_base64(source["data"], source["media_type"]))
+            return self.add_media(media_from_url(source["url"]))
+        return super().parse_part(entry)
 
 
-def _tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
+def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
     """A tool with a schema; those that only Anthropic's own servers run are left aside."""
     if "input_schema" not in tool:
         return ()
-    return (function(tool["name"], tool.get("description"), tool["input_schema"]),)
+    return (build_function_tool(tool["name"], tool.get("description"), tool["input_schema"]),)
 
 
-def _head(asked: Asked, reply: Reply) -> dict[str, Any]:
-    return {"id": f"msg_{reply.call}", "type": "message", "role": "assistant", "model": asked.request.model}
+def _envelope(parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
+    return {"id": f"msg_{reply.call_id}", "type": "message", "role": "assistant", "model": parsed.request.model}
 
 
-def _input(usage: Usage) -> dict[str, int]:
+def _format_input_usage(usage: Usage) -> dict[str, int]:
     """Input tokens as Anthropic counts them: those from the cache apart."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -148,21 +156,21 @@ def _input(usage: Usage) -> dict[str, int]:
     }
 
 
-def _write(message: Message) -> list[dict[str, Any]]:
+def _to_blocks(message: Message) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
     if message.text or not message.tool_calls:
         blocks.append({"type": "text", "text": message.text})
     for call in message.tool_calls:
-        table = arguments(call.arguments)
+        table = parse_arguments(call.arguments)
         blocks.append(
             {"type": "tool_use", "id": call.id, "name": call.name, "input": table if isinstance(table, dict) else {}}
         )
     return blocks
 
 
-def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A block as a stream begins it, and what it then adds."""
     if block["type"] == "thinking":
         deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]

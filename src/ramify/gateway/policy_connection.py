@@ -20,51 +20,51 @@ from ramify.model.resolve import resolve
 from ramify.render import load_renderer
 from ramify.render.config import RendererConfig
 
-PROBE = 10.0  # seconds for a server to say what it serves
-TOKEN_OWNERS = ("ramify", "vllm")  # whose servers give token ids
+PROBE_TIMEOUT = 10.0  # seconds for a server to say what it serves
+TOKEN_API_OWNERS = ("ramify", "vllm")  # whose servers give token ids
 
-How = Literal["auto", "tokens", "chat"]
+ClientMode = Literal["auto", "tokens", "chat"]
 
 
-async def reach(
+async def connect_policy(
     urls: Sequence[str],
     model: str,
     renderer: RendererConfig,
     stack: contextlib.AsyncExitStack,
     *,
-    how: How = "auto",
-    key: str = "",
-    say: Callable[[str], None] = lambda _: None,
+    client_mode: ClientMode = "auto",
+    api_key: str = "",
+    log: Callable[[str], None] = lambda _: None,
 ) -> Policy:
     """The policy behind these servers, open until the stack is closed. Raises ProviderError where nobody answers."""
-    cards = [await _models(url, key) for url in urls]
-    why = _no_tokens(how, model, cards)
+    cards = [await _list_models(url, api_key) for url in urls]
+    why = _why_no_token_ids(client_mode, model, cards)
     if why is None:
         try:
             client = await stack.enter_async_context(InferenceClient(urls))
             length = cards[0][0].get("max_model_len")
             longest = length if isinstance(length, int) else None
             path = resolve(model)
-            vocabulary = _vocabulary_size(path)
+            vocabulary = _read_vocab_size(path)
             return TokenPolicy(
-                client, load_renderer(path, renderer), model, max_model_len=longest, vocabulary_size=vocabulary
+                client, load_renderer(path, renderer), model, max_model_len=longest, vocab_size=vocabulary
             )
         except (TokensRequired, LogprobMismatch) as error:
             why = error.message
-    if how == "tokens":
+    if client_mode == "tokens":
         raise ConfigInvalid(f"client: 'tokens' is not possible: {why}")
     if len(urls) > 1:
         raise ConfigInvalid(f"inference.base_url: several servers need token ids ({why}); give one address")
-    say(f"asking {urls[0]} as a chat endpoint, without token ids: {why}")
+    log(f"asking {urls[0]} as a chat endpoint, without token ids: {why}")
     listed = [str(card.get("id")) for card in cards[0]]
     if listed and model not in listed:
-        say(f"{urls[0]} lists {', '.join(listed[:5])}, not {model}")
-    policy = ChatPolicy(f"{urls[0]}/v1", model, key)
+        log(f"{urls[0]} lists {', '.join(listed[:5])}, not {model}")
+    policy = ChatPolicy(f"{urls[0]}/v1", model, api_key)
     stack.push_async_callback(policy.close)
     return policy
 
 
-def _vocabulary_size(path: Path) -> int | None:
+def _read_vocab_size(path: Path) -> int | None:
     """Return the size of a model's vocabulary; None if its config does not say."""
     try:
         config = msgspec.json.decode((path / "config.json").read_bytes())
@@ -73,13 +73,13 @@ def _vocabulary_size(path: Path) -> int | None:
         return None
 
 
-def _no_tokens(how: How, model: str, cards: list[list[dict[str, Any]]]) -> str | None:
+def _why_no_token_ids(client_mode: ClientMode, model: str, cards: list[list[dict[str, Any]]]) -> str | None:
     """Why the servers cannot be asked for tokens; None if they can."""
-    if how == "chat":
+    if client_mode == "chat":
         return "client = 'chat'"
     owners = {str(card[0].get("owned_by")) if card else "nobody" for card in cards}
-    if not owners <= set(TOKEN_OWNERS):
-        return f"its models are owned by {', '.join(sorted(owners))}, not by {' or '.join(TOKEN_OWNERS)}"
+    if not owners <= set(TOKEN_API_OWNERS):
+        return f"its models are owned by {', '.join(sorted(owners))}, not by {' or '.join(TOKEN_API_OWNERS)}"
     served = {str(card[0].get("id")) for card in cards}
     if any(Path(name).name != Path(model).name for name in served):
         raise ConfigInvalid(f"model.name: the server has {', '.join(sorted(served))}, not {model}")
@@ -90,13 +90,13 @@ def _no_tokens(how: How, model: str, cards: list[list[dict[str, Any]]]) -> str |
     return None
 
 
-async def _models(url: str, key: str) -> list[dict[str, Any]]:
+async def _list_models(url: str, api_key: str) -> list[dict[str, Any]]:
     """What the server says it serves; nothing where it does not say. One that is not up yet may come."""
-    http = open_client(url, connect_timeout=PROBE, max_connections=1)
-    if key:
-        http.headers["Authorization"] = f"Bearer {key}"
+    http = open_client(url, connect_timeout=PROBE_TIMEOUT, max_connections=1)
+    if api_key:
+        http.headers["Authorization"] = f"Bearer {api_key}"
     try:
-        async with asyncio.timeout(PROBE):
+        async with asyncio.timeout(PROBE_TIMEOUT):
             listed = msgspec.json.decode(await send_request(http, "GET", "/v1/models"))["data"]
             return [entry for entry in listed if isinstance(entry, dict)]
     except ConnectFailed as error:  # its message names the server and says why

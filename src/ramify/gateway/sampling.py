@@ -8,29 +8,33 @@ from typing import Any
 
 from ramify.client import ClientSampling
 from ramify.errors import RequestInvalid
-from ramify.gateway.budget import MOST
+from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.config import SamplingConfig
 
-LARGEST = 2**63  # what a server and a trace can hold
-WISHES: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+INT64_LIMIT = 2**63  # what a server and a trace can hold
+SAMPLING_FIELDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 
 
-def effective(config: SamplingConfig, asked: Mapping[str, Any], *, train: bool, seed: int | None) -> ClientSampling:
+def resolve_sampling(
+    config: SamplingConfig, overrides: Mapping[str, Any], *, is_training: bool, seed: int | None
+) -> ClientSampling:
     """The settings of one call. In training only the source decides; a client may still ask for fewer tokens.
 
     `seed` is that of the call where the run has one; else a client may bring its own.
     """
-    chosen: dict[str, Any] = {name: getattr(config, name) for name in WISHES}
-    if not train:
-        chosen |= {name: _number(name, asked[name]) for name in WISHES if asked.get(name) is not None}
-        seed = _seed(asked) if seed is None else seed
-    most = [n for n in (config.max_tokens, _most(asked)) if n is not None]
-    return ClientSampling(**chosen, seed=seed, max_tokens=min([*most, MOST]))
+    chosen: dict[str, Any] = {name: getattr(config, name) for name in SAMPLING_FIELDS}
+    if not is_training:
+        chosen |= {
+            name: _parse_number(name, overrides[name]) for name in SAMPLING_FIELDS if overrides.get(name) is not None
+        }
+        seed = _parse_seed(overrides) if seed is None else seed
+    most = [n for n in (config.max_tokens, _parse_max_tokens(overrides)) if n is not None]
+    return ClientSampling(**chosen, seed=seed, max_tokens=min([*most, NO_TOKEN_LIMIT]))
 
 
-def stop_strings(asked: Mapping[str, Any]) -> tuple[str, ...]:
+def parse_stop_strings(overrides: Mapping[str, Any]) -> tuple[str, ...]:
     """The strings that end a reply, as the client named them."""
-    stop = asked.get("stop")
+    stop = overrides.get("stop")
     if not stop:
         return ()
     strings = [stop] if isinstance(stop, str) else stop
@@ -39,14 +43,14 @@ def stop_strings(asked: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(text for text in strings if text)
 
 
-def call_seed(seed: int | None, place: bytes, sample: int) -> int | None:
+def derive_call_seed(seed: int | None, position_digest: bytes, sample_index: int) -> int | None:
     """The seed of the `sample`-th call at a place: the same in every run, another for every sample."""
     if seed is None:
         return None
-    return int.from_bytes(blake2b(b"%d %d " % (seed, sample) + place, digest_size=4).digest()) >> 1
+    return int.from_bytes(blake2b(b"%d %d " % (seed, sample_index) + position_digest, digest_size=4).digest()) >> 1
 
 
-def recorded(sampling: ClientSampling, stop: tuple[str, ...]) -> dict[str, Any]:
+def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) -> dict[str, Any]:
     """What the trace keeps of it."""
     kept: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -57,13 +61,13 @@ def recorded(sampling: ClientSampling, stop: tuple[str, ...]) -> dict[str, Any]:
     }
     if sampling.seed is not None:
         kept["seed"] = sampling.seed
-    if stop:
-        kept["stop"] = list(stop)
+    if stop_strings:
+        kept["stop"] = list(stop_strings)
     return kept
 
 
-def _most(asked: Mapping[str, Any]) -> int | None:
-    most = asked.get("max_tokens")
+def _parse_max_tokens(overrides: Mapping[str, Any]) -> int | None:
+    most = overrides.get("max_tokens")
     if most is None:
         return None
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
@@ -71,14 +75,16 @@ def _most(asked: Mapping[str, Any]) -> int | None:
     return most
 
 
-def _seed(asked: Mapping[str, Any]) -> int | None:
-    seed = asked.get("seed")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -LARGEST <= seed < LARGEST):
+def _parse_seed(overrides: Mapping[str, Any]) -> int | None:
+    seed = overrides.get("seed")
+    if seed is not None and (
+        not isinstance(seed, int) or isinstance(seed, bool) or not -INT64_LIMIT <= seed < INT64_LIMIT
+    ):
         raise RequestInvalid(f"seed: expected a whole number of 64 bits, found {seed!r:.80}")
     return seed
 
 
-def _number(name: str, value: Any) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+def _parse_number(name: str, value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < INT64_LIMIT:
         raise RequestInvalid(f"{name}: expected a number of at least 0, found {value!r:.80}")
-    return WISHES[name](value)
+    return SAMPLING_FIELDS[name](value)

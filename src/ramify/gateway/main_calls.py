@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from ramify.trace import Message, TextPart
 
-SYSTEM = ("system", "developer")
-HOOK = "made by a hook of the environment, not by the agent"
-ENDPOINT = "made over the endpoint, beside the harness's own conversation"
-NO_TOOLS = "offers no tools, unlike other conversations of the agent"
-NO_PROMPT = "holds neither the task's prompt nor the system prompt that stands before it"
+SYSTEM_ROLES = ("system", "developer")
+HOOK_REASON = "made by a hook of the environment, not by the agent"
+ENDPOINT_REASON = "made over the endpoint, beside the harness's own conversation"
+NO_TOOLS_REASON = "offers no tools, unlike other conversations of the agent"
+NO_PROMPT_REASON = "holds neither the task's prompt nor the system prompt that stands before it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,52 +32,52 @@ class RecordedCall:
     """What decides whether one recorded call is main."""
 
     node: int
-    opening: tuple[Message, ...]
+    initial_messages: tuple[Message, ...]
     """The messages before the first reply of its conversation; empty for a call that continues one."""
-    continues: int | None
+    previous_node: int | None
     """The node of the reply that it continues; None for the first call of a conversation."""
-    tools: bool
+    has_tools: bool
     """Whether it offered tools."""
-    remote: bool
+    is_remote: bool
     """Whether it came over the endpoint."""
     by_agent: bool
     """Whether it was made while the agent ran, and not by `setup`, `finalize` or a reward."""
 
 
-def side_calls(calls: Sequence[RecordedCall], prompt: Sequence[str]) -> dict[int, str]:
+def find_side_calls(calls: Sequence[RecordedCall], prompt_texts: Sequence[str]) -> dict[int, str]:
     """Return the reason for each call that is not main, by its node; `prompt` holds the texts of the task's prompt."""
     conversation: dict[int, int] = {}  # by the node of a call, the node of the first call of its conversation
     for call in calls:
-        first = call.node if call.continues is None else conversation.get(call.continues, call.node)
+        first = call.node if call.previous_node is None else conversation.get(call.previous_node, call.node)
         conversation[call.node] = first
     agent_calls = [call for call in calls if call.by_agent]
-    main, reason = _find_main(agent_calls, conversation, prompt)
-    by_hooks = {call.node: HOOK for call in calls if not call.by_agent}
+    main, reason = _find_main(agent_calls, conversation, prompt_texts)
+    by_hooks = {call.node: HOOK_REASON for call in calls if not call.by_agent}
     return by_hooks | {call.node: reason for call in agent_calls if conversation[call.node] not in main}
 
 
 def _find_main(
-    calls: Sequence[RecordedCall], conversation: Mapping[int, int], prompt: Sequence[str]
+    calls: Sequence[RecordedCall], first_nodes: Mapping[int, int], prompt_texts: Sequence[str]
 ) -> tuple[set[int], str]:
     """Return the main conversations, by the node of their first call, and the reason why others are not main."""
-    in_process = {conversation[call.node] for call in calls if not call.remote}
+    in_process = {first_nodes[call.node] for call in calls if not call.is_remote}
     if in_process:
-        return in_process, ENDPOINT
-    with_tools = {conversation[call.node] for call in calls if call.tools}
+        return in_process, ENDPOINT_REASON
+    with_tools = {first_nodes[call.node] for call in calls if call.has_tools}
     if with_tools:
-        return with_tools, NO_TOOLS
-    openings = {call.node: call.opening for call in calls if call.continues is None}
-    with_prompt = {first for first, opening in openings.items() if _contains_prompt(opening, prompt)}
+        return with_tools, NO_TOOLS_REASON
+    openings = {call.node: call.initial_messages for call in calls if call.previous_node is None}
+    with_prompt = {first for first, opening in openings.items() if _contains_prompt(opening, prompt_texts)}
     if with_prompt:
-        systems = {_system_prompt(openings[first]) for first in with_prompt} - {""}
-        same_system = {first for first, opening in openings.items() if _system_prompt(opening) in systems}
-        return with_prompt | same_system, NO_PROMPT
-    return set(conversation.values()), ""
+        systems = {_get_system_prompt(openings[first]) for first in with_prompt} - {""}
+        same_system = {first for first, opening in openings.items() if _get_system_prompt(opening) in systems}
+        return with_prompt | same_system, NO_PROMPT_REASON
+    return set(first_nodes.values()), ""
 
 
-def _contains_prompt(opening: Sequence[Message], prompt: Sequence[str]) -> bool:
-    wanted = {text.strip() for text in prompt}
-    for message in opening:
+def _contains_prompt(messages: Sequence[Message], prompt_texts: Sequence[str]) -> bool:
+    wanted = {text.strip() for text in prompt_texts}
+    for message in messages:
         parts = () if isinstance(message.content, str) else message.content
         texts = [message.text, *(part.text for part in parts if isinstance(part, TextPart))]
         if any(text.strip() in wanted for text in texts):
@@ -85,5 +85,5 @@ def _contains_prompt(opening: Sequence[Message], prompt: Sequence[str]) -> bool:
     return False
 
 
-def _system_prompt(opening: Sequence[Message]) -> str:
-    return "\n".join(message.text for message in opening if message.role in SYSTEM)
+def _get_system_prompt(messages: Sequence[Message]) -> str:
+    return "\n".join(message.text for message in messages if message.role in SYSTEM_ROLES)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from ramify.render import ParseProblem, ToolSchema
 from ramify.trace import Media, Message, Usage
 
-Finish = Literal["stop", "length", "tool_calls"]
+ReplyFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModelRequest:
     """A model call as the client asks for it.
 
     `messages` are the whole conversation, or, with `after`, only what follows the reply at that node of the trace.
@@ -25,26 +25,26 @@ class Request:
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     model: str = ""
-    asked: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sampling_overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The client's wishes: temperature, top_p, top_k, min_p, max_tokens, seed, and `stop`, a list of strings."""
-    after: int | None = None
-    retry: str | None = None
+    parent_node: int | None = None
+    idempotency_key: str | None = None
     """An idempotency key: requests that share one are one call."""
-    retries: int = 0
+    retry_count: int = 0
     """How often the client says it has sent this request before."""
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
     """What the media parts of the messages show, by hash."""
-    remote: bool = False
+    is_remote: bool = False
     """Whether it came over HTTP; False if the harness made it in this process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ModelReply:
     """The answer, already in the trace as `node`."""
 
     message: Message
-    finish: Finish
+    finish_reason: ReplyFinishReason
     usage: Usage
     node: int
-    call: str
+    call_id: str
     problems: tuple[ParseProblem, ...] = ()

@@ -19,39 +19,39 @@ from ramify.trace import Message, VersionRun
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StopMatch:
     """Where a sample ends, and the string that ended it."""
 
-    tokens: int
-    stop: str
+    num_tokens: int
+    stop_string: str
 
-    def shorten(self, message: Message) -> Message:
+    def truncate(self, message: Message) -> Message:
         """The message without the string and what follows it."""
-        if self.stop in message.text:
-            return replace(message, content=message.text.partition(self.stop)[0])
-        if message.reasoning and self.stop in message.reasoning:
-            return replace(message, reasoning=message.reasoning.partition(self.stop)[0])
+        if self.stop_string in message.text:
+            return replace(message, content=message.text.partition(self.stop_string)[0])
+        if message.reasoning and self.stop_string in message.reasoning:
+            return replace(message, reasoning=message.reasoning.partition(self.stop_string)[0])
         return message
 
 
-def stop_at(tokenizer: Tokenizer, ids: npt.NDArray[np.int32], stops: Sequence[str]) -> Cut | None:
+def find_stop(tokenizer: Tokenizer, token_ids: npt.NDArray[np.int32], stop_strings: Sequence[str]) -> StopMatch | None:
     """The cut at the first of these strings, or None if none occurs."""
-    text = tokenizer.decode(ids)
-    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    text = tokenizer.decode(token_ids)
+    found = [(text.find(stop) + len(stop), stop) for stop in stop_strings if stop in text]
     if not found:
         return None
     _, stop = min(found)
-    counts = range(1, len(ids) + 1)
-    index = bisect_left(counts, True, key=lambda count: stop in tokenizer.decode(ids[:count]))
-    return Cut(counts[min(index, len(counts) - 1)], stop)
+    counts = range(1, len(token_ids) + 1)
+    index = bisect_left(counts, True, key=lambda count: stop in tokenizer.decode(token_ids[:count]))
+    return StopMatch(counts[min(index, len(counts) - 1)], stop)
 
 
-def first_runs(runs: Sequence[VersionRun], count: int) -> tuple[VersionRun, ...]:
+def truncate_version_runs(runs: Sequence[VersionRun], num_tokens: int) -> tuple[VersionRun, ...]:
     """The versions of the first `count` tokens."""
     kept: list[VersionRun] = []
     for run in runs:
-        share = min(run.count, count)
+        share = min(run.count, num_tokens)
         if share:
             kept.append(run if share == run.count else replace(run, count=share))
-        count -= share
+        num_tokens -= share
     return tuple(kept)

@@ -8,16 +8,16 @@ from typing import Any, cast
 import msgspec
 
 from ramify.errors import ProviderError
-from ramify.gateway.media import url_of
+from ramify.gateway.media import media_to_url
 from ramify.trace import Media, MediaPart, Message, ToolCall, Usage
 
 
-def write_messages(messages: Sequence[Message], media: Mapping[str, Media]) -> list[dict[str, Any]]:
+def to_openai_messages(messages: Sequence[Message], media: Mapping[str, Media]) -> list[dict[str, Any]]:
     """Messages for a chat endpoint. Reasoning stays here: endpoints do not take it back."""
-    return [_message(message, media) for message in messages]
+    return [_to_openai_message(message, media) for message in messages]
 
 
-def write_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def to_openai_tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     """Tool calls as an assistant message holds them."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -25,7 +25,7 @@ def write_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     ]
 
 
-def read_calls(calls: Any) -> tuple[ToolCall, ...]:
+def parse_tool_calls(calls: Any) -> tuple[ToolCall, ...]:
     """Tool calls of an assistant message; arguments that came as a table become text."""
     found: list[ToolCall] = []
     for call in calls or ():
@@ -35,7 +35,7 @@ def read_calls(calls: Any) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
-def read_answer(data: bytes, server: str) -> tuple[Message, str, Usage]:
+def parse_chat_completion(data: bytes, server: str) -> tuple[Message, str, Usage]:
     """The reply of a chat endpoint, its finish reason and token counts."""
     try:
         answer = msgspec.json.decode(data)
@@ -46,7 +46,7 @@ def read_answer(data: bytes, server: str) -> tuple[Message, str, Usage]:
             "assistant",
             said.get("content") or "",
             reasoning if isinstance(reasoning, str) else None,
-            read_calls(said.get("tool_calls")),
+            parse_tool_calls(said.get("tool_calls")),
         )
         counts = answer.get("usage") or {}
         cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -58,23 +58,23 @@ def read_answer(data: bytes, server: str) -> tuple[Message, str, Usage]:
     return message, finish, usage
 
 
-def _message(message: Message, media: Mapping[str, Media]) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": _content(message, media)}
+def _to_openai_message(message: Message, media: Mapping[str, Media]) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, media)}
     if message.tool_calls:
-        plain["tool_calls"] = write_calls(message.tool_calls)
+        plain["tool_calls"] = to_openai_tool_calls(message.tool_calls)
         plain["content"] = plain["content"] or None
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-def _content(message: Message, media: Mapping[str, Media]) -> str | list[dict[str, Any]]:
+def _to_openai_content(message: Message, media: Mapping[str, Media]) -> str | list[dict[str, Any]]:
     if isinstance(message.content, str) or not any(isinstance(part, MediaPart) for part in message.content):
         return message.text
     parts: list[dict[str, Any]] = []
     for part in message.content:
         if isinstance(part, MediaPart):
-            parts.append({"type": "image_url", "image_url": {"url": url_of(media[part.hash])}})
+            parts.append({"type": "image_url", "image_url": {"url": media_to_url(media[part.hash])}})
         else:
             parts.append({"type": "text", "text": cast(Any, part).text})
     return parts

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ramify.gateway.media import POINTER
+from ramify.gateway.media import URI_LIST_MIME
 from ramify.trace import Media, MediaPart, Message
 
-PNG = b"\x89PNG\r\n\x1a\n"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def describe_tool_images(messages: Sequence[Message], media: Mapping[str, Media]) -> Sequence[Message]:
     """Return the messages with the images of tool results replaced by descriptions."""
     if not any(message.role == "tool" and not isinstance(message.content, str) for message in messages):
         return messages
-    return [_describe(message, media) if message.role == "tool" else message for message in messages]
+    return [_describe_images(message, media) if message.role == "tool" else message for message in messages]
 
 
-def _describe(message: Message, media: Mapping[str, Media]) -> Message:
+def _describe_images(message: Message, media: Mapping[str, Media]) -> Message:
     if isinstance(message.content, str):
         return message
     texts = (
@@ -37,7 +37,7 @@ def _describe(message: Message, media: Mapping[str, Media]) -> Message:
 def _describe_image(image: Media | None) -> str:
     if image is None:
         return "[an image; you cannot see images]"
-    if image.mime == POINTER:
+    if image.mime == URI_LIST_MIME:
         return f"[an image: {image.data.decode()}; you cannot see images]"
     facts = [image.mime, *_pixel_size(image.data), f"{len(image.data)} bytes"]
     return f"[an image: {', '.join(facts)}; you cannot see images]"
@@ -45,7 +45,7 @@ def _describe_image(image: Media | None) -> str:
 
 def _pixel_size(data: bytes) -> list[str]:
     """Return the size of a PNG as a list of one text; an empty list for other formats."""
-    if not data.startswith(PNG) or len(data) < 24:
+    if not data.startswith(PNG_SIGNATURE) or len(data) < 24:
         return []
     width, height = struct.unpack(">II", data[16:24])
     return [f"{width} x {height} pixels"]

@@ -1,0 +1,185 @@
+"""One HTTP exchange with a client: read, ask the session, answer, and know whether the answer arrived.
+
+A stream that has to wait says so from time to time, so that nobody between takes the connection for dead. Until the
+first such word nothing is sent, so a call that fails quickly still fails with a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from ramify.errors import RamifyError, RequestInvalid, SecretUnknown
+from ramify.gateway.dialects.base import Dialect, ParsedRequest, get_http_status
+from ramify.gateway.model_call import ModelReply
+from ramify.gateway.session import RolloutSession
+
+NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has made the call again already, where that could help
+SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+SessionLookup = Callable[[HttpRequest], RolloutSession]
+
+
+class ReplyHandler:
+    """An endpoint that answers with a reply of the session."""
+
+    def __init__(self, get_session: SessionLookup, dialect: Dialect, keepalive_interval: float) -> None:
+        self._get_session, self._dialect, self._keepalive_interval = get_session, dialect, keepalive_interval
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = HttpRequest(scope, receive)
+        session: RolloutSession | None = None
+        try:
+            session = self._get_session(http)
+            asked = await _parse_http_request(http, self._dialect, session)
+            asking = session.start_call(asked.request)
+        except RamifyError as error:
+            _record_refusal(session, http, error)
+            return await _send_error(self._dialect, error, scope, receive, send)
+        except ClientDisconnect:
+            return None
+        delivered = False
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        answer = asyncio.ensure_future(asking.wait())
+        try:
+            delivered = await self._send_reply(asked, answer, gone, scope, receive, send)
+            if delivered and (error := _get_error(answer)) is not None:
+                _record_refusal(session, http, error)
+        finally:
+            answer.cancel()
+            gone.cancel()
+            asking.leave(delivered=delivered)
+
+    async def _send_reply(
+        self,
+        parsed: ParsedRequest,
+        reply_future: asyncio.Future[ModelReply],
+        disconnected: asyncio.Task[None],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> bool:
+        """Answer, and tell whether all of it went to a client that was still there."""
+        await asyncio.wait(
+            {reply_future, disconnected},
+            timeout=self._keepalive_interval if parsed.stream else None,
+            return_when="FIRST_COMPLETED",
+        )
+        if disconnected.done():
+            return False
+        if not parsed.stream or (reply_future.done() and _get_error(reply_future) is not None):
+            error = _get_error(reply_future)
+            if error is not None:
+                await _send_error(self._dialect, error, scope, receive, send)
+            else:
+                await JSONResponse(self._dialect.format_reply(parsed, reply_future.result()))(scope, receive, send)
+            return not disconnected.done()
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        while not reply_future.done():
+            await send({"type": "http.response.body", "body": self._dialect.keepalive, "more_body": True})
+            await asyncio.wait(
+                {reply_future, disconnected}, timeout=self._keepalive_interval, return_when="FIRST_COMPLETED"
+            )
+            if disconnected.done():
+                return False
+        error = _get_error(reply_future)
+        pieces = (
+            [self._dialect.format_stream_error(error)]
+            if error
+            else self._dialect.stream_reply(parsed, reply_future.result())
+        )
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if disconnected.done():
+                return False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+
+class TokenCountHandler:
+    """An endpoint that says how many tokens a request's prompt has."""
+
+    def __init__(self, get_session: SessionLookup, dialect: Dialect) -> None:
+        self._get_session, self._dialect = get_session, dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = HttpRequest(scope, receive)
+        session: RolloutSession | None = None
+        try:
+            session = self._get_session(http)
+            asked = await _parse_http_request(http, self._dialect, session)
+            counted = self._dialect.format_token_count(session.count_prompt_tokens(asked.request))
+        except RamifyError as error:
+            _record_refusal(session, http, error)
+            return await _send_error(self._dialect, error, scope, receive, send)
+        except ClientDisconnect:
+            return None
+        return await JSONResponse(counted)(scope, receive, send)
+
+
+async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: RolloutSession) -> ParsedRequest:
+    """The request, with what its headers say about retries."""
+    try:
+        asked = dialect.parse_request(_decode_json_object(await http.body()))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RequestInvalid(f"the request cannot be read: {error!r}") from error
+    sent = http.headers.get("x-stainless-retry-count", "0")
+    request = replace(
+        asked.request,
+        model=asked.request.model or session.policy.name,
+        after=None if asked.previous_call_id is None else session.get_node(asked.previous_call_id),
+        retry=http.headers.get("idempotency-key"),
+        retries=int(sent) if sent.isdecimal() else 0,
+        remote=True,
+    )
+    return replace(asked, request=request)
+
+
+def _decode_json_object(data: bytes) -> Mapping[str, Any]:
+    """The body. Half of a surrogate pair, which JavaScript may send and no text can hold, becomes a question mark."""
+    try:
+        try:
+            body = msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            body = msgspec.json.decode(json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
+        raise RequestInvalid(f"the body of the request is not JSON: {error}") from error
+    if not isinstance(body, Mapping):
+        raise RequestInvalid("the body of a request must be a JSON object")
+    return body
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _record_refusal(session: RolloutSession | None, http: HttpRequest, error: RamifyError) -> None:
+    """Record a refusal in the trace of the rollout, if the session is known."""
+    if session is not None:
+        session.record_refusal(http.url.path, get_http_status(error), error.name, error.message)
+
+
+async def _send_error(dialect: Dialect, error: RamifyError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(dialect.format_error(error), get_http_status(error), headers=NO_RETRY_HEADERS)(
+        scope, receive, send
+    )
+
+
+def _get_error(reply_future: asyncio.Future[ModelReply]) -> RamifyError | None:
+    """How the call failed, if it did; one that was given up was ended with its session."""
+    if reply_future.cancelled():
+        return SecretUnknown("the rollout has ended")
+    error = reply_future.exception()
+    if error is None or isinstance(error, RamifyError):
+        return error
+    raise error
