@@ -29,7 +29,7 @@ from ramify.envserver import EnvClient, EnvServerChild, EnvServerConfig
 from ramify.gateway import Gateway, TokenPolicy
 from ramify.model.resolve import resolve
 from ramify.render import load_renderer
-from ramify.rollout import Environment, SourceConfig, run
+from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Episode, encode_episode
 
 LATE = 0.2
@@ -84,7 +84,7 @@ async def ready(client: EnvClient, workers: int) -> None:
 
 
 def tasks(repeat: int, count: int) -> list[Task]:
-    return list(islice(Environment.load(source(repeat)).tasks(), count))
+    return list(islice(Environment.load(source(repeat)).iter_tasks(), count))
 
 
 def check(episode: Episode) -> None:
@@ -125,7 +125,7 @@ async def both_ways(url: str, client: EnvClient, todo: list[Task]) -> tuple[list
 
         async def here(task: Task, id: str) -> None:
             start = time.perf_counter()
-            episode = await run(env, task, policy=policy, gateway=gateway, id=id)
+            episode = await run_rollout(env, task, policy=policy, gateway=gateway, id=id)
             encode_episode(episode)
             local.append(time.perf_counter() - start)
             check(episode)

@@ -125,7 +125,7 @@ async def measure(url: str, renderer: Renderer, env: Environment, turns: int, co
             waiting = iter(rollouts)
             await asyncio.gather(*(work(waiting) for _ in range(concurrency)))
 
-        rollouts = [(task, attempt) for task in env.tasks() for attempt in range(ATTEMPTS)]
+        rollouts = [(task, attempt) for task in env.iter_tasks() for attempt in range(ATTEMPTS)]
         await all_of(rollouts[:concurrency])  # connections are open, templates compiled
         gc.collect()
         late: list[float] = []

@@ -425,7 +425,7 @@ def test_a_tool_may_ask_the_policy_through_the_endpoint():
 def test_an_endpoint_without_a_gateway_is_refused_before_anything_starts():
     with pytest.raises(ConfigInvalid, match="endpoint"):
         attempt(environment(Calling), [])
-    assert not environment(Scored).wants_endpoint
+    assert not environment(Scored).requires_endpoint
 
 
 # -- what cannot work -------------------------------------------------------------------------------------------------
@@ -465,6 +465,6 @@ def test_training_needs_tokens_and_plain_sampling():
 
 def test_the_limit_of_a_task_replaces_that_of_the_harness_in_the_longest_attempt():
     source = SourceConfig(taskset={"id": "reverse-text"})
-    phases = source.longest_attempt() - HarnessConfig().timeout
-    assert source.longest_attempt(5000.0) == phases + 5000.0
-    assert source.model_copy(update={"harness": {"timeout": 30}}).longest_attempt() == phases + 30.0
+    phases = source.max_attempt_seconds() - HarnessConfig().timeout
+    assert source.max_attempt_seconds(5000.0) == phases + 5000.0
+    assert source.model_copy(update={"harness": {"timeout": 30}}).max_attempt_seconds() == phases + 30.0

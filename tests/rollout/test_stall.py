@@ -16,8 +16,8 @@ from ramify.errors import RolloutDeadline
 from ramify.evals.engine import EngineChild
 from ramify.gateway import TokenPolicy
 from ramify.infer.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig
-from ramify.rollout import run, run_attempt
-from ramify.rollout.deadline import HarnessDeadline
+from ramify.rollout import run_attempt, run_rollout
+from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace
 from tests.client.fake import Exchange, Fake, hang
 from tests.gateway.engine import TINY, Engine
@@ -178,7 +178,9 @@ def test_only_the_request_that_was_lost_is_sent_again():
 
         async with engine, policy_at(engine.url) as policy:
             env = environment(TwoTurns, harness={"timeout": LIMIT}, sampling={"max_tokens": 64})
-            rolling = asyncio.create_task(run(env, TASK, policy=policy, id="r1", seed=7, train=True, watch=watch))
+            rolling = asyncio.create_task(
+                run_rollout(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=watch)
+            )
             while len(engine.asked) < 2:
                 await asyncio.sleep(0.005)
             await engine.__aexit__()
@@ -215,7 +217,7 @@ def test_a_stall_before_the_agent_begins_is_not_counted(runner: asyncio.Runner):
         clock = StallClock()
         with clock.track_request(tolerance=0.05):  # a request of `setup`
             await asyncio.sleep(0.3)
-        async with HarnessDeadline(0.1, clock, stall_limit=0.2):
+        async with HarnessTimeout(0.1, clock, stall_timeout=0.2):
             await asyncio.sleep(5)
 
     with pytest.raises(RolloutDeadline, match=r"longer than 0.1 s$"):

@@ -90,7 +90,7 @@ def test_tasks_differ_and_survive_the_wire(id):
 def test_a_reply_counts_once_where_the_template_rewrites_what_was_said(settings, before):
     qwen = renderer("qwen3")
     env = Environment.load(SourceConfig(taskset=settings))
-    task = next(env.tasks())
+    task = next(env.iter_tasks())
     script = [f"<think>\nhm\n</think>\n\n{reply}" for reply in [*before, *env.taskset.gold(task)]]
     policy = TokenPolicy(Sampler(script, qwen), qwen, "qwen")
     (trace,) = asyncio.run(run_attempt(env, task, policy=policy, id="r1")).traces

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ramify.env import Task
-    from ramify.rollout import Environment, Verdict
+    from ramify.rollout import Environment, TaskValidation
 
 MOST = 10_000  # tasks that are looked at when nobody says how many: a taskset may have no end
 SHORT = {"-n": "--num_tasks", "-c": "--concurrency"}
@@ -65,21 +65,21 @@ def run(args: Sequence[str]) -> int:
     return 1 if any(verdict.problem is not None for verdict in verdicts) or not env.has_rewards else 0
 
 
-async def _verdicts(env: "Environment", tasks: Sequence["Task"], config: ValidateConfig) -> list["Verdict"]:
+async def _verdicts(env: "Environment", tasks: Sequence["Task"], config: ValidateConfig) -> list["TaskValidation"]:
     from ramify.gateway import Gateway
-    from ramify.rollout import validate
+    from ramify.rollout import validate_task
 
     room = asyncio.Semaphore(config.concurrency)
 
-    async def one(task: "Task") -> "Verdict":
+    async def one(task: "Task") -> "TaskValidation":
         async with room:
-            return await validate(env, task, gateway=gateway, seed=config.seed)
+            return await validate_task(env, task, gateway=gateway, seed=config.seed)
 
     async with Gateway() as gateway:
         return await asyncio.gather(*map(one, tasks))
 
 
-def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) -> None:
+def _report(env: "Environment", verdicts: Sequence["TaskValidation"], *, capped: bool) -> None:
     from ramify.cli.paper import Paper
     from ramify.env.decorators import MISSING_REWARD_ADVICE
 
@@ -106,7 +106,7 @@ def _report(env: "Environment", verdicts: Sequence["Verdict"], *, capped: bool) 
     console.print(f"{env.name}: {len(verdicts)} tasks, {counts}{capped_at}")
 
 
-def _lines(verdicts: Sequence["Verdict"]) -> Iterator["Text"]:
+def _lines(verdicts: Sequence["TaskValidation"]) -> Iterator["Text"]:
     """Yield one line for each task, and the further lines of its problem below it."""
     from rich.text import Text
 
@@ -122,7 +122,7 @@ def _lines(verdicts: Sequence["Verdict"]) -> Iterator["Text"]:
             yield Text(f"        {line}")
 
 
-def _earned(verdict: "Verdict") -> str:
+def _earned(verdict: "TaskValidation") -> str:
     what = "gold" if verdict.has_gold else "no gold, an empty reply"
     return "" if verdict.reward is None else f"{what} {verdict.reward:.3g}"
 

@@ -42,7 +42,7 @@ from ramify.envserver.policy import open_policy
 from ramify.errors import ConfigInvalid, Failure, RequestInvalid
 from ramify.errors.origin import describe_exception
 from ramify.gateway import Gateway, Policy
-from ramify.rollout import Environment, SourceConfig, run, score_group
+from ramify.rollout import Environment, SourceConfig, run_rollout, score_group
 from ramify.trace import Trace, TraceDeltaEncoder, decode_trace, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 
@@ -106,7 +106,7 @@ async def _load(told: Told, stack: contextlib.AsyncExitStack, stop: asyncio.Even
     stack.push_async_callback(env.close)
     policy = await open_policy(config, stack)
     gateway: Gateway | None = None
-    if env.wants_endpoint or env.hooks.tools is not None or env.hooks.user is not None:
+    if env.requires_endpoint or env.hooks.tools is not None or env.hooks.user is not None:
         gateway = await stack.enter_async_context(Gateway())
     worker = Worker(told.id, env, policy, gateway, stop)
     stack.push_async_callback(worker.heap.close)
@@ -141,7 +141,7 @@ class Worker:
             rewards={hook.name: hook.weight for hook in env.hooks.rewards},
             group_rewards={hook.name: hook.weight for hook in env.hooks.group_rewards},
             metrics=[hook.name for hook in env.hooks.metrics],
-            sampling=env.sampler,
+            sampling=env.sampling_metadata,
             limits=env.limits.model_dump(),
             environment=env.identity,
         )
@@ -153,7 +153,7 @@ class Worker:
         assert this is not None
         this.set_name(ask.id)  # a loop that stands still is named by the rollout that stopped it
         starts = Starts(ask, request)
-        episode = await run(
+        episode = await run_rollout(
             self._sampled(ask.sampling),
             self._task(ask.task),
             policy=self._policy,
@@ -163,8 +163,8 @@ class Worker:
             attempt=ask.attempt,
             seed=ask.seed,
             train=ask.train,
-            attempts=ask.attempts,
-            watch=starts.watch,
+            max_tries=ask.attempts,
+            on_progress=starts.watch,
         )
         encoded = encode_episode(episode)
         self.heap.rollout_ended(len(encoded))
@@ -254,7 +254,7 @@ class Pages:
     def count(self) -> int | None:
         """Return the number of tasks, None if there are more than `MANY`; blocks, so call it in a thread."""
         try:
-            count = sum(1 for _ in islice(self._env.tasks(), MANY + 1))
+            count = sum(1 for _ in islice(self._env.iter_tasks(), MANY + 1))
         except ConfigInvalid:
             raise
         except Exception as error:
@@ -267,7 +267,7 @@ class Pages:
 
     def _read(self, start: int, count: int) -> TaskPage:
         if self._tasks is None or start < self._at:
-            self._tasks, self._at = self._env.tasks(), 0
+            self._tasks, self._at = self._env.iter_tasks(), 0
         for _ in islice(self._tasks, start - self._at):
             self._at += 1
         found = list(islice(self._tasks, count)) if self._at == start else []

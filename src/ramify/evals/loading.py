@@ -9,7 +9,7 @@ from ramify.errors import DeadlineExceeded
 from ramify.evals.config import EvalConfig
 from ramify.evals.plan import Pair, pairs_of
 from ramify.rollout import Environment
-from ramify.rollout.within import within
+from ramify.rollout.timeout import fail_after
 
 
 async def load_pairs(environment: Environment, config: EvalConfig) -> list[Pair]:
@@ -23,7 +23,7 @@ async def load_pairs(environment: Environment, config: EvalConfig) -> list[Pair]
 
     what = f"load of taskset {environment.name}"
     try:
-        async with within(seconds, what):
+        async with fail_after(seconds, what):
             return await run_in_hook_thread(load, {})
     except DeadlineExceeded as error:
         frame = sys._current_frames().get(thread)

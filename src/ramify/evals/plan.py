@@ -41,7 +41,7 @@ def pairs_of(environment: Environment, config: EvalConfig) -> list[Pair]:
     seen: Counter[str] = Counter()
     pairs: list[Pair] = []
     for task in first_tasks(environment, config.num_tasks):
-        environment.check(task)
+        environment.check_task(task)
         seen[task.identity] += 1
         count = seen[task.identity]
         key = task.identity if count == 1 else f"{task.identity}#{count}"
@@ -53,7 +53,7 @@ def first_tasks(environment: Environment, count: int) -> list[Task]:
     """The first `count` tasks; ConfigInvalid if loading them raises, or if there are none."""
     name = environment.name
     try:
-        tasks = list(islice(environment.tasks(), count))
+        tasks = list(islice(environment.iter_tasks(), count))
     except RamifyError as error:
         raise ConfigInvalid(f"taskset {name} cannot be loaded: {error.message}") from error
     except Exception as error:  # the environment's code may raise anything

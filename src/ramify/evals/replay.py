@@ -9,9 +9,9 @@ from ramify.config import parse
 from ramify.env import RolloutContext, Task
 from ramify.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.evals.config import EvalConfig
-from ramify.rollout import Environment, score, score_group
-from ramify.rollout.scoring import due
-from ramify.rollout.state import SCORING_STATE, load_state
+from ramify.rollout import Environment, score_group, score_trace
+from ramify.rollout.scoring import build_unscored_rewards
+from ramify.rollout.scoring_state import SCORING_STATE_KEY, load_state
 from ramify.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 
@@ -45,7 +45,7 @@ async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Res
         traces = [store.read_traces(row.id)[0] for row in rows]
         task = environment.taskset.task_type.from_wire(traces[0].task)
         for trace in traces:
-            trace.rewards, trace.errors = due(environment), []
+            trace.rewards, trace.errors = build_unscored_rewards(environment), []
             await _score_again(environment, task, trace)
         if environment.hooks.group_rewards:
             await score_group(environment, task, traces)
@@ -68,13 +68,13 @@ async def _score_again(environment: Environment, task: Task, trace: Trace) -> No
     context = RolloutContext(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
     users = [hook.name for hook in environment.hooks.rewards if "state" in hook.injected_parameters]
     if users:
-        found = trace.info.get(SCORING_STATE, {"refused": "no reward used it when the rollout ran"})
+        found = trace.info.get(SCORING_STATE_KEY, {"refused": "no reward used it when the rollout ran"})
         if "saved" not in found:
             reason = f"`{users[0]}` uses `state`, which was not saved: {found['refused']}"
             trace.errors.append(Failure.from_exception(EnvironmentFault(reason)))
             return
         context.state = load_state(found["saved"])
-    await score(environment, context, metrics=False)
+    await score_trace(environment, context, with_metrics=False)
 
 
 def _failure(trace: Trace) -> str | None:

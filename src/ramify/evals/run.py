@@ -109,7 +109,7 @@ async def evaluation(
     config = with_split(config)
     path = run_path(config)
     with watchdog.allowing(IMPORT_TIMEOUT) if watchdog is not None else contextlib.nullcontext():
-        environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep=keep)
+        environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep_sandboxes=keep)
     pairs = await load_pairs(environment, config)
     check_server(config)
     if not environment.has_rewards:

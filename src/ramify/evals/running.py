@@ -10,14 +10,14 @@ from ramify.evals.plan import Pair
 from ramify.evals.policies import Answering
 from ramify.gateway import Gateway
 from ramify.infer.config import ExternalConfig
-from ramify.rollout import Environment, run
-from ramify.rollout.attempt import Watch
-from ramify.rollout.scoring import due
+from ramify.rollout import Environment, run_rollout
+from ramify.rollout.attempt import ProgressCallback
+from ramify.rollout.scoring import build_unscored_rewards
 from ramify.trace import Trace
 
 WORKER_WAIT = 600.0  # seconds a rollout may wait for a worker
 
-Runs = Callable[[Pair, Watch], Awaitable[Sequence[Trace]]]
+Runs = Callable[[Pair, ProgressCallback], Awaitable[Sequence[Trace]]]
 """Runs one pair, telling whoever watches."""
 
 
@@ -33,11 +33,11 @@ def running(
 @contextlib.asynccontextmanager
 async def _in_process(config: EvalConfig, environment: Environment, found: Answering) -> AsyncIterator[Runs]:
     hooks = environment.hooks
-    asks = environment.wants_endpoint or hooks.tools is not None or hooks.user is not None
+    asks = environment.requires_endpoint or hooks.tools is not None or hooks.user is not None
     async with Gateway() if asks else contextlib.nullcontext() as gateway:
 
-        async def here(pair: Pair, watch: Watch) -> Sequence[Trace]:
-            episode = await run(
+        async def here(pair: Pair, watch: ProgressCallback) -> Sequence[Trace]:
+            episode = await run_rollout(
                 environment,
                 pair.task,
                 policy=found.policy,
@@ -46,7 +46,7 @@ async def _in_process(config: EvalConfig, environment: Environment, found: Answe
                 group=pair.key,
                 attempt=pair.repetition,
                 seed=pair.seed(config.sampling.seed or 0),
-                watch=watch,
+                on_progress=watch,
             )
             return episode.traces
 
@@ -85,7 +85,7 @@ async def _in_workers(
     ):
         attempts = environment.source.attempts
 
-        async def there(pair: Pair, watch: Watch) -> Sequence[Trace]:
+        async def there(pair: Pair, watch: ProgressCallback) -> Sequence[Trace]:
             try:
                 done = await client.run(
                     pair.task,
@@ -95,7 +95,7 @@ async def _in_workers(
                     seed=pair.seed(config.sampling.seed or 0),
                     environment=expected,
                     watch=watch,
-                    deadline=attempts * environment.source.longest_attempt(pair.task.timeout) + WORKER_WAIT,
+                    deadline=attempts * environment.source.max_attempt_seconds(pair.task.timeout) + WORKER_WAIT,
                 )
             except WorkerDied as error:
                 return [_lost(environment, pair, error)]
@@ -113,7 +113,7 @@ def _lost(environment: Environment, pair: Pair, error: WorkerDied) -> Trace:
         attempt=pair.repetition,
         env=environment.name,
         task=pair.task.to_wire(),
-        rewards=due(environment),
+        rewards=build_unscored_rewards(environment),
         stop=error.name,
     )
     trace.errors.append(Failure.from_exception(error))

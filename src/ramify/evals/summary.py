@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ramify.rollout import Environment, system_failure
+from ramify.rollout import Environment, find_system_failure
 from ramify.store import RolloutRecord
 from ramify.store.summary import REVISION_KEY, summarize_rollout
 from ramify.trace import Timing, Trace
@@ -19,7 +19,7 @@ def row_of(
     environment: Environment, task: str, repetition: int, traces: Sequence[Trace], revision: int
 ) -> RolloutRecord:
     """The index row of a rollout. The first agent's reward is the rollout's."""
-    failures = (system_failure(environment, trace) for trace in traces)
+    failures = (find_system_failure(environment, trace) for trace in traces)
     failure = next((found for found in failures if found is not None), None)
     return RolloutRecord(
         id=rollout_id(task, repetition),

@@ -91,10 +91,10 @@ def examine(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _problems_of_first_task(environment: "Environment") -> list[str]:
     try:
-        task = next(environment.tasks(), None)
+        task = next(environment.iter_tasks(), None)
         if task is None:
             return ["has no tasks"]
-        environment.check(task)
+        environment.check_task(task)
     except RamifyError as error:
         return [error.message]
     except Exception as error:  # noqa: BLE001 - `load` is anybody's code

@@ -50,7 +50,7 @@ async def meet(
         raise ConfigInvalid(
             f"train source {source.title}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
         )
-    deadline = source.longest_attempt() + SLACK
+    deadline = source.max_attempt_seconds() + SLACK
     compares = bool(info.group_rewards)
     served = Served(
         source.title, client, tasks, compares, deadline, source.attempts, patience, count, environment=info.digest

@@ -17,7 +17,7 @@ from ramify.gateway.policy import TokenPolicy
 from ramify.infer import Engine, EngineConfig
 from ramify.infer import Sampling as Wanted
 from ramify.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
-from ramify.rollout import Environment, SourceConfig, run
+from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Trace, Usage
 
 AT_ONCE = 64  # rollouts
@@ -64,9 +64,11 @@ class Player:
         sampling = SamplingConfig(max_tokens=REPLY, seed=seed)
         environment = Environment.load(SourceConfig(taskset=taskset, sampling=sampling))
         policy = TokenPolicy(self, self._renderer, self._name, max_model_len=self._engine.core.max_model_len)
-        drawn = list(islice(environment.tasks(), tasks))
+        drawn = list(islice(environment.iter_tasks(), tasks))
         episodes = await _together(
-            run(environment, task, policy=policy, id=f"{at}.{attempt}", group=str(at), attempt=attempt, seed=seed)
+            run_rollout(
+                environment, task, policy=policy, id=f"{at}.{attempt}", group=str(at), attempt=attempt, seed=seed
+            )
             for at, task in enumerate(drawn)
             for attempt in range(attempts)
         )

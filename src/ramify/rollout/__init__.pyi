@@ -2,10 +2,10 @@ from .attempt import run_attempt as run_attempt
 from .config import SourceConfig as SourceConfig
 from .config import TimeoutsConfig as TimeoutsConfig
 from .environment import Environment as Environment
-from .repeating import run as run
-from .repeating import system_failure as system_failure
-from .scoring import score as score
+from .retry import find_system_failure as find_system_failure
+from .retry import run_rollout as run_rollout
 from .scoring import score_group as score_group
-from .scripted import ScriptedPolicy as ScriptedPolicy
-from .validation import Verdict as Verdict
-from .validation import validate as validate
+from .scoring import score_trace as score_trace
+from .scripted_policy import ScriptedPolicy as ScriptedPolicy
+from .validation import TaskValidation as TaskValidation
+from .validation import validate_task as validate_task

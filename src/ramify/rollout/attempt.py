@@ -30,23 +30,23 @@ from ramify.gateway.main_calls import find_side_calls
 from ramify.gateway.policy import Policy
 from ramify.gateway.session import RolloutSession
 from ramify.harness.initial_messages import get_user_prompt_texts
-from ramify.rollout.deadline import HarnessDeadline
 from ramify.rollout.environment import Environment
-from ramify.rollout.patient import PatientRuntime
-from ramify.rollout.scoring import due, score
-from ramify.rollout.state import SCORING_STATE, save_state
-from ramify.rollout.within import within
+from ramify.rollout.harness_timeout import HarnessTimeout
+from ramify.rollout.retrying_runtime import RetryingRuntime
+from ramify.rollout.scoring import build_unscored_rewards, score_trace
+from ramify.rollout.scoring_state import SCORING_STATE_KEY, save_state
+from ramify.rollout.timeout import fail_after
 from ramify.trace import Episode, Trace
 from ramify.trace.plain_data import to_plain
 
 if TYPE_CHECKING:
     from ramify.gateway import Gateway
 
-Watch = Callable[[str, Trace], None]
+ProgressCallback = Callable[[str, Trace], None]
 """Told the phase an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and "turn" whenever a
 model call was recorded."""
 
-CLOSING = 30.0  # seconds the box has to be gone
+CLOSE_TIMEOUT = 30.0  # seconds the box has to be gone
 
 
 async def run_attempt(
@@ -60,7 +60,7 @@ async def run_attempt(
     attempt: int = 0,
     seed: int = 0,
     train: bool = False,
-    watch: Watch | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Episode:
     """Run one attempt and return what came of it, failures included.
 
@@ -68,17 +68,17 @@ async def run_attempt(
     cannot take, for sampling that cannot be trained on, for an endpoint that is wanted without a gateway;
     TokensRequired for a policy without tokens in training. `seed` decides everything that is left to chance.
     """
-    env.check(task)
+    env.check_task(task)
     if train and not policy.trainable:
         raise TokensRequired(f"{env.name} is trained on, but {policy.name} gives no token ids and logprobs")
-    if env.wants_endpoint and gateway is None:
+    if env.requires_endpoint and gateway is None:
         raise ConfigInvalid(f"{env.name} asks for an `endpoint`, which needs a gateway")
-    await env.entrance.wait_turn()
-    one = Attempt(env, task, policy, gateway, id, group, attempt, seed, train, watch)
-    return await one.run()
+    await env.start_pacer.wait_turn()
+    runner = AttemptRunner(env, task, policy, gateway, id, group, attempt, seed, train, on_progress)
+    return await runner.run()
 
 
-class Attempt:
+class AttemptRunner:
     """An attempt and everything it has open."""
 
     def __init__(
@@ -92,13 +92,13 @@ class Attempt:
         attempt: int,
         seed: int,
         train: bool,
-        watch: Watch | None,
+        on_progress: ProgressCallback | None,
     ) -> None:
         source = env.source
-        chance = f"{seed}:{task.identity}:{attempt}"
+        seed_text = f"{seed}:{task.identity}:{attempt}"
         self.env, self.task = env, task
-        self.limit = task.timeout or env.harness.config.timeout
-        self.runtime = PatientRuntime(env.make_runtime())
+        self.harness_timeout = task.timeout or env.harness.config.timeout
+        self.runtime = RetryingRuntime(env.make_runtime())
         self.trace = Trace(
             id=id,
             episode=id,
@@ -106,60 +106,60 @@ class Attempt:
             attempt=attempt,
             env=env.name,
             task=task.to_wire(),
-            rewards=due(env),
+            rewards=build_unscored_rewards(env),
             harness=env.harness.trace_metadata,
-            runtime=env.box,
-            sampler={"model": policy.name, "sampling": env.sampler},
+            runtime=env.runtime_metadata,
+            sampler={"model": policy.name, "sampling": env.sampling_metadata},
         )
         self.session = RolloutSession(
             self.trace,
             policy,
             sampling=source.sampling,
             limits=env.limits,
-            models=env.models(),
+            models=env.open_models(),
             is_training=train,
-            seed=_number(chance),
-            call_timeout=self.limit + source.timeouts.engine_stall,
+            seed=_derive_seed(seed_text),
+            call_timeout=self.harness_timeout + source.timeouts.engine_stall,
             max_retries=source.model_retries,
         )
         self.session.is_agent_running = False
-        self.context = RolloutContext(task, self.trace, self.runtime, random.Random(chance))
-        self._gateway, self._watch, self._train = gateway, watch, train
-        if watch is not None:
-            self.session.on_reply = lambda _: watch("turn", self.trace)
+        self.context = RolloutContext(task, self.trace, self.runtime, random.Random(seed_text))
+        self._gateway, self._on_progress, self._train = gateway, on_progress, train
+        if on_progress is not None:
+            self.session.on_reply = lambda _: on_progress("turn", self.trace)
 
     async def run(self) -> Episode:
         """All phases, and the way out."""
         if self._gateway is not None:
             self.context.endpoint = self._gateway.register(self.session)
         try:
-            await self._phases()
+            await self._run_phases()
         finally:
-            await _surely(self._close())
+            await _run_uncancellable(self._close())
         self.trace.timing.model = self.session.model_seconds
         self.trace.timing.stalled = self.session.clock.seconds
-        self._leave_out_side_calls()
-        _seal(self.trace)
-        self._tell("done")
+        self._exclude_side_calls()
+        _drop_unserializable_info(self.trace)
+        self._report_phase("done")
         return Episode((self.trace,))
 
-    async def _phases(self) -> None:
+    async def _run_phases(self) -> None:
         timeouts = self.env.source.timeouts
         try:
-            await self._phase("boot", within(timeouts.boot, "boot"), self.runtime.start(self.task))
-            tools, user = await self._phase("setup", within(timeouts.setup, "setup"), self._setup())
+            await self._run_phase("boot", fail_after(timeouts.boot, "boot"), self.runtime.start(self.task))
+            tools, user = await self._run_phase("setup", fail_after(timeouts.setup, "setup"), self._setup())
             try:
-                deadline = HarnessDeadline(self.limit, self.session.clock, timeouts.engine_stall)
-                self.trace.stop = await self._phase("harness", deadline, self.converse(tools, user))
+                deadline = HarnessTimeout(self.harness_timeout, self.session.clock, timeouts.engine_stall)
+                self.trace.stop = await self._run_phase("harness", deadline, self.run_harness(tools, user))
             except RamifyError as error:
                 if error.blame != "policy":
                     raise
-                self._note(error)
-            await self.judge()
+                self._record_failure(error)
+            await self.finalize_and_score()
         except RamifyError as error:
-            self._note(error)
+            self._record_failure(error)
 
-    def _leave_out_side_calls(self) -> None:
+    def _exclude_side_calls(self) -> None:
         """Mark the calls that `harness.train` leaves out of training."""
         if self.env.harness.config.train == "main":
             for node, reason in sorted(
@@ -167,16 +167,16 @@ class Attempt:
             ):
                 self.trace.exclude_from_training(node, reason)
 
-    async def judge(self) -> None:
+    async def finalize_and_score(self) -> None:
         """Let the environment look at what came of it."""
         if self.env.hooks.finalize is not None:
-            limit = within(self.env.source.timeouts.finalize, "finalize")
-            await self._phase("finalize", limit, self.env.hooks.finalize(self.context))
-        self._tell("scoring")
+            limit = fail_after(self.env.source.timeouts.finalize, "finalize")
+            await self._run_phase("finalize", limit, self.env.hooks.finalize(self.context))
+        self._report_phase("scoring")
         start = time.monotonic()
         if not self._train and any("state" in hook.injected_parameters for hook in self.env.hooks.rewards):
-            self.trace.info[SCORING_STATE] = _save_or_explain(self.context.state)
-        await score(self.env, self.context)
+            self.trace.info[SCORING_STATE_KEY] = _save_state_or_reason(self.context.state)
+        await score_trace(self.env, self.context)
         self.trace.timing.scoring = time.monotonic() - start
 
     async def _setup(self) -> tuple[ToolSet, User | None]:
@@ -185,7 +185,7 @@ class Attempt:
             await hooks.setup(self.context)
         return await hooks.build_toolset(self.context), await hooks.build_user(self.context)
 
-    async def converse(self, tools: ToolSet, user: User | None) -> str:
+    async def run_harness(self, tools: ToolSet, user: User | None) -> str:
         """Let the agent work; returns why it stopped."""
         self.session.is_agent_running = True
         try:
@@ -193,13 +193,15 @@ class Attempt:
         finally:
             self.session.is_agent_running = False
 
-    async def _phase(self, name: str, limit: within | HarnessDeadline, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _run_phase(
+        self, name: str, timeout: fail_after | HarnessTimeout, coroutine: Coroutine[Any, Any, Any]
+    ) -> Any:
         """One phase, timed and limited; what it raises without a name of ours is the environment's fault."""
-        self._tell(name)
+        self._report_phase(name)
         start = time.monotonic()
         try:
-            async with limit:
-                return await work
+            async with timeout:
+                return await coroutine
         except RamifyError:
             raise
         except asyncio.CancelledError as error:
@@ -211,13 +213,13 @@ class Attempt:
         finally:
             setattr(self.trace.timing, name, time.monotonic() - start)
 
-    def _note(self, error: RamifyError) -> None:
+    def _record_failure(self, error: RamifyError) -> None:
         self.trace.stop = error.name
         self.trace.errors.append(Failure.from_exception(error))
 
-    def _tell(self, phase: str) -> None:
-        if self._watch is not None:
-            self._watch(phase, self.trace)
+    def _report_phase(self, phase: str) -> None:
+        if self._on_progress is not None:
+            self._on_progress(phase, self.trace)
 
     async def _close(self) -> None:
         """Stop what runs for this attempt. Its result stands, whatever goes wrong here; the trace says what did."""
@@ -226,15 +228,15 @@ class Attempt:
         else:
             self.session.close()
         try:
-            async with within(CLOSING, "stopping the box"):
+            async with fail_after(CLOSE_TIMEOUT, "stopping the box"):
                 await self.runtime.stop()
         except Exception as error:  # noqa: BLE001 - a box may be anybody's code
             self.trace.info["cleanup"] = f"{type(error).__name__}: {error}"
 
 
-async def _surely(work: Coroutine[Any, Any, None]) -> None:
+async def _run_uncancellable(coroutine: Coroutine[Any, Any, None]) -> None:
     """Do this to its end, also where the caller is cancelled (again) meanwhile; `work` has a deadline of its own."""
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(coroutine)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -246,7 +248,7 @@ async def _surely(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-def _save_or_explain(state: SimpleNamespace) -> dict[str, str]:
+def _save_state_or_reason(state: SimpleNamespace) -> dict[str, str]:
     """Return the state as `ramify replay` reads it, or the reason why it cannot be saved."""
     try:
         return {"saved": save_state(state)}
@@ -254,7 +256,7 @@ def _save_or_explain(state: SimpleNamespace) -> dict[str, str]:
         return {"refused": error.message}
 
 
-def _seal(trace: Trace) -> None:
+def _drop_unserializable_info(trace: Trace) -> None:
     """Take out what cannot travel: a list in `trace.info` may have been given anything since it was set."""
     for key in list(trace.info):
         try:
@@ -264,5 +266,5 @@ def _seal(trace: Trace) -> None:
             trace.errors.append(Failure.from_exception(error))
 
 
-def _number(chance: str) -> int:
-    return int.from_bytes(hashlib.blake2b(chance.encode(), digest_size=4).digest(), "big") >> 1
+def _derive_seed(seed_text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(seed_text.encode(), digest_size=4).digest(), "big") >> 1

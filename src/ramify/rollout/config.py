@@ -48,7 +48,7 @@ class SourceConfig(Config):
     model_retries: int = Field(default=3, ge=0)
     """How often a single model call is made again after a failure that may pass."""
 
-    def longest_attempt(self, task_timeout: float | None = None) -> float:
+    def max_attempt_seconds(self, task_timeout: float | None = None) -> float:
         """Return the seconds that one attempt may take, all phases and the engine's stalls together.
 
         `task_timeout` is the limit of the task itself, which replaces that of the harness.

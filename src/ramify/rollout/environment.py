@@ -34,23 +34,23 @@ class Environment:
     runtime_class: type[Runtime]
     runtime_config: RuntimeConfig
     limits: RolloutLimits
-    sampler: dict[str, Any]
+    sampling_metadata: dict[str, Any]
     """How its calls are sampled, as traces say it."""
-    box: dict[str, Any]
+    runtime_metadata: dict[str, Any]
     """What its rollouts run in, as traces say it."""
-    entrance: LoopPacer = field(default_factory=LoopPacer)
+    start_pacer: LoopPacer = field(default_factory=LoopPacer)
     """Rollouts begin one after the other, however many are asked for at once."""
-    _models: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
+    _model_policies: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
 
     @classmethod
-    def load(cls, source: SourceConfig, *, keep: bool = False) -> "Environment":
+    def load(cls, source: SourceConfig, *, keep_sandboxes: bool = False) -> "Environment":
         """The environment a source describes; `keep` leaves the boxes of its rollouts where they are."""
-        taskset = _built("taskset", source.taskset)
-        harness = _built("harness", {"id": "chat", **source.harness})
+        taskset = _build_plugin("taskset", source.taskset)
+        harness = _build_plugin("harness", {"id": "chat", **source.harness})
         box, told = plugin.resolve_plugin(
-            "runtime", {"id": "local", **source.runtime, **({"keep": True} if keep else {})}
+            "runtime", {"id": "local", **source.runtime, **({"keep": True} if keep_sandboxes else {})}
         )
-        config = _runtime_config(told)
+        config = _require_runtime_config(told)
         env = cls(
             source=source,
             taskset=taskset,
@@ -64,12 +64,12 @@ class Environment:
         )
         harness.check(env.hooks, env.make_runtime())
         for name, model in harness.config.models.items():
-            _key(name, model)
+            _read_api_key(name, model)
         return env
 
     async def close(self) -> None:
         """End the connections to the models that the harness names."""
-        models, self._models = self._models, {}
+        models, self._model_policies = self._model_policies, {}
         for model in models.values():
             await model.close()
 
@@ -98,28 +98,30 @@ class Environment:
         return bool(self.hooks.rewards or self.hooks.group_rewards)
 
     @property
-    def wants_endpoint(self) -> bool:
+    def requires_endpoint(self) -> bool:
         """Whether its code reaches the policy over HTTP, so that a rollout needs a gateway.
 
         What `tools` and `user` return is not known before a rollout; they get an endpoint if there is a gateway.
         """
         hooks = self.hooks
         named = (hooks.setup, hooks.finalize, hooks.tools, hooks.user)
-        found = chain(hooks.rewards, hooks.metrics, hooks.stops, (hook for hook in named if hook is not None))
+        hooks_with_context = chain(
+            hooks.rewards, hooks.metrics, hooks.stops, (hook for hook in named if hook is not None)
+        )
         return (
             self.harness.requires_endpoint
-            or any("endpoint" in hook.injected_parameters for hook in found)
+            or any("endpoint" in hook.injected_parameters for hook in hooks_with_context)
             or any("endpoint" in tool.injected_parameters for tool in hooks.static_tools.tools)
         )
 
-    def tasks(self) -> Iterator[Task]:
+    def iter_tasks(self) -> Iterator[Task]:
         """The tasks, in their order. Whatever `load` raises is raised."""
-        for number, task in enumerate(self.taskset.load()):
+        for index, task in enumerate(self.taskset.load()):
             if not isinstance(task, Task):
-                raise ConfigInvalid(f"{self.name}: load gave a {type(task).__qualname__} as task {number}, not a Task")
+                raise ConfigInvalid(f"{self.name}: load gave a {type(task).__qualname__} as task {index}, not a Task")
             yield task
 
-    def check(self, task: Task) -> None:
+    def check_task(self, task: Task) -> None:
         """Refuse, with ConfigInvalid, a task that this harness or this runtime cannot take."""
         self.make_runtime().check_task(task)
         self.harness.check_task(task, self.hooks)
@@ -128,15 +130,15 @@ class Environment:
         """A box that is not started yet."""
         return self.runtime_class(self.runtime_config)
 
-    def models(self) -> dict[str, Policy]:
+    def open_models(self) -> dict[str, Policy]:
         """The other models that the harness names; all rollouts share their connections."""
         for name, model in self.harness.config.models.items():
-            if name not in self._models:
-                self._models[name] = ChatPolicy(model.base_url, model.model, _key(name, model))
-        return dict(self._models)
+            if name not in self._model_policies:
+                self._model_policies[name] = ChatPolicy(model.base_url, model.model, _read_api_key(name, model))
+        return dict(self._model_policies)
 
 
-def _built(kind: str, table: dict[str, Any]) -> Any:
+def _build_plugin(kind: str, table: dict[str, Any]) -> Any:
     """A plugin; what its constructor raises is a problem of the configuration."""
     try:
         return plugin.build_plugin(kind, table)
@@ -146,13 +148,13 @@ def _built(kind: str, table: dict[str, Any]) -> Any:
         raise ConfigInvalid(f"{kind} {table.get('id')} cannot be made: {describe_exception(error)}") from error
 
 
-def _runtime_config(config: Config) -> RuntimeConfig:
+def _require_runtime_config(config: Config) -> RuntimeConfig:
     if not isinstance(config, RuntimeConfig):
         raise ConfigInvalid(f"runtime: its config must derive from RuntimeConfig, found {type(config).__qualname__}")
     return config
 
 
-def _key(name: str, model: ExternalModelConfig) -> str:
+def _read_api_key(name: str, model: ExternalModelConfig) -> str:
     if model.api_key_env is None:
         return ""
     key = os.environ.get(model.api_key_env)

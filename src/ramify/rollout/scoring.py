@@ -13,24 +13,24 @@ from ramify.env.hook import is_current_task_cancelled
 from ramify.errors import EnvironmentFault, Failure, RamifyError, ValueRefused
 from ramify.errors.origin import describe_exception
 from ramify.rollout.environment import Environment
-from ramify.rollout.within import within
+from ramify.rollout.timeout import fail_after
 from ramify.trace import Trace
 
 
-def due(env: Environment) -> dict[str, Any]:
+def build_unscored_rewards(env: Environment) -> dict[str, Any]:
     """The rewards a rollout has to have, none of which has run."""
     return {hook.name: None for hook in (*env.hooks.rewards, *env.hooks.group_rewards)}
 
 
-async def score(env: Environment, context: RolloutContext, *, metrics: bool = True) -> None:
+async def score_trace(env: Environment, context: RolloutContext, *, with_metrics: bool = True) -> None:
     """Run all rewards of one rollout, and its metrics. Failures are added to the trace, nothing is raised."""
     trace = context.trace
     try:
-        async with within(env.source.timeouts.scoring, "scoring"):
+        async with fail_after(env.source.timeouts.scoring, "scoring"):
             for hook in env.hooks.rewards:
-                await _scored(hook, context, trace.rewards, lambda value, hook=hook: (value, hook.weight))
-            for hook in env.hooks.metrics if metrics else ():
-                await _scored(hook, context, trace.metrics, lambda value: value)
+                await _run_scorer(hook, context, trace.rewards, lambda value, hook=hook: (value, hook.weight))
+            for hook in env.hooks.metrics if with_metrics else ():
+                await _run_scorer(hook, context, trace.metrics, lambda value: value)
     except RamifyError as error:
         trace.errors.append(Failure.from_exception(error))
 
@@ -42,14 +42,14 @@ async def score_group(env: Environment, task: Task, traces: Sequence[Trace]) -> 
     context = RolloutContext(task, traces[0], rng=random.Random(f"{traces[0].group}:{task.identity}"))
     for hook in env.hooks.group_rewards:
         try:
-            async with within(env.source.timeouts.scoring, f"the group reward {hook.name}"):
-                _share(hook, await _called(hook, context, traces=list(traces)), traces)
+            async with fail_after(env.source.timeouts.scoring, f"the group reward {hook.name}"):
+                _set_group_rewards(hook, await _call_hook(hook, context, traces=list(traces)), traces)
         except RamifyError as error:
             for trace in traces:
                 trace.errors.append(Failure.from_exception(error))
 
 
-def _share(hook: Hook, values: Any, traces: Sequence[Trace]) -> None:
+def _set_group_rewards(hook: Hook, values: Any, traces: Sequence[Trace]) -> None:
     try:
         scores = list(values)
     except TypeError:
@@ -68,17 +68,19 @@ def _share(hook: Hook, values: Any, traces: Sequence[Trace]) -> None:
         raise
 
 
-async def _scored(hook: Hook, context: RolloutContext, table: dict[str, Any], entry: Callable[[Any], Any]) -> None:
+async def _run_scorer(
+    hook: Hook, context: RolloutContext, scores: dict[str, Any], make_score: Callable[[Any], Any]
+) -> None:
     try:
-        table[hook.name] = entry(await _called(hook, context))
+        scores[hook.name] = make_score(await _call_hook(hook, context))
     except RamifyError as error:
         context.trace.errors.append(Failure.from_exception(error))
 
 
-async def _called(hook: Hook, context: RolloutContext, **more: Any) -> Any:
+async def _call_hook(hook: Hook, context: RolloutContext, **extra: Any) -> Any:
     """The hook's result; whatever it raises without a name of ours is the environment's fault."""
     try:
-        return await hook(context, **more)
+        return await hook(context, **extra)
     except RamifyError:
         raise
     except asyncio.CancelledError as error:

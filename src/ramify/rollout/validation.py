@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.env import Task, ToolSet, User
 from ramify.errors import BudgetExceeded, ConfigInvalid, EnvironmentFault
-from ramify.rollout.attempt import Attempt
+from ramify.rollout.attempt import AttemptRunner
 from ramify.rollout.environment import Environment
-from ramify.rollout.gold import read_gold
-from ramify.rollout.scripted import ScriptedPolicy
+from ramify.rollout.gold_replies import parse_gold_replies
+from ramify.rollout.scripted_policy import ScriptedPolicy
 from ramify.trace import Trace
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TaskValidation:
     """What is known about one task."""
 
     task: str
@@ -36,65 +36,69 @@ class Verdict:
     trace: Trace
 
 
-async def validate(env: Environment, task: Task, *, gateway: "Gateway | None" = None, seed: int = 0) -> Verdict:
+async def validate_task(
+    env: Environment, task: Task, *, gateway: "Gateway | None" = None, seed: int = 0
+) -> TaskValidation:
     """Check one task."""
     identity = task.identity
-    one = _Validation(env, task, ScriptedPolicy(), gateway, f"validate-{identity}", "", 0, seed, False, None)
+    attempt = _ValidationAttempt(env, task, ScriptedPolicy(), gateway, f"validate-{identity}", "", 0, seed, False, None)
     try:
-        env.check(task)
+        env.check_task(task)
     except ConfigInvalid as error:
-        return Verdict(identity, error.message, None, False, 0.0, one.trace)
-    await one.run()
-    timing = one.trace.timing
+        return TaskValidation(identity, error.message, None, False, 0.0, attempt.trace)
+    await attempt.run()
+    timing = attempt.trace.timing
     seconds = timing.boot + timing.setup + timing.harness + timing.finalize + timing.scoring
-    return Verdict(identity, one.problem(), one.reward(), one.has_gold, seconds, one.trace)
+    return TaskValidation(
+        identity, attempt.find_problem(), attempt.gold_reward(), attempt.has_gold, seconds, attempt.trace
+    )
 
 
-class _Validation(Attempt):
+class _ValidationAttempt(AttemptRunner):
     """An attempt with the task's gold replies, or with one empty reply if it has none."""
 
     has_gold = False
 
-    async def converse(self, tools: ToolSet, user: User | None) -> str:
+    async def run_harness(self, tools: ToolSet, user: User | None) -> str:
         hooks = self.env.hooks
         if hooks.validate is not None:
-            _accept(await hooks.validate(self.context))
+            _check_validate_result(await hooks.validate(self.context))
         gold = None if hooks.gold is None else await hooks.gold(self.context)
         policy = self.session.policy
         assert isinstance(policy, ScriptedPolicy)
         if gold is None:
             policy.replies = [""]
-            policy.exhausted = BudgetExceeded
-            return await super().converse(tools, user)
+            policy.exhausted_error = BudgetExceeded
+            return await super().run_harness(tools, user)
         self.has_gold = True
-        policy.replies = read_gold(gold)
-        stop = await super().converse(tools, user)
-        if policy.said < len(policy.replies):
-            said = f"{policy.said} of {len(policy.replies)} gold replies were played before the rollout ended"
+        policy.replies = parse_gold_replies(gold)
+        stop = await super().run_harness(tools, user)
+        if policy.num_played < len(policy.replies):
+            said = f"{policy.num_played} of {len(policy.replies)} gold replies were played before the rollout ended"
             raise EnvironmentFault(f"{said} ({stop})")
         return stop
 
-    def reward(self) -> float | None:
+    def gold_reward(self) -> float | None:
         """What the replies earned; the rewards of a group are not theirs."""
         entries = [self.trace.rewards[hook.name] for hook in self.env.hooks.rewards]
         if not entries or any(entry is None for entry in entries):
             return None
         return sum(entry[0] * entry[1] for entry in entries if entry is not None)
 
-    def problem(self) -> str | None:
+    def find_problem(self) -> str | None:
         """What is wrong."""
         errors = [error for error in self.trace.errors if self.has_gold or error.blame == "system"]
         if errors:
             return "; ".join(f"{error.name}: {error.message}" for error in errors)
-        reward = self.reward()
+        reward = self.gold_reward()
         if self.has_gold and reward is not None and reward <= 0:
             return f"the gold replies earn {reward:g}; a perfect agent should earn something"
         return None
 
 
-def _accept(answer: Any) -> None:
+def _check_validate_result(result: Any) -> None:
     """What `validate` says: nothing or True is well, False or a text is not."""
-    if isinstance(answer, str) and answer:
-        raise EnvironmentFault(f"validate: {answer}")
-    if answer is False:
+    if isinstance(result, str) and result:
+        raise EnvironmentFault(f"validate: {result}")
+    if result is False:
         raise EnvironmentFault("validate returned False")

@@ -14,10 +14,10 @@ from typing import Any
 from ramify.errors import ValueRefused
 from ramify.trace.plain_data import MAX_DEPTH
 
-SCORING_STATE = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
-LARGEST = 1_000_000  # characters and values that a saved state may have
+SCORING_STATE_KEY = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
+MAX_STATE_SIZE = 1_000_000  # characters and values that a saved state may have
 
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def save_state(state: SimpleNamespace) -> str:
@@ -41,26 +41,27 @@ class _Tagger:
     def __init__(self) -> None:
         self._size = 0
 
-    def tag(self, value: Any, place: str, depth: int = 0) -> Any:
+    def tag(self, value: Any, location: str, depth: int = 0) -> Any:
         if depth == MAX_DEPTH:
-            raise ValueRefused(f"{place} is nested more than {MAX_DEPTH} deep")
+            raise ValueRefused(f"{location} is nested more than {MAX_DEPTH} deep")
         kind = type(value)  # not isinstance: a subclass may hold more than its base does
         self._size += 1 + (len(value) if kind in (str, bytes) else 0)
-        if self._size > LARGEST:
-            raise ValueRefused(f"it is larger than {LARGEST:,} characters")
+        if self._size > MAX_STATE_SIZE:
+            raise ValueRefused(f"it is larger than {MAX_STATE_SIZE:,} characters")
         if value is None or kind in (bool, int, float, str):
             return value
         if kind is bytes:
             return ["bytes", base64.b64encode(value).decode()]
         if kind is dict:
             inner = [
-                (self.tag(key, place, depth + 1), self.tag(value[key], f"{place}[{key!r}]", depth + 1)) for key in value
+                (self.tag(key, location, depth + 1), self.tag(value[key], f"{location}[{key!r}]", depth + 1))
+                for key in value
             ]
             return ["dict", inner]
-        if kind in _SEQUENCES.values():
-            return [kind.__name__, [self.tag(item, f"{place}[{at}]", depth + 1) for at, item in enumerate(value)]]
+        if kind in _SEQUENCE_TYPES.values():
+            return [kind.__name__, [self.tag(item, f"{location}[{at}]", depth + 1) for at, item in enumerate(value)]]
         raise ValueRefused(
-            f"{place} is a {kind.__qualname__}, and only values, lists, tuples, sets and dicts are saved"
+            f"{location} is a {kind.__qualname__}, and only values, lists, tuples, sets and dicts are saved"
         )
 
 
@@ -72,4 +73,4 @@ def _untag(value: Any) -> Any:
         return base64.b64decode(content)
     if kind == "dict":
         return {_untag(key): _untag(item) for key, item in content}
-    return _SEQUENCES[kind](map(_untag, content))
+    return _SEQUENCE_TYPES[kind](map(_untag, content))

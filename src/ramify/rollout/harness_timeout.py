@@ -15,26 +15,26 @@ from types import TracebackType
 from ramify.client.stall_clock import StallClock
 from ramify.errors import EngineStalled, RamifyError, RolloutDeadline
 
-RECHECK = 0.1  # seconds between two checks after the limit has passed on the wall clock
+RECHECK_INTERVAL = 0.1  # seconds between two checks after the limit has passed on the wall clock
 
 
-class HarnessDeadline:
+class HarnessTimeout:
     """Raises RolloutDeadline after `limit` seconds without stalls, EngineStalled after `stall_limit` seconds of stalls.
 
     Stalls before the block do not count. A TimeoutError that the block raises itself passes unchanged.
     """
 
-    def __init__(self, limit: float, clock: StallClock, stall_limit: float) -> None:
-        self._limit, self._clock, self._stall_limit = limit, clock, stall_limit
+    def __init__(self, timeout: float, stall_clock: StallClock, stall_timeout: float) -> None:
+        self._timeout, self._stall_clock, self._stall_timeout = timeout, stall_clock, stall_timeout
         self._scope = asyncio.timeout(None)
-        self._start = 0.0
+        self._started_at = 0.0
         self._stalled_before = 0.0  # seconds
         self._timer: asyncio.TimerHandle | None = None
         self._failure: RamifyError | None = None
 
     async def __aenter__(self) -> None:
         await self._scope.__aenter__()
-        self._start, self._stalled_before = time.monotonic(), self._clock.seconds
+        self._started_at, self._stalled_before = time.monotonic(), self._stall_clock.seconds
         self._check()
 
     async def __aexit__(
@@ -44,25 +44,25 @@ class HarnessDeadline:
             self._timer.cancel()
         try:
             await self._scope.__aexit__(kind, error, traceback)
-        except TimeoutError as late:
+        except TimeoutError as timeout_error:
             assert self._failure is not None
-            raise self._failure from late
+            raise self._failure from timeout_error
 
     def _check(self) -> None:
         """End the block if its time is over; otherwise schedule the next check for when it may be."""
         loop = asyncio.get_running_loop()
-        stalled = self._clock.seconds - self._stalled_before
-        end = self._start + self._limit + self._clock.ended_seconds - self._stalled_before
-        if stalled >= self._stall_limit:
+        stalled = self._stall_clock.seconds - self._stalled_before
+        deadline = self._started_at + self._timeout + self._stall_clock.ended_seconds - self._stalled_before
+        if stalled >= self._stall_timeout:
             self._failure = EngineStalled(
                 f"the engine made no progress for {stalled:.1f} s while the agent waited for it; "
-                f"timeouts.engine_stall allows {self._stall_limit:g} s: look at the engine's process and log"
+                f"timeouts.engine_stall allows {self._stall_timeout:g} s: look at the engine's process and log"
             )
-        elif self._clock.known_until >= end:
+        elif self._stall_clock.known_until >= deadline:
             uncounted = f", without {stalled:.1f} s in which the engine made no progress" if stalled else ""
-            self._failure = RolloutDeadline(f"harness took longer than {self._limit:g} s{uncounted}")
+            self._failure = RolloutDeadline(f"harness took longer than {self._timeout:g} s{uncounted}")
         if self._failure is not None:
             self._scope.reschedule(loop.time())
             return
-        delay = min(end - time.monotonic(), self._stall_limit - stalled)
-        self._timer = loop.call_later(delay if delay > 0 else RECHECK, self._check)
+        delay = min(deadline - time.monotonic(), self._stall_timeout - stalled)
+        self._timer = loop.call_later(delay if delay > 0 else RECHECK_INTERVAL, self._check)

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 from ramify.env import Task
 from ramify.errors import Failure
 from ramify.gateway.policy import Policy
-from ramify.rollout.attempt import Watch, run_attempt
+from ramify.rollout.attempt import ProgressCallback, run_attempt
 from ramify.rollout.environment import Environment
 from ramify.trace import Episode, Trace
 
 if TYPE_CHECKING:
     from ramify.gateway import Gateway
 
-UNSCORED = Failure("EnvironmentFault", "a reward was due and did not run", "system", True)
+REWARD_MISSING = Failure("EnvironmentFault", "a reward was due and did not run", "system", True)
 
 
-async def run(
+async def run_rollout(
     env: Environment,
     task: Task,
     *,
@@ -26,14 +26,14 @@ async def run(
     attempt: int = 0,
     seed: int = 0,
     train: bool = False,
-    attempts: int | None = None,
-    watch: Watch | None = None,
+    max_tries: int | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Episode:
     """One attempt, run up to `attempts` times (the source's number unless given) until it says something about the
     policy. The last run is returned; `trace.info["tries"]` names what ended those before it.
     """
-    tries: list[str] = []
-    most = env.source.attempts if attempts is None else attempts
+    failures: list[str] = []
+    most = env.source.attempts if max_tries is None else max_tries
     while True:
         episode = await run_attempt(
             env,
@@ -45,24 +45,24 @@ async def run(
             attempt=attempt,
             seed=seed,
             train=train,
-            watch=watch,
+            on_progress=on_progress,
         )
-        failure = next(filter(None, (system_failure(env, trace) for trace in episode.traces)), None)
-        if failure is None or not failure.retryable or len(tries) + 1 >= most:
+        failure = next(filter(None, (find_system_failure(env, trace) for trace in episode.traces)), None)
+        if failure is None or not failure.retryable or len(failures) + 1 >= most:
             break
-        tries.append(f"{failure.name}: {failure.message}")
-    if tries:
+        failures.append(f"{failure.name}: {failure.message}")
+    if failures:
         for trace in episode.traces:
-            trace.info["tries"] = tries
+            trace.info["tries"] = failures
     return episode
 
 
-def system_failure(env: Environment, trace: Trace) -> Failure | None:
+def find_system_failure(env: Environment, trace: Trace) -> Failure | None:
     """What keeps a trace from counting: a failure that was not the policy's, or a reward that did not run.
 
     The rewards of the group are not its own; they come later.
     """
     found = next((error for error in trace.errors if error.blame == "system"), None)
     if found is None and any(trace.rewards.get(hook.name) is None for hook in env.hooks.rewards):
-        return UNSCORED
+        return REWARD_MISSING
     return found

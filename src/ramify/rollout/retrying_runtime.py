@@ -15,14 +15,14 @@ from ramify.runtime import Runtime, RuntimeProcess
 from ramify.runtime.base import CommandLine
 
 T = TypeVar("T")
-RETRIES = 3
-BACKOFF = 0.1  # seconds before the first repetition, doubled each time
+MAX_RETRIES = 3
+INITIAL_BACKOFF = 0.1  # seconds before the first repetition, doubled each time
 
 
-class PatientRuntime(Runtime):
+class RetryingRuntime(Runtime):
     """Another runtime, called again where that may help."""
 
-    def __init__(self, inner: Runtime, *, backoff: float = BACKOFF) -> None:
+    def __init__(self, inner: Runtime, *, backoff: float = INITIAL_BACKOFF) -> None:
         super().__init__(inner.config)
         self._inner, self._backoff = inner, backoff
 
@@ -31,17 +31,17 @@ class PatientRuntime(Runtime):
         return self._inner.workdir
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def trace_metadata(self) -> dict[str, Any]:
         return self._inner.trace_metadata
 
-    def check(self, task: Task) -> None:
+    def check_task(self, task: Task) -> None:
         self._inner.check_task(task)
 
     async def start(self, task: Task) -> None:
-        await self._tried(lambda: self._inner.start(task))
+        await self._with_retries(lambda: self._inner.start(task))
 
     async def stop(self) -> None:
-        await self._tried(self._inner.stop)
+        await self._with_retries(self._inner.stop)
 
     async def spawn(
         self,
@@ -51,20 +51,20 @@ class PatientRuntime(Runtime):
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
     ) -> RuntimeProcess:
-        return await self._tried(lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin))
+        return await self._with_retries(lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin))
 
     async def read(self, path: str | PurePath) -> bytes:
-        return await self._tried(lambda: self._inner.read(path))
+        return await self._with_retries(lambda: self._inner.read(path))
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
-        await self._tried(lambda: self._inner.write(path, data))
+        await self._with_retries(lambda: self._inner.write(path, data))
 
-    async def _tried(self, call: Callable[[], Awaitable[T]]) -> T:
-        for repetition in range(RETRIES + 1):
+    async def _with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
+        for retry in range(MAX_RETRIES + 1):
             try:
                 return await call()
             except RamifyError as error:
-                if not error.retryable or repetition == RETRIES:
+                if not error.retryable or retry == MAX_RETRIES:
                     raise
-            await asyncio.sleep(self._backoff * 2**repetition)
+            await asyncio.sleep(self._backoff * 2**retry)
         raise AssertionError  # the loop returns or raises

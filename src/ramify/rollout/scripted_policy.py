@@ -18,10 +18,12 @@ class ScriptedPolicy:
     trainable = False
     max_model_len = None
 
-    def __init__(self, replies: Sequence[str | Message] = (), exhausted: type[RamifyError] = EnvironmentFault) -> None:
+    def __init__(
+        self, replies: Sequence[str | Message] = (), exhausted_error: type[RamifyError] = EnvironmentFault
+    ) -> None:
         self.replies: list[str | Message] = list(replies)
-        self.exhausted = exhausted
-        self.said = 0
+        self.exhausted_error = exhausted_error
+        self.num_played = 0
 
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
@@ -37,8 +39,10 @@ class ScriptedPolicy:
         media: Mapping[str, Media] | None = None,
     ) -> PreparedPrompt:
         """The conversation as it is."""
-        whole = (*(history.messages if history else ()), *messages)
-        return PreparedPrompt(whole, tuple(tools), tuple(MessageSpan(message, 0, (0, 0)) for message in messages))
+        conversation = (*(history.messages if history else ()), *messages)
+        return PreparedPrompt(
+            conversation, tuple(tools), tuple(MessageSpan(message, 0, (0, 0)) for message in messages)
+        )
 
     async def sample(
         self,
@@ -51,11 +55,11 @@ class ScriptedPolicy:
         clock: StallClock | None = None,
     ) -> SampledReply:
         """The next reply."""
-        if self.said == len(self.replies):
-            count = "1 reply" if self.said == 1 else f"{self.said} replies"
-            raise self.exhausted(f"the script has {count}, and the conversation goes on")
-        reply = self.replies[self.said]
-        self.said += 1
+        if self.num_played == len(self.replies):
+            count = "1 reply" if self.num_played == 1 else f"{self.num_played} replies"
+            raise self.exhausted_error(f"the script has {count}, and the conversation goes on")
+        reply = self.replies[self.num_played]
+        self.num_played += 1
         message = Message("assistant", reply) if isinstance(reply, str) else reply
         history = TokenHistory((*prepared.messages, message), prepared.tools, NO_TOKENS, 0, ConversationOutline())
         return SampledReply(message, "stop", Usage(), history)

@@ -6,17 +6,17 @@ from types import TracebackType
 from ramify.errors import DeadlineExceeded
 
 
-class within:  # noqa: N801 - read as a word: `async with within(...)`
+class fail_after:  # noqa: N801 - read as a word: `async with within(...)`
     """Raises DeadlineExceeded when the block takes longer; a TimeoutError of the block's own passes as it is.
 
     A class and no generator: every phase of every rollout goes through here.
     """
 
-    __slots__ = ("_awaited", "_scope", "_seconds")
+    __slots__ = ("_scope", "_timeout", "_what")
 
-    def __init__(self, seconds: float, awaited: str) -> None:
-        self._seconds, self._awaited = seconds, awaited
-        self._scope = asyncio.timeout(seconds)
+    def __init__(self, timeout: float, what: str) -> None:
+        self._timeout, self._what = timeout, what
+        self._scope = asyncio.timeout(timeout)
 
     async def __aenter__(self) -> None:
         await self._scope.__aenter__()
@@ -26,5 +26,5 @@ class within:  # noqa: N801 - read as a word: `async with within(...)`
     ) -> None:
         try:
             await self._scope.__aexit__(kind, error, traceback)
-        except TimeoutError as late:
-            raise DeadlineExceeded(f"{self._awaited} took longer than {self._seconds:g} s") from late
+        except TimeoutError as timeout_error:
+            raise DeadlineExceeded(f"{self._what} took longer than {self._timeout:g} s") from timeout_error

@@ -5,14 +5,14 @@ import asyncio
 import ramify as rf
 from ramify.env import RolloutContext
 from ramify.errors import ProviderError
-from ramify.rollout import run, score, score_group
+from ramify.rollout import run_rollout, score_group, score_trace
 from ramify.trace import Trace
 from tests.rollout.stage import TASK, OneTask, attempt, environment, names, policy_of
 
 
 def rolled(env, script, **options) -> Trace:
     async def once() -> Trace:
-        return (await run(env, TASK, policy=policy_of(script), id="r1", **options)).traces[0]
+        return (await run_rollout(env, TASK, policy=policy_of(script), id="r1", **options)).traces[0]
 
     return asyncio.run(asyncio.wait_for(once(), 20))
 
@@ -137,5 +137,5 @@ def test_a_saved_trace_can_be_scored_again():
             return len(trace.last_reply)
 
     trace = attempt(environment(OneTask), ["four"])
-    asyncio.run(score(environment(Graded), RolloutContext(TASK, trace)))
+    asyncio.run(score_trace(environment(Graded), RolloutContext(TASK, trace)))
     assert trace.rewards == {"length": (4.0, 1.0)}
