@@ -25,7 +25,7 @@ from _check import Row, competitor, finish, parser
 
 from ramify.client import InferenceClient
 from ramify.env import Task
-from ramify.envserver import EnvClient, EnvServerChild, EnvServerConfig
+from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
 from ramify.gateway import Gateway, TokenPolicy
 from ramify.model.resolve import resolve
 from ramify.render import load_renderer
@@ -74,7 +74,7 @@ async def serving(url: str, folder: Path, workers: int, repeat: int = 1) -> Asyn
             "grace": 0.0,
         }
     )
-    async with EnvServerChild(config, folder / "config.toml") as child, EnvClient(child.address) as client:
+    async with EnvServerProcess(config, folder / "config.toml") as child, EnvClient(child.address) as client:
         yield client
 
 
@@ -100,8 +100,8 @@ async def through(client: EnvClient, todo: list[Task], concurrency: int) -> tupl
     async def work() -> None:
         nonlocal size
         for number, task in waiting:
-            done = await client.run(task, id=f"r{number}", deadline=300)
-            size += len(done.data)
+            done = await client.run(task, id=f"r{number}", timeout=300)
+            size += len(done.encoded_episode)
             check(done.episode)
 
     start = time.perf_counter()
@@ -119,7 +119,7 @@ async def both_ways(url: str, client: EnvClient, todo: list[Task]) -> tuple[list
 
         async def there(task: Task, id: str) -> None:
             start = time.perf_counter()
-            done = await client.run(task, id=id, deadline=300)
+            done = await client.run(task, id=id, timeout=300)
             served.append(time.perf_counter() - start)
             check(done.episode)
 

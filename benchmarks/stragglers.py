@@ -20,7 +20,15 @@ from pathlib import Path
 
 from _check import Row, finish, parser
 
-from ramify.envserver.messages import Done, Health, Info, Run, TaskEntry, TaskPage, Tasks
+from ramify.envserver.messages import (
+    EnvServerHealth,
+    EnvServerInfo,
+    RolloutRequest,
+    RolloutResponse,
+    TaskItem,
+    TaskPage,
+    TasksRequest,
+)
 from ramify.model.version import Version
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.process import Orchestrator
@@ -45,7 +53,7 @@ def is_slow(task: int) -> bool:
     return task % EVERY == 0
 
 
-def rollout(ask: Run) -> bytes:
+def rollout(ask: RolloutRequest) -> bytes:
     """An episode of two tokens; whether it is a good one differs from attempt to attempt."""
     trace = Trace(id=ask.id, attempt=ask.attempt, task=ask.task, rewards={"luck": (float(ask.attempt % 2), 1.0)})
     node = trace.add_node(-1, Message("user", "?"), [1, 2, 3])
@@ -62,7 +70,7 @@ class Sleeping:
 
     async def info(self, _: IncomingRequest) -> Wired:
         return Wired.encode(
-            Info(
+            EnvServerInfo(
                 name="naps",
                 version="",
                 model="tiny",
@@ -80,19 +88,19 @@ class Sleeping:
         )
 
     async def health(self, _: IncomingRequest) -> Wired:
-        return Wired.encode(Health(state="ok", reason="", running=0, waiting=0, workers=[], deaths=[]))
+        return Wired.encode(EnvServerHealth(state="ok", reason="", running=0, waiting=0, workers=[], deaths=[]))
 
     async def tasks(self, request: IncomingRequest) -> Wired:
-        asked = request.decode(Tasks)
+        asked = request.decode(TasksRequest)
         numbers = range(asked.start, min(TASKS, asked.start + asked.count))
-        page = [TaskEntry(str(number), {"prompt": "?", "number": number}) for number in numbers]
+        page = [TaskItem(str(number), {"prompt": "?", "number": number}) for number in numbers]
         return Wired.encode(TaskPage(page, asked.start + asked.count >= TASKS))
 
     async def run(self, request: IncomingRequest) -> Wired:
-        ask = request.decode(Run)
+        ask = request.decode(RolloutRequest)
         around = random.Random(ask.id).uniform(0.8, 1.2)
         await asyncio.sleep(around * MEDIAN * (SLOW if is_slow(ask.task["number"]) else 1))
-        return Wired.encode(Done("w0", 1), rollout(ask))
+        return Wired.encode(RolloutResponse("w0", 1), rollout(ask))
 
 
 @contextlib.asynccontextmanager

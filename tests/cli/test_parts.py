@@ -7,7 +7,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.config import parse, parse_component
-from ramify.envserver.config import EnvServerConfig, StaticConfig
+from ramify.envserver.config import EnvServerConfig, StaticPoolConfig
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.launch.devices import Gpu
 from ramify.launch.parts import env_part, serve_part, trainer_part
@@ -110,11 +110,11 @@ def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys
 def test_an_env_server_has_one_source_of_the_run_with_the_runs_limits(file, capsys):
     words = ["@", file, "--source", "train/one", "--inference.base_url", "http://127.0.0.1:8"]
     config, _ = parse_component(EnvServerConfig, words, RunConfig, lambda whole: env_part(whole, "train/one"))
-    picked = config.pick()
-    assert (picked.name, picked.config.seq_len, picked.config.address) == ("train/one", 300, "tcp://127.0.0.1:0")
-    assert picked.config.pool == StaticConfig(workers=3)
+    picked = config.select_source()
+    assert (picked.key, picked.config.seq_len, picked.config.address) == ("train/one", 300, "tcp://127.0.0.1:0")
+    assert picked.config.pool == StaticPoolConfig(workers=3)
     assert config.inference == ExternalConfig(engine="external", base_url=["http://127.0.0.1:8"])
-    assert str(picked.log(config.output)) == "outputs/whole/logs/env/train/one.log"
+    assert str(picked.log_path(config.output)) == "outputs/whole/logs/env/train/one.log"
     assert config.secret_env is None
     assert main(["env-server", "@", file, "--source", "train/one", "--dry-run"]) == 2
     assert "say where it answers, with -b URL" in capsys.readouterr().err

@@ -23,7 +23,7 @@ def shared(engine, tmp_path_factory):
         async def start():
             server = await EnvServer(configured(engine.url, tmp_path_factory.mktemp("shared"))).start()
             client = await EnvClient(server.address, settings=QUICK).start()
-            await until(lambda: len(server.pool._ready()) == 2, "two workers")
+            await until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
             return server, client
 
         async def stop():

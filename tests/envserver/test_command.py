@@ -13,7 +13,7 @@ import pytest
 
 from ramify.config import write_toml
 from ramify.envserver import EnvClient
-from ramify.envserver.child import EnvServerChild
+from ramify.envserver.server_process import EnvServerProcess
 from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled
 from tests.cli.command import ramify_command
 from tests.envserver.stage import QUICK, configured, family, gone, task, until
@@ -73,7 +73,7 @@ def test_whoever_is_killed_takes_all_below_along_and_the_client_hears_of_it(engi
         parent.stdout.close()
         # the server itself, and another one at its address
         config.train[0].address = address
-        child = await EnvServerChild(config, file).start()
+        child = await EnvServerProcess(config, file).start()
         async with EnvClient(address, settings=QUICK) as client:
             rollouts = await busy(client, tmp_path)
             processes = family(child.pid)
@@ -83,8 +83,8 @@ def test_whoever_is_killed_takes_all_below_along_and_the_client_hears_of_it(engi
                 with pytest.raises(PeerLost, match=r"not been heard|forgotten"):
                     await rollout
             await child.stop()
-            async with EnvServerChild(config, file) as again:
-                done = await client.run(task(1), id="after", deadline=60)
+            async with EnvServerProcess(config, file) as again:
+                done = await client.run(task(1), id="after", timeout=60)
                 assert done.episode.traces[0].rewards["right"] == (1.0, 1.0)
                 # and asked to go, under load
                 rollouts = await busy(client, tmp_path)
@@ -94,7 +94,7 @@ def test_whoever_is_killed_takes_all_below_along_and_the_client_hears_of_it(engi
                 for rollout in rollouts:
                     with pytest.raises((PeerLost, RequestCancelled)):
                         await rollout
-                assert again.tail == ""
+                assert again.output_tail == ""
         log = (tmp_path / "logs" / "env" / "train" / "tricky.log").read_text()
         assert "Traceback" not in log
         assert re.search(r"broker closing, 2 attempts are cancelled\n.*broker closed\n", log)
@@ -107,7 +107,7 @@ def test_what_is_wrong_with_a_source_is_said_before_anything_is_served(engine, t
     async def scene():
         config = configured(engine.url, tmp_path, taskset={"boots": "x"}, pool={"type": "static", "workers": 1})
         with pytest.raises(ConfigInvalid, match="did you mean"):
-            await EnvServerChild(config, tmp_path / "config.toml").start()
+            await EnvServerProcess(config, tmp_path / "config.toml").start()
 
     asyncio.run(scene())
 
@@ -132,9 +132,9 @@ def test_whatever_a_server_says_is_read_and_its_address_found(engine, tmp_path, 
     monkeypatch.setattr(sys, "executable", str(talker))
 
     async def scene():
-        async with EnvServerChild(config, tmp_path / "config.toml", deadline=20) as child:
+        async with EnvServerProcess(config, tmp_path / "config.toml", start_timeout=20) as child:
             assert child.address == "tcp://127.0.0.1:9"
-            await until(lambda: child.tail.endswith("the last word"), "the last word", 20)
+            await until(lambda: child.output_tail.endswith("the last word"), "the last word", 20)
 
     asyncio.run(scene())
 

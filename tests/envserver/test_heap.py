@@ -5,7 +5,7 @@ import asyncio
 import psutil
 import pytest
 
-from ramify.envserver.heap import LARGE_ROLLOUT, HeapTrimmer, find_malloc_trim
+from ramify.envserver.heap import LARGE_ROLLOUT_BYTES, HeapTrimmer, find_malloc_trim
 
 CHUNK, MIB = 2048, 1 << 20
 
@@ -22,12 +22,12 @@ def test_memory_that_a_large_rollout_used_goes_back_to_the_system():
 
     async def end() -> int:
         heap = HeapTrimmer(delay=0.01)
-        heap.rollout_ended(LARGE_ROLLOUT)
-        heap.rollout_ended(LARGE_ROLLOUT)  # together with the first
-        while not heap.count:
+        heap.on_rollout_end(LARGE_ROLLOUT_BYTES)
+        heap.on_rollout_end(LARGE_ROLLOUT_BYTES)  # together with the first
+        while not heap.num_trims:
             await asyncio.sleep(0.01)
         await heap.close()
-        return heap.count
+        return heap.num_trims
 
     assert asyncio.run(end()) == 1
     assert used - kept < 32 * MIB  # it would have stayed
@@ -38,9 +38,9 @@ def test_memory_that_a_large_rollout_used_goes_back_to_the_system():
 def test_small_rollouts_cost_nothing():
     async def end() -> int:
         heap = HeapTrimmer(delay=0.0)
-        heap.rollout_ended(LARGE_ROLLOUT - 1)
+        heap.on_rollout_end(LARGE_ROLLOUT_BYTES - 1)
         await asyncio.sleep(0.05)
         await heap.close()
-        return heap.count
+        return heap.num_trims
 
     assert asyncio.run(end()) == 0

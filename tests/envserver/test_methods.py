@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ramify.env import Task
-from ramify.envserver import EnvServer, EnvServerConfig, working
-from ramify.envserver.working import Pages
+from ramify.envserver import EnvServer, EnvServerConfig, env_worker
+from ramify.envserver.env_worker import TaskPager
 from ramify.errors import ConfigInvalid, RequestInvalid
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.meeting import meet
@@ -69,10 +69,10 @@ def test_info_says_how_many_tasks_there_are(shared):
 
 
 def test_tasks_without_end_are_counted_as_null(monkeypatch):
-    monkeypatch.setattr(working, "MANY", 50)
+    monkeypatch.setattr(env_worker, "MANY", 50)
     endless: Any = SimpleNamespace(name="endless", tasks=lambda: (Task() for _ in itertools.count()))
     exact: Any = SimpleNamespace(name="exact", tasks=lambda: (Task() for _ in range(50)))
-    assert (Pages(endless).count(), Pages(exact).count()) == (None, 50)
+    assert (TaskPager(endless).count(), TaskPager(exact).count()) == (None, 50)
 
 
 def test_a_request_with_an_unknown_key_is_refused(shared):
@@ -149,9 +149,9 @@ def test_all_that_a_worker_says_is_in_the_log_once_and_with_its_name(shared, tmp
 
 
 def test_train_and_eval_servers_of_one_name_write_separate_files(engine, tmp_path):
-    train, eval = (configured(engine.url, tmp_path, kind=kind).pick() for kind in ("train", "eval"))
-    assert train.title == eval.title == "tricky"
-    assert train.log(tmp_path) != eval.log(tmp_path)
+    train, eval = (configured(engine.url, tmp_path, kind=kind).select_source() for kind in ("train", "eval"))
+    assert train.source_name == eval.source_name == "tricky"
+    assert train.log_path(tmp_path) != eval.log_path(tmp_path)
 
 
 def test_a_source_is_picked_by_name_and_what_is_inert_is_refused():
@@ -159,10 +159,10 @@ def test_a_source_is_picked_by_name_and_what_is_inert_is_refused():
     inference = {"engine": "external", "base_url": ["http://x:1"]}
     config = EnvServerConfig.model_validate({**sources, "inference": inference})
     with pytest.raises(ConfigInvalid, match="train/a, eval/a"):
-        config.pick()
-    assert config.model_copy(update={"source": "eval/a"}).pick().kind == "eval"
+        config.select_source()
+    assert config.model_copy(update={"source": "eval/a"}).select_source().kind == "eval"
     with pytest.raises(ConfigInvalid, match="no 'eval/b'"):
-        config.model_copy(update={"source": "eval/b"}).pick()
+        config.model_copy(update={"source": "eval/b"}).select_source()
     with pytest.raises(ValueError, match="multiplex"):
         EnvServerConfig.model_validate(
             {"train": [{"taskset": {"id": "a"}, "pool": {"type": "static", "multiplex": 3}}], "inference": inference}

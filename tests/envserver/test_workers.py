@@ -162,7 +162,7 @@ def test_a_loop_that_stands_still_is_named_and_moved_and_a_reward_that_blocks_is
             innocent = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"i{n}")) for n in range(4)]
             await until(lambda: waiting_at(gate) >= 4, "four rollouts in flight")
             with pytest.raises(WorkerDied, match=r"2 workers were lost under rollout spin(.|\n)*spin_for_ever"):
-                await client.run(task(9, does="spin"), id="spin", deadline=DEADLINE)
+                await client.run(task(9, does="spin"), id="spin", timeout=DEADLINE)
             gate.touch()
             done = await asyncio.gather(*innocent)
             assert all(one.episode.traces[0].rewards["right"] == (1.0, 1.0) for one in done)
@@ -239,9 +239,11 @@ def test_an_elastic_pool_follows_the_load_up_and_down(engine, tmp_path):
             assert not (await client.health()).deaths
             young = next(iter(server.pool.workers.values()))
             server.config.max_age = young.age
-            await until(lambda: young.id not in server.pool.workers and bool(server.pool._ready()), "a younger worker")
+            await until(
+                lambda: young.id not in server.pool.workers and bool(server.pool._ready_workers()), "a younger worker"
+            )
             server.config.max_age = None
-            assert (await client.run(task(1), id="after")).worker != young.id
+            assert (await client.run(task(1), id="after")).worker_id != young.id
             assert (await client.stats()).counts["recycled"] >= 1
 
     asyncio.run(scene())

@@ -52,7 +52,7 @@ def test_each_process_gets_a_configuration_that_its_command_can_read(tmp_path):
     url = f"http://127.0.0.1:{serve.server.port}"
     assert (serve.server.model_name, serve.inference.max_model_len) == ("tiny", 256)
     assert env.inference == ExternalConfig(base_url=[url])
-    assert env.pick().name == "train/reverse"
+    assert env.select_source().key == "train/reverse"
     assert env.train[0].seq_len == 256
     assert run.path == trainer.path == tmp_path / "run"
     assert run.inference == ExternalConfig(base_url=[url])

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from ramify.envserver.messages import TaskEntry, TaskPage
+from ramify.envserver.messages import TaskItem, TaskPage
 from ramify.orchestrate import tasks as module
 from ramify.orchestrate.tasks import PAGE, TaskBook
 
@@ -17,7 +17,7 @@ class Endless:
 
     async def tasks(self, start: int, count: int, *, deadline: float) -> TaskPage:
         self.asked.append(start // PAGE)
-        found = [TaskEntry(str(number), {"prompt": str(number)}) for number in range(start, start + count)]
+        found = [TaskItem(str(number), {"prompt": str(number)}) for number in range(start, start + count)]
         return TaskPage(found, end=False)
 
 

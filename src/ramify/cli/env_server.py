@@ -46,11 +46,11 @@ def run(args: Sequence[str]) -> int:
     config, _ = parse_component(
         EnvServerConfig, rest, RunConfig, take, prog="ramify env-server", command_flags=["--dry-run"]
     )
-    picked = config.pick()
+    picked = config.select_source()
     if dry:
         address = picked.config.address or "a free port of this machine"
-        check_bind_address(picked.config.address or "tcp://127.0.0.1:0", config.secret())
-        print(f"would serve {picked.name} at {address}, {picked.config.pool}, log in {picked.log(config.output)}")
+        check_bind_address(picked.config.address or "tcp://127.0.0.1:0", config.load_secret())
+        print(f"would serve {picked.key} at {address}, {picked.config.pool}, log in {picked.log_path(config.output)}")
         return 0
     asyncio.run(serve(config))
     return 0
@@ -78,8 +78,8 @@ async def serve(config: EnvServerConfig) -> None:
         return
     if config.address_file is not None:  # first: whoever reads the line may look for the file
         _write(config.address_file, server.address)
-    print(f"serving {server.picked.name} at {server.address}", flush=True)
-    waits = [asyncio.create_task(told.wait()), asyncio.create_task(server.wait_broken())]
+    print(f"serving {server.selected.key} at {server.address}", flush=True)
+    waits = [asyncio.create_task(told.wait()), asyncio.create_task(server.wait_unreachable())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     broken = not told.is_set()
     await server.close(0.0 if broken else None)

@@ -12,15 +12,15 @@ from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import SourceConfig
 from ramify.wire.settings import WireSettings
 
-ADDRESS = "tcp://127.0.0.1:0"
+DEFAULT_ADDRESS = "tcp://127.0.0.1:0"
 
 
-def cores() -> int:
+def count_available_cores() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class ElasticConfig(Config):
+class ElasticPoolConfig(Config):
     """As many workers as the load needs."""
 
     type: Literal["elastic"] = "elastic"
@@ -33,41 +33,41 @@ class ElasticConfig(Config):
     """Seconds for which a worker has to be one too many before it is stopped."""
 
     @property
-    def most(self) -> int:
+    def max_workers(self) -> int:
         """The largest number of workers."""
-        return self.max or max(self.min, cores())
+        return self.max or max(self.min, count_available_cores())
 
     @model_validator(mode="after")
-    def _in_order(self) -> "ElasticConfig":
+    def _max_must_be_at_least_min(self) -> "ElasticPoolConfig":
         if self.max is not None and self.max < self.min:
             raise ValueError(f"max must be at least min, found {self.max} < {self.min}")
         return self
 
 
-class StaticConfig(Config):
+class StaticPoolConfig(Config):
     """A fixed number of workers."""
 
     type: Literal["static"] = "static"
     workers: int = Field(default=4, ge=1)
 
 
-PoolConfig = Annotated[ElasticConfig | StaticConfig, Field(discriminator="type")]
+PoolConfig = Annotated[ElasticPoolConfig | StaticPoolConfig, Field(discriminator="type")]
 
 
 class ServedSourceConfig(SourceConfig):
     """A source with a server of its own."""
 
-    pool: PoolConfig = ElasticConfig()
+    pool: PoolConfig = ElasticPoolConfig()
     address: str | None = None
     """Where its server listens, for one that you run yourself; by default a free port of this machine."""
 
     @property
-    def source(self) -> SourceConfig:
+    def source_config(self) -> SourceConfig:
         """The environment's part."""
         return SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})
 
     @property
-    def title(self) -> str:
+    def source_name(self) -> str:
         return self.name or str(self.taskset.get("id", ""))
 
 
@@ -115,15 +115,15 @@ class EnvServerConfig(Config):
 
     @field_validator("train", "eval")
     @classmethod
-    def _different_names(cls, sources: list[ServedSourceConfig]) -> list[ServedSourceConfig]:
-        names = [source.title for source in sources]
+    def _source_names_must_be_unique(cls, sources: list[ServedSourceConfig]) -> list[ServedSourceConfig]:
+        names = [source.source_name for source in sources]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two sources are called {name!r}; give them names of their own")
         return sources
 
     @property
-    def settings(self) -> WireSettings:
+    def wire_settings(self) -> WireSettings:
         """The times of its connections."""
         patience = max(10.0, 5 * self.heartbeat)
         return WireSettings(
@@ -133,7 +133,7 @@ class EnvServerConfig(Config):
             max_open_requests=self.queue,
         )
 
-    def secret(self) -> str | None:
+    def load_secret(self) -> str | None:
         """The secret that clients have to know; ConfigInvalid where its variable is not set."""
         if self.secret_env is None:
             return None
@@ -142,28 +142,30 @@ class EnvServerConfig(Config):
             raise_config_invalid([("secret_env", f"the variable {self.secret_env} is not set")])
         return found
 
-    def pick(self) -> "Picked":
+    def select_source(self) -> "SelectedSource":
         """The source to serve; ConfigInvalid unless it is clear which."""
-        known = {f"train/{one.title}": one for one in self.train} | {f"eval/{one.title}": one for one in self.eval}
-        if not known:
+        sources_by_key = {f"train/{source.source_name}": source for source in self.train} | {
+            f"eval/{one.source_name}": one for one in self.eval
+        }
+        if not sources_by_key:
             raise_config_invalid([("train", "a server needs a source: add [[train]] or [[eval]]")])
-        listed = ", ".join(known)
+        listed = ", ".join(sources_by_key)
         if self.source is None:
-            if len(known) > 1:
+            if len(sources_by_key) > 1:
                 raise_config_invalid([("source", f"there are several; pick one of {listed}")])
-            return Picked(*next(iter(known.items())))
-        if self.source not in known:
+            return SelectedSource(*next(iter(sources_by_key.items())))
+        if self.source not in sources_by_key:
             raise_config_invalid([("source", f"there is no {self.source!r}; there is {listed}")])
-        return Picked(self.source, known[self.source])
+        return SelectedSource(self.source, sources_by_key[self.source])
 
 
-class Picked:
+class SelectedSource:
     """One source and the name by which it was picked."""
 
-    def __init__(self, name: str, config: ServedSourceConfig) -> None:
-        self.name, self.config = name, config
-        self.kind, _, self.title = name.partition("/")
+    def __init__(self, key: str, config: ServedSourceConfig) -> None:
+        self.key, self.config = key, config
+        self.kind, _, self.source_name = key.partition("/")
 
-    def log(self, output: Path) -> Path:
+    def log_path(self, output: Path) -> Path:
         """The file its server writes."""
-        return output / "logs" / "env" / self.kind / f"{self.title.strip('/').replace('/', '-')}.log"
+        return output / "logs" / "env" / self.kind / f"{self.source_name.strip('/').replace('/', '-')}.log"

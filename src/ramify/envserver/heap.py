@@ -8,7 +8,7 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 
-LARGE_ROLLOUT = 4 << 20  # bytes of an encoded rollout from which on the heap is trimmed
+LARGE_ROLLOUT_BYTES = 4 << 20  # bytes of an encoded rollout from which on the heap is trimmed
 TRIM_DELAY = 1.0  # seconds until then: the answer has to be sent first, and several rollouts may end together
 
 
@@ -21,23 +21,23 @@ class HeapTrimmer:
     """Trims the heap of this process soon after a large rollout; `count` says how often it did."""
 
     def __init__(self, *, delay: float = TRIM_DELAY) -> None:
-        self._trim, self._delay = find_malloc_trim(), delay
-        self._pending: asyncio.Task[None] | None = None
-        self.count = 0
+        self._malloc_trim, self._delay = find_malloc_trim(), delay
+        self._trim_task: asyncio.Task[None] | None = None
+        self.num_trims = 0
 
-    def rollout_ended(self, size: int) -> None:
+    def on_rollout_end(self, size: int) -> None:
         """Schedule a trim if the rollout, `size` bytes when encoded, was large."""
-        if self._trim is not None and size >= LARGE_ROLLOUT and self._pending is None:
-            self._pending = asyncio.create_task(self._trim_later(self._trim), name="heap trimmer")
+        if self._malloc_trim is not None and size >= LARGE_ROLLOUT_BYTES and self._trim_task is None:
+            self._trim_task = asyncio.create_task(self._trim_later(self._malloc_trim), name="heap trimmer")
 
     async def close(self) -> None:
         """Cancel a scheduled trim."""
-        if self._pending is not None:
-            self._pending.cancel()
-            await asyncio.gather(self._pending, return_exceptions=True)
+        if self._trim_task is not None:
+            self._trim_task.cancel()
+            await asyncio.gather(self._trim_task, return_exceptions=True)
 
     async def _trim_later(self, trim: Callable[[int], int]) -> None:
         await asyncio.sleep(self._delay)
-        self._pending = None  # a rollout that ends meanwhile schedules the next trim
+        self._trim_task = None  # a rollout that ends meanwhile schedules the next trim
         await asyncio.to_thread(trim, 0)
-        self.count += 1
+        self.num_trims += 1

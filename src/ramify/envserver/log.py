@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ramify.errors import StorageFailed
 
-LONGEST = 1 << 16  # bytes of a line; a longer one is broken
-TAIL = 20  # lines of each worker that a failure may show
+MAX_LINE_BYTES = 1 << 16  # bytes of a line; a longer one is broken
+TAIL_LINES = 20  # lines of each worker that a failure may show
 
 
-class Log:
+class EnvServerLog:
     """An open log file."""
 
     def __init__(self, path: Path) -> None:
@@ -24,13 +24,13 @@ class Log:
         except OSError as error:
             raise StorageFailed(f"the log {path} cannot be written: {error.strerror}") from error
 
-    def write(self, who: str, line: str) -> None:
+    def write(self, origin: str, line: str) -> None:
         """Add one line; a disk that is full costs lines, not the server."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
-                self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {who} {line}\n")
+                self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {origin} {line}\n")
 
-    def event(self, text: str) -> None:
+    def log_event(self, text: str) -> None:
         """Add what the broker has to say."""
         for line in text.splitlines():
             self.write("broker", line)
@@ -40,36 +40,36 @@ class Log:
         self._file.close()
 
 
-class Output(asyncio.Protocol):
+class WorkerOutput(asyncio.Protocol):
     """What a worker and its children print, line by line into the log."""
 
-    def __init__(self, log: Log, who: str) -> None:
-        self._log, self._who, self._rest = log, who, b""
-        self.tail: deque[str] = deque(maxlen=TAIL)
-        self.ended = asyncio.Event()
+    def __init__(self, log: EnvServerLog, origin: str) -> None:
+        self._log, self._origin, self._partial_line = log, origin, b""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.closed = asyncio.Event()
 
     @classmethod
-    async def open(cls, log: Log, who: str) -> tuple["Output", int]:
+    async def open(cls, log: EnvServerLog, origin: str) -> tuple["WorkerOutput", int]:
         """A reader, and the descriptor to write to."""
         reading, writing = os.pipe()
         pipe = os.fdopen(reading, "rb", 0)
-        _, output = await asyncio.get_running_loop().connect_read_pipe(lambda: cls(log, who), pipe)
+        _, output = await asyncio.get_running_loop().connect_read_pipe(lambda: cls(log, origin), pipe)
         return output, writing
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            self._line(line)
-        while len(self._rest) > LONGEST:
-            self._line(self._rest[:LONGEST])
-            self._rest = self._rest[LONGEST:]
+            self._write_line(line)
+        while len(self._partial_line) > MAX_LINE_BYTES:
+            self._write_line(self._partial_line[:MAX_LINE_BYTES])
+            self._partial_line = self._partial_line[MAX_LINE_BYTES:]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._rest:
-            self._line(self._rest)
-        self.ended.set()
+        if self._partial_line:
+            self._write_line(self._partial_line)
+        self.closed.set()
 
-    def _line(self, line: bytes) -> None:
+    def _write_line(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r")
         self.tail.append(text)
-        self._log.write(self._who, text)
+        self._log.write(self._origin, text)

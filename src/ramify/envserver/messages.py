@@ -7,10 +7,10 @@ import msgspec
 
 from ramify.errors import Failure
 
-MANY = 100_000  # a taskset with more tasks counts as one without end
+MAX_COUNTED_TASKS = 100_000  # a taskset with more tasks counts as one without end
 
 
-class Run(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class RolloutRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One rollout of a task."""
 
     task: dict[str, Any]
@@ -31,14 +31,14 @@ class Run(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     """The digest of the expected environment; a server with another one refuses the request. Empty: not checked."""
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
+class RolloutUpdate(msgspec.Struct, forbid_unknown_fields=True):
     """News of a rollout; the blob is a trace delta. A higher `start` replaces all that came before."""
 
     start: int
     phase: str
 
 
-class Done(msgspec.Struct, forbid_unknown_fields=True):
+class RolloutResponse(msgspec.Struct, forbid_unknown_fields=True):
     """The end of a rollout; the blob is its encoded episode."""
 
     worker: str
@@ -47,14 +47,14 @@ class Done(msgspec.Struct, forbid_unknown_fields=True):
     """Workers that were lost under it."""
 
 
-class Tasks(msgspec.Struct, forbid_unknown_fields=True):
+class TasksRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A page of tasks."""
 
     start: int
     count: int
 
 
-class TaskEntry(msgspec.Struct, forbid_unknown_fields=True):
+class TaskItem(msgspec.Struct, forbid_unknown_fields=True):
     """A task and what it is called."""
 
     identity: str
@@ -64,11 +64,11 @@ class TaskEntry(msgspec.Struct, forbid_unknown_fields=True):
 class TaskPage(msgspec.Struct, forbid_unknown_fields=True):
     """Tasks in their order; `end` says that there are no more."""
 
-    tasks: list[TaskEntry]
+    tasks: list[TaskItem]
     end: bool
 
 
-class ScoreGroup(msgspec.Struct, forbid_unknown_fields=True):
+class ScoreGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
     """All attempts at a task, to be compared; the blobs are their traces."""
 
     task: dict[str, Any]
@@ -82,7 +82,7 @@ class GroupScores(msgspec.Struct, forbid_unknown_fields=True):
     errors: list[list[Failure]]
 
 
-class Cancel(msgspec.Struct, forbid_unknown_fields=True):
+class CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Rollouts that nobody wants any more, by id."""
 
     ids: list[str]
@@ -94,13 +94,13 @@ class TaskCount(msgspec.Struct, forbid_unknown_fields=True):
     count: int | None
 
 
-class Describe(msgspec.Struct, forbid_unknown_fields=True):
+class InfoRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A request for `Info`. Tasks are counted only on demand, because all of them have to be loaded for that."""
 
     count_tasks: bool = True
 
 
-class Info(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EnvServerInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a server serves."""
 
     name: str
@@ -121,14 +121,14 @@ class Info(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """None if there are more than MANY, or if they were not counted."""
 
     @property
-    def digest(self) -> str:
+    def environment_digest(self) -> str:
         """The digest of the environment's identity."""
-        return digest_of(self.environment)
+        return compute_environment_digest(self.environment)
 
 
-def digest_of(environment: dict[str, Any]) -> str:
+def compute_environment_digest(identity: dict[str, Any]) -> str:
     """Return the digest of an environment's identity."""
-    return hashlib.sha256(msgspec.json.encode(environment, order="deterministic")).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode(identity, order="deterministic")).hexdigest()[:16]
 
 
 class WorkerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -145,7 +145,7 @@ class WorkerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """MiB."""
 
 
-class Death(msgspec.Struct, forbid_unknown_fields=True):
+class WorkerLoss(msgspec.Struct, forbid_unknown_fields=True):
     """A worker that is no more, against its will."""
 
     worker: str
@@ -155,7 +155,7 @@ class Death(msgspec.Struct, forbid_unknown_fields=True):
     """How many attempts it held."""
 
 
-class Health(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EnvServerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How a server does: `ok`, `booting`, `broken` (no worker will boot) or `closing`."""
 
     state: str
@@ -163,10 +163,10 @@ class Health(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     running: int
     waiting: int
     workers: list[WorkerHealth]
-    deaths: list[Death]
+    deaths: list[WorkerLoss]
 
 
-class Decision(msgspec.Struct, forbid_unknown_fields=True):
+class ScalingDecision(msgspec.Struct, forbid_unknown_fields=True):
     """A change of the pool."""
 
     at: float
@@ -175,7 +175,7 @@ class Decision(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
 
 
-class Stats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EnvServerStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a server has done."""
 
     uptime: float
@@ -183,13 +183,13 @@ class Stats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The longest the broker's own event loop stood still."""
     counts: dict[str, int]
     failures: dict[str, int]
-    decisions: list[Decision]
+    decisions: list[ScalingDecision]
     workers: list[WorkerHealth]
     worker_lag: dict[str, float]
     """The longest each worker's event loop stood still."""
 
 
-class Told(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a worker is told when it is started."""
 
     id: str
@@ -198,10 +198,10 @@ class Told(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     secret: str
 
 
-class Ready(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class WorkerReady(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a worker says when it can work, or why it cannot."""
 
     pid: int
     address: str = ""
-    info: Info | None = None
+    info: EnvServerInfo | None = None
     failure: Failure | None = None

@@ -10,15 +10,15 @@ from ramify.gateway.policy import Policy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.wire.address import is_listening
 
-POLL = 0.05  # seconds between two looks at an engine that is not there
+POLL_INTERVAL = 0.05  # seconds between two looks at an engine that is not there
 
 
 async def open_policy(config: EnvServerConfig, stack: contextlib.AsyncExitStack) -> Policy:
     """The policy, open until the stack is closed. Engines may be starting still: they get half the time of a boot."""
-    end = time.monotonic() + config.boot_timeout / 2
+    deadline = time.monotonic() + config.boot_timeout / 2
     for url in config.inference.base_url:
-        while not await is_listening(url) and time.monotonic() < end:
-            await asyncio.sleep(POLL)
+        while not await is_listening(url) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_INTERVAL)
     key = os.environ.get(config.api_key_env, "")
     return await connect_policy(
         config.inference.base_url, config.model.name, config.renderer, stack, client_mode=config.client, api_key=key

@@ -13,70 +13,80 @@ from typing import Any, Self
 
 import msgspec
 
-from ramify.envserver.config import ADDRESS, EnvServerConfig
-from ramify.envserver.log import Log
-from ramify.envserver.messages import Cancel, Describe, Done, Health, Run, ScoreGroup, Stats, TaskCount, Turn
-from ramify.envserver.pool import Pool
-from ramify.envserver.process import WorkerProcess
+from ramify.envserver.config import DEFAULT_ADDRESS, EnvServerConfig
+from ramify.envserver.log import EnvServerLog
+from ramify.envserver.messages import (
+    CancelRequest,
+    EnvServerHealth,
+    EnvServerStats,
+    InfoRequest,
+    RolloutRequest,
+    RolloutResponse,
+    RolloutUpdate,
+    ScoreGroupRequest,
+    TaskCount,
+)
+from ramify.envserver.worker_pool import WorkerPool
+from ramify.envserver.worker_process import WorkerProcess
 from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
 from ramify.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
 
-INNOCENT = 10  # times `crashes` that a rollout may be moved without being to blame
-POLL = 0.05
+MAX_MOVES_PER_CRASH = 10  # times `crashes` that a rollout may be moved without being to blame
+POLL_INTERVAL = 0.05
 
 
 class EnvServer:
     """One source, served; `start` and `close` (or `async with`) are its life."""
 
     def __init__(self, config: EnvServerConfig) -> None:
-        self.config, self.picked = config, config.pick()
+        self.config, self.selected = config, config.select_source()
         handlers = {
-            "info": self._info,
-            "tasks": self._forwarded,
-            "run": self._run,
-            "score_group": self._score_group,
-            "cancel": self._cancel,
-            "health": self._health,
-            "stats": self._stats,
+            "info": self._handle_info,
+            "tasks": self._forward,
+            "run": self._handle_run,
+            "score_group": self._handle_score_group,
+            "cancel": self._handle_cancel,
+            "health": self._handle_health,
+            "stats": self._handle_stats,
         }
-        self._front = WireServer(
-            {name: self._counted(name, handler) for name, handler in handlers.items()},
-            self.picked.config.address or ADDRESS,
-            secret=config.secret(),
-            settings=config.settings,
+        self._server = WireServer(
+            {name: self._with_counters(name, handler) for name, handler in handlers.items()},
+            self.selected.config.address or DEFAULT_ADDRESS,
+            secret=config.load_secret(),
+            settings=config.wire_settings,
             name="env-server",
         )
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self._runs: dict[str, set[asyncio.Task[Any]]] = {}
-        self._cancelled: set[asyncio.Task[Any]] = set()
+        self._tasks_by_rollout: dict[str, set[asyncio.Task[Any]]] = {}
+        self._cancelled_tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        self._counted_tasks: TaskCount | None = None
+        self._task_count: TaskCount | None = None
 
     @property
     def address(self) -> str:
         """Where it listens; the real one once it has started."""
-        return self._front.address
+        return self._server.address
 
-    async def wait_broken(self) -> None:
+    async def wait_unreachable(self) -> None:
         """Returns if the server can no longer be reached."""
-        await self._front.failed.wait()
+        await self._server.failed.wait()
 
     @property
     def log_path(self) -> Path:
-        return self.picked.log(self.config.output)
+        return self.selected.log_path(self.config.output)
 
     async def start(self) -> Self:
         """Returns when the first worker is ready; raises ConfigInvalid or WorkerDied if none will be."""
-        self._pulse = LoopMonitor()
-        self.log = Log(self.log_path)
-        self.log.event(f"serving {self.picked.name}, pool {self.picked.config.pool}")
-        self.pool = Pool(self.config, self.picked, self.log, self._pulse)
-        self._front.loop_monitor = self._pulse
+        self._loop_monitor = LoopMonitor()
+        self.log = EnvServerLog(self.log_path)
+        self.log.log_event(f"serving {self.selected.key}, pool {self.selected.config.pool}")
+        self.pool = WorkerPool(self.config, self.selected, self.log, self._loop_monitor)
+        self._server.loop_monitor = self._loop_monitor
         try:
-            await self._front.start()
+            await self._server.start()
         except BaseException:
-            self._pulse.stop()
+            self._loop_monitor.stop()
             self.log.close()
             raise
         try:
@@ -84,20 +94,20 @@ class EnvServer:
         except BaseException:
             await self.close(grace=0)
             raise
-        self.log.event(f"listening at {self.address}")
+        self.log.log_event(f"listening at {self.address}")
         return self
 
     async def close(self, grace: float | None = None) -> None:
         """Let what is in flight finish for `grace` seconds, cancel the rest, stop the workers."""
-        end = time.monotonic() + (self.config.grace if grace is None else grace)
+        deadline = time.monotonic() + (self.config.grace if grace is None else grace)
         self._closing = True
-        while self.pool.running + self.pool.waiting and time.monotonic() < end:
-            await asyncio.sleep(POLL)
-        self.log.event(f"closing, {self.pool.running + self.pool.waiting} attempts are cancelled")
-        await self._front.close()
+        while self.pool.num_running + self.pool.num_waiting and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_INTERVAL)
+        self.log.log_event(f"closing, {self.pool.num_running + self.pool.num_waiting} attempts are cancelled")
+        await self._server.close()
         await self.pool.close()
-        self._pulse.stop()
-        self.log.event("closed")
+        self._loop_monitor.stop()
+        self.log.log_event("closed")
         self.log.close()
 
     async def __aenter__(self) -> Self:
@@ -108,41 +118,41 @@ class EnvServer:
 
     # -- methods -------------------------------------------------------------------------------------------------------
 
-    async def _info(self, request: IncomingRequest) -> WireMessage:
+    async def _handle_info(self, request: IncomingRequest) -> WireMessage:
         info = self.pool.info
-        if info is None or not request.decode(Describe).count_tasks:
+        if info is None or not request.decode(InfoRequest).count_tasks:
             return WireMessage.encode(info)
-        if self._counted_tasks is None:
-            self._counted_tasks = (await self._forwarded(request, "count")).decode(TaskCount)
-        return WireMessage.encode(msgspec.structs.replace(info, num_tasks=self._counted_tasks.count))
+        if self._task_count is None:
+            self._task_count = (await self._forward(request, "count")).decode(TaskCount)
+        return WireMessage.encode(msgspec.structs.replace(info, num_tasks=self._task_count.count))
 
-    async def _health(self, request: IncomingRequest) -> WireMessage:
+    async def _handle_health(self, request: IncomingRequest) -> WireMessage:
         pool = self.pool
         workers = [worker.health() for worker in pool.workers.values()]
         state = "ok" if any(worker.state == "ready" for worker in workers) else "booting"
-        state = "broken" if pool.broken is not None and state != "ok" else state
+        state = "broken" if pool.boot_error is not None and state != "ok" else state
         return WireMessage.encode(
-            Health(
+            EnvServerHealth(
                 state="closing" if self._closing else state,
-                reason=pool.broken.message if pool.broken is not None else "",
-                running=pool.running,
-                waiting=pool.waiting,
+                reason=pool.boot_error.message if pool.boot_error is not None else "",
+                running=pool.num_running,
+                waiting=pool.num_waiting,
                 workers=workers,
-                deaths=list(pool.deaths),
+                deaths=list(pool.losses),
             )
         )
 
-    async def _stats(self, request: IncomingRequest) -> WireMessage:
+    async def _handle_stats(self, request: IncomingRequest) -> WireMessage:
         pool = self.pool
         return WireMessage.encode(
-            Stats(
-                uptime=time.monotonic() - pool.began,
-                worst_lag=self._pulse.max_lag,
+            EnvServerStats(
+                uptime=time.monotonic() - pool.started_at,
+                worst_lag=self._loop_monitor.max_lag,
                 counts={
                     **self.counts,
                     **pool.counts,
-                    "clients": self._front.num_clients,
-                    "refused": self._front.num_rejected,
+                    "clients": self._server.num_clients,
+                    "refused": self._server.num_rejected,
                 },
                 failures=dict(self.failures),
                 decisions=list(pool.decisions),
@@ -151,14 +161,14 @@ class EnvServer:
             )
         )
 
-    async def _cancel(self, request: IncomingRequest) -> WireMessage:
-        found = [task for id in request.decode(Cancel).ids for task in self._runs.get(id, ())]
-        for task in found:
-            self._cancelled.add(task)
+    async def _handle_cancel(self, request: IncomingRequest) -> WireMessage:
+        tasks = [task for id in request.decode(CancelRequest).ids for task in self._tasks_by_rollout.get(id, ())]
+        for task in tasks:
+            self._cancelled_tasks.add(task)
             task.cancel()
-        return WireMessage.encode(len(found))
+        return WireMessage.encode(len(tasks))
 
-    async def _forwarded(self, request: IncomingRequest, method: str | None = None) -> WireMessage:
+    async def _forward(self, request: IncomingRequest, method: str | None = None) -> WireMessage:
         """Let any worker answer; a worker that is lost meanwhile is followed by another."""
         method, end = method or request.header.method, time.monotonic() + request.left
         for _ in range(self.config.crashes):
@@ -171,69 +181,71 @@ class EnvServer:
                 self.pool.release(worker)
         raise WorkerDied(f"{self.config.crashes} workers were lost under {method}; the last {worker.reason}")
 
-    async def _score_group(self, request: IncomingRequest) -> WireMessage:
-        self._check_environment(request.decode(ScoreGroup).environment)
-        return await self._forwarded(request)
+    async def _handle_score_group(self, request: IncomingRequest) -> WireMessage:
+        self._check_environment(request.decode(ScoreGroupRequest).environment)
+        return await self._forward(request)
 
     def _check_environment(self, expected: str) -> None:
         """Raise EnvironmentChanged if a request expects another version of the environment than this server loaded."""
         info = self.pool.info
-        if expected and info is not None and info.digest != expected:
+        if expected and info is not None and info.environment_digest != expected:
             raise EnvironmentChanged(
-                f"the environment of {self.picked.name} was changed while it was in use: the run began with {expected} "
-                f"and the env server has {info.digest}; give the same command again, which lists the differences"
+                f"the environment of {self.selected.key} was changed while it was in use: the run began with {expected} "
+                f"and the env server has {info.environment_digest}; give the same command again, which lists the differences"
             )
 
-    async def _run(self, request: IncomingRequest) -> WireMessage:
+    async def _handle_run(self, request: IncomingRequest) -> WireMessage:
         if self._closing:
             raise PeerLost("the env server is closing")
-        ask, this = request.decode(Run), asyncio.current_task()
-        assert this is not None
-        self._check_environment(ask.environment)
-        same = self._runs.setdefault(ask.id, set())
-        same.add(this)
+        rollout, current_task = request.decode(RolloutRequest), asyncio.current_task()
+        assert current_task is not None
+        self._check_environment(rollout.environment)
+        tasks_with_id = self._tasks_by_rollout.setdefault(rollout.id, set())
+        tasks_with_id.add(current_task)
         try:
-            return await self._attempts(ask, request)
+            return await self._run_until_finished(rollout, request)
         except asyncio.CancelledError:
-            if this not in self._cancelled:
+            if current_task not in self._cancelled_tasks:
                 raise
-            this.uncancel()
-            raise RequestCancelled(f"rollout {ask.id} was cancelled") from None
+            current_task.uncancel()
+            raise RequestCancelled(f"rollout {rollout.id} was cancelled") from None
         finally:
-            self._cancelled.discard(this)
-            same.discard(this)
-            if not same:
-                del self._runs[ask.id]
+            self._cancelled_tasks.discard(current_task)
+            tasks_with_id.discard(current_task)
+            if not tasks_with_id:
+                del self._tasks_by_rollout[rollout.id]
 
-    async def _attempts(self, ask: Run, request: IncomingRequest) -> WireMessage:
+    async def _run_until_finished(self, rollout: RolloutRequest, request: IncomingRequest) -> WireMessage:
         """Run an attempt on one worker after another until one has finished it."""
-        end = time.monotonic() + request.left
-        crashes = moves = 0
+        deadline = time.monotonic() + request.left
+        crashes = reruns = 0
         while True:
             worker = await self.pool.acquire()
             try:
-                answer = await self._on(worker, ask, request, end)
-                done = msgspec.structs.replace(answer.decode(Done), crashes=moves)
+                answer = await self._run_on_worker(worker, rollout, request, deadline)
+                done = msgspec.structs.replace(answer.decode(RolloutResponse), crashes=reruns)
                 return WireMessage.encode(done, *answer.blobs)
             except (PeerLost, WorkerDied):
-                moves += 1
-                crashes += worker.guilty in (None, ask.id)
+                reruns += 1
+                crashes += worker.hung_rollout_id in (None, rollout.id)
                 self.counts["reruns"] += 1
             finally:
                 self.pool.release(worker)
-            if crashes >= self.config.crashes or moves >= INNOCENT * self.config.crashes:
-                raise WorkerDied(f"{moves} workers were lost under rollout {ask.id}; the last {worker.reason}")
+            if crashes >= self.config.crashes or reruns >= MAX_MOVES_PER_CRASH * self.config.crashes:
+                raise WorkerDied(f"{reruns} workers were lost under rollout {rollout.id}; the last {worker.reason}")
 
-    async def _on(self, worker: WorkerProcess, ask: Run, request: IncomingRequest, end: float) -> WireMessage:
+    async def _run_on_worker(
+        self, worker: WorkerProcess, rollout: RolloutRequest, request: IncomingRequest, deadline: float
+    ) -> WireMessage:
         def forward(part: WireMessage) -> None:
-            ask.start = max(ask.start, part.decode(Turn).start + 1)
+            rollout.start = max(rollout.start, part.decode(RolloutUpdate).start + 1)
             request.send_part(part)
 
-        message = WireMessage.encode(ask)  # its start is where the last worker was lost
-        on_part = forward if ask.stream else None
-        return await worker.client.call("run", message, timeout=end - time.monotonic(), on_part=on_part)
+        message = WireMessage.encode(rollout)  # its start is where the last worker was lost
+        on_part = forward if rollout.stream else None
+        return await worker.client.call("run", message, timeout=deadline - time.monotonic(), on_part=on_part)
 
-    def _counted(
+    def _with_counters(
         self, name: str, handler: Callable[[IncomingRequest], Awaitable[WireMessage]]
     ) -> Callable[[IncomingRequest], Awaitable[WireMessage]]:
         async def counted(request: IncomingRequest) -> WireMessage:

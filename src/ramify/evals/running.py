@@ -57,10 +57,10 @@ async def _in_process(config: EvalConfig, environment: Environment, found: Answe
 async def _in_workers(
     config: EvalConfig, environment: Environment, found: Answering, path: Path
 ) -> AsyncIterator[Runs]:
-    from ramify.envserver import EnvClient, EnvServerChild, EnvServerConfig
-    from ramify.envserver.messages import digest_of
+    from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
+    from ramify.envserver.messages import compute_environment_digest
 
-    expected = digest_of(environment.identity)
+    expected = compute_environment_digest(environment.identity)
     urls = config.inference.base_url if isinstance(config.inference, ExternalConfig) else [found.engine_url]
     source = environment.source.model_dump(mode="json")
     if environment.runtime_config.keep:
@@ -80,7 +80,7 @@ async def _in_workers(
         }
     )
     async with (
-        EnvServerChild(served, path / "configs" / "env-server.toml", deadline=config.start_deadline) as child,
+        EnvServerProcess(served, path / "configs" / "env-server.toml", start_timeout=config.start_deadline) as child,
         EnvClient(child.address) as client,
     ):
         attempts = environment.source.attempts
@@ -93,9 +93,9 @@ async def _in_workers(
                     group=pair.key,
                     attempt=pair.repetition,
                     seed=pair.seed(config.sampling.seed or 0),
-                    environment=expected,
-                    watch=watch,
-                    deadline=attempts * environment.source.max_attempt_seconds(pair.task.timeout) + WORKER_WAIT,
+                    environment_digest=expected,
+                    on_progress=watch,
+                    timeout=attempts * environment.source.max_attempt_seconds(pair.task.timeout) + WORKER_WAIT,
                 )
             except WorkerDied as error:
                 return [_lost(environment, pair, error)]

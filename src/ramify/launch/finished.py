@@ -60,4 +60,4 @@ def told(steps: int, config: RunConfig) -> str:
 
 
 def _curricula(config: RunConfig) -> dict[str, Any]:
-    return {source.title: source.curriculum.model_dump(mode="json") for source in config.train}
+    return {source.source_name: source.curriculum.model_dump(mode="json") for source in config.train}

@@ -42,16 +42,16 @@ def env_part(run: RunConfig, name: str | None) -> Table:
     """For `ramify env-server`: the source `name`; without `inference` where nobody knows yet what its agents ask."""
     given = source_addresses(run)
     table: Table = {
-        kind: [_source(run, source, given.get(f"{kind}/{source.title}")) for source in sources]
+        kind: [_source(run, source, given.get(f"{kind}/{source.source_name}")) for source in sources]
         for kind, sources in (("train", run.train), ("eval", run.eval))
     }
     table |= {"renderer": _said(run.renderer), "model": _said(run.model), "output": str(run.path)}
     table |= {"source": name} if name else {}
     table |= {"secret_env": run.secret_env} if run.secret else {}
     urls = run.inference.base_url if isinstance(run.inference, ExternalConfig) else []
-    picked = EnvServerConfig(**table, inference=ExternalConfig(base_url=["http://unused"])).pick()
+    picked = EnvServerConfig(**table, inference=ExternalConfig(base_url=["http://unused"])).select_source()
     sources = {"train": run.train, "eval": run.eval}[picked.kind]
-    endpoint = next(source.endpoint for source in sources if source.title == picked.title)
+    endpoint = next(source.endpoint for source in sources if source.title == picked.source_name)
     if endpoint is not None:
         urls, table["api_key_env"] = [endpoint.base_url], endpoint.api_key_env or ""
         table |= {"model": {"name": endpoint.model}} if endpoint.model else {}
@@ -78,7 +78,7 @@ def _dtype(run: RunConfig, gpus: list[Gpu] | None) -> str:
 
 def _source(run: RunConfig, source: RunSourceConfig, address: str | None) -> Table:
     table = {name: value for name, value in _said(source).items() if name in ServedSourceConfig.model_fields}
-    table |= {"name": source.title, "seq_len": run.limited(source).seq_len, "pool": _said(source.pool)}
+    table |= {"name": source.source_name, "seq_len": run.limited(source).seq_len, "pool": _said(source.pool)}
     return table if address is None else {**table, "address": address}
 
 

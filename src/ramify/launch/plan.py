@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from ramify.cli.machine import usable_cores
 from ramify.config import Config, raise_config_invalid, write_toml
-from ramify.envserver.config import ElasticConfig, EnvServerConfig
+from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig
 from ramify.errors import ModelNotFound
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.devices import Gpu, Share, Shares, share
@@ -185,12 +185,12 @@ class _Planner:
     def _env(self, name: str) -> Entry:
         deadline = self.config.launch.start_deadline
         server = EnvServerConfig(**env_part(self.run, name), grace=ENDING, boot_timeout=2 * deadline)
-        picked = server.pick()
-        file = self._file(f"env-{picked.kind}-{picked.title.replace('/', '-')}", server)
+        picked = server.select_source()
+        file = self._file(f"env-{picked.kind}-{picked.source_name.replace('/', '-')}", server)
         return Entry(
             f"env/{name}",
             _ramify("env-server", "@", str(file)),
-            picked.log(self.path),
+            picked.log_path(self.path),
             env=self._environment(self.shares.rest, name),
             address=self.places[name],
             deadline=deadline,
@@ -240,7 +240,7 @@ def _addressed(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
     """The run's configuration with the address of everything that listens."""
 
     def at(kind: str, source: Source) -> Source:
-        return source.model_copy(update={"address": source.address or places[f"{kind}/{source.title}"]})
+        return source.model_copy(update={"address": source.address or places[f"{kind}/{source.source_name}"]})
 
     own = {"address": places["orchestrator.address"], "status": places["orchestrator.status"]}
     engine = {"inference": ExternalConfig(base_url=[places["inference"]])} if "inference" in places else {}
@@ -257,7 +257,7 @@ def _addressed(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
 
 def _without_pools(config: RunConfig) -> RunConfig:
     """As those see it who only ask: a server at an address has a pool of its own."""
-    bare = {"pool": ElasticConfig()}
+    bare = {"pool": ElasticPoolConfig()}
     train = [source.model_copy(update=bare) for source in config.train]
     evals = [source.model_copy(update=bare) for source in config.eval]
     return config.model_copy(update={"train": train, "eval": evals})

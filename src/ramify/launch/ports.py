@@ -32,7 +32,7 @@ def source_addresses(config: RunConfig) -> dict[str, str]:
     for kind, first, sources in (("train", base, config.train), ("eval", base + EVALS, config.eval)):
         for number, source in enumerate(sources):
             if source.address is None:
-                found[f"{kind}/{source.title}"] = f"tcp://{HOST}:{first + number if base else 0}"
+                found[f"{kind}/{source.source_name}"] = f"tcp://{HOST}:{first + number if base else 0}"
     return found
 
 

@@ -39,8 +39,8 @@ def check_tables(config: RunConfig, *, start: bool = False) -> dict[str, dict[st
     found = json.loads(done.stdout.splitlines()[-1])
     if found["problems"]:
         raise_config_invalid([(key, text) for key, text in found["problems"]])
-    titles = {f"train.{number}": source.title for number, source in enumerate(config.train)}
-    titles |= {f"eval.{number}": f"eval/{source.title}" for number, source in enumerate(config.eval)}
+    titles = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
+    titles |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
     return {titles[at]: identity for at, identity in found["environments"].items()}
 
 
@@ -51,7 +51,7 @@ def _asked(config: RunConfig) -> dict[str, Any]:
     for kind, listed in (("train", config.train), ("eval", config.eval)):
         for number, source in enumerate(listed):
             if source.address is None:
-                sources[f"{kind}.{number}"] = source.source.model_dump(mode="json")
+                sources[f"{kind}.{number}"] = source.source_config.model_dump(mode="json")
     for number, source in enumerate(config.train):
         tables.append(("algorithm", f"train.{number}.algorithm", {"id": "grpo", **source.algorithm}))
     for number, table in enumerate(config.orchestrator.filters):

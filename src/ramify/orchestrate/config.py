@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ramify.config import Config, RunName
-from ramify.envserver.config import ElasticConfig, ServedSourceConfig
+from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
 from ramify.orchestrate.admission import Shape
@@ -43,7 +43,7 @@ class RunSourceConfig(ServedSourceConfig):
 
     @model_validator(mode="after")
     def _a_server_of_ones_own_has_its_pool(self) -> "RunSourceConfig":
-        if self.address is not None and self.pool != ElasticConfig():
+        if self.address is not None and self.pool != ElasticPoolConfig():
             raise ValueError("pool needs a server that the run starts; the one at `address` has its own")
         return self
 
@@ -231,7 +231,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _sources_fit_together(self) -> "RunConfig":
         for kind, sources in (("train", self.train), ("eval", self.eval)):
-            names = [source.title for source in sources]
+            names = [source.source_name for source in sources]
             for number, (source, name) in enumerate(zip(sources, names)):
                 if names.count(name) > 1:
                     raise ValueError(f"two {kind} sources are called {name!r}; give them names of their own")
@@ -252,7 +252,7 @@ class RunConfig(Config):
     def identity(self) -> dict[str, Any]:
         """What makes this run itself: a run with another one is another run."""
         sources = {
-            source.title: {
+            source.source_name: {
                 "taskset": source.taskset,
                 "harness": source.harness,
                 "sampling": source.sampling.model_dump(mode="json"),
@@ -269,5 +269,5 @@ class RunConfig(Config):
     @property
     def path(self) -> Path:
         """The run's directory."""
-        titles = "+".join(source.title for source in self.train)
+        titles = "+".join(source.source_name for source in self.train)
         return self.output / (self.name or default_run_name(titles, self.model.name, self.identity))

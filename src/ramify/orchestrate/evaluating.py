@@ -119,8 +119,8 @@ class Evaluating:
                     group=id,
                     attempt=repetition,
                     seed=seed_of(self._seed, seed),
-                    environment=served.environment,
-                    deadline=served.deadline_of(task),
+                    environment_digest=served.environment,
+                    timeout=served.deadline_of(task),
                 )
                 traces = list(ran.episode.traces)
                 if (failure := _failure(traces)) is not None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.envserver.client import EnvClient
-from ramify.envserver.messages import Info
+from ramify.envserver.messages import EnvServerInfo
 from ramify.errors import ConfigInvalid, PeerLost, RamifyError, TokensRequired, WorkerDied
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.sampling import Served
-from ramify.orchestrate.tasks import MANY, TaskBook
+from ramify.orchestrate.tasks import MAX_COUNTED_TASKS, TaskBook
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, get_task_numbers
 
@@ -24,7 +24,7 @@ class Met:
     """A source whose server answers."""
 
     served: Served
-    info: Info
+    info: EnvServerInfo
 
     def with_revision(self, revision: int) -> "Met":
         """Return the same source, with the revision of its environment."""
@@ -40,20 +40,28 @@ async def meet(
     try:
         client = await EnvClient(source.address, secret).start(patience)
     except PeerLost as error:
-        raise PeerLost(f"the orchestrator waits for the env server of {source.title}: {error.message}") from error
+        raise PeerLost(f"the orchestrator waits for the env server of {source.source_name}: {error.message}") from error
     stack.push_async_callback(client.close)
-    tasks = TaskBook(source.title, client, deadline=source.timeouts.load)
+    tasks = TaskBook(source.source_name, client, deadline=source.timeouts.load)
     info, count = await _ready(source, client, tasks, end)
     if isinstance(source, TrainSourceConfig) and not info.trainable:
-        raise TokensRequired(f"train source {source.title}: its endpoint gives no token ids and logprobs")
+        raise TokensRequired(f"train source {source.source_name}: its endpoint gives no token ids and logprobs")
     if isinstance(source, TrainSourceConfig) and not (info.rewards or info.group_rewards):
         raise ConfigInvalid(
-            f"train source {source.title}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
+            f"train source {source.source_name}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
         )
     deadline = source.max_attempt_seconds() + SLACK
     compares = bool(info.group_rewards)
     served = Served(
-        source.title, client, tasks, compares, deadline, source.attempts, patience, count, environment=info.digest
+        source.source_name,
+        client,
+        tasks,
+        compares,
+        deadline,
+        source.attempts,
+        patience,
+        count,
+        environment=info.environment_digest,
     )
     return Met(served, info)
 
@@ -74,9 +82,9 @@ async def observe(met: Met, store: RunStore, name: str, limit: int | None) -> Ob
 
 async def _ready(
     source: TrainSourceConfig | EvalSourceConfig, client: EnvClient, tasks: TaskBook, end: float
-) -> tuple[Info, int | None]:
+) -> tuple[EnvServerInfo, int | None]:
     """What the server serves, and how many tasks, once it has a worker."""
-    most = MANY if isinstance(source, TrainSourceConfig) else source.num_tasks
+    most = MAX_COUNTED_TASKS if isinstance(source, TrainSourceConfig) else source.num_tasks
     broken = False
     while True:
         try:
@@ -84,7 +92,7 @@ async def _ready(
             if health.state == "ok":
                 return await client.info(count_tasks=False), await tasks.count(most)
             broken = health.state == "broken"
-            error = WorkerDied(f"the env server of {source.title} has no worker: {health.reason or health.state}")
+            error = WorkerDied(f"the env server of {source.source_name} has no worker: {health.reason or health.state}")
         except RamifyError as failure:
             error = failure
         if not error.retryable or broken or time.monotonic() > end:

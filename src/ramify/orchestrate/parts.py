@@ -37,14 +37,14 @@ def load_parts(config: RunConfig) -> Parts:
             problems += error.message.splitlines()[1:]
     if problems:
         raise_config_invalid([("", problem.strip()) for problem in problems])
-    algorithms = dict(zip([source.title for source in config.train], found))
+    algorithms = dict(zip([source.source_name for source in config.train], found))
     return Parts(algorithms, tuple(found[len(config.train) :]))
 
 
 def load_mix(config: RunConfig, tasks: dict[str, int | None]) -> Mix:
     """The sources of a run, given how many tasks each has (None: no end)."""
     curricula = {
-        source.title: build(source.curriculum, tasks[source.title], f"{config.seed}:{source.title}")
+        source.source_name: build(source.curriculum, tasks[source.source_name], f"{config.seed}:{source.source_name}")
         for source in config.train
     }
-    return Mix({source.title: source.ratio for source in config.train}, curricula)
+    return Mix({source.source_name: source.ratio for source in config.train}, curricula)

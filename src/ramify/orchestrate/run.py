@@ -76,8 +76,8 @@ class Run:
             open_client(self.inference, config=ClientConfig(patience=patience), version=Version(self.policy))
         )
         known = {"patience": patience, "secret": config.secret}
-        train = {source.title: await meet(source, stack, **known) for source in config.train}
-        evals = {source.title: await meet(source, stack, **known) for source in config.eval}
+        train = {source.source_name: await meet(source, stack, **known) for source in config.train}
+        evals = {source.source_name: await meet(source, stack, **known) for source in config.eval}
         sources = self._sources(parts, train)
         check_task_counts(self.ledger, sources)
         await self._check_environments(train, evals)
@@ -98,7 +98,7 @@ class Run:
             failed=self.progress.trouble,
         )
         self.evaluating = Evaluating(
-            {source.title: (source, evals[source.title].served) for source in config.eval},
+            {source.source_name: (source, evals[source.source_name].served) for source in config.eval},
             self.weights,
             self.store,
             seed=config.seed,
@@ -135,7 +135,7 @@ class Run:
         Raises EnvironmentChanged for changes that the user did not accept. After accepted changes, groups that are not
         scored yet are dropped: their attempts would be scored by two versions.
         """
-        limits = {f"eval/{source.title}": source.num_tasks for source in self.config.eval}
+        limits = {f"eval/{source.source_name}": source.num_tasks for source in self.config.eval}
         met = {**train, **{f"eval/{name}": one for name, one in evals.items()}}
         observed = {name: await observe(one, self.store, name, limits.get(name)) for name, one in met.items()}
         changes = find_changes(self.store, observed)
@@ -153,14 +153,14 @@ class Run:
     def _sources(self, parts: Parts, train: Mapping[str, Met]) -> dict[str, Source]:
         config = self.config
         return {
-            source.title: Source(
-                name=source.title,
-                algorithm=parts.algorithms[source.title],
+            source.source_name: Source(
+                name=source.source_name,
+                algorithm=parts.algorithms[source.source_name],
                 size=config.group_size(source),
                 tries=source.attempts,
                 temperature=source.sampling.temperature,
-                group_rewards=frozenset(train[source.title].info.group_rewards),
-                epoch=train[source.title].served.count if source.curriculum.type == "shuffle" else None,
+                group_rewards=frozenset(train[source.source_name].info.group_rewards),
+                epoch=train[source.source_name].served.count if source.curriculum.type == "shuffle" else None,
             )
             for source in config.train
         }

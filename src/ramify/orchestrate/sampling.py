@@ -67,7 +67,7 @@ class Served:
         for left in reversed(range(self.tries)):
             try:
                 found = await self.client.score_group(
-                    traces[0].task, traces, environment=self.environment, deadline=self.deadline
+                    traces[0].task, traces, environment_digest=self.environment, timeout=self.deadline
                 )
                 if (unscored := next((failure for each in found.errors for failure in each), None)) is not None:
                     raise unscored.to_exception()  # a reward that did not run: without it the group is worth nothing
@@ -162,9 +162,9 @@ class Sampling:
                 attempt=attempt,
                 seed=seed_of(self._seed, group.number),
                 train=True,
-                attempts=1,
-                environment=source.environment,
-                deadline=source.deadline_of(task),
+                max_tries=1,
+                environment_digest=source.environment,
+                timeout=source.deadline_of(task),
             )
             traces = list(ran.episode.traces)
         except EnvironmentChanged:
@@ -176,7 +176,7 @@ class Sampling:
         else:
             for error in (error for trace in traces for error in trace.errors if error.blame == "system"):
                 self._failed(group.source, error)
-            came = core.back(group.number, attempt, traces, self._summary(group, traces), ran.data)
+            came = core.back(group.number, attempt, traces, self._summary(group, traces), ran.encoded_episode)
             standing = await asyncio.shield(came)
         if standing is Standing.COMPLETE and group.number not in self._settling:
             await self._settle(group.number)

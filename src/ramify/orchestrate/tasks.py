@@ -6,11 +6,13 @@ from typing import Any
 
 from ramify.env.task import compute_content_digest
 from ramify.envserver.client import EnvClient
-from ramify.envserver.messages import MANY
+from ramify.envserver.messages import MAX_COUNTED_TASKS
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
 PAGE = 256
-PAGES = -(-MANY // PAGE)  # that are remembered: all of a source that has an end, the last ones of any other
+PAGES = -(
+    -MAX_COUNTED_TASKS // PAGE
+)  # that are remembered: all of a source that has an end, the last ones of any other
 
 
 class TaskBook:
@@ -21,11 +23,11 @@ class TaskBook:
         self._pages: dict[int, list[dict[str, Any]]] = {}
         self._turning = asyncio.Lock()
 
-    async def count(self, most: int = MANY) -> int | None:
+    async def count(self, most: int = MAX_COUNTED_TASKS) -> int | None:
         """How many tasks there are; None if there are more than `most`."""
         start = 0
         while start < most:
-            page = await self._client.tasks(start, PAGE, deadline=self._deadline)
+            page = await self._client.tasks(start, PAGE, timeout=self._deadline)
             self._pages[start // PAGE] = [entry.task for entry in page.tasks]
             start += len(page.tasks)
             if page.end:
@@ -57,7 +59,7 @@ class TaskBook:
         if page not in self._pages:
             async with self._turning:
                 if page not in self._pages:
-                    found = await self._client.tasks(page * PAGE, PAGE, deadline=self._deadline)
+                    found = await self._client.tasks(page * PAGE, PAGE, timeout=self._deadline)
                     self._pages[page] = [entry.task for entry in found.tasks]
                     while len(self._pages) > PAGES:
                         del self._pages[next(iter(self._pages))]  # the one that came first

@@ -24,19 +24,19 @@ from ramify.env import Task
 from ramify.envserver.config import EnvServerConfig
 from ramify.envserver.heap import HeapTrimmer
 from ramify.envserver.messages import (
-    MANY,
-    Done,
+    MAX_COUNTED_TASKS,
+    EnvServerInfo,
     GroupScores,
-    Info,
-    Ready,
-    Run,
-    ScoreGroup,
+    RolloutRequest,
+    RolloutResponse,
+    RolloutUpdate,
+    ScoreGroupRequest,
     TaskCount,
-    TaskEntry,
+    TaskItem,
     TaskPage,
-    Tasks,
-    Told,
-    Turn,
+    TasksRequest,
+    WorkerReady,
+    WorkerSpec,
 )
 from ramify.envserver.policy import open_policy
 from ramify.errors import ConfigInvalid, Failure, RequestInvalid
@@ -46,79 +46,81 @@ from ramify.rollout import Environment, SourceConfig, run_rollout, score_group
 from ramify.trace import Trace, TraceDeltaEncoder, decode_trace, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 
-LINGER = 2000  # milliseconds for the last words
-THREADS = 64  # that read and write the files of boxes and task pages
-FOREVER = 86400.0  # the leash, not silence, tells a worker that its broker is gone
-FORMAT = "%(levelname)s %(name)s: %(message)s"
+ZMQ_LINGER_MS = 2000  # milliseconds for the last words
+FILE_THREADS = 64  # that read and write the files of boxes and task pages
+BROKER_GRACE = 86400.0  # the leash, not silence, tells a worker that its broker is gone
+LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
-def work(told: bytes, report: int) -> None:
+def run_worker(spec: bytes, report_fd: int) -> None:
     """Serve until told to stop; the exit is immediate, for threads of hooks may never end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=FORMAT)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     for noisy in ("httpx", "httpcore", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(0.001)  # heartbeats wait for nobody
-    asyncio.run(_serve(msgspec.json.decode(told, type=Told), report))
+    asyncio.run(_serve(msgspec.json.decode(spec, type=WorkerSpec), report_fd))
 
 
-async def _serve(told: Told, report: int) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="files"))
+async def _serve(spec: WorkerSpec, report_fd: int) -> None:
+    loop, stop_event = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop_event.set)
+    loop.set_default_executor(ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"))
     code, reported = 0, False
     try:
         async with contextlib.AsyncExitStack() as stack:
-            worker = await _load(told, stack, stop)
+            worker = await _load_worker(spec, stack, stop_event)
             gc.freeze()  # what was loaded is no garbage
             settings = WireSettings(
-                heartbeat_interval=EnvServerConfig.model_validate(told.config).heartbeat, session_timeout=FOREVER
+                heartbeat_interval=EnvServerConfig.model_validate(spec.config).heartbeat, session_timeout=BROKER_GRACE
             )
-            server = WireServer(worker.handlers, secret=told.secret, encrypted=False, settings=settings, name=told.id)
+            server = WireServer(worker.handlers, secret=spec.secret, encrypted=False, settings=settings, name=spec.id)
             await stack.enter_async_context(server)
-            _report(report, Ready(pid=os.getpid(), address=server.address, info=worker.info()))
+            _send_report(report_fd, WorkerReady(pid=os.getpid(), address=server.address, info=worker.build_info()))
             reported = True
-            await stop.wait()
+            await stop_event.wait()
     except Exception as error:  # whatever it is, the broker has to hear why
         code = 1
         if reported:
             logging.getLogger(__name__).exception("the worker broke")
         else:
-            _report(report, Ready(pid=os.getpid(), failure=Failure.from_exception(error)))
-    zmq.Context.instance().destroy(LINGER)
+            _send_report(report_fd, WorkerReady(pid=os.getpid(), failure=Failure.from_exception(error)))
+    zmq.Context.instance().destroy(ZMQ_LINGER_MS)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
 
 
-def _report(fd: int, ready: Ready) -> None:
+def _send_report(fd: int, ready: WorkerReady) -> None:
     with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as out:  # a broker that is gone takes us along
         out.write(msgspec.json.encode(ready))
 
 
-async def _load(told: Told, stack: contextlib.AsyncExitStack, stop: asyncio.Event) -> "Worker":
-    config = EnvServerConfig.model_validate(told.config)
-    env = Environment.load(SourceConfig.model_validate(told.source))
+async def _load_worker(spec: WorkerSpec, stack: contextlib.AsyncExitStack, stop_event: asyncio.Event) -> "EnvWorker":
+    config = EnvServerConfig.model_validate(spec.config)
+    env = Environment.load(SourceConfig.model_validate(spec.source))
     stack.push_async_callback(env.close)
     policy = await open_policy(config, stack)
     gateway: Gateway | None = None
     if env.requires_endpoint or env.hooks.tools is not None or env.hooks.user is not None:
         gateway = await stack.enter_async_context(Gateway())
-    worker = Worker(told.id, env, policy, gateway, stop)
-    stack.push_async_callback(worker.heap.close)
+    worker = EnvWorker(spec.id, env, policy, gateway, stop_event)
+    stack.push_async_callback(worker.heap_trimmer.close)
     return worker
 
 
-class Worker:
+class EnvWorker:
     """An environment and the policy its agents ask, behind a few methods."""
 
-    def __init__(self, id: str, env: Environment, policy: Policy, gateway: Gateway | None, stop: asyncio.Event) -> None:
-        self.id, self._env, self._policy, self._gateway, self._stop = id, env, policy, gateway, stop
-        self._pages, self.heap = Pages(env), HeapTrimmer()
+    def __init__(
+        self, id: str, env: Environment, policy: Policy, gateway: Gateway | None, stop_event: asyncio.Event
+    ) -> None:
+        self.id, self._env, self._policy, self._gateway, self._stop_event = id, env, policy, gateway, stop_event
+        self._task_pager, self.heap_trimmer = TaskPager(env), HeapTrimmer()
         self.handlers = {
             "run": self.run,
             "tasks": self.tasks,
@@ -127,10 +129,10 @@ class Worker:
             "stop": self.stop,
         }
 
-    def info(self) -> Info:
+    def build_info(self) -> EnvServerInfo:
         """What is served here."""
         env = self._env
-        return Info(
+        return EnvServerInfo(
             name=env.name,
             version=__version__,
             taskset=env.taskset.config.model_dump(mode="json"),
@@ -148,59 +150,59 @@ class Worker:
 
     async def run(self, request: IncomingRequest) -> WireMessage:
         """One rollout; its episode is the blob of the answer."""
-        ask = request.decode(Run)
-        this = asyncio.current_task()
-        assert this is not None
-        this.set_name(ask.id)  # a loop that stands still is named by the rollout that stopped it
-        starts = Starts(ask, request)
+        rollout = request.decode(RolloutRequest)
+        current_task = asyncio.current_task()
+        assert current_task is not None
+        current_task.set_name(rollout.id)  # a loop that stands still is named by the rollout that stopped it
+        progress_sender = ProgressSender(rollout, request)
         episode = await run_rollout(
-            self._sampled(ask.sampling),
-            self._task(ask.task),
+            self._with_sampling(rollout.sampling),
+            self._parse_task(rollout.task),
             policy=self._policy,
             gateway=self._gateway,
-            id=ask.id,
-            group=ask.group,
-            attempt=ask.attempt,
-            seed=ask.seed,
-            train=ask.train,
-            max_tries=ask.attempts,
-            on_progress=starts.watch,
+            id=rollout.id,
+            group=rollout.group,
+            attempt=rollout.attempt,
+            seed=rollout.seed,
+            train=rollout.train,
+            max_tries=rollout.attempts,
+            on_progress=progress_sender.on_progress,
         )
         encoded = encode_episode(episode)
-        self.heap.rollout_ended(len(encoded))
-        return WireMessage.encode(Done(self.id, starts.count), encoded)
+        self.heap_trimmer.on_rollout_end(len(encoded))
+        return WireMessage.encode(RolloutResponse(self.id, progress_sender.num_starts), encoded)
 
     async def tasks(self, request: IncomingRequest) -> WireMessage:
         """A page of tasks."""
-        ask = request.decode(Tasks)
-        return WireMessage.encode(await asyncio.to_thread(self._pages.read, ask.start, ask.count))
+        ask = request.decode(TasksRequest)
+        return WireMessage.encode(await asyncio.to_thread(self._task_pager.read, ask.start, ask.count))
 
     async def count(self, request: IncomingRequest) -> WireMessage:
         """How many tasks there are."""
-        return WireMessage.encode(TaskCount(await asyncio.to_thread(self._pages.count)))
+        return WireMessage.encode(TaskCount(await asyncio.to_thread(self._task_pager.count)))
 
     async def score_group(self, request: IncomingRequest) -> WireMessage:
         """The rewards that only all attempts at a task together have."""
-        ask = request.decode(ScoreGroup)
+        ask = request.decode(ScoreGroupRequest)
         traces = [decode_trace(blob) for blob in request.message.blobs]
         before = [len(trace.errors) for trace in traces]
         names = [hook.name for hook in self._env.hooks.group_rewards]
-        await score_group(self._env, self._task(ask.task), traces)
+        await score_group(self._env, self._parse_task(ask.task), traces)
         rewards = [{name: trace.rewards.get(name) for name in names} for trace in traces]
         return WireMessage.encode(GroupScores(rewards, [trace.errors[at:] for trace, at in zip(traces, before)]))
 
     async def stop(self, request: IncomingRequest) -> WireMessage:
         """End this process, once this is answered."""
-        asyncio.get_running_loop().call_soon(self._stop.set)
+        asyncio.get_running_loop().call_soon(self._stop_event.set)
         return WireMessage.encode()
 
-    def _task(self, wire: dict[str, Any]) -> Task:
+    def _parse_task(self, wire: dict[str, Any]) -> Task:
         try:
             return self._env.taskset.task_type.from_wire(wire)
         except ValidationError as error:
             raise RequestInvalid(f"task: {error}") from error
 
-    def _sampled(self, sampling: dict[str, Any] | None) -> Environment:
+    def _with_sampling(self, sampling: dict[str, Any] | None) -> Environment:
         if not sampling:
             return self._env
         base = self._env.source.sampling
@@ -212,32 +214,32 @@ class Worker:
         return dataclasses.replace(self._env, source=source, sampler=changed.model_dump(mode="json"))
 
 
-class Starts:
+class ProgressSender:
     """Counts how often a rollout is started, and sends what is new of it where that is wanted."""
 
-    def __init__(self, ask: Run, request: IncomingRequest) -> None:
-        self._ask, self._request = ask, request
+    def __init__(self, rollout: RolloutRequest, request: IncomingRequest) -> None:
+        self._rollout, self._request = rollout, request
         self._writer: TraceDeltaEncoder | None = None
-        self.count = 0
+        self.num_starts = 0
 
-    def watch(self, phase: str, trace: Trace) -> None:
+    def on_progress(self, phase: str, trace: Trace) -> None:
         if phase == "boot":
-            self.count += 1
+            self.num_starts += 1
             self._writer = TraceDeltaEncoder(trace)
-        if self._ask.stream and self._writer is not None:
+        if self._rollout.stream and self._writer is not None:
             delta = self._writer.next_delta()
-            turn = Turn(self._ask.start + self.count - 1, phase)
-            self._request.send_part(WireMessage.encode(turn, *(() if delta is None else (delta,))))
+            update = RolloutUpdate(self._rollout.start + self.num_starts - 1, phase)
+            self._request.send_part(WireMessage.encode(update, *(() if delta is None else (delta,))))
 
 
-class Pages:
+class TaskPager:
     """Tasks by their position. The taskset may have no end, so nothing is kept but the place we are at."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
         self._lock = threading.Lock()
         self._tasks: Iterator[Task] | None = None
-        self._at = 0
+        self._position = 0
 
     def read(self, start: int, count: int) -> TaskPage:
         """Tasks `start` to `start + count`; blocks, so call it in a thread."""
@@ -254,22 +256,22 @@ class Pages:
     def count(self) -> int | None:
         """Return the number of tasks, None if there are more than `MANY`; blocks, so call it in a thread."""
         try:
-            count = sum(1 for _ in islice(self._env.iter_tasks(), MANY + 1))
+            count = sum(1 for _ in islice(self._env.iter_tasks(), MAX_COUNTED_TASKS + 1))
         except ConfigInvalid:
             raise
         except Exception as error:
             raise self._load_error(error) from error
-        return count if count <= MANY else None
+        return count if count <= MAX_COUNTED_TASKS else None
 
     def _load_error(self, error: Exception) -> ConfigInvalid:
         text = describe_exception(error)
         return ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}")
 
     def _read(self, start: int, count: int) -> TaskPage:
-        if self._tasks is None or start < self._at:
-            self._tasks, self._at = self._env.iter_tasks(), 0
-        for _ in islice(self._tasks, start - self._at):
-            self._at += 1
-        found = list(islice(self._tasks, count)) if self._at == start else []
-        self._at += len(found)
-        return TaskPage([TaskEntry(task.identity, task.to_wire()) for task in found], end=len(found) < count)
+        if self._tasks is None or start < self._position:
+            self._tasks, self._position = self._env.iter_tasks(), 0
+        for _ in islice(self._tasks, start - self._position):
+            self._position += 1
+        found = list(islice(self._tasks, count)) if self._position == start else []
+        self._position += len(found)
+        return TaskPage([TaskItem(task.identity, task.to_wire()) for task in found], end=len(found) < count)

@@ -18,20 +18,20 @@ from ramify.config import write_toml
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import ConfigInvalid, DeadlineExceeded, WorkerDied
 
-ADDRESS = re.compile(r"^serving (\S+) at (\S+)$")
-TAIL = 30  # lines that a failure shows
-UNUSABLE = 2  # the exit code of a command whose configuration cannot be used
+ADDRESS_PATTERN = re.compile(r"^serving (\S+) at (\S+)$")
+TAIL_LINES = 30  # lines that a failure shows
+CONFIG_ERROR_EXIT_CODE = 2  # the exit code of a command whose configuration cannot be used
 
 
-class EnvServerChild:
+class EnvServerProcess:
     """One `ramify env-server`; its configuration is written to `file`. Start it once, stop it once."""
 
-    def __init__(self, config: EnvServerConfig, file: Path, *, deadline: float = 180.0) -> None:
-        self.config, self.file, self.deadline = config, file, deadline
+    def __init__(self, config: EnvServerConfig, config_path: Path, *, start_timeout: float = 180.0) -> None:
+        self.config, self.config_path, self.start_timeout = config, config_path, start_timeout
         self.address = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._said: deque[str] = deque(maxlen=TAIL)
-        self._reading: asyncio.Task[None] | None = None
+        self._output_tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._reader_task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -41,24 +41,26 @@ class EnvServerChild:
 
     async def start(self) -> Self:
         """Start it and wait until it says where it listens."""
-        write_toml(self.config, self.file)
+        write_toml(self.config, self.config_path)
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "ramify.cli.leash", "env-server", "@", str(self.file)),
+            *(sys.executable, "-m", "ramify.cli.leash", "env-server", "@", str(self.config_path)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            async with asyncio.timeout(self.deadline):
-                await self._listen()
+            async with asyncio.timeout(self.start_timeout):
+                await self._wait_for_address()
         except TimeoutError:
             await self.stop()
-            raise DeadlineExceeded(f"the env server was not ready within {self.deadline:g} s: {self.tail}") from None
+            raise DeadlineExceeded(
+                f"the env server was not ready within {self.start_timeout:g} s: {self.output_tail}"
+            ) from None
         except BaseException:
             await self.stop()
             raise
-        self._reading = asyncio.create_task(self._read(), name="output of the env server")
+        self._reader_task = asyncio.create_task(self._drain_output(), name="output of the env server")
         return self
 
     async def stop(self) -> int | None:
@@ -68,17 +70,17 @@ class EnvServerChild:
             return None
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
-        patience = self.config.grace + 30.0
+        stop_timeout = self.config.grace + 30.0
         try:
-            await asyncio.wait_for(process.wait(), patience)
+            await asyncio.wait_for(process.wait(), stop_timeout)
         except TimeoutError:
             process.kill()
             await process.wait()
         finally:  # also where we are told to hurry: the leash is let go
             if process.stdin is not None:
                 process.stdin.close()
-            if self._reading is not None:
-                self._reading.cancel()
+            if self._reader_task is not None:
+                self._reader_task.cancel()
         return process.returncode
 
     async def wait(self) -> int:
@@ -93,27 +95,27 @@ class EnvServerChild:
         await self.stop()
 
     @property
-    def tail(self) -> str:
+    def output_tail(self) -> str:
         """The last it said."""
-        return "\n".join(self._said)
+        return "\n".join(self._output_tail)
 
-    async def _listen(self) -> None:
+    async def _wait_for_address(self) -> None:
         assert self._process is not None
-        async for line in self._lines():
-            if found := ADDRESS.match(line):
-                self.address = found[2]
+        async for line in self._read_lines():
+            if match := ADDRESS_PATTERN.match(line):
+                self.address = match[2]
                 return
-            self._said.append(line)
+            self._output_tail.append(line)
         code = await self._process.wait()
-        if code == UNUSABLE:
-            raise ConfigInvalid(self.tail)
-        raise WorkerDied(f"the env server ended with exit code {code}:\n{self.tail}")
+        if code == CONFIG_ERROR_EXIT_CODE:
+            raise ConfigInvalid(self.output_tail)
+        raise WorkerDied(f"the env server ended with exit code {code}:\n{self.output_tail}")
 
-    async def _read(self) -> None:
-        async for line in self._lines():
-            self._said.append(line)
+    async def _drain_output(self) -> None:
+        async for line in self._read_lines():
+            self._output_tail.append(line)
 
-    async def _lines(self) -> AsyncIterator[str]:
+    async def _read_lines(self) -> AsyncIterator[str]:
         """What it says until it ends. All of it is read: one whose words nobody takes stands still."""
         assert self._process is not None and self._process.stdout is not None
         while True:

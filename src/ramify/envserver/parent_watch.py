@@ -19,59 +19,59 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-ENDING = 5.0  # seconds after which what is still there is stuck in the kernel
-PAUSE = 0.01
-BY_SIGNAL = 128  # added to the number of the signal that ended the worker
+KILL_TIMEOUT = 5.0  # seconds after which what is still there is stuck in the kernel
+POLL_INTERVAL = 0.01
+SIGNAL_EXIT_OFFSET = 128  # added to the number of the signal that ended the worker
 
 
-def keep(temporary: Path, report: int) -> None:
+def fork_under_subreaper(temp_dir: Path, report_fd: int) -> None:
     """Fork; returns in the worker, never in the keeper. Standard input is the life line, `report` the worker's own."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    keeper, worker = os.getpid(), os.fork()
-    if worker == 0:
+    watcher_pid, worker_pid = os.getpid(), os.fork()
+    if worker_pid == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != keeper:
+        if os.getppid() != watcher_pid:
             os._exit(1)
-        _forget_standard_input()
+        _redirect_stdin_to_devnull()
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.close(report)
-    code = _watch(worker)
-    _end_children()
-    clear(temporary)
+    os.close(report_fd)
+    code = _wait_for_worker_or_broker(worker_pid)
+    _kill_descendants()
+    remove_temp_dir(temp_dir)
     os._exit(code)
 
 
-def clear(temporary: Path) -> None:
+def remove_temp_dir(temp_dir: Path) -> None:
     """Remove a worker's temporary directory, and the one of all workers with the last of them."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(temp_dir, ignore_errors=True)
     with contextlib.suppress(OSError):
-        temporary.parent.rmdir()
+        temp_dir.parent.rmdir()
 
 
-def _watch(worker: int) -> int:
+def _wait_for_worker_or_broker(worker_pid: int) -> int:
     """Wait for the end of the worker, or bring it about when the broker lets go; returns its exit code."""
-    handle = os.pidfd_open(worker)
+    pidfd = os.pidfd_open(worker_pid)
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
-    poller.register(handle, select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
     while True:
         ready = [fd for fd, _ in poller.poll()]
         if 0 in ready and not os.read(0, 4096):
-            os.kill(worker, signal.SIGKILL)
+            os.kill(worker_pid, signal.SIGKILL)
             poller.unregister(0)
-        if handle in ready:
-            code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-            return code if code >= 0 else BY_SIGNAL - code
+        if pidfd in ready:
+            code = os.waitstatus_to_exitcode(os.waitpid(worker_pid, 0)[1])
+            return code if code >= 0 else SIGNAL_EXIT_OFFSET - code
 
 
-def _end_children() -> None:
+def _kill_descendants() -> None:
     """Kill all that is left; whatever loses its parent meanwhile becomes a child of ours."""
-    end = time.monotonic() + ENDING
-    while time.monotonic() < end:
-        for pid in _descendants():
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while time.monotonic() < deadline:
+        for pid in _list_descendants():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -79,22 +79,22 @@ def _end_children() -> None:
                 pass
         except ChildProcessError:
             return
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
 
 
-def _descendants() -> list[int]:
+def _list_descendants() -> list[int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
-        found |= more
+    while extra := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= extra
     return [pid for pid in found if pid != os.getpid()]
 
 
-def _forget_standard_input() -> None:
+def _redirect_stdin_to_devnull() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -1,0 +1,320 @@
+"""The workers of a server: how many there are, who gets the next attempt, and who is given up.
+
+Waiting attempts are served in order, each by the ready worker that has least to do. One look a heartbeat decides the
+rest: hung workers are lost, old or large ones retire, and an elastic pool follows the load up at once and down after it
+has been idle for a while. Every decision is kept with its reason.
+"""
+
+import asyncio
+import math
+import shutil
+import time
+import traceback
+from collections import deque
+from collections.abc import Coroutine
+from itertools import count
+from typing import Any
+
+from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig, SelectedSource
+from ramify.envserver.log import EnvServerLog
+from ramify.envserver.messages import EnvServerInfo, ScalingDecision, WorkerLoss, WorkerSpec
+from ramify.envserver.worker_process import WorkerProcess, WorkerState, make_temp_root
+from ramify.errors import EnvironmentChanged, RamifyError, WorkerDied
+from ramify.wire import LoopMonitor, WireSettings
+
+MAX_HISTORY = 256  # deaths and decisions
+INITIAL_BACKOFF = 0.5  # seconds before a worker is started after one that failed to boot, doubled each time
+MAX_BACKOFF = 30.0
+
+
+class WorkerPool:
+    """All workers of one server."""
+
+    def __init__(
+        self, config: EnvServerConfig, selected: SelectedSource, log: EnvServerLog, loop_monitor: LoopMonitor
+    ) -> None:
+        self.config, self.log = config, log
+        self._pool_config, self._loop_monitor = selected.config.pool, loop_monitor
+        self._source_config = selected.config.source_config.model_dump(mode="json")
+        self._keeps_sandboxes = bool(selected.config.runtime.get("keep"))
+        self.workers: dict[str, WorkerProcess] = {}
+        self.losses: deque[WorkerLoss] = deque(maxlen=MAX_HISTORY)
+        self.decisions: deque[ScalingDecision] = deque(maxlen=MAX_HISTORY)
+        self.counts = {"booted": 0, "lost": 0, "hung": 0, "recycled": 0, "boot_failures": 0}
+        self.worst_lag: dict[str, float] = {}
+        self.info: EnvServerInfo | None = None
+        self.boot_error: RamifyError | None = None
+        """Why no worker boots; None while one does or may."""
+        self.started_at = time.monotonic()
+        self._waiters: deque[asyncio.Future[WorkerProcess]] = deque()
+        self._num_waiting = 0  # of those, the ones that nobody has answered or taken back
+        self._ids = count(1)
+        self._boot_failures_in_a_row = 0  # boots in a row that failed
+        self._next_boot_at = 0.0
+        self._surplus_since: float | None = None  # since when there are too many
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._first_boot_done = asyncio.Event()  # a worker is ready, or none will be
+        self._closed = False
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when the first worker is ready; raises why there is none."""
+        self._temp_root = make_temp_root()
+        self._scale_up("start")
+        self._create_task(self._monitor_loop())
+        await self._first_boot_done.wait()
+        if self.boot_error is not None:
+            raise self.boot_error
+
+    async def close(self) -> None:
+        """Stop all workers."""
+        self._closed = True
+        self._fail_waiters(WorkerDied("the env server is closing"))
+        for task in list(self._tasks):
+            if task.get_name() != "end":
+                task.cancel()
+        await asyncio.gather(*(worker.stop() for worker in list(self.workers.values())))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        shutil.rmtree(self._temp_root, ignore_errors=True)
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Attempts in the hands of workers."""
+        return sum(worker.load for worker in self.workers.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Attempts that no worker has."""
+        return self._num_waiting
+
+    async def acquire(self) -> WorkerProcess:
+        """A worker for one attempt, to be given back; waits for one in the order of asking."""
+        if self.boot_error is not None and not self._ready_workers():
+            raise _attempt_error(self.boot_error)
+        future: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        self._num_waiting += 1
+        future.add_done_callback(self._on_waiter_done)
+        self._assign_waiters()
+        self._scale_up("load")
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.release(future.result())
+            raise
+
+    def release(self, worker: WorkerProcess) -> None:
+        """Give a worker back."""
+        worker.load -= 1
+        if worker.state is WorkerState.RETIRING and worker.load == 0:
+            self._create_task(self._stop_worker(worker), "end")
+        self._assign_waiters()
+
+    def _ready_workers(self) -> list[WorkerProcess]:
+        return [worker for worker in self.workers.values() if worker.state is WorkerState.READY]
+
+    def _assign_waiters(self) -> None:
+        capacity = self._pool_config.multiplex if isinstance(self._pool_config, ElasticPoolConfig) else math.inf
+        while self._waiters:
+            if self._waiters[0].done():
+                self._waiters.popleft()
+                continue
+            worker = min(self._ready_workers(), key=lambda worker: worker.load, default=None)
+            if worker is None or worker.load >= capacity:
+                return
+            worker.load += 1
+            self._num_waiting -= 1  # at once: an attempt is with a worker or waits, never both
+            self._waiters.popleft().set_result(worker)
+
+    def _on_waiter_done(self, future: "asyncio.Future[WorkerProcess]") -> None:
+        self._num_waiting -= future.cancelled()
+
+    def _fail_waiters(self, error: RamifyError) -> None:
+        while self._waiters:
+            future = self._waiters.popleft()
+            if not future.done():
+                self._num_waiting -= 1
+                future.set_exception(_attempt_error(error))
+
+    # -- how many ------------------------------------------------------------------------------------------------------
+
+    def _target_size(self) -> int:
+        pool = self._pool_config
+        if not isinstance(pool, ElasticPoolConfig):
+            return pool.workers
+        needed = math.ceil((self.num_running + self.num_waiting) / pool.multiplex)
+        return min(max(needed, pool.min), pool.max_workers)
+
+    def _scale_up(self, trigger: str) -> None:
+        """Start workers that are missing."""
+        now = time.monotonic()
+        serving = [one for one in self.workers.values() if one.state in (WorkerState.BOOTING, WorkerState.READY)]
+        target, before = self._target_size(), len(serving)
+        if self._boot_failures_in_a_row:  # one at a time, until one boots
+            target = min(target, before + 1) if not any(one.state is WorkerState.BOOTING for one in serving) else before
+        if self._closed or target <= before or now < self._next_boot_at:
+            return
+        reason = f"{trigger}: {self.num_running} running, {self.num_waiting} waiting"
+        self._record_decision(before, target, reason)
+        for _ in range(target - before):
+            worker = WorkerProcess(
+                f"w{next(self._ids)}", self._temp_root, self.log, self._loop_monitor, self._on_worker_lost
+            )
+            self.workers[worker.id] = worker
+            self._create_task(self._boot_worker(worker))
+
+    def _scale_down(self, now: float) -> None:
+        pool, ready = self._pool_config, self._ready_workers()
+        surplus = len(ready) - self._target_size() if isinstance(pool, ElasticPoolConfig) else 0
+        if surplus <= 0:
+            self._surplus_since = None
+            return
+        self._surplus_since = self._surplus_since or now
+        if isinstance(pool, ElasticPoolConfig) and now - self._surplus_since >= pool.idle:
+            self._surplus_since = None
+            reason = f"idle: for {pool.idle:g} s {surplus} of {len(ready)} had nothing to do"
+            self._record_decision(len(ready), len(ready) - surplus, reason)
+            for worker in sorted(ready, key=lambda worker: worker.load)[:surplus]:
+                self._retire_worker(worker, "idle")
+
+    def _record_decision(self, before: int, after: int, reason: str) -> None:
+        self.decisions.append(ScalingDecision(time.monotonic() - self.started_at, before, after, reason))
+        self.log.log_event(f"workers {before} -> {after}, {reason}")
+
+    def _retire_worker(self, worker: WorkerProcess, reason: str) -> None:
+        worker.retire(reason)
+        self.log.log_event(f"{worker.id} retires: {reason}")
+        if worker.load == 0:
+            self._create_task(self._stop_worker(worker), "end")
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    async def _monitor_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.heartbeat / 2)
+            try:
+                self._check_workers()
+            except Exception:  # noqa: BLE001 - whatever one look met, the next must come: nobody else sees a hang
+                self.log.log_event(traceback.format_exc())
+
+    def _check_workers(self) -> None:
+        for worker in list(self.workers.values()):
+            if (reason := worker.find_hang(self.config.hang_timeout)) is not None:
+                self.counts["hung"] += 1
+                worker.mark_lost(reason)
+            self.worst_lag[worker.id] = worker.worst_lag
+        for worker in self._ready_workers():
+            self._retire_if_expired(worker)
+        self._scale_down(time.monotonic())
+        self._scale_up("replace")
+
+    def _retire_if_expired(self, worker: WorkerProcess) -> None:
+        config, reason = self.config, ""
+        if config.max_age is not None and worker.age > config.max_age:
+            reason = f"it is older than {config.max_age:g} s"
+        elif config.max_memory is not None and worker.memory > config.max_memory:
+            reason = f"it holds {worker.memory:.0f} MiB, more than {config.max_memory:g}"
+        if reason:
+            self.counts["recycled"] += 1
+            self._retire_worker(worker, reason)
+
+    # -- birth and death -----------------------------------------------------------------------------------------------
+
+    async def _boot_worker(self, worker: WorkerProcess) -> None:
+        config = self.config
+        patience = max(60.0, 2 * config.hang_timeout)
+        settings = WireSettings(
+            heartbeat_interval=config.heartbeat, server_timeout=patience, max_open_requests=max(config.queue, 1) * 2
+        )
+        spec = WorkerSpec(id=worker.id, source=self._source_config, config=config.model_dump(mode="json"), secret="")
+        try:
+            await worker.boot(spec, settings, private_temp=not self._keeps_sandboxes, timeout=config.boot_timeout)
+            self._check_environment(worker)
+        except (RamifyError, OSError) as error:
+            worker.state = WorkerState.LOST  # before `bury` waits: a worker that was ready must not be given work
+            await worker.reap()
+            self.workers.pop(worker.id, None)
+            self._on_boot_failed(
+                worker, error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}")
+            )
+            return
+        self.counts["booted"] += 1
+        self._boot_failures_in_a_row, self.boot_error = 0, None
+        self.info = worker.info
+        self.log.log_event(f"{worker.id} is ready, process {worker.pid}, after {worker.age:.1f} s")
+        self._first_boot_done.set()
+        self._assign_waiters()
+
+    def _check_environment(self, worker: WorkerProcess) -> None:
+        """Refuse a worker that has loaded another version of the environment than those before it."""
+        if self.info is None or worker.info is None or worker.info.environment == self.info.environment:
+            return
+        before, now = (info.environment.get("code", {}) for info in (self.info, worker.info))
+        files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
+        raise EnvironmentChanged(
+            f"the environment was changed while it was in use: {', '.join(files) or 'its configuration'}; "
+            f"restore it, or stop the run and give the same command again, which lists the differences and the options"
+        )
+
+    def _on_boot_failed(self, worker: WorkerProcess, error: RamifyError) -> None:
+        """A worker did not boot."""
+        self._boot_failures_in_a_row += 1
+        self.counts["boot_failures"] += 1
+        self._next_boot_at = time.monotonic() + min(
+            INITIAL_BACKOFF * 2 ** (self._boot_failures_in_a_row - 1), MAX_BACKOFF
+        )
+        self.losses.append(
+            WorkerLoss(worker.id, time.monotonic() - self.started_at, f"did not boot: {error.message}", 0)
+        )
+        self.log.log_event(f"{worker.id} did not boot: {error.name}: {error.message}")
+        if self._boot_failures_in_a_row < self.config.boot_attempts and error.retryable:
+            return
+        if error.retryable:
+            reason = (
+                f"{self._boot_failures_in_a_row} workers in a row did not boot; the last: {error.name}: {error.message}"
+            )
+            error = WorkerDied(reason)
+        self.boot_error = error
+        self._first_boot_done.set()
+        if not self._ready_workers():
+            self._fail_waiters(error)
+
+    def _on_worker_lost(self, worker: WorkerProcess) -> None:
+        """A worker that was ready is gone against its will."""
+        self.workers.pop(worker.id, None)
+        self.counts["lost"] += 1
+        self.losses.append(WorkerLoss(worker.id, time.monotonic() - self.started_at, worker.reason, worker.load))
+        self.log.log_event(f"{worker.id} is lost with {worker.load} attempts in hand: {worker.reason}")
+        self._create_task(worker.reap(), "end")
+        if not self._closed:
+            self._scale_up("replace")
+
+    async def _stop_worker(self, worker: WorkerProcess) -> None:
+        await worker.stop()
+        if self.workers.pop(worker.id, None) is not None:
+            self.log.log_event(f"{worker.id} has stopped: {worker.reason}")
+            self._assign_waiters()
+
+    def _create_task(self, coroutine: Coroutine[Any, Any, None], name: str = "pool") -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.log.log_event("".join(traceback.format_exception(error)))
+
+
+def _attempt_error(boot_error: RamifyError) -> RamifyError:
+    """Return the error that is raised for an attempt if the pool has no worker and will get none."""
+    return (
+        type(boot_error)(boot_error.message)
+        if isinstance(boot_error, EnvironmentChanged)
+        else WorkerDied(boot_error.message)
+    )
