@@ -7,7 +7,7 @@ import pytest
 import ramify as rf
 from ramify.errors import ConfigInvalid, EnvironmentChanged
 from ramify.evals import EvalConfig
-from ramify.evals.report import report
+from ramify.evals.report import build_report
 from ramify.store import RunLog, RunStore
 from tests.evals.scripted import scripted
 
@@ -73,7 +73,7 @@ def text_of(result) -> str:
 
     console = paper()
     with console.capture() as captured:
-        console.print(report(result.rows, threshold=1.0))
+        console.print(build_report(result.rows, threshold=1.0))
     return captured.get()
 
 

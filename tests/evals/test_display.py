@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from ramify.evals.display import Lines, clock, line_of, page_of
-from ramify.evals.progress import Progress
+from ramify.evals.display import LogEvalDisplay, format_duration, format_line, render_page
+from ramify.evals.progress import EvalProgress
 from ramify.store import RolloutRecord
 
 
@@ -22,26 +22,26 @@ def row(number: int, reward: float | None, failure: str | None = None) -> Rollou
     return RolloutRecord(f"task-{number}.0", f"task-{number}", reward=reward, failure=failure, summary=summary)
 
 
-def progress() -> Progress:
-    found = Progress("reverse-text", 10)
+def progress() -> EvalProgress:
+    found = EvalProgress("reverse-text", 10)
     for number, reward in enumerate([1.0, 0.0, 1.0, 0.5]):
-        found.begin(f"task-{number}.0")
-        found.end(row(number, reward))
-    found.end(row(4, None, "ProviderError"))
-    found.begin("task-5.0")
-    found.watch("task-5.0", "setup", 2)
+        found.start_rollout(f"task-{number}.0")
+        found.finish_rollout(row(number, reward))
+    found.finish_rollout(row(4, None, "ProviderError"))
+    found.start_rollout("task-5.0")
+    found.update_rollout("task-5.0", "setup", 2)
     return found
 
 
 def test_a_line_has_everything_in_fields():
-    line = line_of(progress())
+    line = format_line(progress())
     assert line.startswith("reverse-text done=4/10 failed=1 running=1 reward=0.625±0.239 tokens_in=500 tokens_out=50 ")
     assert "left=" in line
 
 
 def test_the_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
     console = Console(width=120, file=io.StringIO(), no_color=True)
-    console.print(page_of(progress()))
+    console.print(render_page(progress()))
     text = console.file.getvalue()
     for shown in ("5/10", "0.625±0.239", "exact", "500 in, 50 out", "ProviderError", "task-5.0", "setup", "slowest"):
         assert shown in text
@@ -49,14 +49,14 @@ def test_the_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
 
 
 def test_lines_name_the_rollouts_that_failed_and_the_end(capsys):
-    lines, state = Lines(), Progress("x", 2)
+    lines, state = LogEvalDisplay(), EvalProgress("x", 2)
     for one in (row(0, 1.0), row(1, None, "ProviderError")):
-        state.end(one)
-        lines.ended(one, state)
+        state.finish_rollout(one)
+        lines.on_rollout_finished(one, state)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "rollout task-1.0 failed: ProviderError: out of cheese"
     assert said[1].startswith("x done=1/2 failed=1 ")
 
 
 def test_durations_are_readable():
-    assert [clock(s) for s in (0.4, 59, 60, 125, 3725)] == ["0s", "59s", "1m00s", "2m05s", "1h02m"]
+    assert [format_duration(s) for s in (0.4, 59, 60, 125, 3725)] == ["0s", "59s", "1m00s", "2m05s", "1h02m"]

@@ -38,7 +38,7 @@ def test_in_a_running_loop_it_may_be_called_plainly_and_awaited_and_shows_progre
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         first, second = asyncio.run(cell())
-    assert first.ran == 4 and second.ran == 0 and first.table() == second.table()
+    assert first.num_run == 4 and second.num_run == 0 and first.table() == second.table()
     assert "done=4/4" in printed.getvalue()
 
 
@@ -72,6 +72,6 @@ def test_without_anybody_who_watches_nothing_is_printed(settings, capsys):
 
 def test_settings_beside_a_configuration_are_checked_like_those_of_a_table(settings):
     config = EvalConfig(taskset={"id": "reverse-text"}, inference=settings["inference"], output=settings["output"])
-    assert rf.evaluate(config, model="tiny", num_tasks=1, repetitions=2).ran == 2
+    assert rf.evaluate(config, model="tiny", num_tasks=1, repetitions=2).num_run == 2
     with pytest.raises(ConfigInvalid, match=r"eval\.num_task: unknown key; did you mean eval\.num_tasks\?"):
         rf.evaluate(config, num_task=1)

@@ -3,8 +3,8 @@
 import math
 
 from ramify.evals.bounds import reward_bounds
-from ramify.evals.progress import by_task
-from ramify.evals.report import figures
+from ramify.evals.progress import group_rewards_by_task
+from ramify.evals.report import compute_scores
 from ramify.evals.stats import clustered_mean
 from ramify.store import RolloutRecord
 
@@ -16,7 +16,7 @@ def names(*repetitions: int) -> list[str]:
         for task, count in enumerate(repetitions)
         for number in range(count)
     ]
-    return [name for name, *_ in figures(rows, threshold=1.0)]
+    return [name for name, *_ in compute_scores(rows, threshold=1.0)]
 
 
 def test_an_eval_shows_powers_of_two_and_the_repetitions_it_was_asked_for():
@@ -37,7 +37,7 @@ def test_tasks_of_two_sources_are_apart_where_their_names_are_the_same():
         for source in "ab"
         for number in range(2)
     ]
-    assert next(name for name, *_ in figures(rows, threshold=1.0)) == "avg@2"
+    assert next(name for name, *_ in compute_scores(rows, threshold=1.0)) == "avg@2"
 
 
 def scored(task: int, number: int, reward: float, *, source: str = "", **parts: tuple[float, float]) -> RolloutRecord:
@@ -55,10 +55,10 @@ def scored(task: int, number: int, reward: float, *, source: str = "", **parts: 
 def test_intervals_stay_in_the_range_of_the_rewards():
     """The table once said 0.939 with an interval up to 1.05, and 0.02 with one from -0.06."""
     rows = [scored(task, number, 1.0 - (task == number == 0)) for task in range(3) for number in range(2)]
-    for name, estimate in figures(rows, threshold=1.0):
+    for name, estimate in compute_scores(rows, threshold=1.0):
         low, high = estimate.interval()
         assert 0.0 <= low <= estimate.mean <= high <= 1.0, name
-    assert clustered_mean(by_task(rows).values()).interval()[1] > 1.0
+    assert clustered_mean(group_rewards_by_task(rows).values()).interval()[1] > 1.0
 
 
 def test_the_range_of_a_weighted_sum_is_that_of_its_parts():

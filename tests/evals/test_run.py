@@ -55,7 +55,7 @@ def test_every_task_is_run_so_often_and_scored(configured, engine):
     assert pairs(result) == [(f"task-{number}", again) for number in range(4) for again in range(2)]
     assert [row.reward for row in result.rows] == [right(number) for number in range(4) for _ in range(2)]
     assert len({row.reward for row in result.rows}) == 2
-    assert result.ran == len(engine.asked) == 8
+    assert result.num_run == len(engine.asked) == 8
     assert not result.all_failed
     with RunStore.open(result.path, write=False) as store:
         (trace,) = store.read_traces("task-2.1")
@@ -68,16 +68,16 @@ def test_every_task_is_run_so_often_and_scored(configured, engine):
 def test_the_same_again_is_finished_and_asks_nobody(configured, engine):
     first = rf.evaluate(configured())
     again = rf.evaluate(configured())
-    assert (again.ran, engine.asked) == (0, [])
+    assert (again.num_run, engine.asked) == (0, [])
     assert again.rows == first.rows
 
 
 def test_more_repetitions_and_more_tasks_run_only_what_is_new(configured, engine):
     rf.evaluate(configured())
     result = rf.evaluate(configured(repetitions=3))
-    assert result.ran == len(engine.asked) == 4
+    assert result.num_run == len(engine.asked) == 4
     result = rf.evaluate(configured(repetitions=3, num_tasks=6, concurrency=1))
-    assert result.ran == len(engine.asked) == 6
+    assert result.num_run == len(engine.asked) == 6
     assert len(result.rows) == 18
 
 
@@ -104,7 +104,7 @@ def test_what_the_system_failed_is_run_again_and_nothing_else(configured, engine
     assert [row.failure for row in result.rows] == ["ProviderError"] * 3 + [None] * 5
     assert not result.all_failed
     again = rf.evaluate(configured())
-    assert again.ran == len(engine.asked) == 3
+    assert again.num_run == len(engine.asked) == 3
     assert [row.failure for row in again.rows] == [None] * 8
 
 
@@ -152,7 +152,7 @@ def test_another_identity_is_refused_and_fresh_moves_the_old_run_aside(configure
     hot = configured(sampling={"temperature": 0.5})
     with pytest.raises(ConfigInvalid, match=r"sampling\.temperature: was 1\.0, now 0\.5"):
         rf.evaluate(hot)
-    assert rf.evaluate(hot, fresh=True).ran == 8
+    assert rf.evaluate(hot, fresh=True).num_run == 8
     assert (tmp_path / "run.old-1" / "run.sqlite").exists()
 
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.evals.stats import clustered_mean, ladder, mean_of, pass_all, pass_at, passes, student_quantile
+from ramify.evals.stats import (
+    choose_ks,
+    clustered_mean,
+    estimate_pass_rates,
+    pass_at_k,
+    pass_hat_k,
+    safe_mean,
+    student_quantile,
+)
 
 SAMPLES = st.lists(st.booleans(), min_size=1, max_size=8)
 
@@ -18,28 +26,28 @@ def test_both_are_the_share_of_all_choices_of_k_samples(samples, data):
     k = data.draw(st.integers(1, len(samples)))
     chosen = list(itertools.combinations(samples, k))
     n, c = len(samples), sum(samples)
-    assert pass_at(n, c, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
-    assert pass_all(n, c, k) == pytest.approx(sum(map(all, chosen)) / len(chosen))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+    assert pass_hat_k(n, c, k) == pytest.approx(sum(map(all, chosen)) / len(chosen))
 
 
 def test_a_task_with_fewer_samples_than_k_is_left_out():
     rewards = {"a": [1.0, 0.0], "b": [1.0], "c": []}
-    at, every = passes(rewards.values(), 2, threshold=1.0)
-    assert (at.mean, every.mean, at.tasks) == (1.0, 0.0, 1)
-    assert passes(rewards.values(), 3, threshold=1.0) is None
-    assert passes(rewards.values(), 1, threshold=1.0)[0].mean == pytest.approx(0.75)
+    at, every = estimate_pass_rates(rewards.values(), 2, threshold=1.0)
+    assert (at.mean, every.mean, at.num_tasks) == (1.0, 0.0, 1)
+    assert estimate_pass_rates(rewards.values(), 3, threshold=1.0) is None
+    assert estimate_pass_rates(rewards.values(), 1, threshold=1.0)[0].mean == pytest.approx(0.75)
 
 
 def test_the_threshold_is_what_passes():
-    assert passes([[0.7, 0.4]], 1, threshold=0.7)[0].mean == 0.5
+    assert estimate_pass_rates([[0.7, 0.4]], 1, threshold=0.7)[0].mean == 0.5
 
 
 def test_repeating_a_sample_adds_nothing_to_what_is_known():
     once = clustered_mean([[0.0], [1.0], [0.5]])
     often = clustered_mean([[0.0] * 100, [1.0] * 100, [0.5] * 100])
     assert often.mean == once.mean
-    assert often.error == pytest.approx(once.error)
-    assert once.error == pytest.approx(0.5 / math.sqrt(3))
+    assert often.stderr == pytest.approx(once.stderr)
+    assert once.stderr == pytest.approx(0.5 / math.sqrt(3))
 
 
 # (tasks, first parameter of a Beta over the tasks, the second, levels of the reward), with the mean a / (a + b).
@@ -91,15 +99,15 @@ def test_ten_passes_of_ten_do_not_prove_that_all_pass():
 
 
 def test_what_is_shown():
-    assert ladder(1) == [1]
-    assert ladder(6) == [1, 2, 4, 6]
-    assert ladder(8) == [1, 2, 4, 8]
-    assert ladder(0) == []
+    assert choose_ks(1) == [1]
+    assert choose_ks(6) == [1, 2, 4, 6]
+    assert choose_ks(8) == [1, 2, 4, 8]
+    assert choose_ks(0) == []
 
 
 def test_values_beyond_what_can_be_squared_or_summed_have_a_mean_and_an_error():
     found = clustered_mean([[1e300], [-1e300]])
-    assert (found.mean, found.error) == (0.0, pytest.approx(1e300))
+    assert (found.mean, found.stderr) == (0.0, pytest.approx(1e300))
     assert clustered_mean([[1.7e308], [1.7e308]]).mean == pytest.approx(1.7e308)
-    assert mean_of([1.7e308, 1.7e308]) == pytest.approx(1.7e308)
-    assert math.isnan(mean_of([math.inf, -math.inf]))
+    assert safe_mean([1.7e308, 1.7e308]) == pytest.approx(1.7e308)
+    assert math.isnan(safe_mean([math.inf, -math.inf]))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ramify.evals.tree import tree_of
+from ramify.evals.trace_view import render_trace_tree
 from ramify.trace import decode_trace, encode_trace
 from tests.gateway.engine import TINY, check_tokens
 from tests.gateway.stage import Stage
@@ -202,7 +202,7 @@ def test_what_the_gateway_refuses_stands_in_the_trace_and_in_show(play):
         assert decode_trace(encode_trace(stage.trace)).info["refusals"] == refusals
         console = Console(width=200, no_color=True)
         with console.capture() as captured:
-            console.print(tree_of(stage.trace))
+            console.print(render_trace_tree(stage.trace))
         assert "refused /v1/messages: 400 RequestInvalid: messages.0.role: found 'robot' (3 times)" in captured.get()
 
     def fail(_: str) -> str:

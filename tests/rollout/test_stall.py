@@ -13,7 +13,7 @@ import ramify as rf
 from ramify.client import ClientConfig, InferenceClient
 from ramify.client.stall_clock import StallClock
 from ramify.errors import RolloutDeadline
-from ramify.evals.engine import EngineChild
+from ramify.evals.engine_process import EngineProcess
 from ramify.gateway import TokenPolicy
 from ramify.infer.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig
 from ramify.rollout import run_attempt, run_rollout
@@ -51,10 +51,10 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def server(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
+def server(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """A real `ramify serve` of the tiny model."""
     config = ServeConfig(model=ModelConfig(name="tiny"), inference=EngineConfig(threads=1), server=ServerConfig(port=0))
-    child = EngineChild(config, tmp_path_factory.mktemp("serve"), deadline=120.0)
+    child = EngineProcess(config, tmp_path_factory.mktemp("serve"), start_timeout=120.0)
     runner.run(child.start())
     yield child
     assert child.pid is not None
@@ -91,7 +91,7 @@ async def send(pid: int, sign: signal.Signals) -> None:
     os.kill(pid, sign)
 
 
-def test_a_stopped_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, server: EngineChild):
+def test_a_stopped_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> tuple[Trace, Trace]:
         pid = server.pid
         assert pid is not None
@@ -112,7 +112,7 @@ def test_a_stopped_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner,
     assert stopped.timing.stalled >= STOPPED - LIMIT
 
 
-def test_a_paused_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, server: EngineChild):
+def test_a_paused_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> Trace:
         async with policy_at(server.url) as policy, InferenceClient(server.url) as control:
             return await interrupted(rollout(policy), control.pause, control.resume)
@@ -122,7 +122,7 @@ def test_a_paused_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, 
     assert trace.timing.stalled >= STOPPED - LIMIT
 
 
-def test_an_engine_that_never_moves_again_is_a_system_failure(runner: asyncio.Runner, server: EngineChild):
+def test_an_engine_that_never_moves_again_is_a_system_failure(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> Trace:
         pid = server.pid
         assert pid is not None

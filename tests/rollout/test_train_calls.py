@@ -9,7 +9,7 @@ from rich.console import Console
 
 import ramify as rf
 from ramify.errors import ConfigInvalid
-from ramify.evals.tree import tree_of
+from ramify.evals.trace_view import render_trace_tree
 from ramify.gateway import Gateway
 from ramify.harness import Harness
 from ramify.orchestrate.algorithms.base import trained_nodes
@@ -81,7 +81,7 @@ def reasons(trace: Trace) -> dict[str, str]:
 def printed(trace: Trace) -> str:
     console = Console(width=200, no_color=True)
     with console.capture() as captured:
-        console.print(tree_of(trace))
+        console.print(render_trace_tree(trace))
     return captured.get()
 
 

@@ -13,7 +13,7 @@ from ramify.errors import StorageFull
 from ramify.evals.config import EvalConfig
 
 if TYPE_CHECKING:
-    from ramify.evals.run import Result
+    from ramify.evals.run import EvalResult
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show", "--keep", "--dry-run")
 SHORT = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
@@ -43,21 +43,21 @@ def run(args: Sequence[str]) -> int:
     keep, rest = pop_flag(rest, "--keep")
     dry, rest = pop_flag(rest, "--dry-run")
     config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
-    from ramify.evals.display import choose  # the rest is loaded here, not for help
-    from ramify.evals.run import evaluate, plan_rollouts, run_path, with_split
+    from ramify.evals.display import choose_display  # the rest is loaded here, not for help
+    from ramify.evals.run import evaluate, find_rollouts_to_run, get_run_path, with_eval_split
     from ramify.evals.watchdog import Watchdog
 
     if dry:
-        from ramify.evals.loading import load_pairs
-        from ramify.evals.policies import check_server
+        from ramify.evals.loading import load_plan
+        from ramify.evals.policy import check_server
         from ramify.rollout import Environment
 
-        config = with_split(config)
+        config = with_eval_split(config)
         environment = Environment.load(config.source)
-        pairs = asyncio.run(load_pairs(environment, config))
+        pairs = asyncio.run(load_plan(environment, config))
         check_server(config)
-        path = run_path(config)
-        todo = plan_rollouts(config, environment, pairs, fresh=fresh, accept_changes=accept)
+        path = get_run_path(config)
+        todo = find_rollouts_to_run(config, environment, pairs, fresh=fresh, accept_changes=accept)
         dry_run(config, path, [f"would run {len(todo)} rollouts of {config.taskset.get('id')} into {path}"])
         return 0
     again = shlex.join(["ramify", "eval", *(arg for arg in args if arg not in ("--fresh", "--accept-changes"))])
@@ -71,12 +71,12 @@ def run(args: Sequence[str]) -> int:
     try:
         with Watchdog(config.hang_timeout, advice) as watchdog:
             result = evaluate(
-                config, fresh=fresh, accept_changes=accept, keep=keep, display=choose(), watchdog=watchdog
+                config, fresh=fresh, accept_changes=accept, keep=keep, display=choose_display(), watchdog=watchdog
             )
     except KeyboardInterrupt:
         from ramify.cli.runs import describe_resume
 
-        print(f"stopped; {describe_resume(run_path(with_split(config)), again)}", file=sys.stderr)
+        print(f"stopped; {describe_resume(get_run_path(with_eval_split(config)), again)}", file=sys.stderr)
         return 130
     except StorageFull as error:
         raise StorageFull(f"{error.message}. Continue with: {again}") from error
@@ -92,22 +92,22 @@ def spelled_out(args: Sequence[str]) -> list[str]:
     return ["--taskset.id", *named] if named and not named[0].startswith(("-", "@")) else named
 
 
-def _tell(config: EvalConfig, result: "Result", *, show: bool, keep: bool) -> None:
+def _tell(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:
     from ramify.cli.runs import paper
-    from ramify.evals.report import report
-    from ramify.evals.run import WORK
-    from ramify.evals.tree import tree_of
+    from ramify.evals.report import build_report
+    from ramify.evals.run import WORK_DIR
+    from ramify.evals.trace_view import render_trace_tree
     from ramify.store import RunStore
 
     console = paper()
     if show:
         with RunStore.open(result.path, write=False) as store:
             for trace in (trace for row in result.rows for trace in store.read_traces(row.id)):
-                console.print(tree_of(trace))
+                console.print(render_trace_tree(trace))
     if keep:
-        kept = sorted((result.path / WORK).glob("*"))
+        kept = sorted((result.path / WORK_DIR).glob("*"))
         print("\n".join(f"work directory {folder}" for folder in kept) or "no rollout used a work directory")
-    if not result.ran:
+    if not result.num_run:
         print(f"{result.path} is finished: all {len(result.rows)} rollouts are there; --fresh begins anew")
-    console.print(report(result.rows, threshold=config.threshold))
+    console.print(build_report(result.rows, threshold=config.threshold))
     print(f"traces in {result.path}; see one with: ramify show {shlex.quote(str(result.path))} ROLLOUT")

@@ -10,7 +10,7 @@ from rich.table import Table
 from ramify.cli.parser import CommandParser
 
 if TYPE_CHECKING:
-    from ramify.evals.replay import Rescored
+    from ramify.evals.replay import RescoredRollout
 
 
 def run(args: Sequence[str]) -> int:
@@ -21,23 +21,26 @@ def run(args: Sequence[str]) -> int:
     found = asyncio.run(_rescored(asked.run))
     table = Table("rollout", "was", "is now", "", box=None, padding=(0, 2, 0, 0))
     for one in found:
-        if asked.all or one.old != one.new or one.failure:
-            table.add_row(one.id, _number(one.old), _number(one.new), one.failure or "")
-    old, new = ([value for value in column if value is not None] for column in zip(*((f.old, f.new) for f in found)))
+        if asked.all or one.old_reward != one.new_reward or one.failure:
+            table.add_row(one.id, _number(one.old_reward), _number(one.new_reward), one.failure or "")
+    old, new = (
+        [value for value in column if value is not None]
+        for column in zip(*((f.old_reward, f.new_reward) for f in found))
+    )
     table.add_row("mean", _number(_mean(old)), _number(_mean(new)), f"{len(found)} rollouts")
     paper().print(table)
     return 1 if all(one.failure for one in found) else 0
 
 
-async def _rescored(name: str) -> list["Rescored"]:
+async def _rescored(name: str) -> list["RescoredRollout"]:
     from ramify.cli.runs import open_named
     from ramify.errors import ConfigInvalid
-    from ramify.evals.replay import environment_of, replay
+    from ramify.evals.replay import load_environment, rescore
 
     with open_named(name) as store:
-        environment = environment_of(store)
+        environment = load_environment(store)
         try:
-            found = [one async for one in replay(store, environment)]
+            found = [one async for one in rescore(store, environment)]
         finally:
             await environment.close()
         if not found:

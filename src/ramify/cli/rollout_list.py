@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Literal
 
 from ramify.errors import ConfigInvalid
-from ramify.evals.summary import seconds
+from ramify.evals.summary import total_seconds
 from ramify.store import RolloutRecord, RunStore
 
 Order = Literal["index", "worst", "best"]
@@ -95,7 +95,15 @@ def _format(rows: Iterable[RolloutRecord]) -> Iterator[str]:
 def _cells(row: RolloutRecord) -> tuple[str, ...]:
     reward = "due" if row.reward is None else f"{row.reward:.3f}"
     calls, tokens = (str(row.summary.get(name, "")) for name in ("calls", "output"))
-    return row.id, row.source, reward, calls, tokens, f"{seconds(row):.2f}", row.failure or row.summary.get("stop", "")
+    return (
+        row.id,
+        row.source,
+        reward,
+        calls,
+        tokens,
+        f"{total_seconds(row):.2f}",
+        row.failure or row.summary.get("stop", ""),
+    )
 
 
 def _join(cells: tuple[str, ...], widths: dict[int, int]) -> str:

@@ -11,20 +11,20 @@ def run(args: Sequence[str]) -> int:
     asked = _parse(args)
     from ramify.cli.rollout_list import ListRequest, print_rollouts  # loaded here, not for help
     from ramify.cli.runs import open_named, paper, pick
-    from ramify.evals.report import report
-    from ramify.evals.tree import tree_of
+    from ramify.evals.report import build_report
+    from ramify.evals.trace_view import render_trace_tree
 
     console = paper()
     with open_named(asked.run) as store:
         if asked.rollout is not None:
             for trace in store.read_traces(pick(store, asked.rollout).id):
-                console.print(tree_of(trace, full=asked.full))
+                console.print(render_trace_tree(trace, full=asked.full))
             return 0
         order = "worst" if asked.worst else "best" if asked.best else "index"
         request = ListRequest(asked.limit, asked.page, asked.source, asked.failed, order)
         print_rollouts(store, request, print)
         where = {} if asked.source is None else {"source": asked.source}
-        console.print(report(store.rollouts(**where), threshold=asked.threshold))
+        console.print(build_report(store.rollouts(**where), threshold=asked.threshold))
     return 0
 
 

@@ -53,13 +53,13 @@ def run(args: Sequence[str]) -> int:
     if "--help" in args or "-h" in args:
         print(USAGE)
     config = parse(ValidateConfig, _spelled_out(args), prog="ramify validate")
-    from ramify.evals.plan import first_tasks  # the rest is loaded here, not for help
+    from ramify.evals.plan import load_first_tasks  # the rest is loaded here, not for help
     from ramify.rollout import Environment, SourceConfig
 
     harness = {"id": "chat", "timeout": config.timeout}
     source = SourceConfig(taskset=config.taskset, runtime=config.runtime, harness=harness, timeouts=config.timeouts)
     env = Environment.load(source)
-    tasks = first_tasks(env, config.num_tasks or MOST)
+    tasks = load_first_tasks(env, config.num_tasks or MOST)
     verdicts = asyncio.run(_verdicts(env, tasks, config))
     _report(env, verdicts, capped=config.num_tasks is None and len(tasks) == MOST)
     return 1 if any(verdict.problem is not None for verdict in verdicts) or not env.has_rewards else 0

@@ -1,3 +1,3 @@
 from .config import EvalConfig as EvalConfig
-from .run import Result as Result
+from .run import EvalResult as EvalResult
 from .run import evaluate as evaluate

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from ramify.store import RolloutRecord
 
-RANGES = ((0.0, 1.0), (-1.0, 1.0))
-ROUNDING = 1e-6
-TOTAL = ""  # the name of the whole reward, for rows that do not store its parts
+KNOWN_RANGES = ((0.0, 1.0), (-1.0, 1.0))
+TOLERANCE = 1e-6
+TOTAL_NAME = ""  # the name of the whole reward, for rows that do not store its parts
 
 Bounds = tuple[float, float]
 
@@ -31,27 +31,28 @@ def reward_bounds(rows: Iterable[RolloutRecord]) -> Bounds:
         rewards.append(row.reward)
         weights, parts = row.summary.get("weights"), row.summary.get("rewards", {})
         if not weights:
-            weights, parts = {TOTAL: 1.0}, {TOTAL: row.reward}
+            weights, parts = {TOTAL_NAME: 1.0}, {TOTAL_NAME: row.reward}
         compositions[row.source, tuple(weights.items())] = None
         for name in weights:
             scores.setdefault((row.source, name), []).append(parts[name])
     totals = [
-        _total([(weight, _range(scores[source, name])) for name, weight in weights]) for source, weights in compositions
+        _sum_ranges([(weight, _infer_range(scores[source, name])) for name, weight in weights])
+        for source, weights in compositions
     ]
     if not totals:
         return -math.inf, math.inf
     low, high = min(low for low, _ in totals), max(high for _, high in totals)
-    if min(rewards) < low - ROUNDING or max(rewards) > high + ROUNDING:
+    if min(rewards) < low - TOLERANCE or max(rewards) > high + TOLERANCE:
         return -math.inf, math.inf
     return low, high
 
 
-def _range(scores: list[float]) -> Bounds:
-    least, most = min(scores), max(scores)
-    return next(((low, high) for low, high in RANGES if low <= least and most <= high), (-math.inf, math.inf))
+def _infer_range(scores: list[float]) -> Bounds:
+    lowest, highest = min(scores), max(scores)
+    return next(((low, high) for low, high in KNOWN_RANGES if low <= lowest and highest <= high), (-math.inf, math.inf))
 
 
-def _total(parts: list[tuple[float, Bounds]]) -> Bounds:
+def _sum_ranges(weighted_ranges: list[tuple[float, Bounds]]) -> Bounds:
     """Return the range of the weighted sum; a negative weight swaps the ends of a range."""
-    ends = [sorted((weight * low, weight * high)) for weight, (low, high) in parts if weight]
+    ends = [sorted((weight * low, weight * high)) for weight, (low, high) in weighted_ranges if weight]
     return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)

@@ -57,8 +57,8 @@ class EvalConfig(SourceConfig):
         names = SourceConfig.model_fields.keys() - {"name"}
         return SourceConfig(**{name: getattr(self, name) for name in names})
 
-    def kept_in(self, folder: Path) -> SourceConfig:
+    def source_with_workdirs_in(self, directory: Path) -> SourceConfig:
         """The same, with the work directories of local runtimes made in `folder`."""
-        local = self.runtime.get("id", "local") == "local"
-        runtime = {"root": str(folder), **self.runtime} if local else self.runtime
+        is_local = self.runtime.get("id", "local") == "local"
+        runtime = {"root": str(directory), **self.runtime} if is_local else self.runtime
         return self.source.model_copy(update={"runtime": runtime})

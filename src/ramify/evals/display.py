@@ -13,42 +13,42 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ramify.evals.clock import clock
-from ramify.evals.progress import Progress
+from ramify.durations import format_duration
+from ramify.evals.progress import EvalProgress
 from ramify.evals.stats import Estimate
 from ramify.store import RolloutRecord
 
-EVERY = 0.25  # seconds between two looks
-LINE_EVERY = 5.0  # seconds between two log lines
-SHOWN = 12  # running rollouts on the page
+REFRESH_INTERVAL = 0.25  # seconds between two looks
+LOG_INTERVAL = 5.0  # seconds between two log lines
+MAX_RUNNING_SHOWN = 12  # running rollouts on the page
 
 
-class Display(Protocol):
+class EvalDisplay(Protocol):
     """A front end. `look` is called often, `ended` once per rollout."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Something worth a line of its own."""
         ...
 
-    def look(self, progress: Progress) -> None:
+    def refresh(self, progress: EvalProgress) -> None:
         """The state now."""
         ...
 
-    def ended(self, row: RolloutRecord, progress: Progress) -> None:
+    def on_rollout_finished(self, row: RolloutRecord, progress: EvalProgress) -> None:
         """A rollout is kept."""
         ...
 
 
-def choose() -> Display:
+def choose_display() -> EvalDisplay:
     """The page where there is a terminal to draw it on, lines where there is none."""
-    return Page() if sys.stdout.isatty() else Lines()
+    return LiveEvalDisplay() if sys.stdout.isatty() else LogEvalDisplay()
 
 
-class Quiet:
+class NullEvalDisplay:
     """Shows nothing: for programs."""
 
     def __enter__(self) -> Self:
@@ -56,35 +56,35 @@ class Quiet:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def say(self, line: str) -> None: ...
+    def print_line(self, line: str) -> None: ...
 
-    def look(self, progress: Progress) -> None: ...
+    def refresh(self, progress: EvalProgress) -> None: ...
 
-    def ended(self, row: RolloutRecord, progress: Progress) -> None: ...
+    def on_rollout_finished(self, row: RolloutRecord, progress: EvalProgress) -> None: ...
 
 
-class Lines(Quiet):
+class LogEvalDisplay(NullEvalDisplay):
     """One line every few seconds, one at the end, and one for each rollout that the system failed."""
 
     def __init__(self) -> None:
-        self._next = 0.0
+        self._next_log_time = 0.0
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         print(line, flush=True)
 
-    def look(self, progress: Progress) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + LINE_EVERY
-            self.say(line_of(progress))
+    def refresh(self, progress: EvalProgress) -> None:
+        if time.monotonic() >= self._next_log_time:
+            self._next_log_time = time.monotonic() + LOG_INTERVAL
+            self.print_line(format_line(progress))
 
-    def ended(self, row: RolloutRecord, progress: Progress) -> None:
+    def on_rollout_finished(self, row: RolloutRecord, progress: EvalProgress) -> None:
         if row.failure is not None:
-            self.say(f"rollout {row.id} failed: {row.failure}: {row.summary.get('message', '')}")
+            self.print_line(f"rollout {row.id} failed: {row.failure}: {row.summary.get('message', '')}")
         if len(progress.rows) == progress.total:
-            self.say(line_of(progress))
+            self.print_line(format_line(progress))
 
 
-class Page(Quiet):
+class LiveEvalDisplay(NullEvalDisplay):
     """A page that is drawn anew several times a second."""
 
     def __init__(self) -> None:
@@ -97,65 +97,65 @@ class Page(Quiet):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._live.console.print(line, markup=False, highlight=False)
 
-    def look(self, progress: Progress) -> None:
-        self._live.update(page_of(progress), refresh=True)
+    def refresh(self, progress: EvalProgress) -> None:
+        self._live.update(render_page(progress), refresh=True)
 
 
-def line_of(progress: Progress) -> str:
+def format_line(progress: EvalProgress) -> str:
     """The state in one line of fields."""
-    tokens_in, tokens_out = progress.tokens
+    tokens_in, tokens_out = progress.token_counts
     fields = {
-        "done": f"{progress.done}/{progress.total}",
-        "failed": progress.failed,
+        "done": f"{progress.num_completed}/{progress.total}",
+        "failed": progress.num_failed,
         "running": len(progress.running),
-        "reward": spread(progress.reward),
+        "reward": format_estimate(progress.reward),
         "tokens_in": tokens_in,
         "tokens_out": tokens_out,
-        "tokens_per_s": f"{progress.rate:.0f}",
-        "left": "unknown" if progress.left is None else clock(progress.left),
+        "tokens_per_s": f"{progress.tokens_per_second:.0f}",
+        "left": "unknown" if progress.remaining_seconds is None else format_duration(progress.remaining_seconds),
     }
     return f"{progress.title} " + " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def page_of(progress: Progress) -> RenderableType:
+def render_page(progress: EvalProgress) -> RenderableType:
     """The state as a page: bar, figures, metrics and errors, slowest, and what each running rollout does."""
-    left = "" if progress.left is None else f"{clock(progress.left)} left"
+    remaining = "" if progress.remaining_seconds is None else f"{format_duration(progress.remaining_seconds)} left"
     head = Table.grid(padding=(0, 2, 0, 0))
     bar = ProgressBar(total=max(progress.total, 1), completed=len(progress.rows), width=40)
-    head.add_row(Text(progress.title, style="bold"), bar, f"{len(progress.rows)}/{progress.total}", left)
+    head.add_row(Text(progress.title, style="bold"), bar, f"{len(progress.rows)}/{progress.total}", remaining)
 
-    tokens_in, tokens_out = progress.tokens
-    figures = _grid()
-    figures.add_row("reward", spread(progress.reward))
+    tokens_in, tokens_out = progress.token_counts
+    stats_table = _make_grid()
+    stats_table.add_row("reward", format_estimate(progress.reward))
     for name, value in sorted(progress.metrics.items()):
-        figures.add_row(name, f"{value:.3f}")
-    figures.add_row("tokens", f"{tokens_in:,} in, {tokens_out:,} out, {progress.rate:,.0f}/s")
-    figures.add_row("elapsed", clock(progress.elapsed))
-    for name, count in progress.errors.most_common():
-        figures.add_row(Text(name, style="red"), str(count))
+        stats_table.add_row(name, f"{value:.3f}")
+    stats_table.add_row("tokens", f"{tokens_in:,} in, {tokens_out:,} out, {progress.tokens_per_second:,.0f}/s")
+    stats_table.add_row("elapsed", format_duration(progress.elapsed))
+    for name, count in progress.error_counts.most_common():
+        stats_table.add_row(Text(name, style="red"), str(count))
 
-    slowest = _grid("slowest", "seconds", "")
+    slowest = _make_grid("slowest", "seconds", "")
     for id, seconds, state in progress.slowest:
         slowest.add_row(id, f"{seconds:.1f}", state)
-    running = _grid("running", "seconds", "phase", "calls")
-    for one in sorted(progress.running.values(), key=lambda one: one.started)[:SHOWN]:
-        running.add_row(one.id, f"{one.seconds:.1f}", one.phase, str(one.calls))
-    if len(progress.running) > SHOWN:
-        running.add_row(f"and {len(progress.running) - SHOWN} more")
-    return Group(head, Text(), figures, Text(), slowest, Text(), running)
+    running = _make_grid("running", "seconds", "phase", "calls")
+    for one in sorted(progress.running.values(), key=lambda one: one.started_at)[:MAX_RUNNING_SHOWN]:
+        running.add_row(one.id, f"{one.elapsed:.1f}", one.phase, str(one.calls))
+    if len(progress.running) > MAX_RUNNING_SHOWN:
+        running.add_row(f"and {len(progress.running) - MAX_RUNNING_SHOWN} more")
+    return Group(head, Text(), stats_table, Text(), slowest, Text(), running)
 
 
-def spread(estimate: Estimate | None) -> str:
+def format_estimate(estimate: Estimate | None) -> str:
     """A mean with its standard error."""
     if estimate is None:
         return "none"
-    return f"{estimate.mean:.3f}" if estimate.error is None else f"{estimate.mean:.3f}±{estimate.error:.3f}"
+    return f"{estimate.mean:.3f}" if estimate.stderr is None else f"{estimate.mean:.3f}±{estimate.stderr:.3f}"
 
 
-def _grid(*titles: str) -> Table:
+def _make_grid(*titles: str) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     if titles:
         table.add_row(*(Text(title, style="dim") for title in titles))

@@ -10,46 +10,46 @@ from ramify.env import Task
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.errors.origin import describe_exception
 from ramify.evals.config import EvalConfig
-from ramify.evals.summary import rollout_id
+from ramify.evals.summary import make_rollout_id
 from ramify.rollout import Environment
 from ramify.store import RolloutRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PlannedRollout:
     """One rollout to have: repetition `repetition` of the task called `key`."""
 
-    key: str
+    task_key: str
     task: Task
     repetition: int
 
     @property
     def id(self) -> str:
-        return rollout_id(self.key, self.repetition)
+        return make_rollout_id(self.task_key, self.repetition)
 
-    def seed(self, seed: int) -> int:
+    def derive_seed(self, base_seed: int) -> int:
         """The rollout's own seed: the same on every start, another one for every pair."""
-        digest = hashlib.sha256(f"{seed}:{self.key}:{self.repetition}".encode()).digest()
+        digest = hashlib.sha256(f"{base_seed}:{self.task_key}:{self.repetition}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-def pairs_of(environment: Environment, config: EvalConfig) -> list[Pair]:
+def plan_rollouts(environment: Environment, config: EvalConfig) -> list[PlannedRollout]:
     """All pairs, task by task; ConfigInvalid for a task that cannot be run.
 
     A task that comes twice is two: the second is called `identity#2`.
     """
-    seen: Counter[str] = Counter()
-    pairs: list[Pair] = []
-    for task in first_tasks(environment, config.num_tasks):
+    times_seen: Counter[str] = Counter()
+    rollouts: list[PlannedRollout] = []
+    for task in load_first_tasks(environment, config.num_tasks):
         environment.check_task(task)
-        seen[task.identity] += 1
-        count = seen[task.identity]
+        times_seen[task.identity] += 1
+        count = times_seen[task.identity]
         key = task.identity if count == 1 else f"{task.identity}#{count}"
-        pairs += [Pair(key, task, repetition) for repetition in range(config.repetitions)]
-    return pairs
+        rollouts += [PlannedRollout(key, task, repetition) for repetition in range(config.repetitions)]
+    return rollouts
 
 
-def first_tasks(environment: Environment, count: int) -> list[Task]:
+def load_first_tasks(environment: Environment, count: int) -> list[Task]:
     """The first `count` tasks; ConfigInvalid if loading them raises, or if there are none."""
     name = environment.name
     try:
@@ -63,6 +63,6 @@ def first_tasks(environment: Environment, count: int) -> list[Task]:
     return tasks
 
 
-def missing(pairs: Sequence[Pair], rows: Mapping[str, RolloutRecord]) -> list[Pair]:
+def find_missing(rollouts: Sequence[PlannedRollout], rows: Mapping[str, RolloutRecord]) -> list[PlannedRollout]:
     """The pairs that no rollout fills, or one that the system failed."""
-    return [pair for pair in pairs if (row := rows.get(pair.id)) is None or row.failure is not None]
+    return [pair for pair in rollouts if (row := rows.get(pair.id)) is None or row.failure is not None]

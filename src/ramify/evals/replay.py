@@ -17,16 +17,16 @@ from ramify.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Rescored:
+class RescoredRollout:
     """A rollout, what it scored, and what it scores now; `failure` says why it could not be scored."""
 
     id: str
-    old: float | None
-    new: float | None
+    old_reward: float | None
+    new_reward: float | None
     failure: str | None = None
 
 
-def environment_of(store: RunStore) -> Environment:
+def load_environment(store: RunStore) -> Environment:
     """The run's environment, with its code as it is now."""
     path = store.path / "config.toml"
     if not path.is_file() or "taskset" not in tomllib.loads(path.read_text("utf-8")):
@@ -34,7 +34,7 @@ def environment_of(store: RunStore) -> Environment:
     return Environment.load(parse(EvalConfig, ["@", str(path)]).source)
 
 
-async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Rescored]:
+async def rescore(store: RunStore, environment: Environment) -> AsyncIterator[RescoredRollout]:
     """Every rollout of the run that counts, scored again, task by task."""
     groups: dict[str, list[RolloutRecord]] = {}
     for row in store.rollouts(source=""):
@@ -46,36 +46,36 @@ async def replay(store: RunStore, environment: Environment) -> AsyncIterator[Res
         task = environment.taskset.task_type.from_wire(traces[0].task)
         for trace in traces:
             trace.rewards, trace.errors = build_unscored_rewards(environment), []
-            await _score_again(environment, task, trace)
+            await _rescore_trace(environment, task, trace)
         if environment.hooks.group_rewards:
             await score_group(environment, task, traces)
         for row, trace in zip(rows, traces, strict=True):
-            yield Rescored(row.id, row.reward, trace.reward, _failure(trace))
+            yield RescoredRollout(row.id, row.reward, trace.reward, _format_failure(trace))
 
 
 def check_replayable(environment: Environment) -> None:
     """Refuse, with ConfigInvalid, rewards that use the runtime or the endpoint, which ended with the rollout."""
     for hook in environment.hooks.rewards:
-        if gone := sorted({"runtime", "endpoint"} & hook.injected_parameters):
+        if unavailable := sorted({"runtime", "endpoint"} & hook.injected_parameters):
             raise ConfigInvalid(
-                f"`{hook.name}` uses `{gone[0]}`, which ended with the rollout: it cannot be computed again. "
+                f"`{hook.name}` uses `{unavailable[0]}`, which ended with the rollout: it cannot be computed again. "
                 "Read what it needs in `finalize` and put it into `state`, which is saved"
             )
 
 
-async def _score_again(environment: Environment, task: Task, trace: Trace) -> None:
+async def _rescore_trace(environment: Environment, task: Task, trace: Trace) -> None:
     """Run the current rewards with the saved state. Metrics are not run, because they are not shown."""
     context = RolloutContext(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
-    users = [hook.name for hook in environment.hooks.rewards if "state" in hook.injected_parameters]
-    if users:
-        found = trace.info.get(SCORING_STATE_KEY, {"refused": "no reward used it when the rollout ran"})
-        if "saved" not in found:
-            reason = f"`{users[0]}` uses `state`, which was not saved: {found['refused']}"
+    hooks_using_state = [hook.name for hook in environment.hooks.rewards if "state" in hook.injected_parameters]
+    if hooks_using_state:
+        saved_state = trace.info.get(SCORING_STATE_KEY, {"refused": "no reward used it when the rollout ran"})
+        if "saved" not in saved_state:
+            reason = f"`{hooks_using_state[0]}` uses `state`, which was not saved: {saved_state['refused']}"
             trace.errors.append(Failure.from_exception(EnvironmentFault(reason)))
             return
-        context.state = load_state(found["saved"])
+        context.state = load_state(saved_state["saved"])
     await score_trace(environment, context, with_metrics=False)
 
 
-def _failure(trace: Trace) -> str | None:
+def _format_failure(trace: Trace) -> str | None:
     return f"{trace.errors[0].name}: {trace.errors[0].message}" if trace.errors else None

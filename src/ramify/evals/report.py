@@ -8,81 +8,84 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ramify.durations import format_duration
 from ramify.evals.bounds import reward_bounds
-from ramify.evals.clock import clock
-from ramify.evals.progress import by_task, error_counts, means
-from ramify.evals.stats import Estimate, clustered_mean, ladder, passes
-from ramify.evals.summary import PHASES, seconds
+from ramify.evals.progress import count_errors, group_rewards_by_task, mean_by_name
+from ramify.evals.stats import Estimate, choose_ks, clustered_mean, estimate_pass_rates
+from ramify.evals.summary import PHASES, total_seconds
 from ramify.store import RolloutRecord
 from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
 
-FAILURES = 3  # that are shown with their messages
+MAX_FAILURES_SHOWN = 3  # that are shown with their messages
 
 
-def report(rows: Sequence[RolloutRecord], *, threshold: float) -> RenderableType:
+def build_report(rows: Sequence[RolloutRecord], *, threshold: float) -> RenderableType:
     """Scores with their intervals, then what happened on the way."""
     scores = Table("score", "mean", "95 % interval", "tasks", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name, estimate in figures(rows, threshold=threshold):
-        scores.add_row(name, f"{estimate.mean:.3f}", _interval(estimate), str(estimate.tasks))
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    for name, value in _facts(rows):
-        facts.add_row(name, value)
+    for name, estimate in compute_scores(rows, threshold=threshold):
+        scores.add_row(name, f"{estimate.mean:.3f}", _format_interval(estimate), str(estimate.num_tasks))
+    summary = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in _iter_summary(rows):
+        summary.add_row(name, value)
     if rows and not scores.row_count:
         scored = any(row.summary.get("rewards") for row in rows)
         head = Text("no score: " + ("no rollout has its rewards" if scored else "the taskset has no reward"))
-        return Group(head, Text(), facts)
-    return Group(scores, Text(), facts)
+        return Group(head, Text(), summary)
+    return Group(scores, Text(), summary)
 
 
-def figures(rows: Sequence[RolloutRecord], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
+def compute_scores(rows: Sequence[RolloutRecord], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
     """Yield (name, estimate): avg@k, then pass@k and pass^k for each k that half of the tasks have rollouts for.
 
     A training run samples some tasks more often than others; its mean is then called avg, without a k.
     """
-    rewards = by_task(rows)
+    rewards = group_rewards_by_task(rows)
     mean = clustered_mean(rewards.values(), *reward_bounds(rows))
     if mean is None:
         return
     counts = [len(group) for group in rewards.values()]
-    most, half = max(counts), median_high(counts)
-    yield f"avg@{most}" if half == most else "avg", mean
-    for k in ladder(most):
-        found = passes(rewards.values(), k, threshold)
-        if found is not None and k <= half:
-            yield f"pass@{k}", found[0]
+    max_count, median_count = max(counts), median_high(counts)
+    yield f"avg@{max_count}" if median_count == max_count else "avg", mean
+    for k in choose_ks(max_count):
+        pass_rates = estimate_pass_rates(rewards.values(), k, threshold)
+        if pass_rates is not None and k <= median_count:
+            yield f"pass@{k}", pass_rates[0]
             if k > 1:
-                yield f"pass^{k}", found[1]
+                yield f"pass^{k}", pass_rates[1]
 
 
-def _facts(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
-    counted = [row for row in rows if row.failure is None]
-    yield "rollouts", f"{len(counted)} counted, {len(rows) - len(counted)} failed"
-    if mixed := mixed_revisions(rows):
+def _iter_summary(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
+    valid_rows = [row for row in rows if row.failure is None]
+    yield "rollouts", f"{len(valid_rows)} counted, {len(rows) - len(valid_rows)} failed"
+    if mixed := describe_mixed_revisions(rows):
         yield "revisions", f"{mixed}: the environment was changed between them"
     for table in ("rewards", "metrics"):
-        for name, value in sorted(means(rows, table).items()):
+        for name, value in sorted(mean_by_name(rows, table).items()):
             yield name, f"{value:.3f}"
-    if counted:
-        yield "truncated", f"{sum(bool(row.summary.get('truncated')) for row in counted) / len(counted):.1%}"
+    if valid_rows:
+        yield "truncated", f"{sum(bool(row.summary.get('truncated')) for row in valid_rows) / len(valid_rows):.1%}"
         tokens = [sum(int(row.summary.get(name, 0)) for row in rows) for name in ("input", "output")]
         yield "tokens", f"{tokens[0]:,} in, {tokens[1]:,} out"
-    errors = error_counts(rows)
+    errors = count_errors(rows)
     yield "errors", ", ".join(f"{name} {count}" for name, count in errors.most_common()) or "none"
     failures = Counter((row.failure, row.summary.get("message", "")) for row in rows if row.failure is not None)
-    for (name, message), count in failures.most_common(FAILURES):
+    for (name, message), count in failures.most_common(MAX_FAILURES_SHOWN):
         yield f"{count} × {name}", message
     if rows:
         times = {phase: _mean([row.summary.get("timing", {}).get(phase, 0.0) for row in rows]) for phase in PHASES}
-        told = ", ".join(f"{phase} {value:.2f}s" for phase, value in times.items() if value >= 0.005)
-        yield "timing", f"{told or 'nothing measurable'} (means; slowest rollout {clock(max(map(seconds, rows)))})"
+        timings = ", ".join(f"{phase} {value:.2f}s" for phase, value in times.items() if value >= 0.005)
+        yield (
+            "timing",
+            f"{timings or 'nothing measurable'} (means; slowest rollout {format_duration(max(map(total_seconds, rows)))})",
+        )
 
 
-def mixed_revisions(rows: Sequence[RolloutRecord]) -> str:
+def describe_mixed_revisions(rows: Sequence[RolloutRecord]) -> str:
     """Return how many rollouts came from which revision of the environment; "" if all came from one."""
     by_source: dict[str, Counter[int]] = {}
     for row in rows:
         by_source.setdefault(row.source, Counter())[row.summary.get(REVISION_KEY, UNRECORDED_REVISION)] += 1
-    told: list[str] = []
+    descriptions: list[str] = []
     for source, counts in by_source.items():
         if len(counts) > 1:
             names = {
@@ -90,13 +93,13 @@ def mixed_revisions(rows: Sequence[RolloutRecord]) -> str:
                 for number in counts
             }
             parts = ", ".join(f"{counts[number]} of {names[number]}" for number in sorted(counts))
-            told.append(f"{source}: {parts}" if source else parts)
-    return "; ".join(told)
+            descriptions.append(f"{source}: {parts}" if source else parts)
+    return "; ".join(descriptions)
 
 
-def _interval(estimate: Estimate) -> str:
-    found = estimate.interval()
-    return "one task: unknown" if found is None else f"{found[0]:.3f} to {found[1]:.3f}"
+def _format_interval(estimate: Estimate) -> str:
+    interval = estimate.interval()
+    return "one task: unknown" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,17 +12,17 @@ from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.errors import ProviderError
 from ramify.evals.bounds import reward_bounds
 from ramify.evals.config import EvalConfig
-from ramify.evals.display import EVERY, Display, Quiet, choose
-from ramify.evals.engine import EngineChild
-from ramify.evals.groups import score_groups
-from ramify.evals.loading import load_pairs
-from ramify.evals.plan import Pair, missing
-from ramify.evals.policies import answering, check_server, fetch_served_model
-from ramify.evals.progress import Progress, by_task
-from ramify.evals.running import Runs, running
-from ramify.evals.settings import EvalInput, flatten_row, read_config
+from ramify.evals.display import REFRESH_INTERVAL, EvalDisplay, NullEvalDisplay, choose_display
+from ramify.evals.engine_process import EngineProcess
+from ramify.evals.eval_input import EvalInput, flatten_row, read_config
+from ramify.evals.group_scoring import score_pending_groups
+from ramify.evals.loading import load_plan
+from ramify.evals.plan import PlannedRollout, find_missing
+from ramify.evals.policy import check_server, fetch_served_model, open_policy
+from ramify.evals.progress import EvalProgress, group_rewards_by_task
+from ramify.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.evals.stats import Estimate, clustered_mean
-from ramify.evals.summary import row_of
+from ramify.evals.summary import build_row
 from ramify.evals.watchdog import Watchdog
 from ramify.interactive import AwaitableResult, is_watched, run_coroutine
 from ramify.rollout import Environment
@@ -39,23 +39,23 @@ from ramify.store.run_directory import check_identity
 from ramify.trace import Trace
 
 IMPORT_TIMEOUT = 120.0  # seconds to import the code of an environment; a worker has as many to boot
-SOURCE = ""  # what the rows of an eval call their only source
-WORK = "work"  # where the work directories that are kept lie in the run
+SOURCE_NAME = ""  # what the rows of an eval call their only source
+WORK_DIR = "work"  # where the work directories that are kept lie in the run
 
 
 @dataclass(frozen=True, slots=True)
-class Result(AwaitableResult):
+class EvalResult(AwaitableResult):
     """What an eval found: one row for each (task, repetition) that was asked for and has run."""
 
     path: Path
     rows: Sequence[RolloutRecord]
-    ran: int
+    num_run: int
     """How many of them ran now; 0 if all were there."""
 
     @property
     def reward(self) -> Estimate | None:
         """The mean reward, clustered by task; None if no rollout has one."""
-        return clustered_mean(by_task(self.rows).values(), *reward_bounds(self.rows))
+        return clustered_mean(group_rewards_by_task(self.rows).values(), *reward_bounds(self.rows))
 
     def table(self) -> list[dict[str, Any]]:
         """Return one plain dict for each rollout, as `pandas.DataFrame` takes them."""
@@ -73,10 +73,10 @@ def evaluate(
     fresh: bool = False,
     accept_changes: bool = False,
     keep: bool = False,
-    display: Display | None = None,
+    display: EvalDisplay | None = None,
     watchdog: Watchdog | None = None,
     **settings: Any,
-) -> Result:
+) -> EvalResult:
     """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories.
 
     `config` is a configuration, a table of settings, or a taskset: its class, an instance, or its id. `settings` are
@@ -87,117 +87,136 @@ def evaluate(
     checked = read_config(config, settings)
     fetch_served_model(checked)  # before the loop: a download blocks, and Ctrl-C should end it
     options = {"fresh": fresh, "accept_changes": accept_changes, "keep": keep}
-    shown = display or (choose() if is_watched() else Quiet())
+    shown = display or (choose_display() if is_watched() else NullEvalDisplay())
 
-    async def watched() -> Result:
-        with watchdog.watching() if watchdog is not None else contextlib.nullcontext():
-            return await evaluation(checked, **options, display=shown, watchdog=watchdog)
+    async def watched() -> EvalResult:
+        with watchdog.watch() if watchdog is not None else contextlib.nullcontext():
+            return await evaluate_async(checked, **options, display=shown, watchdog=watchdog)
 
     return run_coroutine(watched())
 
 
-async def evaluation(
+async def evaluate_async(
     config: EvalConfig,
     *,
     fresh: bool,
     accept_changes: bool,
     keep: bool,
-    display: Display,
+    display: EvalDisplay,
     watchdog: Watchdog | None = None,
-) -> Result:
+) -> EvalResult:
     """The same, inside a loop."""
-    config = with_split(config)
-    path = run_path(config)
-    with watchdog.allowing(IMPORT_TIMEOUT) if watchdog is not None else contextlib.nullcontext():
-        environment = Environment.load(config.kept_in(path / WORK) if keep else config.source, keep_sandboxes=keep)
-    pairs = await load_pairs(environment, config)
+    config = with_eval_split(config)
+    path = get_run_path(config)
+    with watchdog.extend_timeout(IMPORT_TIMEOUT) if watchdog is not None else contextlib.nullcontext():
+        environment = Environment.load(
+            config.source_with_workdirs_in(path / WORK_DIR) if keep else config.source, keep_sandboxes=keep
+        )
+    rollouts = await load_plan(environment, config)
     check_server(config)
     if not environment.has_rewards:
-        display.say(f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}")
+        display.print_line(
+            f"warning: {environment.name} has no reward, so its rollouts get no score; {MISSING_REWARD_ADVICE}"
+        )
     with open_run(path, config.identity, fresh=fresh, accept_changes=accept_changes) as store:
-        revision = _check_environment(store, _observe(environment, pairs, config), display, accept=accept_changes)
+        revision = _check_environment(
+            store, _observe_environment(environment, rollouts, config), display, accept=accept_changes
+        )
         with wrap_storage_errors(path):
             write_toml(config, path / "config.toml")
             if keep:
-                (path / WORK).mkdir(exist_ok=True)
-        rows = {row.id: row for row in store.rollouts(source=SOURCE)}
-        todo = missing(pairs, rows)
-        known = {pair.id: rows[pair.id] for pair in pairs if pair.id in rows and rows[pair.id].failure is None}
-        progress = Progress(environment.name, len(pairs), known)
+                (path / WORK_DIR).mkdir(exist_ok=True)
+        rows = {row.id: row for row in store.rollouts(source=SOURCE_NAME)}
+        missing_rollouts = find_missing(rollouts, rows)
+        finished_rows = {
+            pair.id: rows[pair.id] for pair in rollouts if pair.id in rows and rows[pair.id].failure is None
+        }
+        progress = EvalProgress(environment.name, len(rollouts), finished_rows)
         try:
-            if todo:
+            if missing_rollouts:
                 async with (
-                    answering(config, path, display.say) as found,
-                    running(config, environment, found, path) as runs,
+                    open_policy(config, path, display.print_line) as served,
+                    open_rollout_runner(config, environment, served, path) as run_rollout,
                 ):
-                    filling = Filling(config, environment, store, runs, progress, display, revision)
-                    async with _watched(found.engine), _shown(progress, display):
-                        await filling.fill(todo)
-            await score_groups(environment, store, pairs, progress.rows)
+                    runner = EvalRunner(config, environment, store, run_rollout, progress, display, revision)
+                    async with _cancel_when_engine_exits(served.engine), _refresh_display(progress, display):
+                        await runner.run_all(missing_rollouts)
+            await score_pending_groups(environment, store, rollouts, progress.rows)
         finally:
             await environment.close()
-        return Result(path, [progress.rows[pair.id] for pair in pairs if pair.id in progress.rows], len(todo))
+        return EvalResult(
+            path, [progress.rows[pair.id] for pair in rollouts if pair.id in progress.rows], len(missing_rollouts)
+        )
 
 
 @dataclass(slots=True)
-class Filling:
+class EvalRunner:
     """Runs the pairs that are missing, so many at a time, and keeps each as soon as it is done."""
 
     config: EvalConfig
     environment: Environment
     store: RunStore
-    runs: Runs
-    progress: Progress
-    display: Display
+    run_rollout: RolloutRunner
+    progress: EvalProgress
+    display: EvalDisplay
     revision: int
     """Of the environment."""
 
-    async def fill(self, pairs: Sequence[Pair]) -> None:
+    async def run_all(self, rollouts: Sequence[PlannedRollout]) -> None:
         """Run them all; the first failure that is not a rollout's own ends them and is raised."""
-        waiting = iter(pairs)
-        self.progress.start()
+        waiting = iter(rollouts)
+        self.progress.start_clock()
         try:
             async with asyncio.TaskGroup() as group:
-                for number in range(min(self.config.concurrency, len(pairs))):
-                    group.create_task(self._work(waiting), name=f"rollouts {number}")
+                for number in range(min(self.config.concurrency, len(rollouts))):
+                    group.create_task(self._run_from_queue(waiting), name=f"rollouts {number}")
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _work(self, waiting: Iterator[Pair]) -> None:
-        for pair in waiting:
-            self.progress.begin(pair.id)
-            traces = await self._run(pair)
-            row = row_of(self.environment, pair.key, pair.repetition, traces, self.revision)
+    async def _run_from_queue(self, waiting: Iterator[PlannedRollout]) -> None:
+        for rollout in waiting:
+            self.progress.start_rollout(rollout.id)
+            traces = await self._run_one(rollout)
+            row = build_row(self.environment, rollout.task_key, rollout.repetition, traces, self.revision)
             await self.store.add_rollout(row, traces)
-            self.progress.end(row)
-            self.display.ended(row, self.progress)
+            self.progress.finish_rollout(row)
+            self.display.on_rollout_finished(row, self.progress)
 
-    async def _run(self, pair: Pair) -> Sequence[Trace]:
-        def watch(phase: str, trace: Trace) -> None:
-            self.progress.watch(pair.id, phase, len(trace.sampled_nodes))
+    async def _run_one(self, rollout: PlannedRollout) -> Sequence[Trace]:
+        def on_progress(phase: str, trace: Trace) -> None:
+            self.progress.update_rollout(rollout.id, phase, len(trace.sampled_nodes))
 
-        return await self.runs(pair, watch)
+        return await self.run_rollout(rollout, on_progress)
 
 
-def plan_rollouts(
-    config: EvalConfig, environment: Environment, pairs: Sequence[Pair], *, fresh: bool, accept_changes: bool
-) -> list[Pair]:
+def find_rollouts_to_run(
+    config: EvalConfig,
+    environment: Environment,
+    rollouts: Sequence[PlannedRollout],
+    *,
+    fresh: bool,
+    accept_changes: bool,
+) -> list[PlannedRollout]:
     """Return the pairs that an eval would run. Raises what the eval would raise when it opens its run."""
-    path = run_path(config)
+    path = get_run_path(config)
     if fresh:
-        return list(pairs)
+        return list(rollouts)
     check_index_file(path)
     if not (path / DATABASE_NAME).is_file():
-        return list(pairs)
+        return list(rollouts)
     with RunStore.open(path, write=False) as store:
         check_identity(store, config.identity, accept_changes)
         if not accept_changes:
-            check_no_changes(store, find_changes(store, {SOURCE: _observe(environment, pairs, config)}))
-        return missing(pairs, {row.id: row for row in store.rollouts(source=SOURCE)})
+            check_no_changes(
+                store, find_changes(store, {SOURCE_NAME: _observe_environment(environment, rollouts, config)})
+            )
+        return find_missing(rollouts, {row.id: row for row in store.rollouts(source=SOURCE_NAME)})
 
 
-def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig) -> ObservedEnvironment:
-    tasks = [pair.task for pair in pairs if pair.repetition == 0]
+def _observe_environment(
+    environment: Environment, rollouts: Sequence[PlannedRollout], config: EvalConfig
+) -> ObservedEnvironment:
+    tasks = [pair.task for pair in rollouts if pair.repetition == 0]
     return ObservedEnvironment(
         environment.identity,
         {number: task.content_digest for number, task in enumerate(tasks)},
@@ -206,70 +225,70 @@ def _observe(environment: Environment, pairs: Sequence[Pair], config: EvalConfig
     )
 
 
-def _check_environment(store: RunStore, observed: ObservedEnvironment, display: Display, *, accept: bool) -> int:
+def _check_environment(store: RunStore, observed: ObservedEnvironment, display: EvalDisplay, *, accept: bool) -> int:
     """Return the revision of the environment; raise EnvironmentChanged where it is a new one that nobody accepted."""
-    changes = find_changes(store, {SOURCE: observed})
+    changes = find_changes(store, {SOURCE_NAME: observed})
     if not accept:
         check_no_changes(store, changes)
-    revision = record_environments(store, {SOURCE: observed}, changes)[SOURCE]
+    revision = record_environments(store, {SOURCE_NAME: observed}, changes)[SOURCE_NAME]
     if changes:
         lines = "".join(f"\n  {line}" for line in format_changes(changes))
-        display.say(f"the environment is now revision {revision}; the change is recorded:{lines}")
+        display.print_line(f"the environment is now revision {revision}; the change is recorded:{lines}")
     return revision
 
 
-def with_split(config: EvalConfig) -> EvalConfig:
+def with_eval_split(config: EvalConfig) -> EvalConfig:
     """The configuration with the `eval` split, unless it says which."""
     return config.model_copy(update={"taskset": {"split": "eval", **config.taskset}})
 
 
-def run_path(config: EvalConfig) -> Path:
+def get_run_path(config: EvalConfig) -> Path:
     """The run's directory."""
     name = config.name or default_run_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
     return config.output / name
 
 
 @contextlib.asynccontextmanager
-async def _shown(progress: Progress, display: Display) -> AsyncIterator[None]:
-    async def look() -> None:
+async def _refresh_display(progress: EvalProgress, display: EvalDisplay) -> AsyncIterator[None]:
+    async def refresh_loop() -> None:
         while True:
-            display.look(progress)
-            await asyncio.sleep(EVERY)
+            display.refresh(progress)
+            await asyncio.sleep(REFRESH_INTERVAL)
 
     with display:
-        looking = asyncio.create_task(look(), name="display")
+        refresh_task = asyncio.create_task(refresh_loop(), name="display")
         try:
             yield
         finally:
-            looking.cancel()
+            refresh_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await looking
+                await refresh_task
 
 
 @contextlib.asynccontextmanager
-async def _watched(engine: EngineChild | None) -> AsyncIterator[None]:
+async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncIterator[None]:
     """Give up as soon as the server that was started for this eval is gone: no rollout can succeed any more."""
-    this = asyncio.current_task()
-    assert this is not None
-    lost = False
+    current_task = asyncio.current_task()
+    assert current_task is not None
+    engine_exited = False
 
-    async def watch(server: EngineChild) -> None:
-        nonlocal lost
-        while server.alive():
-            await asyncio.sleep(EVERY)
-        lost = True
-        this.cancel()
+    async def wait_for_exit(server: EngineProcess) -> None:
+        nonlocal engine_exited
+        while server.is_alive():
+            await asyncio.sleep(REFRESH_INTERVAL)
+        engine_exited = True
+        current_task.cancel()
 
     if engine is None:
         yield
         return
-    watching = asyncio.create_task(watch(engine), name="engine")
+    watch_task = asyncio.create_task(wait_for_exit(engine), name="engine")
     try:
         yield
     except asyncio.CancelledError:
-        if not lost:
+        if not engine_exited:
             raise
-        this.uncancel()
-        raise ProviderError(f"the model server is gone; the end of {engine.log}:\n{engine.tail()}") from None
+        current_task.uncancel()
+        raise ProviderError(f"the model server is gone; the end of {engine.log_path}:\n{engine.log_tail()}") from None
     finally:
-        watching.cancel()
+        watch_task.cancel()

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-HUGE = 1e100  # values from here on are scaled before they are squared or summed
+SCALING_THRESHOLD = 1e100  # values from here on are scaled before they are squared or summed
 Z95 = 1.959964  # the normal quantile of a 95 % interval
 
 
@@ -31,29 +31,29 @@ class Estimate:
     """
 
     mean: float
-    error: float | None
-    tasks: int
+    stderr: float | None
+    num_tasks: int
     low: float = -math.inf
     high: float = math.inf
 
     def interval(self) -> tuple[float, float] | None:
         """Return the 95 % interval of the mean, which lies within the range of the values."""
-        if self.error is None:
+        if self.stderr is None:
             return None
-        quantile = student_quantile(self.tasks - 1)
+        quantile = student_quantile(self.num_tasks - 1)
         span = self.high - self.low
         if not math.isfinite(span) or span <= 0.0:
-            return max(self.low, self.mean - quantile * self.error), min(self.high, self.mean + quantile * self.error)
-        share = min(1.0, max(0.0, (self.mean - self.low) / span))
-        least, most = _wilson(share, self.error / span, self.tasks, quantile)
-        return self.low + span * least, self.low + span * most
+            return max(self.low, self.mean - quantile * self.stderr), min(self.high, self.mean + quantile * self.stderr)
+        proportion = min(1.0, max(0.0, (self.mean - self.low) / span))
+        lower, upper = _wilson_interval(proportion, self.stderr / span, self.num_tasks, quantile)
+        return self.low + span * lower, self.low + span * upper
 
 
-def student_quantile(freedom: int) -> float:
+def student_quantile(degrees_of_freedom: int) -> float:
     """Return Student's quantile of a two-sided 95 % interval: exact for 1 and 2 degrees of freedom, else to 0.1 %."""
-    if freedom == 1:
+    if degrees_of_freedom == 1:
         return math.tan(math.pi * 0.475)
-    if freedom == 2:
+    if degrees_of_freedom == 2:
         return 0.95 * math.sqrt(2.0 / (1.0 - 0.95**2))
     z = Z95
     terms = (
@@ -62,28 +62,30 @@ def student_quantile(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return z + sum(term / degrees_of_freedom**power for power, term in enumerate(terms, start=1))
 
 
-def _wilson(share: float, error: float, tasks: int, quantile: float) -> tuple[float, float]:
+def _wilson_interval(proportion: float, stderr: float, num_tasks: int, quantile: float) -> tuple[float, float]:
     """Wilson's interval of a share of 0 to 1, for the number of independent samples whose error would be `error`.
 
     Without any spread the number of tasks is that of the samples: ten passes of ten do not prove that all pass.
     """
-    variance = share * (1.0 - share)
-    samples = variance / error**2 if error > 0.0 and variance > 0.0 else float(tasks)
+    variance = proportion * (1.0 - proportion)
+    sample_size = variance / stderr**2 if stderr > 0.0 and variance > 0.0 else float(num_tasks)
     square = quantile**2
-    middle = (share + square / (2 * samples)) / (1 + square / samples)
-    reach = quantile / (1 + square / samples) * math.sqrt(variance / samples + square / (4 * samples**2))
-    return max(0.0, min(share, middle - reach)), min(1.0, max(share, middle + reach))
+    center = (proportion + square / (2 * sample_size)) / (1 + square / sample_size)
+    half_width = (
+        quantile / (1 + square / sample_size) * math.sqrt(variance / sample_size + square / (4 * sample_size**2))
+    )
+    return max(0.0, min(proportion, center - half_width)), min(1.0, max(proportion, center + half_width))
 
 
-def pass_at(n: int, c: int, k: int) -> float:
+def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that at least one of k samples passes, from n samples of which c did."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def pass_all(n: int, c: int, k: int) -> float:
+def pass_hat_k(n: int, c: int, k: int) -> float:
     """The chance that all of k samples pass."""
     return math.comb(c, k) / math.comb(n, k)
 
@@ -95,22 +97,22 @@ def clustered_mean(
 
     `low` and `high` are the lowest and the highest possible value.
     """
-    filled = [group for group in groups if group]
-    count = sum(map(len, filled))
+    non_empty = [group for group in groups if group]
+    count = sum(map(len, non_empty))
     if not count:
         return None
-    largest = max(abs(value) for group in filled for value in group)
-    scale = largest if largest > HUGE else 1.0
-    mean = math.fsum(value / scale for group in filled for value in group) / count
-    clusters = len(filled)
+    largest = max(abs(value) for group in non_empty for value in group)
+    scale = largest if largest > SCALING_THRESHOLD else 1.0
+    mean = math.fsum(value / scale for group in non_empty for value in group) / count
+    clusters = len(non_empty)
     if clusters < 2:
         return Estimate(mean * scale, None, clusters, low, high)
-    spread = math.fsum(math.fsum(value / scale - mean for value in group) ** 2 for group in filled)
-    error = math.sqrt(spread * clusters / (clusters - 1)) / count
-    return Estimate(mean * scale, error * scale, clusters, low, high)
+    spread = math.fsum(math.fsum(value / scale - mean for value in group) ** 2 for group in non_empty)
+    stderr = math.sqrt(spread * clusters / (clusters - 1)) / count
+    return Estimate(mean * scale, stderr * scale, clusters, low, high)
 
 
-def mean_of(values: Sequence[float]) -> float:
+def safe_mean(values: Sequence[float]) -> float:
     """Return the mean of at least one value, also if their sum overflows."""
     try:
         return fmean(values)
@@ -118,17 +120,19 @@ def mean_of(values: Sequence[float]) -> float:
         return sum(value / len(values) for value in values)
 
 
-def passes(groups: Iterable[Sequence[float]], k: int, threshold: float) -> tuple[Estimate, Estimate] | None:
+def estimate_pass_rates(
+    groups: Iterable[Sequence[float]], k: int, threshold: float
+) -> tuple[Estimate, Estimate] | None:
     """(pass@k, pass^k) over the tasks whose groups have k samples; None if none has."""
     counts = [(len(group), sum(value >= threshold for value in group)) for group in groups if len(group) >= k]
     if not counts:
         return None
-    at = clustered_mean(([pass_at(n, c, k)] for n, c in counts), 0.0, 1.0)
-    every = clustered_mean(([pass_all(n, c, k)] for n, c in counts), 0.0, 1.0)
-    assert at is not None and every is not None  # there are counts
-    return at, every
+    pass_at = clustered_mean(([pass_at_k(n, c, k)] for n, c in counts), 0.0, 1.0)
+    pass_hat = clustered_mean(([pass_hat_k(n, c, k)] for n, c in counts), 0.0, 1.0)
+    assert pass_at is not None and pass_hat is not None  # there are counts
+    return pass_at, pass_hat
 
 
-def ladder(most: int) -> list[int]:
+def choose_ks(max_k: int) -> list[int]:
     """The values of k that are worth showing: powers of two, and the most there is."""
-    return sorted({min(2**power, most) for power in range(most.bit_length() + 1)}) if most else []
+    return sorted({min(2**power, max_k) for power in range(max_k.bit_length() + 1)}) if max_k else []

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ramify.evals.clock import clock
+from ramify.durations import format_duration
 from ramify.launch.process import State
 from ramify.launch.supervisor import Seen
 
@@ -128,7 +128,7 @@ def line_of(status: Status) -> str:
         "tokens_per_s": _number(status.get("tokens_per_s"), ".0f"),
         "staleness": _number((status.get("staleness") or {}).get("mean"), ".1f"),
         "trainable": _share(status.get("trainable")),
-        "left": "unknown" if status.get("eta_s") is None else clock(status["eta_s"]),
+        "left": "unknown" if status.get("eta_s") is None else format_duration(status["eta_s"]),
     }
     evals = {name: _number(value, ".3f") for name, value in _evals(status)}
     counts: dict[str, int] = status.get("failures") or {}
@@ -177,7 +177,7 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 def _head(status: Status) -> Table:
     head = Table.grid(padding=(0, 2, 0, 0))
     step, steps = status.get("step", 0), status.get("max_steps") or 1
-    left = "" if status.get("eta_s") is None else f"{clock(status['eta_s'])} left"
+    left = "" if status.get("eta_s") is None else f"{format_duration(status['eta_s'])} left"
     bar = ProgressBar(total=steps, completed=min(step, steps), width=WIDTH)
     head.add_row(Text(str(status.get("run", "")), style="bold"), bar, f"step {step}/{steps}", left)
     return head

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ramify.errors import EnvironmentChanged, Failure, RamifyError
-from ramify.evals.stats import clustered_mean, ladder, mean_of, passes
+from ramify.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, safe_mean
 from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.sampling import Served, seed_of
 from ramify.orchestrate.weights import Weights
@@ -164,16 +164,16 @@ def _values(prefix: str, config: EvalSourceConfig, found: dict[str, list[Trace]]
         return values
     if mean is not None:
         values[f"{prefix}/avg"] = mean.mean
-        if mean.error is not None:
-            values[f"{prefix}/error"] = mean.error
-    for k in ladder(config.repetitions):
-        if (both := passes(rewards.values(), k, config.threshold)) is not None:
+        if mean.stderr is not None:
+            values[f"{prefix}/error"] = mean.stderr
+    for k in choose_ks(config.repetitions):
+        if (both := estimate_pass_rates(rewards.values(), k, config.threshold)) is not None:
             values[f"{prefix}/pass@{k}"], values[f"{prefix}/pass^{k}"] = both[0].mean, both[1].mean
     traces = [trace for each in found.values() for trace in each]
     names = {name for trace in traces for name in trace.metrics}
     metrics: dict[str, Any] = {
         name: [trace.metrics[name] for trace in traces if name in trace.metrics] for name in names
     }
-    values |= {f"{prefix}/metric/{name}": mean_of(numbers) for name, numbers in metrics.items()}
-    values[f"{prefix}/truncated"] = mean_of([trace.is_truncated for trace in traces])
+    values |= {f"{prefix}/metric/{name}": safe_mean(numbers) for name, numbers in metrics.items()}
+    values[f"{prefix}/truncated"] = safe_mean([trace.is_truncated for trace in traces])
     return values

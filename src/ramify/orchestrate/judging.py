@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ramify.errors import ValueNotFinite
-from ramify.evals.stats import mean_of
+from ramify.evals.stats import safe_mean
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.batch import Member
 from ramify.orchestrate.filters import Filter, sift
@@ -70,7 +70,7 @@ def judge(group: GroupRun, source: Source, rules: Rules) -> Judged:
 
 
 def _judge_scored(group: GroupRun, source: Source, rules: Rules, rewards: Sequence[float]) -> Judged:
-    mean = mean_of(rewards)
+    mean = safe_mean(rewards)
     said = source.algorithm.annotate(group.traces)
     sifted = sift(rules.filters, group.traces, said, rules.vocabulary)
     notes, fired = _notes(group, said, sifted.verdicts), sifted.fired

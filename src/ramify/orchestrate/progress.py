@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.errors import EnvironmentFault, Failure
-from ramify.evals.stats import mean_of
+from ramify.evals.stats import safe_mean
 from ramify.store.ledger import GroupRecord
 from ramify.store.run_log import RunLog
 from ramify.trace import Trace
@@ -34,7 +34,7 @@ class _Judged:
     @property
     def reward(self) -> float | None:
         everything = [reward for rewards in self.rewards.values() for reward in rewards]
-        return mean_of(everything) if everything else None
+        return safe_mean(everything) if everything else None
 
 
 class Progress:
@@ -119,8 +119,8 @@ class Progress:
         judged, self._judged = self._judged, _Judged()
         reward = judged.reward
         self.moved = time.monotonic()
-        values = {f"reward/{source}/mean": mean_of(rewards) for source, rewards in judged.rewards.items()}
-        values |= {name: mean_of(numbers) for name, numbers in judged.metrics.items()}
+        values = {f"reward/{source}/mean": safe_mean(rewards) for source, rewards in judged.rewards.items()}
+        values |= {name: safe_mean(numbers) for name, numbers in judged.metrics.items()}
         if reward is not None:
             values["reward/all/mean"] = reward
         if judged.groups:
@@ -129,7 +129,7 @@ class Progress:
         rollouts, tokens = self.speed()
         values |= {"rollouts_per_s": rollouts, "tokens_per_s": tokens, "rollouts": judged.rollouts / max(1, len(ages))}
         for step, old in ages.items():
-            stale = {"staleness/mean": mean_of(old), "staleness/max": float(max(old))} if old else {}
+            stale = {"staleness/mean": safe_mean(old), "staleness/max": float(max(old))} if old else {}
             self.record(step, values | stale)
             self.rewards += [] if reward is None else [reward]
 

@@ -13,45 +13,47 @@ from rich.tree import Tree
 
 from ramify.trace import Node, Trace
 
-EXCERPT = 400  # characters of a message that are shown
-STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+MAX_EXCERPT_CHARS = 400  # characters of a message that are shown
+ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def tree_of(trace: Trace, *, full: bool = False) -> RenderableType:
+def render_trace_tree(trace: Trace, *, full: bool = False) -> RenderableType:
     """The whole trace; `full` shows every message to its end."""
-    reasons = {fork["node"]: _reason(fork) for fork in trace.info.get("forks", [])}
+    forks = {fork["node"]: _format_fork(fork) for fork in trace.info.get("forks", [])}
     untrained = {entry["node"]: str(entry["reason"]) for entry in trace.info.get("untrained", [])}
-    tree = Tree(_title(trace))
+    tree = Tree(_format_title(trace))
     roots = [node.index for node in trace.nodes if node.parent < 0]
-    _grow(tree, trace, roots, Remarks(reasons, untrained), full)
-    return Group(tree, *_scores(trace), *_left_out(trace, untrained), *_refusals(trace))
+    _add_subtrees(tree, trace, roots, NodeLabels(forks, untrained), full)
+    return Group(tree, *_format_scores(trace), *_format_untrained(trace, untrained), *_format_refusals(trace))
 
 
-class Remarks(NamedTuple):
+class NodeLabels(NamedTuple):
     """What is said about nodes beside their messages: why a branch forked there, why a call is not trained."""
 
     forks: Mapping[int, str]
     untrained: Mapping[int, str]
 
 
-def _grow(tree: Tree, trace: Trace, starts: list[int], remarks: Remarks, full: bool) -> None:
+def _add_subtrees(tree: Tree, trace: Trace, first_nodes: list[int], labels: NodeLabels, full: bool) -> None:
     """Add the subtrees that begin at `starts`. No recursion: a conversation may fork a thousand times."""
-    pending = [(tree, starts)]
+    pending = [(tree, first_nodes)]
     while pending:
         level, nodes = pending.pop()
         for start in nodes:
-            inner = level.add(Text(remarks.forks.get(start, "first"), style="magenta")) if len(nodes) > 1 else level
-            index, following = start, [start]
-            while len(following) == 1:
-                index = following[0]
-                fork = "" if len(nodes) > 1 else remarks.forks.get(index, "")
-                inner.add(_line(trace.nodes[index], full, fork, remarks.untrained.get(index, "")))
-                following = trace.nodes[index].children
-            if following:
-                pending.append((inner, following))
+            branch_tree = (
+                level.add(Text(labels.forks.get(start, "first"), style="magenta")) if len(nodes) > 1 else level
+            )
+            index, children = start, [start]
+            while len(children) == 1:
+                index = children[0]
+                fork = "" if len(nodes) > 1 else labels.forks.get(index, "")
+                branch_tree.add(_format_node(trace.nodes[index], full, fork, labels.untrained.get(index, "")))
+                children = trace.nodes[index].children
+            if children:
+                pending.append((branch_tree, children))
 
 
-def _line(node: Node, full: bool, reason: str, untrained: str) -> Text:
+def _format_node(node: Node, full: bool, fork: str, untrained: str) -> Text:
     message = node.message
     sampled = node.sampled_span[1] - node.sampled_span[0]
     counts = f"{len(node.token_ids)} tokens" + (f", {sampled} sampled" if sampled else "")
@@ -65,10 +67,10 @@ def _line(node: Node, full: bool, reason: str, untrained: str) -> Text:
         elif not node.is_trainable:
             counts += f", by {node.call.served_model or 'another model'}"
     line = Text.assemble(
-        (message.role, f"bold {STYLES.get(message.role, 'white')}"), " ", (f"[{node.index}] {counts}", "dim")
+        (message.role, f"bold {ROLE_STYLES.get(message.role, 'white')}"), " ", (f"[{node.index}] {counts}", "dim")
     )
-    if reason:
-        line.append(f" fork: {reason}", "magenta")
+    if fork:
+        line.append(f" fork: {fork}", "magenta")
     if message.reasoning:
         line.append(f"\n(thinks) {_excerpt(message.reasoning, full)}", "dim italic")
     if message.text:
@@ -78,7 +80,7 @@ def _line(node: Node, full: bool, reason: str, untrained: str) -> Text:
     return line
 
 
-def _scores(trace: Trace) -> list[Text]:
+def _format_scores(trace: Trace) -> list[Text]:
     lines = [Text(f"reward {'due' if trace.reward is None else format(trace.reward, '.4g')}", style="bold")]
     for name, entry in trace.rewards.items():
         lines.append(Text(f"  {name}: " + ("due" if entry is None else f"{entry[0]:.4g} x {entry[1]:g}")))
@@ -89,7 +91,7 @@ def _scores(trace: Trace) -> list[Text]:
     return lines
 
 
-def _left_out(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
+def _format_untrained(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
     """How many calls are not trained; each of them says why."""
     if not untrained:
         return []
@@ -99,17 +101,17 @@ def _left_out(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
     ]
 
 
-def _refusals(trace: Trace) -> list[Text]:
+def _format_refusals(trace: Trace) -> list[Text]:
     """What the gateway refused to answer, each once."""
     lines: list[Text] = []
     for entry in trace.info.get("refusals", []):
         times = f" ({entry['count']} times)" if entry["count"] > 1 else ""
-        said = f"refused {entry['path']}: {entry['status']} {entry['name']}: {entry['message']}{times}"
-        lines.append(Text(said, style="red"))
+        text = f"refused {entry['path']}: {entry['status']} {entry['name']}: {entry['message']}{times}"
+        lines.append(Text(text, style="red"))
     return lines
 
 
-def _title(trace: Trace) -> Text:
+def _format_title(trace: Trace) -> Text:
     sampled = sum(node.sampled_span[1] - node.sampled_span[0] for node in trace.nodes)
     total = sum(len(node.token_ids) for node in trace.nodes)
     agent = f" {trace.agent}" if trace.agent else ""
@@ -117,11 +119,11 @@ def _title(trace: Trace) -> Text:
     return Text.assemble((f"{trace.id}{agent}", "bold"), "  ", (counts, "dim"))
 
 
-def _reason(fork: Mapping[str, object]) -> str:
+def _format_fork(fork: Mapping[str, object]) -> str:
     detail = fork.get("detail")
     return f"{fork.get('reason', 'branch')} at [{fork.get('at')}]" + (f": {detail}" if detail else "")
 
 
 def _excerpt(text: str, full: bool) -> str:
     text = text.strip()
-    return text if full or len(text) <= EXCERPT else f"{text[:EXCERPT]}... ({len(text)} characters)"
+    return text if full or len(text) <= MAX_EXCERPT_CHARS else f"{text[:MAX_EXCERPT_CHARS]}... ({len(text)} characters)"

@@ -8,20 +8,22 @@ from ramify.config import parse_section
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.evals.config import EvalConfig
-from ramify.evals.summary import seconds
+from ramify.evals.summary import total_seconds
 from ramify.interactive import keys_of, name_model
 from ramify.store import RolloutRecord
 
 EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
 
 
-def read_config(given: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
+def read_config(config_input: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
     """Return the configuration of an eval from a table of settings or a taskset, and further settings."""
-    if isinstance(given, EvalConfig):
+    if isinstance(config_input, EvalConfig):
         if not settings:
-            return given
-        given = keys_of(given)
-    table = name_model({**(given if isinstance(given, Mapping) else {"taskset": given}), **settings})
+            return config_input
+        config_input = keys_of(config_input)
+    table = name_model(
+        {**(config_input if isinstance(config_input, Mapping) else {"taskset": config_input}), **settings}
+    )
     if "taskset" in table:
         table["taskset"] = build_taskset_table(table["taskset"], Path(table.get("output", "outputs")))
     return parse_section(EvalConfig, table, key="eval")
@@ -40,5 +42,5 @@ def flatten_row(row: RolloutRecord) -> dict[str, Any]:
         **{f"reward/{name}": value for name, value in summary.get("rewards", {}).items()},
         **{f"metric/{name}": value for name, value in summary.get("metrics", {}).items()},
         **counts,
-        "seconds": seconds(row),
+        "seconds": total_seconds(row),
     }

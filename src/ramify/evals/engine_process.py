@@ -24,14 +24,14 @@ from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer.config import ServeConfig
 from ramify.store import wrap_storage_errors
 
-TAIL = 30  # lines of the log that a failure shows
-POLL = 0.05  # seconds between two looks at the log
-STOPPING = 10.0  # seconds to end by itself
-ADDRESS = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
-UNUSABLE = 2  # the exit code of a command whose configuration cannot be used
+LOG_TAIL_LINES = 30  # lines of the log that a failure shows
+POLL_INTERVAL = 0.05  # seconds between two looks at the log
+STOP_TIMEOUT = 10.0  # seconds to end by itself
+ADDRESS_PATTERN = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
+CONFIG_ERROR_EXIT_CODE = 2  # the exit code of a command whose configuration cannot be used
 
 
-class State(Enum):
+class EngineProcessState(Enum):
     """Where the server is in its life."""
 
     NEW = "new"
@@ -40,13 +40,13 @@ class State(Enum):
     STOPPED = "stopped"
 
 
-class EngineChild:
+class EngineProcess:
     """One `ramify serve`. Start it once, stop it once."""
 
-    def __init__(self, config: ServeConfig, folder: Path, *, deadline: float) -> None:
-        self.config, self.deadline = config, deadline
-        self.file, self.log = folder / "configs" / "serve.toml", folder / "logs" / "inference.log"
-        self.state = State.NEW
+    def __init__(self, config: ServeConfig, run_dir: Path, *, start_timeout: float) -> None:
+        self.config, self.start_timeout = config, start_timeout
+        self.config_path, self.log_path = run_dir / "configs" / "serve.toml", run_dir / "logs" / "inference.log"
+        self.state = EngineProcessState.NEW
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -57,40 +57,40 @@ class EngineChild:
 
     async def start(self) -> Self:
         """Start it and wait until it says where it answers."""
-        if self.state is not State.NEW:
+        if self.state is not EngineProcessState.NEW:
             raise ProviderError(f"a server starts once; this one is {self.state.value}")
-        with wrap_storage_errors(self.log):
-            write_toml(self.config, self.file)
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            log = self.log.open("wb")
+        with wrap_storage_errors(self.log_path):
+            write_toml(self.config, self.config_path)
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = self.log_path.open("wb")
         with log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ramify.cli.leash", "serve", "@", str(self.file)],
+                [sys.executable, "-m", "ramify.cli.leash", "serve", "@", str(self.config_path)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us: rollouts in flight still need it
             )
-        self.state = State.STARTING
+        self.state = EngineProcessState.STARTING
         try:
-            self.url = await self._address()
+            self.url = await self._wait_for_address()
         except BaseException:
             await self.stop()
             raise
-        self.state = State.READY
+        self.state = EngineProcessState.READY
         return self
 
     async def stop(self) -> None:
         """End it: asked first, killed after a while."""
-        process, self.state = self._process, State.STOPPED
+        process, self.state = self._process, EngineProcessState.STOPPED
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
-        end = time.monotonic() + STOPPING
+        deadline = time.monotonic() + STOP_TIMEOUT
         try:
-            while process.poll() is None and time.monotonic() < end:
-                await asyncio.sleep(POLL)
+            while process.poll() is None and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_INTERVAL)
         finally:  # even if we are told to hurry
             process.kill()
             process.wait()
@@ -103,30 +103,30 @@ class EngineChild:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process is there."""
         return self._process is not None and self._process.poll() is None
 
-    def tail(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log."""
-        with contextlib.suppress(OSError), self.log.open(errors="replace") as log:
-            return "".join(deque(log, TAIL)).strip()
+        with contextlib.suppress(OSError), self.log_path.open(errors="replace") as log:
+            return "".join(deque(log, LOG_TAIL_LINES)).strip()
         return "(no log)"
 
-    async def _address(self) -> str:
+    async def _wait_for_address(self) -> str:
         assert self._process is not None
-        end = time.monotonic() + self.deadline
+        deadline = time.monotonic() + self.start_timeout
         while True:
-            gone = self._process.poll()  # looked at before the log: what it wrote last counts
-            if found := ADDRESS.search(self.log.read_text(errors="replace")):
-                return found[1]
-            if gone == UNUSABLE:
-                raise ConfigInvalid(self.tail())
-            if gone is not None:
+            exit_code = self._process.poll()  # looked at before the log: what it wrote last counts
+            if match := ADDRESS_PATTERN.search(self.log_path.read_text(errors="replace")):
+                return match[1]
+            if exit_code == CONFIG_ERROR_EXIT_CODE:
+                raise ConfigInvalid(self.log_tail())
+            if exit_code is not None:
                 raise ProviderError(
-                    f"the model server ended with exit code {gone}; the end of {self.log}:\n{self.tail()}"
+                    f"the model server ended with exit code {exit_code}; the end of {self.log_path}:\n{self.log_tail()}"
                 )
-            if time.monotonic() > end:
-                said = f"the model server was not ready within {self.deadline:g} s"
-                raise DeadlineExceeded(f"{said}; the end of {self.log}:\n{self.tail()}")
-            await asyncio.sleep(POLL)
+            if time.monotonic() > deadline:
+                message = f"the model server was not ready within {self.start_timeout:g} s"
+                raise DeadlineExceeded(f"{message}; the end of {self.log_path}:\n{self.log_tail()}")
+            await asyncio.sleep(POLL_INTERVAL)

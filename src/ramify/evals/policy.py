@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.evals.config import EvalConfig
-from ramify.evals.engine import EngineChild
+from ramify.evals.engine_process import EngineProcess
 from ramify.gateway.policy import Policy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.infer.config import ExternalConfig, ServeConfig
@@ -20,11 +20,11 @@ from ramify.model.resolve import fetch_model, resolve
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class ServedPolicy:
     """Who answers, and the server behind it where it is ours."""
 
     policy: Policy
-    engine: EngineChild | None = None
+    engine: EngineProcess | None = None
 
     @property
     def engine_url(self) -> str:
@@ -36,33 +36,37 @@ class Answering:
 def check_server(config: EvalConfig) -> None:
     """Refuse a model that would have to be served here and is not there, or a port that is taken."""
     if not isinstance(config.inference, ExternalConfig):
-        _directory(config)
+        _resolve_model(config)
         _check_port(config.server.host, config.server.port)
 
 
 @contextlib.asynccontextmanager
-async def answering(config: EvalConfig, folder: Path, say: Callable[[str], None]) -> AsyncIterator[Answering]:
+async def open_policy(
+    config: EvalConfig, run_dir: Path, print_line: Callable[[str], None]
+) -> AsyncIterator[ServedPolicy]:
     """The policy while it can be asked."""
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(config.inference, ExternalConfig):
-            yield Answering(await _reached(config, config.inference.base_url, stack, say))
+            yield ServedPolicy(await _connect(config, config.inference.base_url, stack, print_line))
             return
-        served = ServeConfig(
+        serve_config = ServeConfig(
             model=config.model, renderer=config.renderer, inference=config.inference, server=config.server
         )
-        say(f"starting {config.model.name} with the {config.inference.engine} engine")
-        engine = await stack.enter_async_context(EngineChild(served, folder, deadline=config.start_deadline))
+        print_line(f"starting {config.model.name} with the {config.inference.engine} engine")
+        engine = await stack.enter_async_context(
+            EngineProcess(serve_config, run_dir, start_timeout=config.start_deadline)
+        )
         policy = await connect_policy([engine.url], config.model.name, config.renderer, stack, client_mode="tokens")
-        yield Answering(policy, engine)
+        yield ServedPolicy(policy, engine)
 
 
-async def _reached(
-    config: EvalConfig, urls: list[str], stack: contextlib.AsyncExitStack, say: Callable[[str], None]
+async def _connect(
+    config: EvalConfig, urls: list[str], stack: contextlib.AsyncExitStack, print_line: Callable[[str], None]
 ) -> Policy:
     key = os.environ.get(config.api_key_env, "")
     try:
         return await connect_policy(
-            urls, config.model.name, config.renderer, stack, client_mode=config.client, api_key=key, log=say
+            urls, config.model.name, config.renderer, stack, client_mode=config.client, api_key=key, log=print_line
         )
     except ConfigInvalid:
         raise
@@ -74,18 +78,18 @@ def _check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        said = f"server.port: {host}:{port} cannot be listened on: {error.strerror}; 0 takes a free one"
-        raise ConfigInvalid(said) from error
+        message = f"server.port: {host}:{port} cannot be listened on: {error.strerror}; 0 takes a free one"
+        raise ConfigInvalid(message) from error
 
 
 def fetch_served_model(config: EvalConfig) -> None:
     """Download the model if it would have to be served here and is a hub id that is not in the cache."""
     if not isinstance(config.inference, ExternalConfig):
-        _directory(config, fetch_model)
+        _resolve_model(config, fetch_model)
 
 
-def _directory(config: EvalConfig, find: Callable[[str], Path] = resolve) -> Path:
+def _resolve_model(config: EvalConfig, resolver: Callable[[str], Path] = resolve) -> Path:
     try:
-        return find(config.model.name)
+        return resolver(config.model.name)
     except ModelNotFound as error:
         raise ConfigInvalid(f"model.name: {error.message}") from error

@@ -1,0 +1,125 @@
+"""Where the rollouts of an eval run: here, or in the workers of an env server. What comes of them is the same."""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+from ramify.errors import Failure, WorkerDied
+from ramify.evals.config import EvalConfig
+from ramify.evals.plan import PlannedRollout
+from ramify.evals.policy import ServedPolicy
+from ramify.gateway import Gateway
+from ramify.infer.config import ExternalConfig
+from ramify.rollout import Environment, run_rollout
+from ramify.rollout.attempt import ProgressCallback
+from ramify.rollout.scoring import build_unscored_rewards
+from ramify.trace import Trace
+
+WORKER_WAIT_TIMEOUT = 600.0  # seconds a rollout may wait for a worker
+
+RolloutRunner = Callable[[PlannedRollout, ProgressCallback], Awaitable[Sequence[Trace]]]
+"""Runs one pair, telling whoever watches."""
+
+
+def open_rollout_runner(
+    config: EvalConfig, environment: Environment, served: ServedPolicy, path: Path
+) -> contextlib.AbstractAsyncContextManager[RolloutRunner]:
+    """What runs the pairs of an eval."""
+    if config.workers:
+        return _open_in_workers(config, environment, served, path)
+    return _open_in_process(config, environment, served)
+
+
+@contextlib.asynccontextmanager
+async def _open_in_process(
+    config: EvalConfig, environment: Environment, served: ServedPolicy
+) -> AsyncIterator[RolloutRunner]:
+    hooks = environment.hooks
+    needs_gateway = environment.requires_endpoint or hooks.tools is not None or hooks.user is not None
+    async with Gateway() if needs_gateway else contextlib.nullcontext() as gateway:
+
+        async def run_in_process(rollout: PlannedRollout, on_progress: ProgressCallback) -> Sequence[Trace]:
+            episode = await run_rollout(
+                environment,
+                rollout.task,
+                policy=served.policy,
+                gateway=gateway,
+                id=rollout.id,
+                group=rollout.task_key,
+                attempt=rollout.repetition,
+                seed=rollout.derive_seed(config.sampling.seed or 0),
+                on_progress=on_progress,
+            )
+            return episode.traces
+
+        yield run_in_process
+
+
+@contextlib.asynccontextmanager
+async def _open_in_workers(
+    config: EvalConfig, environment: Environment, served: ServedPolicy, path: Path
+) -> AsyncIterator[RolloutRunner]:
+    from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
+    from ramify.envserver.messages import compute_environment_digest
+
+    expected = compute_environment_digest(environment.identity)
+    urls = config.inference.base_url if isinstance(config.inference, ExternalConfig) else [served.engine_url]
+    source = environment.source.model_dump(mode="json")
+    if environment.runtime_config.keep:
+        source["runtime"] = {**source["runtime"], "keep": True}
+    server_config = EnvServerConfig.model_validate(
+        {
+            "eval": [{**source, "pool": {"type": "static", "workers": config.workers}}],
+            "model": config.model.model_dump(),
+            "renderer": config.renderer.model_dump(),
+            "inference": {"engine": "external", "base_url": urls},
+            "client": config.client,
+            "api_key_env": config.api_key_env,
+            "output": path,
+            "queue": max(EnvServerConfig.model_fields["queue"].default, config.concurrency),
+            "hang_timeout": config.hang_timeout,
+            "grace": 0.0,
+        }
+    )
+    async with (
+        EnvServerProcess(
+            server_config, path / "configs" / "env-server.toml", start_timeout=config.start_deadline
+        ) as child,
+        EnvClient(child.address) as client,
+    ):
+        attempts = environment.source.attempts
+
+        async def run_in_worker(rollout: PlannedRollout, on_progress: ProgressCallback) -> Sequence[Trace]:
+            try:
+                result = await client.run(
+                    rollout.task,
+                    id=rollout.id,
+                    group=rollout.task_key,
+                    attempt=rollout.repetition,
+                    seed=rollout.derive_seed(config.sampling.seed or 0),
+                    environment_digest=expected,
+                    on_progress=on_progress,
+                    timeout=attempts * environment.source.max_attempt_seconds(rollout.task.timeout)
+                    + WORKER_WAIT_TIMEOUT,
+                )
+            except WorkerDied as error:
+                return [_make_failed_trace(environment, rollout, error)]
+            return result.episode.traces
+
+        yield run_in_worker
+
+
+def _make_failed_trace(environment: Environment, rollout: PlannedRollout, error: WorkerDied) -> Trace:
+    """What is left of a rollout that no worker survived."""
+    trace = Trace(
+        id=rollout.id,
+        episode=rollout.id,
+        group=rollout.task_key,
+        attempt=rollout.repetition,
+        env=environment.name,
+        task=rollout.task.to_wire(),
+        rewards=build_unscored_rewards(environment),
+        stop=error.name,
+    )
+    trace.errors.append(Failure.from_exception(error))
+    return trace
