@@ -24,7 +24,7 @@ from _check import Row, competitor, finish, parser
 from _loop import Watched, first_window, watch
 from _reversing import similarity
 
-from ramify.tasksets import reversing
+from ramify.tasksets import reversal
 
 TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
 TARGET, WINDOW = 0.65, 3
@@ -81,8 +81,13 @@ max_turns = 1
 def same_reward(texts: list[str]) -> None:
     """The competitor's reward is the taskset's."""
     for text, other in itertools.pairwise(texts):
-        for reply in (text, reversing.tagged(text), reversing.tagged(other[::-1]), f"{reversing.tagged(' ' + text)}?"):
-            assert similarity(reply, text[::-1]) == reversing.similarity(reply, reversing.answer(text))
+        for reply in (
+            text,
+            reversal.wrap_in_tags(text),
+            reversal.wrap_in_tags(other[::-1]),
+            f"{reversal.wrap_in_tags(' ' + text)}?",
+        ):
+            assert similarity(reply, text[::-1]) == reversal.score_similarity(reply, reversal.reverse(text))
 
 
 def enough(rewards: list[float]) -> bool:
@@ -138,7 +143,7 @@ class Trl:
         told = {
             **SAME,
             "model": str(TINY),
-            "system": reversing.SYSTEM,
+            "system": reversal.SYSTEM,
             "texts": self.texts,
             "threads": self.threads,
             "micro": self.micro,
@@ -203,7 +208,7 @@ def main() -> int:
     flags.add_argument("--seeds", type=int, default=3)
     flags.add_argument("--limit", type=float, default=LIMIT, help="seconds after which a run is ended")
     args: Any = flags.parse_args()
-    texts = list(reversing.texts(reversing.Texts()))
+    texts = list(reversal.generate_texts(reversal.ReversalTextsConfig()))
     same_reward(texts)
     trl = Trl(args.trl_python, args.check, texts, args.limit)
     beside = trl.settle()

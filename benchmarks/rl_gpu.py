@@ -26,7 +26,7 @@ from typing import Any
 from _check import NO_COMPETITOR, Row, finish, parser
 from _loop import Watched, first_window, ramify, watch
 
-from ramify.tasksets import reversing
+from ramify.tasksets import reversal
 
 START, TARGET, WINDOW, STEPS = 0.20, 0.75, 3, 40
 MISMATCH = 1e-3
@@ -110,9 +110,9 @@ def warm(home: Path, args: Any) -> tuple[Path, float]:
     """The model that RL begins with, and how long it took to make."""
     rng = random.Random(0)
     with (home / "warm.jsonl").open("w") as data:
-        for text in reversing.texts(reversing.Texts(num_tasks=20_000)):
-            said = reversing.answer(text) if rng.random() < args.right else GIVING_UP
-            talk = [("system", reversing.SYSTEM), ("user", text), ("assistant", reversing.tagged(said))]
+        for text in reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=20_000)):
+            said = reversal.reverse(text) if rng.random() < args.right else GIVING_UP
+            talk = [("system", reversal.SYSTEM), ("user", text), ("assistant", reversal.wrap_in_tags(said))]
             data.write(json.dumps({"messages": [{"role": role, "content": content} for role, content in talk]}) + "\n")
     config = WARM.format(steps=args.warm_steps, model=args.name, device=args.device, lr=args.warm_lr)
     (home / "warm.toml").write_text(config)

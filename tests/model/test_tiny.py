@@ -138,14 +138,14 @@ def test_sampled_replies_are_well_formed():
     from ramify.client import ClientSampling
     from ramify.recipe.corpus import reversal_prompt
     from ramify.recipe.playing import playing
-    from ramify.tasksets.reversing import Texts, texts, well_formed
+    from ramify.tasksets.reversal import ReversalTextsConfig, generate_texts, is_well_formed
 
-    config = Texts(split="eval", num_tasks=32, seed=1)
-    prompts = [RENDERER.render(reversal_prompt(text).messages) for text in texts(config)]
+    config = ReversalTextsConfig(split="eval", num_tasks=32, seed=1)
+    prompts = [RENDERER.render(reversal_prompt(text).messages) for text in generate_texts(config)]
     with playing(TINY) as player:
         parsed = asyncio.run(player.replies(prompts, ClientSampling(max_tokens=32)))
     replies = [one.message.text for one in parsed]
-    assert sum(map(well_formed, replies)) >= 0.9 * len(replies)
+    assert sum(map(is_well_formed, replies)) >= 0.9 * len(replies)
     assert len(set(replies)) > len(replies) / 2
 
 

@@ -13,9 +13,9 @@ from ramify.model.tiny.weights import write_rounded, write_start
 from ramify.recipe.corpus import Shares, conversations
 from ramify.recipe.drills import drills
 from ramify.recipe.stages import STAGES, Stage, config_of, write_rows
-from ramify.tasksets.drawing import split_of
-from ramify.tasksets.reversing import SYSTEM as REVERSING
-from ramify.tasksets.rows import rows
+from ramify.tasksets.data_files import read_rows
+from ramify.tasksets.reversal import SYSTEM as REVERSING
+from ramify.tasksets.splits import assign_split
 from ramify.tasksets.wikispeedia import SYSTEM as WALKING
 from ramify.train.sft import train
 from ramify.train.sft.chats import read_chats
@@ -32,10 +32,10 @@ def test_no_conversation_to_learn_from_is_of_an_eval_split():
         first = made.messages[0].text
         asked = [message.text for message in made.messages if message.role == "user"]
         if first == REVERSING:
-            assert {split_of(text) for text in asked} == {"train"}
+            assert {assign_split(text) for text in asked} == {"train"}
         elif first == WALKING:
             target, source = asked[0].removeprefix("Target: ").split("\n")[:2]
-            assert split_of(f"{source} -> {target}") == "train"
+            assert assign_split(f"{source} -> {target}") == "train"
         else:
             continue
         seen.add(first)
@@ -47,7 +47,7 @@ def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
     short = replace(stage, steps=4)
     write_rows(short, tmp_path / "rows.jsonl", seed=3)
     config = config_of(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
-    chats = read_chats(rows(config.data.path), config.data)
+    chats = read_chats(read_rows(config.data.path), config.data)
     drawn = list(islice(stage.rows(3), 4 * stage.batch))
     assert [chat.messages for chat in chats] == [tuple(made.messages) for made in drawn]
     assert [list(chat.tools) for chat in chats] == [list(made.tools) for made in drawn]

@@ -6,17 +6,17 @@ from pydantic import ValidationError
 from ramify.tasksets.alphabet_sort import (
     AlphabetSort,
     AlphabetSortConfig,
-    SortTask,
-    block,
-    expected,
-    score,
+    AlphabetSortTask,
+    build_expected_lines,
+    format_block,
+    score_reply,
     sort_key,
 )
-from ramify.tasksets.naming import first_and_last
+from ramify.tasksets.person_names import load_names
 from tests.tasksets.playing import play, said
 
 FIRST, LATER = "alphabetical_sorted", "combined_alphabetical_sorted"
-TASK = SortTask(by="last", turns=(("BobYang", "AnnZeller"), ("CyAdams",)))
+TASK = AlphabetSortTask(by="last", turns=(("BobYang", "AnnZeller"), ("CyAdams",)))
 RIGHT = [
     "<alphabetical_sorted>\nBobYang\nAnnZeller\n</alphabetical_sorted>",
     "<combined_alphabetical_sorted>\nCyAdams // new name!\nBobYang\nAnnZeller\n</combined_alphabetical_sorted>",
@@ -37,13 +37,13 @@ def test_a_name_splits_at_the_first_capital_after_its_first_letter(name, first, 
 
 def test_equal_keys_keep_their_order():
     turns = [["AnnMoss", "BoReed", "AnnBell"], ["AnnAdler"]]
-    assert expected("first", turns, 0) == ["AnnMoss", "AnnBell", "BoReed"]
-    assert expected("first", turns, 1) == ["AnnMoss", "AnnBell", "AnnAdler // new name!", "BoReed"]
+    assert build_expected_lines("first", turns, 0) == ["AnnMoss", "AnnBell", "BoReed"]
+    assert build_expected_lines("first", turns, 1) == ["AnnMoss", "AnnBell", "AnnAdler // new name!", "BoReed"]
 
 
 def test_only_the_names_of_this_turn_are_new():
     turns = [["CyMoss"], ["BoReed"], ["AnnBell"]]
-    assert expected("first", turns, 2) == ["AnnBell // new name!", "BoReed", "CyMoss"]
+    assert build_expected_lines("first", turns, 2) == ["AnnBell // new name!", "BoReed", "CyMoss"]
 
 
 def test_a_perfect_conversation_scores_one():
@@ -74,28 +74,32 @@ def test_the_mean_is_of_powers():
 @pytest.mark.parametrize(
     ("reply", "value"),
     [
-        (block(FIRST, ["AnnMoss", "BoReed"]), 1.0),
-        ("Here:\n" + block(FIRST, ["  annmoss ", "", "BOREED"]) + "\nDone.", 1.0),
+        (format_block(FIRST, ["AnnMoss", "BoReed"]), 1.0),
+        ("Here:\n" + format_block(FIRST, ["  annmoss ", "", "BOREED"]) + "\nDone.", 1.0),
         ("AnnMoss\nBoReed", 0.0),
         (f"<{FIRST}>\nAnnMoss\nBoReed", 0.0),
-        (block(LATER, ["AnnMoss", "BoReed"]), 0.0),
-        (block(FIRST, []), 0.0),
+        (format_block(LATER, ["AnnMoss", "BoReed"]), 0.0),
+        (format_block(FIRST, []), 0.0),
         ("", 0.0),
     ],
 )
 def test_lines_in_the_right_tags_count_whatever_their_case_and_spaces(reply, value):
-    assert score(reply, FIRST, ["AnnMoss", "BoReed"]) == value
+    assert score_reply(reply, FIRST, ["AnnMoss", "BoReed"]) == value
 
 
 def test_several_blocks_count_only_while_they_improve():
     lines = ["AnnMoss", "BoReed"]
-    good, worse, bad = block(FIRST, lines), block(FIRST, ["AnnMoss", "BoRxxx"]), block(FIRST, ["x"])
-    assert score(worse + good, FIRST, lines) == 1.0
-    assert score(bad + worse + good, FIRST, lines) == 1.0
-    assert 0 < score(bad + worse, FIRST, lines) < 1
-    assert score(good + good, FIRST, lines) == 0.0
-    assert score(good + worse, FIRST, lines) == 0.0
-    assert score(worse + bad + good, FIRST, lines) == 0.0
+    good, worse, bad = (
+        format_block(FIRST, lines),
+        format_block(FIRST, ["AnnMoss", "BoRxxx"]),
+        format_block(FIRST, ["x"]),
+    )
+    assert score_reply(worse + good, FIRST, lines) == 1.0
+    assert score_reply(bad + worse + good, FIRST, lines) == 1.0
+    assert 0 < score_reply(bad + worse, FIRST, lines) < 1
+    assert score_reply(good + good, FIRST, lines) == 0.0
+    assert score_reply(good + worse, FIRST, lines) == 0.0
+    assert score_reply(worse + bad + good, FIRST, lines) == 0.0
 
 
 def test_turns_and_names_keep_to_the_config():
@@ -108,7 +112,7 @@ def test_turns_and_names_keep_to_the_config():
 
 
 def test_names_are_two_capitalised_words():
-    assert all(name.istitle() and name.isalpha() for names in first_and_last() for name in names)
+    assert all(name.istitle() and name.isalpha() for names in load_names() for name in names)
 
 
 @pytest.mark.parametrize("wrong", [{"min_turns": 4}, {"min_names": 6}, {"max_turns": 0}, {"names": 3}])

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from ramify.errors import ConfigInvalid
+from ramify.tasksets.answers import extract_boxed, is_same_value
 from ramify.tasksets.arithmetic import SENTENCES, Arithmetic, ArithmeticConfig
-from ramify.tasksets.reading import boxed, same_value
 from tests.tasksets.playing import play
 
 
@@ -83,7 +83,7 @@ def test_the_value_in_the_last_box_counts(reply, reward):
     ],
 )
 def test_braces_in_a_box_balance(text, found):
-    assert boxed(text) == found
+    assert extract_boxed(text) == found
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_braces_in_a_box_balance(text, found):
     ],
 )
 def test_answers_are_compared_by_value(one, other, same):
-    assert same_value(one, other) is same
+    assert is_same_value(one, other) is same
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ramify.errors import ConfigInvalid
-from ramify.tasksets.dataset import BOXED, Dataset, DatasetConfig, final
+from ramify.tasksets.dataset import BOXED_INSTRUCTIONS, Dataset, DatasetConfig, extract_final_answer
 from tests.tasksets.playing import play
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.\n#### {2 * n}"} for n in range(50)]
@@ -34,7 +34,7 @@ def test_a_file_in_the_shape_of_gsm8k_needs_no_code(tmp_path):
     taskset = dataset(jsonl(tmp_path / "rows.jsonl"), eval_share=0, **GSM8K)
     tasks = list(taskset.load())
     assert [task.prompt for task in tasks] == [row["question"] for row in ROWS]
-    assert {task.system for task in tasks} == {BOXED}
+    assert {task.system for task in tasks} == {BOXED_INSTRUCTIONS}
     assert play(taskset, tasks[3], taskset.gold(tasks[3])).reward == 1.0
     assert play(taskset, tasks[3], "\\boxed{6.0}").reward == 1.0
     assert play(taskset, tasks[3], "\\boxed{7}").reward == 0.0
@@ -52,7 +52,7 @@ def test_a_solution_in_the_shape_of_math_is_judged_by_its_box(tmp_path):
 
 @pytest.mark.parametrize(("answer", "result"), [("a\n#### 7", "7"), ("so \\boxed{7}", "7"), (" 7 ", "7")])
 def test_the_result_of_a_worked_answer(answer, result):
-    assert final(answer) == result
+    assert extract_final_answer(answer) == result
 
 
 def test_exact_compares_the_whole_reply(tmp_path):

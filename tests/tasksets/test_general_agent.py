@@ -2,8 +2,14 @@
 
 import pytest
 
-from ramify.tasksets.general_agent import WORLDS, GeneralAgent, GeneralAgentConfig, found, wanted
-from ramify.tasksets.general_agent.world import Refused, call
+from ramify.tasksets.general_agent import (
+    WORLDS,
+    GeneralAgent,
+    GeneralAgentConfig,
+    build_goal_world,
+    build_initial_world,
+)
+from ramify.tasksets.general_agent.world import ActionRefused, make_call
 from ramify.trace import Message, ToolCall
 from tests.tasksets.playing import calling, play, said
 
@@ -26,7 +32,7 @@ def plain(world) -> dict:
 @pytest.mark.parametrize("domain", WORLDS)
 def test_doing_nothing_leaves_the_goal_unreached(domain):
     for task in tasks(domain):
-        assert plain(wanted(task)) != task.database
+        assert plain(build_goal_world(task)) != task.database
         assert play(GeneralAgent(), task, "Done.").reward == 0.0
 
 
@@ -57,7 +63,7 @@ def test_something_done_beside_the_goal_is_not_the_goal():
 def test_the_words_name_everything_that_reading_does_not_tell(domain):
     """Every argument of a known call is in the words, in what a tool answered, or a state of the world by name."""
     for task in tasks(domain):
-        world = found(task)
+        world = build_initial_world(task)
         told = str(task.prompt)
         for step in task.calls:
             fresh = {"status"}
@@ -70,13 +76,13 @@ def test_the_words_name_everything_that_reading_does_not_tell(domain):
 @pytest.mark.parametrize("domain", WORLDS)
 def test_a_tool_that_refuses_changes_nothing(domain):
     for task in tasks(domain, 10):
-        world = found(task)
+        world = build_initial_world(task)
         for step in (step for step in task.calls if step.tool in WRITES[domain]):
-            wrong = call(
+            wrong = make_call(
                 step.tool, **{name: "?" if isinstance(value, str) else -1 for name, value in step.arguments.items()}
             )
-            with pytest.raises(Refused):
-                world.do([wrong])
+            with pytest.raises(ActionRefused):
+                world.apply_calls([wrong])
         assert plain(world) == task.database
 
 
@@ -114,4 +120,4 @@ def test_several_goals_are_numbered():
 
 def test_the_database_is_left_in_the_trace():
     taskset, (task,) = GeneralAgent(), tasks("tickets", 1)
-    assert play(taskset, task, taskset.gold(task)).info["database"] == plain(wanted(task))
+    assert play(taskset, task, taskset.gold(task)).info["database"] == plain(build_goal_world(task))

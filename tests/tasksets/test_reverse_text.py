@@ -12,34 +12,36 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ramify.errors import ConfigInvalid
-from ramify.tasksets.drawing import split_of
-from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
-from ramify.tasksets.reversing import (
+from ramify.tasksets.reversal import (
     SYSTEM,
-    answer,
-    exact,
-    extract,
-    similarity,
-    tagged,
-    texts,
-    well_formed,
-    words,
+    extract_tagged,
+    generate_texts,
+    is_well_formed,
+    load_words,
+    reverse,
+    score_exact,
+    score_similarity,
+    wrap_in_tags,
 )
+from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
+from ramify.tasksets.splits import assign_split
 from tests.tasksets.playing import play
 
 
 def test_the_same_config_gives_the_same_tasks():
     config = ReverseTextConfig(num_tasks=200)
-    assert list(texts(config)) == list(texts(config))
-    assert list(texts(config))[:4] == ["courage", "window", "flood", "bowl way"]
+    assert list(generate_texts(config)) == list(generate_texts(config))
+    assert list(generate_texts(config))[:4] == ["courage", "window", "flood", "bowl way"]
 
 
 def test_another_seed_gives_other_tasks():
-    assert list(texts(ReverseTextConfig(num_tasks=50))) != list(texts(ReverseTextConfig(num_tasks=50, seed=1)))
+    assert list(generate_texts(ReverseTextConfig(num_tasks=50))) != list(
+        generate_texts(ReverseTextConfig(num_tasks=50, seed=1))
+    )
 
 
 def test_fewer_tasks_are_the_first_of_more():
-    few, more = (list(texts(ReverseTextConfig(num_tasks=count))) for count in (20, 60))
+    few, more = (list(generate_texts(ReverseTextConfig(num_tasks=count))) for count in (20, 60))
     assert more[:20] == few
 
 
@@ -47,14 +49,14 @@ def test_fewer_tasks_are_the_first_of_more():
 def test_train_and_eval_share_no_text_whatever_the_config(seeds, longest):
     train = ReverseTextConfig(num_tasks=60, seed=seeds[0], max_chars=longest)
     held = ReverseTextConfig(num_tasks=60, seed=seeds[1], split="eval")
-    assert not set(texts(train)) & set(texts(held))
+    assert not set(generate_texts(train)) & set(generate_texts(held))
 
 
 @given(shortest=st.integers(1, 30), more=st.integers(4, 30), alphabet=st.sampled_from(["", " "]))
 def test_texts_keep_to_the_lengths_and_the_alphabet_and_differ(shortest, more, alphabet):
     letters = string.ascii_lowercase + alphabet
     config = ReverseTextConfig(min_chars=shortest, max_chars=shortest + more, alphabet=letters, num_tasks=40)
-    made = list(texts(config))
+    made = list(generate_texts(config))
     assert len(set(made)) == 40
     assert all(shortest <= len(text) <= shortest + more and set(text) <= set(letters) for text in made)
     assert all(text == text.strip() for text in made)
@@ -62,12 +64,12 @@ def test_texts_keep_to_the_lengths_and_the_alphabet_and_differ(shortest, more, a
 
 def test_more_texts_than_there_are_is_an_error():
     with pytest.raises(ConfigInvalid, match="num_tasks is 100000"):
-        list(texts(ReverseTextConfig(min_chars=1, max_chars=3, num_tasks=100_000)))
+        list(generate_texts(ReverseTextConfig(min_chars=1, max_chars=3, num_tasks=100_000)))
 
 
 def test_an_alphabet_without_words_is_an_error():
     with pytest.raises(ConfigInvalid, match="alphabet 'XYZ'"):
-        list(texts(ReverseTextConfig(alphabet="XYZ")))
+        list(generate_texts(ReverseTextConfig(alphabet="XYZ")))
 
 
 def test_lengths_the_wrong_way_round_are_refused():
@@ -79,19 +81,19 @@ def test_a_file_gives_its_lines_each_to_one_split(tmp_path):
     lines = [f"Line number {number}!" for number in range(60)]
     file = tmp_path / "texts.txt"
     file.write_text("\n".join([*lines, "", lines[0]]))
-    train = list(texts(ReverseTextConfig(path=file)))
-    held = list(texts(ReverseTextConfig(path=file, split="eval")))
+    train = list(generate_texts(ReverseTextConfig(path=file)))
+    held = list(generate_texts(ReverseTextConfig(path=file, split="eval")))
     assert sorted(train + held) == sorted(lines)
-    assert all(split_of(text) == "eval" for text in held)
+    assert all(assign_split(text) == "eval" for text in held)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigInvalid, match=r"nowhere\.txt"):
-        list(texts(ReverseTextConfig(path=tmp_path / "nowhere.txt")))
+        list(generate_texts(ReverseTextConfig(path=tmp_path / "nowhere.txt")))
 
 
 def test_the_word_list_is_plain_and_sorted():
-    listed = words()
+    listed = load_words()
     assert list(listed) == sorted(set(listed))
     assert all(set(word) <= set(string.ascii_lowercase) for word in listed)
 
@@ -103,44 +105,45 @@ def test_the_prompt_names_the_tags():
 @pytest.mark.parametrize(
     ("reply", "found"),
     [
-        (tagged("olleh"), "olleh"),
-        ("Sure: " + tagged(" olleh \n") + " there.", "olleh"),
-        (tagged("first") + tagged("second"), "first"),
-        (tagged("two\nlines"), "two\nlines"),
+        (wrap_in_tags("olleh"), "olleh"),
+        ("Sure: " + wrap_in_tags(" olleh \n") + " there.", "olleh"),
+        (wrap_in_tags("first") + wrap_in_tags("second"), "first"),
+        (wrap_in_tags("two\nlines"), "two\nlines"),
         ("olleh", ""),
         ("<reversed_text>olleh", ""),
         ("", ""),
     ],
 )
 def test_the_first_tagged_text_counts(reply, found):
-    assert extract(reply) == found
+    assert extract_tagged(reply) == found
 
 
 def test_scores_of_a_right_a_wrong_and_a_missing_answer():
-    assert (similarity(tagged("olleh"), "olleh"), exact(tagged("olleh"), "olleh")) == (1.0, 1.0)
-    assert similarity(tagged("ollxx"), "olleh") == pytest.approx(2 * 3 / 10)
-    assert exact(tagged("ollxx"), "olleh") == 0.0
-    assert (similarity("olleh", "olleh"), exact("olleh", "olleh")) == (0.0, 0.0)
+    assert (score_similarity(wrap_in_tags("olleh"), "olleh"), score_exact(wrap_in_tags("olleh"), "olleh")) == (1.0, 1.0)
+    assert score_similarity(wrap_in_tags("ollxx"), "olleh") == pytest.approx(2 * 3 / 10)
+    assert score_exact(wrap_in_tags("ollxx"), "olleh") == 0.0
+    assert (score_similarity("olleh", "olleh"), score_exact("olleh", "olleh")) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    "reply", ["olleh", tagged(""), tagged("a") + tagged("b"), "so: " + tagged("a"), "<reversed_text>a"]
+    "reply",
+    ["olleh", wrap_in_tags(""), wrap_in_tags("a") + wrap_in_tags("b"), "so: " + wrap_in_tags("a"), "<reversed_text>a"],
 )
 def test_replies_that_are_not_well_formed(reply):
-    assert not well_formed(reply)
+    assert not is_well_formed(reply)
 
 
 def test_a_well_formed_reply():
-    assert well_formed(tagged("olleh") + "\n")
+    assert is_well_formed(wrap_in_tags("olleh") + "\n")
 
 
 def test_random_letters_and_echoes_score_little():
     """On sentences, as published: random letters about 0.18, the text itself about 0.22."""
     rng = random.Random(0)
-    made = list(texts(ReverseTextConfig(min_chars=20, max_chars=80, num_tasks=300)))
-    letters = [tagged("".join(rng.choice(string.ascii_lowercase) for _ in text)) for text in made]
-    noise = statistics.mean(similarity(reply, answer(text)) for reply, text in zip(letters, made))
-    echo = statistics.mean(similarity(tagged(text), answer(text)) for text in made)
+    made = list(generate_texts(ReverseTextConfig(min_chars=20, max_chars=80, num_tasks=300)))
+    letters = [wrap_in_tags("".join(rng.choice(string.ascii_lowercase) for _ in text)) for text in made]
+    noise = statistics.mean(score_similarity(reply, reverse(text)) for reply, text in zip(letters, made))
+    echo = statistics.mean(score_similarity(wrap_in_tags(text), reverse(text)) for text in made)
     assert noise == pytest.approx(0.18, abs=0.04)
     assert echo == pytest.approx(0.22, abs=0.04)
 
@@ -149,11 +152,11 @@ def test_the_taskset_asks_for_a_text_and_scores_the_last_reply():
     taskset = ReverseText(ReverseTextConfig(num_tasks=1))
     (task,) = taskset.load()
     assert (task.prompt, task.system, task.answer) == ("courage", SYSTEM, "egaruoc")
-    played = play(taskset, task, [tagged("egaruox")])
+    played = play(taskset, task, [wrap_in_tags("egaruox")])
     assert played.rewards == {"similarity": (pytest.approx(2 * 6 / 14), 1.0)}
     assert played.metrics == {"exact": 0.0, "well_formed": 1.0}
 
 
 def test_the_part_that_the_recipe_uses_loads_no_environment():
-    code = "import sys, ramify.tasksets.reversing; sys.exit('ramify.env' in sys.modules)"
+    code = "import sys, ramify.tasksets.reversal; sys.exit('ramify.env' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 import ramify
 from ramify.errors import ConfigInvalid
 from ramify.render import load_renderer
-from ramify.tasksets.articles import Graph, distances, find, made, read, shortest_path
+from ramify.tasksets.article_graph import (
+    ArticleGraph,
+    build_graph,
+    compute_distances,
+    find_shortest_path,
+    load_snap_graph,
+    match_title,
+)
 from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 from ramify.trace import Message
 from tests.tasksets.playing import calling, play, said
@@ -42,23 +49,23 @@ def by_relaxing(links: dict[str, set[str]], source: str) -> dict[str, int]:
 
 @given(links=GRAPHS)
 def test_distances_and_paths_are_shortest(links):
-    graph = Graph({title: tuple(sorted(found)) for title, found in links.items()}, {})
+    graph = ArticleGraph({title: tuple(sorted(found)) for title, found in links.items()}, {})
     expected = by_relaxing(links, "a")
-    assert distances(graph, "a") == expected
+    assert compute_distances(graph, "a") == expected
     for target in TITLES:
-        way = shortest_path(graph, "a", target)
+        way = find_shortest_path(graph, "a", target)
         assert len(way) - 1 == expected.get(target, -1)
         assert all(there in links[here] for here, there in pairwise(way))
 
 
 @given(topics=st.integers(1, 16), each=st.integers(4, 26), max_links=st.integers(3, 30))
 def test_every_made_graph_is_connected_and_keeps_to_its_degrees(topics, each, max_links):
-    graph = made(topics * each, topics, max_links)
+    graph = build_graph(topics * each, topics, max_links)
     assert len(graph.links) == topics * each
     for title, links in graph.links.items():
         assert 3 <= len(links) <= max_links
         assert list(links) == sorted(set(links) - {title})
-    assert all(len(distances(graph, title)) == len(graph.links) for title in list(graph.links)[:5])
+    assert all(len(compute_distances(graph, title)) == len(graph.links) for title in list(graph.links)[:5])
 
 
 def test_the_default_graph_has_long_ways():
@@ -66,13 +73,13 @@ def test_the_default_graph_has_long_ways():
     tasks = list(taskset.load())
     assert {task.shortest for task in tasks} == set(range(3, 9))
     for task in tasks[:50]:
-        assert distances(taskset.graph, task.source)[task.target] == task.shortest
+        assert compute_distances(taskset.graph, task.source)[task.target] == task.shortest
 
 
 @pytest.mark.parametrize("wrong", [(10, 4), (500, 16), (40, 17)])
 def test_sizes_that_the_topics_do_not_give_are_refused(wrong):
     with pytest.raises(ConfigInvalid, match=f"found {wrong[0]}"):
-        made(*wrong, 30)
+        build_graph(*wrong, 30)
 
 
 def test_more_pairs_than_there_are_is_an_error():
@@ -82,12 +89,12 @@ def test_more_pairs_than_there_are_is_an_error():
 
 @pytest.mark.parametrize("name", ["Bronze Age", "Bronze_Age", "bronze age", "BRONZE_AGE", " Bronze Age"])
 def test_a_link_is_found_with_underscores_and_in_any_case(name):
-    assert find(name, ("Bread", "Bronze Age")) == "Bronze Age"
+    assert match_title(name, ("Bread", "Bronze Age")) == "Bronze Age"
 
 
 def test_an_exact_title_wins_over_another_in_other_case():
-    assert find("turkey", ("Turkey", "turkey")) == "turkey"
-    assert find("Bronze", ("Bronze Age",)) is None
+    assert match_title("turkey", ("Turkey", "turkey")) == "turkey"
+    assert match_title("Bronze", ("Bronze Age",)) is None
 
 
 @pytest.fixture
@@ -124,14 +131,14 @@ def test_a_page_shows_title_and_sorted_links_and_text_if_asked(snap, tmp_path):
     assert snap.page("Bread") == "Bread\nLinks:\nA Tale\nCafé"
     (tmp_path / "plaintext_articles").mkdir()
     (tmp_path / "plaintext_articles" / "Bread.txt").write_text("Bread is\n baked.")
-    assert read(tmp_path, texts=True).texts["Bread"] == "Bread is baked."
+    assert load_snap_graph(tmp_path, with_texts=True).texts["Bread"] == "Bread is baked."
     config = snap.config.model_copy(update={"text_chars": 8})
-    assert Wikispeedia(config).page("Bread") == "Bread\nBread is\nLinks:\nA Tale\nCafé"
+    assert Wikispeedia(config).render_page("Bread") == "Bread\nBread is\nLinks:\nA Tale\nCafé"
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigInvalid, match=r"articles\.tsv"):
-        read(tmp_path, texts=False)
+        load_snap_graph(tmp_path, with_texts=False)
 
 
 def test_the_shortest_way_has_efficiency_one(snap, tale):
@@ -186,7 +193,7 @@ def test_a_malformed_reply_moves_nothing(snap, tale, reply):
 def test_a_perfect_walk_in_the_small_world_fits_the_small_model():
     renderer = load_renderer(Path(ramify.__file__).parent / "models" / "tiny")
     taskset = Wikispeedia(WikispeediaConfig(**SMALL))
-    pages = [taskset.page(title) for title in taskset.graph.links]
+    pages = [taskset.render_page(title) for title in taskset.graph.links]
     assert max(map(len, pages)) < 100
     for task in list(taskset.load())[:5]:
         trace = play(taskset, task, taskset.gold(task))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.errors import ConfigInvalid
-from ramify.tasksets.wordle import Wordle, WordleConfig, feedback, guess_of, play, words
+from ramify.tasksets.wordle import Wordle, WordleConfig, compute_feedback, load_words, parse_guess, play_replies
 from tests.tasksets import playing
 
 TASK = next(iter(Wordle().load())).model_copy(update={"answer": "crane"})
@@ -30,7 +30,7 @@ def marks_by_rules(guess: str, secret: str) -> str:
 
 @given(guess=LETTERS, secret=LETTERS)
 def test_marks_are_those_of_the_rules(guess, secret):
-    assert feedback(guess, secret) == marks_by_rules(guess, secret)
+    assert compute_feedback(guess, secret) == marks_by_rules(guess, secret)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_marks_are_those_of_the_rules(guess, secret):
     ],
 )
 def test_marks_of_repeated_letters(guess, secret, marks):
-    assert feedback(guess, secret) == marks
+    assert compute_feedback(guess, secret) == marks
 
 
 @pytest.mark.parametrize(
@@ -60,44 +60,44 @@ def test_marks_of_repeated_letters(guess, secret, marks):
     ],
 )
 def test_the_first_word_in_brackets_is_the_guess(reply, guess):
-    assert guess_of(reply) == guess
+    assert parse_guess(reply) == guess
 
 
 def test_a_win_scores_one_however_long_it_took():
-    game = play("crane", ["[light]", "[slate]", "[crane]"])
-    assert (game.won, game.over, game.score, len(game.guesses)) == (True, True, 1.0, 3)
+    game = play_replies("crane", ["[light]", "[slate]", "[crane]"])
+    assert (game.is_won, game.is_over, game.score, len(game.guesses)) == (True, True, 1.0, 3)
 
 
 def test_a_loss_scores_the_latest_valid_guess():
     wrong = ["[light]", "[moist]", "[bread]", "[plumb]", "[drink]", "[brake]"]
-    game = play("crane", wrong)
-    assert (game.over, game.won) == (True, False)
+    game = play_replies("crane", wrong)
+    assert (game.is_over, game.is_won) == (True, False)
     assert game.marks == "XGGXG"
     assert game.score == pytest.approx(3 / 5)
 
 
 def test_yellows_are_worth_half():
-    assert play("crane", ["[eaten]"]).marks == "YYXXY"
-    assert play("crane", ["[eaten]"]).score == pytest.approx(0.5 * 3 / 5)
+    assert play_replies("crane", ["[eaten]"]).marks == "YYXXY"
+    assert play_replies("crane", ["[eaten]"]).score == pytest.approx(0.5 * 3 / 5)
 
 
 @pytest.mark.parametrize("invalid", ["crane", "[cranes]", "[xxxxx]", "[light]"])
 def test_one_invalid_guess_is_warned_about_and_a_second_in_a_row_ends_the_game(invalid):
-    warned = play("crane", ["[light]", invalid])
-    assert (warned.over, bool(warned.problem), warned.guesses) == (False, True, ("light",))
-    assert play("crane", ["[light]", invalid, "[crane]"]).won
-    assert play("crane", ["[light]", invalid, invalid]).over
-    assert not play("crane", ["[light]", invalid, "[slate]", invalid]).over
+    warned = play_replies("crane", ["[light]", invalid])
+    assert (warned.is_over, bool(warned.problem), warned.guesses) == (False, True, ("light",))
+    assert play_replies("crane", ["[light]", invalid, "[crane]"]).is_won
+    assert play_replies("crane", ["[light]", invalid, invalid]).is_over
+    assert not play_replies("crane", ["[light]", invalid, "[slate]", invalid]).is_over
 
 
 def test_the_score_after_two_invalid_guesses_is_that_of_the_valid_one_before():
-    assert play("crane", ["[slate]", "?", "?", "[crane]"]).score == pytest.approx(2 / 5)
-    assert play("crane", ["?", "?"]).score == 0.0
+    assert play_replies("crane", ["[slate]", "?", "?", "[crane]"]).score == pytest.approx(2 / 5)
+    assert play_replies("crane", ["?", "?"]).score == 0.0
 
 
 def test_invalid_guesses_cost_no_guess():
     replies = [word for guess in ["light", "moist", "bread", "plumb", "drink", "crane"] for word in ("?", f"[{guess}]")]
-    assert play("crane", replies).won
+    assert play_replies("crane", replies).is_won
 
 
 def test_the_host_answers_with_marks_and_warnings_until_the_end():
@@ -111,14 +111,14 @@ def test_the_host_answers_with_marks_and_warnings_until_the_end():
 
 
 def test_the_list_is_plain_sorted_and_long():
-    assert len(words()) >= 500
-    assert list(words()) == sorted(set(words()))
-    assert all(len(word) == 5 and set(word) <= set(string.ascii_lowercase) for word in words())
+    assert len(load_words()) >= 500
+    assert list(load_words()) == sorted(set(load_words()))
+    assert all(len(word) == 5 and set(word) <= set(string.ascii_lowercase) for word in load_words())
 
 
 def test_every_word_is_in_one_split():
     train, held = ({task.answer for task in Wordle(WordleConfig(split=split)).load()} for split in ("train", "eval"))
-    assert train | held == set(words())
+    assert train | held == set(load_words())
     assert not train & held
 
 

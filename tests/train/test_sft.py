@@ -18,7 +18,7 @@ from ramify.model.resolve import resolve
 from ramify.render import load_renderer
 from ramify.store import RunStore
 from ramify.store.run_log import RunLog
-from ramify.tasksets.rows import rows
+from ramify.tasksets.data_files import read_rows
 from ramify.train.batches import Batch
 from ramify.train.metrics import StepMetrics
 from ramify.train.sft import run, train
@@ -130,7 +130,7 @@ def test_files_in_every_form_say_the_same(tmp_path):
         writer.writeheader()
         writer.writerows(text)
     names = ("a.jsonl", "a.parquet", "hub", "b.jsonl", "a.json", "a.csv")
-    found = [read_chats(rows(str(tmp_path / name)), data()) for name in names]
+    found = [read_chats(read_rows(str(tmp_path / name)), data()) for name in names]
     assert all(chats == found[0] for chats in found)
 
 
@@ -138,7 +138,7 @@ def test_a_null_that_somebody_wrote_is_learned_and_one_for_nothing_is_not_there(
     call = {"id": None, "function": {"name": "add", "arguments": {"a": None, "b": 1}}}
     said = {"role": "assistant", "content": None, "reasoning": None, "reasoning_content": "hm", "tool_calls": [call]}
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{**said, "tool_call_id": None}]}))
-    (chat,) = read_chats(rows(str(tmp_path / "a.jsonl")), data())
+    (chat,) = read_chats(read_rows(str(tmp_path / "a.jsonl")), data())
     (message,) = chat.messages
     assert json.loads(message.tool_calls[0].arguments) == {"a": None, "b": 1}
     assert (message.content, message.reasoning, message.tool_call_id) == ("", "hm", None)

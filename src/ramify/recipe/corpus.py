@@ -17,7 +17,7 @@ from typing import Any
 from ramify.recipe.conversation import Conversation, sketch, tool
 from ramify.recipe.drills import LETTERS, backwards, drills
 from ramify.recipe.games import guessings, sortings, walks
-from ramify.tasksets import reversing
+from ramify.tasksets import reversal
 from ramify.trace import Message
 
 
@@ -41,7 +41,7 @@ def conversations(seed: int, shares: Shares) -> Iterator[Conversation]:
     """Every format in its share, without end; drills go on among them."""
     rng = random.Random(f"conversations {seed}")
     words = vocabulary(held_out=False)
-    texts = list(reversing.texts(reversing.Texts(num_tasks=4000, seed=seed)))
+    texts = list(reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=4000, seed=seed)))
     drill = drills(seed + 1)
     makers: dict[str, Callable[[], Conversation]] = {
         "reversal": lambda: reversal(rng, texts, shares.slip),
@@ -61,22 +61,22 @@ def conversations(seed: int, shares: Shares) -> Iterator[Conversation]:
 
 def vocabulary(*, held_out: bool) -> list[str]:
     """The words that conversations are made of, or the tenth of all that they never use."""
-    return [word for at, word in enumerate(reversing.words()) if (at % 10 == 0) == held_out]
+    return [word for at, word in enumerate(reversal.load_words()) if (at % 10 == 0) == held_out]
 
 
 def reversal(rng: random.Random, texts: list[str], slip: float) -> Conversation:
     """Tasks of the default example one after another, answered with slips: one prompt, many replies to learn from."""
     made = Conversation()
-    made.say("system", reversing.SYSTEM)
+    made.say("system", reversal.SYSTEM)
     for text in rng.sample(texts, rng.randint(1, 6)):
         answer = "".join(rng.choice(LETTERS) if rng.random() < slip else letter for letter in text[::-1])
         made.say("user", text)
-        made.say("assistant", reversing.tagged(answer))
+        made.say("assistant", reversal.wrap_in_tags(answer))
     return made
 
 
 def reversal_prompt(text: str) -> Conversation:
-    return Conversation([Message("system", reversing.SYSTEM), Message("user", text)])
+    return Conversation([Message("system", reversal.SYSTEM), Message("user", text)])
 
 
 def tool_use(rng: random.Random, words: list[str]) -> Conversation:

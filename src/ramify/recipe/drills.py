@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 
 from ramify.recipe.conversation import Conversation, sketch, tool
-from ramify.tasksets.reversing import tagged
+from ramify.tasksets.reversal import wrap_in_tags
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TURNS = 5  # at most, so that a row is mostly replies
@@ -38,7 +38,7 @@ def backwards(rng: random.Random) -> Conversation:
     for _ in range(rng.randint(1, TURNS)):
         text = "".join(rng.choices(LETTERS, k=rng.randint(3, 9)))
         made.say("user", text)
-        made.say("assistant", tagged(text[::-1]))
+        made.say("assistant", wrap_in_tags(text[::-1]))
     return made
 
 

@@ -11,7 +11,7 @@ from ramify.env import collect_hooks
 from ramify.recipe.conversation import Conversation
 from ramify.tasksets import alphabet_sort as names
 from ramify.tasksets import wordle
-from ramify.tasksets.drawing import split_of
+from ramify.tasksets.splits import assign_split
 from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 
 WORLDS: list[dict[str, Any]] = [
@@ -41,11 +41,11 @@ def walks(rng: random.Random) -> Callable[[], Conversation]:
         for _ in range(rng.randint(1, CLICKS)):
             if len(path) > 1 and rng.random() < BACK:
                 path.pop()
-                made.call("go_back", {}, world.page(path[-1]))
+                made.call("go_back", {}, world.render_page(path[-1]))
                 continue
             path.append(rng.choice(world.graph.links[path[-1]]))
             reached = path[-1] == task.target
-            answer = f"You have reached {path[-1]}." if reached else world.page(path[-1])
+            answer = f"You have reached {path[-1]}." if reached else world.render_page(path[-1])
             made.call("click_link", {"article": path[-1]}, answer)
             if reached:
                 break
@@ -63,11 +63,11 @@ def sortings(rng: random.Random) -> Callable[[], Conversation]:
         task = rng.choice(tasks)
         made = Conversation()
         for turn, new in enumerate(task.turns):
-            lines = names.expected(task.by, task.turns, turn)
+            lines = names.build_expected_lines(task.by, task.turns, turn)
             if rng.random() < 0.7:
                 rng.shuffle(lines)
-            made.say("user", names.request(task.by, turn, new))
-            made.say("assistant", names.block(names.tag(turn), lines))
+            made.say("user", names.format_request(task.by, turn, new))
+            made.say("assistant", names.format_block(names.get_tag_name(turn), lines))
         return made
 
     return sorting
@@ -75,22 +75,22 @@ def sortings(rng: random.Random) -> Callable[[], Conversation]:
 
 def guessings(rng: random.Random) -> Callable[[], Conversation]:
     """wordle: words of a small part of the list, with a slight liking for those that keep the greens."""
-    secrets = [word for word in wordle.words() if split_of(word) == "train"]
+    secrets = [word for word in wordle.load_words() if assign_split(word) == "train"]
     known = secrets[::GUESSED]
 
     def guessing() -> Conversation:
         secret = rng.choice(secrets)
         made = Conversation()
         made.say("system", wordle.SYSTEM)
-        made.say("user", wordle.OPENING)
+        made.say("user", wordle.FIRST_MESSAGE)
         said: list[str] = []
-        for _ in range(rng.randint(3, wordle.GUESSES)):
+        for _ in range(rng.randint(3, wordle.MAX_GUESSES)):
             guess = _next_guess(rng, [word for word in known if word not in said], said, secret)
             said.append(guess)
             made.say("assistant", f"[{guess}]")
             if guess == secret:
                 break
-            made.say("user", f"{guess.upper()}\n{wordle.feedback(guess, secret)}")
+            made.say("user", f"{guess.upper()}\n{wordle.compute_feedback(guess, secret)}")
         return made
 
     return guessing

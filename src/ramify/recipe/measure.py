@@ -12,8 +12,8 @@ from ramify.client import ClientSampling
 from ramify.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
 from ramify.recipe.playing import Player, playing
 from ramify.render import ParsedReply, RenderedPrompt, load_renderer
-from ramify.tasksets import reversing
-from ramify.tasksets.alphabet_sort import tag
+from ramify.tasksets import reversal
+from ramify.tasksets.alphabet_sort import get_tag_name
 from ramify.trace import Message, Trace
 
 PROMPTS = 256
@@ -82,8 +82,8 @@ def measure(directory: Path, *, prompts: int = PROMPTS, seed: int = 0) -> Figure
 
 async def _measured(player: Player, directory: Path, prompts: int, seed: int) -> Figures:
     renderer = load_renderer(directory)
-    config = reversing.Texts(split="eval", num_tasks=prompts)
-    texts = list(reversing.texts(config))
+    config = reversal.ReversalTextsConfig(split="eval", num_tasks=prompts)
+    texts = list(reversal.generate_texts(config))
     asked = [renderer.render(reversal_prompt(text).messages) for text in texts]
     limit = 2 * config.max_chars + 40  # room for tags that are many tokens
     replies = _texts(await player.replies(asked, ClientSampling(max_tokens=limit)))
@@ -92,14 +92,14 @@ async def _measured(player: Player, directory: Path, prompts: int, seed: int) ->
     offers = [tool_prompt(rng, vocabulary(held_out=True))[0] for _ in range(prompts)]
     offered = [renderer.render(offer.messages, offer.tools) for offer in offers]
     calls = await player.replies(offered, ClientSampling(max_tokens=CALL))
-    answers = [reversing.answer(text) for text in texts]
+    answers = [reversal.reverse(text) for text in texts]
     tasks = max(1, prompts // ATTEMPTS)
     return Figures(
-        well_formed=fmean(map(reversing.well_formed, replies)),
-        similarity=fmean(map(reversing.similarity, replies, answers)),
-        exact=fmean(map(reversing.exact, replies, answers)),
-        greedy_similarity=fmean(map(reversing.similarity, greedy, answers)),
-        greedy_exact=fmean(map(reversing.exact, greedy, answers)),
+        well_formed=fmean(map(reversal.is_well_formed, replies)),
+        similarity=fmean(map(reversal.score_similarity, replies, answers)),
+        exact=fmean(map(reversal.score_exact, replies, answers)),
+        greedy_similarity=fmean(map(reversal.score_similarity, greedy, answers)),
+        greedy_exact=fmean(map(reversal.score_exact, greedy, answers)),
         tool_calls=fmean(map(_is_call, calls)),
         offered_calls=fmean(_is_call(parsed) and _was_offered(parsed, made) for parsed, made in zip(calls, offered)),
         **_of_walks(await player.rollouts(WIKISPEEDIA, tasks, ATTEMPTS, seed=seed)),
@@ -121,7 +121,7 @@ def _of_walks(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
 
 def _of_sortings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
-    said = [(f"{tag(turn)}>", reply.text) for trace in traces for turn, reply in enumerate(_replies(trace))]
+    said = [(f"{get_tag_name(turn)}>", reply.text) for trace in traces for turn, reply in enumerate(_replies(trace))]
     return {
         "sort_tagged": fmean(text.startswith(f"<{mark}") and text.endswith(f"</{mark}") for mark, text in said),
         "sort_reward": fmean(trace.reward or 0.0 for trace in traces),

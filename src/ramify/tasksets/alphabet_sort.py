@@ -14,15 +14,15 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 import ramify as rf
-from ramify.tasksets.drawing import distinct
-from ramify.tasksets.naming import first_and_last
-from ramify.tasksets.reading import replies
+from ramify.tasksets.answers import get_replies
+from ramify.tasksets.person_names import load_names
+from ramify.tasksets.splits import draw_distinct
 
-NEW = " // new name!"
-POWER = 4
-KEY = re.compile(r"(.[^A-Z]*)(.*)", re.DOTALL)
+NEW_NAME_SUFFIX = " // new name!"
+SIMILARITY_POWER = 4
+NAME_PATTERN = re.compile(r"(.[^A-Z]*)(.*)", re.DOTALL)
 
-Key = Literal["first", "last"]
+SortKey = Literal["first", "last"]
 
 
 class AlphabetSortConfig(rf.TasksetConfig):
@@ -37,129 +37,142 @@ class AlphabetSortConfig(rf.TasksetConfig):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _ordered(self) -> "AlphabetSortConfig":
-        for least, most in (("min_turns", "max_turns"), ("min_names", "max_names")):
-            if getattr(self, least) > getattr(self, most):
-                raise ValueError(f"{least} is {getattr(self, least)}, above {most}, which is {getattr(self, most)}")
+    def _min_must_not_exceed_max(self) -> "AlphabetSortConfig":
+        for min_key, max_key in (("min_turns", "max_turns"), ("min_names", "max_names")):
+            if getattr(self, min_key) > getattr(self, max_key):
+                raise ValueError(
+                    f"{min_key} is {getattr(self, min_key)}, above {max_key}, which is {getattr(self, max_key)}"
+                )
         return self
 
 
-class SortTask(rf.Task):
+class AlphabetSortTask(rf.Task):
     """The names of each turn, in the order in which they are shown."""
 
-    by: Key
+    by: SortKey
     turns: tuple[tuple[str, ...], ...]
 
 
-class Caller(rf.User):
+class NamesUser(rf.User):
     """Brings the names of the next turn until there are none left."""
 
-    def respond(self, task: SortTask, trace: rf.Trace) -> str | None:
-        turn = len(replies(trace))
-        return request(task.by, turn, task.turns[turn]) if turn < len(task.turns) else None
+    def respond(self, task: AlphabetSortTask, trace: rf.Trace) -> str | None:
+        turn = len(get_replies(trace))
+        return format_request(task.by, turn, task.turns[turn]) if turn < len(task.turns) else None
 
 
 class AlphabetSort(rf.Taskset):
     """Keep a growing list of names sorted by first or by last name."""
 
     config: AlphabetSortConfig
-    task_type = SortTask
+    task_type = AlphabetSortTask
 
-    def load(self) -> Iterator[SortTask]:
-        few = "alphabet-sort: num_tasks is {count}, but only {found} were found; let turns bring more names"
+    def load(self) -> Iterator[AlphabetSortTask]:
+        too_few_message = "alphabet-sort: num_tasks is {count}, but only {found} were found; let turns bring more names"
         config = self.config
-        return distinct(_draws(config), config.split, config.num_tasks, lambda task: str(task.turns), few)
+        return draw_distinct(
+            _draw_tasks(config), config.split, config.num_tasks, lambda task: str(task.turns), too_few_message
+        )
 
     def user(self) -> rf.User:
-        return Caller()
+        return NamesUser()
 
     @rf.reward
-    def sorted_names(self, task: SortTask, trace: rf.Trace) -> float:
+    def sorted_names(self, task: AlphabetSortTask, trace: rf.Trace) -> float:
         """The mean of the turns' scores; a turn that was never answered scores 0."""
-        return sum(_scores(task, trace)) / len(task.turns)
+        return sum(_score_turns(task, trace)) / len(task.turns)
 
     @rf.metric
-    def all_correct(self, task: SortTask, trace: rf.Trace) -> float:
-        return float(all(value == 1.0 for value in _scores(task, trace)))
+    def all_correct(self, task: AlphabetSortTask, trace: rf.Trace) -> float:
+        return float(all(value == 1.0 for value in _score_turns(task, trace)))
 
-    def gold(self, task: SortTask) -> list[str]:
-        return [block(tag(turn), expected(task.by, task.turns, turn)) for turn in range(len(task.turns))]
+    def gold(self, task: AlphabetSortTask) -> list[str]:
+        return [
+            format_block(get_tag_name(turn), build_expected_lines(task.by, task.turns, turn))
+            for turn in range(len(task.turns))
+        ]
 
 
-def tag(turn: int) -> str:
+def get_tag_name(turn: int) -> str:
     return "combined_alphabetical_sorted" if turn else "alphabetical_sorted"
 
 
-def block(tag: str, lines: Sequence[str]) -> str:
+def format_block(tag: str, lines: Sequence[str]) -> str:
     """Lines as a reply is to hold them."""
     return "\n".join([f"<{tag}>", *lines, f"</{tag}>"])
 
 
-def request(by: Key, turn: int, names: Sequence[str]) -> str:
+def format_request(by: SortKey, turn: int, names: Sequence[str]) -> str:
     """What the user says in a turn."""
     if turn == 0:
-        asked = f"Sort these names by {by} name inside <{tag(0)}> tags, one per line:"
+        instruction = f"Sort these names by {by} name inside <{get_tag_name(0)}> tags, one per line:"
     else:
-        asked = (
-            f"Now sort all names, old and new, by {by} name inside <{tag(turn)}> tags, one per line, "
-            f"with `{NEW.strip()}` after each of these new ones:"
+        instruction = (
+            f"Now sort all names, old and new, by {by} name inside <{get_tag_name(turn)}> tags, one per line, "
+            f"with `{NEW_NAME_SUFFIX.strip()}` after each of these new ones:"
         )
-    return "\n".join([asked, *names])
+    return "\n".join([instruction, *names])
 
 
-def sort_key(name: str, by: Key) -> str:
+def sort_key(name: str, by: SortKey) -> str:
     """The part of a name to sort by: it is split at the first capital after the first letter."""
-    parts = KEY.fullmatch(name)
+    parts = NAME_PATTERN.fullmatch(name)
     return "" if parts is None else parts[1 if by == "first" else 2]
 
 
-def expected(by: Key, turns: Sequence[Sequence[str]], turn: int) -> list[str]:
+def build_expected_lines(by: SortKey, turns: Sequence[Sequence[str]], turn: int) -> list[str]:
     """The lines of a perfect reply to a turn; equal keys keep the order in which the names came."""
-    known = [name for names in turns[: turn + 1] for name in names]
-    new = set(turns[turn]) if turn else set[str]()
-    return [name + NEW if name in new else name for name in sorted(known, key=lambda name: sort_key(name, by))]
+    names_so_far = [name for names in turns[: turn + 1] for name in names]
+    new_names = set(turns[turn]) if turn else set[str]()
+    return [
+        name + NEW_NAME_SUFFIX if name in new_names else name
+        for name in sorted(names_so_far, key=lambda name: sort_key(name, by))
+    ]
 
 
-def score(reply: str, tag: str, lines: Sequence[str]) -> float:
+def score_reply(reply: str, tag: str, expected_lines: Sequence[str]) -> float:
     """How close the tagged block of a reply is to `lines`, to the 4th power.
 
     Of several blocks the last counts, if each is better than the one before: an improvement is welcome, a second guess
     is not.
     """
-    wanted = _written(lines)
-    values = [_closeness(_written(found.split("\n")), wanted) for found in _blocks(reply, tag)]
-    return values[-1] if values and all(later > earlier for earlier, later in pairwise(values)) else 0.0
+    expected_text = _normalize_lines(expected_lines)
+    scores = [_similarity(_normalize_lines(found.split("\n")), expected_text) for found in _find_blocks(reply, tag)]
+    return scores[-1] if scores and all(later > earlier for earlier, later in pairwise(scores)) else 0.0
 
 
-def _scores(task: SortTask, trace: rf.Trace) -> list[float]:
-    given = [*replies(trace), *[""] * len(task.turns)]
+def _score_turns(task: AlphabetSortTask, trace: rf.Trace) -> list[float]:
+    replies_by_turn = [*get_replies(trace), *[""] * len(task.turns)]
     turns = range(len(task.turns))
-    return [score(given[turn], tag(turn), expected(task.by, task.turns, turn)) for turn in turns]
+    return [
+        score_reply(replies_by_turn[turn], get_tag_name(turn), build_expected_lines(task.by, task.turns, turn))
+        for turn in turns
+    ]
 
 
-def _blocks(reply: str, tag: str) -> list[str]:
+def _find_blocks(reply: str, tag: str) -> list[str]:
     return re.findall(f"<{tag}>(.*?)</{tag}>", reply, re.DOTALL)
 
 
-def _written(lines: Sequence[str]) -> str:
+def _normalize_lines(lines: Sequence[str]) -> str:
     return "\n".join(line.strip().lower() for line in lines if line.strip())
 
 
-def _closeness(found: str, wanted: str) -> float:
-    return difflib.SequenceMatcher(None, found, wanted).ratio() ** POWER
+def _similarity(text: str, expected_text: str) -> float:
+    return difflib.SequenceMatcher(None, text, expected_text).ratio() ** SIMILARITY_POWER
 
 
-def _draws(config: AlphabetSortConfig) -> Iterator[SortTask]:
+def _draw_tasks(config: AlphabetSortConfig) -> Iterator[AlphabetSortTask]:
     rng = random.Random(f"alphabet-sort {config.split} {config.seed}")
-    first, last = first_and_last()
+    first, last = load_names()
     while True:
-        by: Key = "first" if rng.random() < 0.5 else "last"
+        by: SortKey = "first" if rng.random() < 0.5 else "last"
         sizes = [
             rng.randint(config.min_names, config.max_names)
             for _ in range(rng.randint(config.min_turns, config.max_turns))
         ]
-        drawn: dict[str, None] = {}
-        while len(drawn) < sum(sizes):
-            drawn[rng.choice(first) + rng.choice(last)] = None
-        left = iter(drawn)
-        yield SortTask(by=by, turns=tuple(tuple(next(left) for _ in range(size)) for size in sizes))
+        names: dict[str, None] = {}
+        while len(names) < sum(sizes):
+            names[rng.choice(first) + rng.choice(last)] = None
+        remaining_names = iter(names)
+        yield AlphabetSortTask(by=by, turns=tuple(tuple(next(remaining_names) for _ in range(size)) for size in sizes))

@@ -11,12 +11,12 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 import ramify as rf
-from ramify.tasksets.drawing import distinct
-from ramify.tasksets.reading import boxed, same_value
+from ramify.tasksets.answers import extract_boxed, is_same_value
+from ramify.tasksets.splits import draw_distinct
 
 SYSTEM = "Put the final answer in \\boxed{}."
 
-THINGS = (
+OBJECTS = (
     "apples",
     "books",
     "boxes",
@@ -57,7 +57,7 @@ class ArithmeticConfig(rf.TasksetConfig):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _ordered(self) -> "ArithmeticConfig":
+    def _steps_and_operations_must_be_possible(self) -> "ArithmeticConfig":
         if self.min_steps > self.max_steps:
             raise ValueError(f"min_steps is {self.min_steps}, above max_steps, which is {self.max_steps}")
         if set(self.operations) == {"divide"}:
@@ -72,21 +72,25 @@ class Arithmetic(rf.Taskset):
 
     def load(self) -> Iterator[rf.Task]:
         config = self.config
-        few = "arithmetic: num_tasks is {count}, but only {found} were found; allow more steps or larger numbers"
-        for story, result in distinct(_stories(config), config.split, config.num_tasks, lambda drawn: drawn[0], few):
+        too_few_message = (
+            "arithmetic: num_tasks is {count}, but only {found} were found; allow more steps or larger numbers"
+        )
+        for story, result in draw_distinct(
+            _draw_stories(config), config.split, config.num_tasks, lambda drawn: drawn[0], too_few_message
+        ):
             yield rf.Task(prompt=story, system=SYSTEM, answer=str(result))
 
     @rf.reward
     def correct(self, task: rf.Task, trace: rf.Trace) -> float:
         """1 if the last box holds the result, else 0."""
-        found = boxed(trace.last_reply)
-        return float(found is not None and same_value(found, task.answer))
+        answer = extract_boxed(trace.last_reply)
+        return float(answer is not None and is_same_value(answer, task.answer))
 
     def gold(self, task: rf.Task) -> str:
         return f"\\boxed{{{task.answer}}}"
 
 
-def apply(operation: Operation, count: int, number: int) -> int:
+def apply_operation(operation: Operation, count: int, number: int) -> int:
     """What is left after a step."""
     match operation:
         case "add":
@@ -99,33 +103,33 @@ def apply(operation: Operation, count: int, number: int) -> int:
             return count // number
 
 
-def _stories(config: ArithmeticConfig) -> Iterator[tuple[str, int]]:
+def _draw_stories(config: ArithmeticConfig) -> Iterator[tuple[str, int]]:
     rng = random.Random(f"arithmetic {config.split} {config.seed}")
     while True:
         count = rng.randint(2, config.max_number)
-        told = [f"There are {count} {rng.choice(THINGS)} {rng.choice(PLACES)}."]
+        sentences = [f"There are {count} {rng.choice(OBJECTS)} {rng.choice(PLACES)}."]
         for _ in range(rng.randint(config.min_steps, config.max_steps)):
             operation = rng.choice(config.operations)
-            numbers = _possible(operation, count, config.max_number)
+            numbers = _allowed_numbers(operation, count, config.max_number)
             if not numbers:
                 break
             number = rng.choice(numbers)
-            count = apply(operation, count, number)
-            told.append(rng.choice(SENTENCES[operation]).format(n=number))
+            count = apply_operation(operation, count, number)
+            sentences.append(rng.choice(SENTENCES[operation]).format(n=number))
         else:
-            yield " ".join([*told, "How many are there now?"]), count
+            yield " ".join([*sentences, "How many are there now?"]), count
             continue
         yield "", 0  # a step that this count does not allow: a draw all the same, so that a dead end is noticed
 
 
-def _possible(operation: Operation, count: int, largest: int) -> range | list[int]:
+def _allowed_numbers(operation: Operation, count: int, max_number: int) -> range | list[int]:
     """The numbers a step may take."""
     match operation:
         case "add":
-            return range(2, largest + 1)
+            return range(2, max_number + 1)
         case "subtract":
-            return range(2, min(count, largest) + 1)
+            return range(2, min(count, max_number) + 1)
         case "multiply":
-            return range(2, 6) if count <= 10 * largest else range(0)
+            return range(2, 6) if count <= 10 * max_number else range(0)
         case "divide":
             return [number for number in range(2, 6) if count and count % number == 0]

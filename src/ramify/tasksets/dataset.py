@@ -15,14 +15,14 @@ from pydantic import Field, field_validator
 
 import ramify as rf
 from ramify.errors import ConfigInvalid
-from ramify.tasksets.drawing import EVAL_SHARE, split_of
-from ramify.tasksets.reading import boxed, same_value
-from ramify.tasksets.rows import Row, rows
+from ramify.tasksets.answers import extract_boxed, is_same_value
+from ramify.tasksets.data_files import DataRow, read_rows
+from ramify.tasksets.splits import EVAL_SHARE, assign_split
 
-BOXED = "Put the final answer in \\boxed{}."
-FINAL = "####"  # after it comes the result, in answers written as GSM8K writes them
+BOXED_INSTRUCTIONS = "Put the final answer in \\boxed{}."
+FINAL_ANSWER_MARKER = "####"  # after it comes the result, in answers written as GSM8K writes them
 
-Score = Callable[[rf.Task, rf.Trace], float]
+Scorer = Callable[[rf.Task, rf.Trace], float]
 
 
 class DatasetConfig(rf.TasksetConfig):
@@ -51,9 +51,9 @@ class DatasetConfig(rf.TasksetConfig):
 
     @field_validator("reward")
     @classmethod
-    def _known(cls, reward: str) -> str:
-        if reward not in JUDGES and not reward.partition(":")[0].endswith(".py"):
-            raise ValueError(f"expected {', '.join(map(repr, JUDGES))} or 'path.py:function', found {reward!r}")
+    def _reward_must_be_known(cls, reward: str) -> str:
+        if reward not in SCORERS and not reward.partition(":")[0].endswith(".py"):
+            raise ValueError(f"expected {', '.join(map(repr, SCORERS))} or 'path.py:function', found {reward!r}")
         return reward
 
 
@@ -64,82 +64,85 @@ class Dataset(rf.Taskset):
 
     def __init__(self, config: DatasetConfig) -> None:
         super().__init__(config)
-        self._score = JUDGES[config.reward] if config.reward in JUDGES else _function(config.reward)
+        self._scorer = SCORERS[config.reward] if config.reward in SCORERS else _load_scorer(config.reward)
 
     def load(self) -> Iterator[rf.Task]:
-        return islice(self._tasks(), self.config.num_tasks)
+        return islice(self._iter_tasks(), self.config.num_tasks)
 
     @rf.reward
     def correct(self, task: rf.Task, trace: rf.Trace) -> float:
-        return self._score(task, trace)
+        return self._scorer(task, trace)
 
     def gold(self, task: rf.Task) -> str | None:
         """The answer in the form that the reward reads; nobody knows what a function of yours wants."""
         if self.config.reward == "boxed":
-            return f"\\boxed{{{final(str(task.answer))}}}"
+            return f"\\boxed{{{extract_final_answer(str(task.answer))}}}"
         return str(task.answer) if self.config.reward == "exact" else None
 
-    def _tasks(self) -> Iterator[rf.Task]:
+    def _iter_tasks(self) -> Iterator[rf.Task]:
         config = self.config
-        own = config.reward not in JUDGES
+        has_custom_reward = config.reward not in SCORERS
         seen: set[str] = set()
-        for number, row in enumerate(rows(config.path, config.part), 1):
-            prompt = _prompt(_column(row, config.prompt, number), number)
-            if split_of(prompt if isinstance(prompt, str) else json.dumps(prompt), config.eval_share) != config.split:
+        for row_number, row in enumerate(read_rows(config.path, config.part), 1):
+            prompt = _parse_prompt(_get_column(row, config.prompt, row_number), row_number)
+            if (
+                assign_split(prompt if isinstance(prompt, str) else json.dumps(prompt), config.eval_share)
+                != config.split
+            ):
                 continue
-            answer = _column(row, config.answer, number)
+            answer = _get_column(row, config.answer, row_number)
             task = rf.Task.model_validate(
-                {"prompt": prompt, "system": self._system(row, number), "answer": answer}
-                | ({"row": row} if own else {})
+                {"prompt": prompt, "system": self._get_system_prompt(row, row_number), "answer": answer}
+                | ({"row": row} if has_custom_reward else {})
             )
             if task.identity not in seen:
                 seen.add(task.identity)
                 yield task
 
-    def _system(self, row: Row, number: int) -> str | None:
+    def _get_system_prompt(self, row: DataRow, row_number: int) -> str | None:
         config = self.config
         if config.system is not None:
-            return _column(row, config.system, number)
-        return BOXED if config.instructions is None and config.reward == "boxed" else config.instructions
+            return _get_column(row, config.system, row_number)
+        return BOXED_INSTRUCTIONS if config.instructions is None and config.reward == "boxed" else config.instructions
 
 
-def exact(task: rf.Task, trace: rf.Trace) -> float:
+def score_exact(task: rf.Task, trace: rf.Trace) -> float:
     """1 if the reply is the answer, spaces around both aside."""
     return float(trace.last_reply.strip() == str(task.answer).strip())
 
 
-def in_box(task: rf.Task, trace: rf.Trace) -> float:
+def score_boxed(task: rf.Task, trace: rf.Trace) -> float:
     """1 if the last box of the reply has the value of the answer's result."""
-    found = boxed(trace.last_reply)
-    return float(found is not None and same_value(found, final(str(task.answer))))
+    answer = extract_boxed(trace.last_reply)
+    return float(answer is not None and is_same_value(answer, extract_final_answer(str(task.answer))))
 
 
-def final(answer: str) -> str:
+def extract_final_answer(answer: str) -> str:
     """The result in a worked answer: after `####`, or in its last box, else all of it."""
-    if FINAL in answer:
-        return answer.rpartition(FINAL)[2].strip()
-    inside = boxed(answer)
-    return answer.strip() if inside is None else inside
+    if FINAL_ANSWER_MARKER in answer:
+        return answer.rpartition(FINAL_ANSWER_MARKER)[2].strip()
+    boxed_answer = extract_boxed(answer)
+    return answer.strip() if boxed_answer is None else boxed_answer
 
 
-JUDGES: dict[str, Score] = {"exact": exact, "boxed": in_box}
+SCORERS: dict[str, Scorer] = {"exact": score_exact, "boxed": score_boxed}
 
 
-def _column(row: Row, name: str, number: int) -> Any:
+def _get_column(row: DataRow, name: str, row_number: int) -> Any:
     if name not in row:
-        raise ConfigInvalid(f"dataset: row {number} has no column {name!r}; it has {', '.join(row)}")
+        raise ConfigInvalid(f"dataset: row {row_number} has no column {name!r}; it has {', '.join(row)}")
     return row[name]
 
 
-def _prompt(value: Any, number: int) -> str | tuple[dict[str, Any], ...]:
+def _parse_prompt(value: Any, row_number: int) -> str | tuple[dict[str, Any], ...]:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return tuple(value)
-    raise ConfigInvalid(f"dataset: the prompt of row {number} is neither text nor messages, but {value!r:.80}")
+    raise ConfigInvalid(f"dataset: the prompt of row {row_number} is neither text nor messages, but {value!r:.80}")
 
 
-def _function(name: str) -> Score:
+def _load_scorer(name: str) -> Scorer:
     """The function that `path.py:function` names."""
     file, _, function = name.partition(":")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -147,7 +150,7 @@ def _function(name: str) -> Score:
         raise ConfigInvalid(f"dataset: reward {name!r}: there is no file {file}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    scorer = getattr(module, function, None)
+    if not callable(scorer):
         raise ConfigInvalid(f"dataset: reward {name!r}: {file} has no function {function!r}")
-    return cast(Score, found)
+    return cast(Scorer, scorer)

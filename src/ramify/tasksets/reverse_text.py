@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import ramify as rf
-from ramify.tasksets import reversing
+from ramify.tasksets import reversal
 
 
-class ReverseTextConfig(reversing.Texts, rf.TasksetConfig):
+class ReverseTextConfig(reversal.ReversalTextsConfig, rf.TasksetConfig):
     """What the texts look like. The defaults are the default example."""
 
 
@@ -16,22 +16,22 @@ class ReverseText(rf.Taskset):
     config: ReverseTextConfig
 
     def load(self) -> Iterator[rf.Task]:
-        for text in reversing.texts(self.config):
-            yield rf.Task(prompt=text, system=reversing.SYSTEM, answer=reversing.answer(text))
+        for text in reversal.generate_texts(self.config):
+            yield rf.Task(prompt=text, system=reversal.SYSTEM, answer=reversal.reverse(text))
 
     @rf.reward
     def similarity(self, task: rf.Task, trace: rf.Trace) -> float:
         """How much of the text came back reversed."""
-        return reversing.similarity(trace.last_reply, task.answer)
+        return reversal.score_similarity(trace.last_reply, task.answer)
 
     @rf.metric
     def exact(self, task: rf.Task, trace: rf.Trace) -> float:
-        return reversing.exact(trace.last_reply, task.answer)
+        return reversal.score_exact(trace.last_reply, task.answer)
 
     @rf.metric
     def well_formed(self, trace: rf.Trace) -> float:
         """Whether the reply has the tags."""
-        return float(reversing.well_formed(trace.last_reply))
+        return float(reversal.is_well_formed(trace.last_reply))
 
     def gold(self, task: rf.Task) -> str:
-        return reversing.tagged(task.answer)
+        return reversal.wrap_in_tags(task.answer)

@@ -13,12 +13,14 @@ from typing import Any
 from pydantic import Field, model_validator
 
 import ramify as rf
-from ramify.tasksets import articles
-from ramify.tasksets.drawing import distinct
-from ramify.tasksets.gold import calls
+from ramify.tasksets import article_graph
+from ramify.tasksets.gold_replies import build_tool_call_replies
+from ramify.tasksets.splits import draw_distinct
 from ramify.trace import Message
 
-OVER = "error: the walk has ended, all turns are used."  # one reply may hold more calls than there are turns left
+OUT_OF_TURNS = (
+    "error: the walk has ended, all turns are used."  # one reply may hold more calls than there are turns left
+)
 SYSTEM = "Go from page to page by their links until you reach the target."
 
 
@@ -36,7 +38,7 @@ class WikispeediaConfig(rf.TasksetConfig):
     """Tool calls after which the walk ends."""
     num_articles: int = Field(default=400, ge=1)
     num_topics: int = Field(default=16, ge=1)
-    max_links: int = Field(default=30, ge=articles.MIN_LINKS, le=30)
+    max_links: int = Field(default=30, ge=article_graph.MIN_LINKS, le=30)
     """Links on a page, at most."""
     text_chars: int = Field(default=0, ge=0)
     """How much of an article's text a page shows."""
@@ -45,7 +47,7 @@ class WikispeediaConfig(rf.TasksetConfig):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _ordered(self) -> "WikispeediaConfig":
+    def _min_must_not_exceed_max(self) -> "WikispeediaConfig":
         if self.min_dist > self.max_dist:
             raise ValueError(f"min_dist is {self.min_dist}, above max_dist, which is {self.max_dist}")
         return self
@@ -66,20 +68,22 @@ class Wikispeedia(rf.Taskset):
     task_type = WalkTask
 
     @cached_property
-    def graph(self) -> articles.Graph:
+    def graph(self) -> article_graph.ArticleGraph:
         config = self.config
         if config.path is not None:
-            return articles.read(config.path, texts=config.text_chars > 0)
-        return articles.made(config.num_articles, config.num_topics, config.max_links)
+            return article_graph.load_snap_graph(config.path, with_texts=config.text_chars > 0)
+        return article_graph.build_graph(config.num_articles, config.num_topics, config.max_links)
 
     def load(self) -> Iterator[WalkTask]:
-        few = (
+        too_few_message = (
             "wikispeedia: num_tasks is {count}, but only {found} pairs at distances "
             f"{self.config.min_dist} to {self.config.max_dist} were found; widen them or take a larger graph"
         )
-        pairs = distinct(self._pairs(), self.config.split, self.config.num_tasks, _written, few)
+        pairs = draw_distinct(
+            self._draw_pairs(), self.config.split, self.config.num_tasks, _format_pair, too_few_message
+        )
         for source, target, shortest in pairs:
-            prompt = f"Target: {target}\n{self.page(source)}"
+            prompt = f"Target: {target}\n{self.render_page(source)}"
             yield WalkTask(prompt=prompt, system=SYSTEM, source=source, target=target, shortest=shortest)
 
     def setup(self, task: WalkTask, trace: rf.Trace) -> None:
@@ -88,33 +92,33 @@ class Wikispeedia(rf.Taskset):
     @rf.tool
     def click_link(self, article: str, task: WalkTask, trace: rf.Trace) -> str:
         """Follow a link."""
-        walk = _take_turn(trace)
-        here = walk["path"][-1]
-        if here == task.target:
-            return f"You have reached {here}."
+        walk = _count_turn(trace)
+        current = walk["path"][-1]
+        if current == task.target:
+            return f"You have reached {current}."
         if walk["turns"] > self.config.max_turns:
-            return OVER
-        links = self.graph.links[here]
-        title = articles.find(article, links)
+            return OUT_OF_TURNS
+        links = self.graph.links[current]
+        title = article_graph.match_title(article, links)
         if title is None:
-            return "\n".join([f"error: {here} has no link {article!r}. Links:", *links])
+            return "\n".join([f"error: {current} has no link {article!r}. Links:", *links])
         walk["path"].append(title)
         walk["clicks"] += 1
-        return f"You have reached {title}." if title == task.target else self.page(title)
+        return f"You have reached {title}." if title == task.target else self.render_page(title)
 
     @rf.tool
     def go_back(self, task: WalkTask, trace: rf.Trace) -> str:
         """Return to the page before."""
-        walk = _take_turn(trace)
+        walk = _count_turn(trace)
         path = walk["path"]
         if path[-1] == task.target:
             return f"You have reached {task.target}."
         if walk["turns"] > self.config.max_turns:
-            return OVER
+            return OUT_OF_TURNS
         if len(path) == 1:
             return f"error: {path[0]} is the first page, there is none before it."
         path.pop()
-        return self.page(path[-1])
+        return self.render_page(path[-1])
 
     @rf.stop
     def target_reached(self, task: WalkTask, trace: rf.Trace) -> bool:
@@ -143,37 +147,37 @@ class Wikispeedia(rf.Taskset):
         return task.shortest / trace.info["walk"]["clicks"] if self.target_reached(task, trace) else 0.0
 
     def gold(self, task: WalkTask) -> list[Message]:
-        way = articles.shortest_path(self.graph, task.source, task.target)
-        return calls(("click_link", {"article": title}) for title in way[1:])
+        path = article_graph.find_shortest_path(self.graph, task.source, task.target)
+        return build_tool_call_replies(("click_link", {"article": title}) for title in path[1:])
 
-    def page(self, title: str) -> str:
+    def render_page(self, title: str) -> str:
         """What the agent sees of an article."""
-        shown = self.graph.texts.get(title, "")[: self.config.text_chars]
-        return "\n".join([title, *([shown] if shown else []), "Links:", *self.graph.links[title]])
+        text = self.graph.texts.get(title, "")[: self.config.text_chars]
+        return "\n".join([title, *([text] if text else []), "Links:", *self.graph.links[title]])
 
-    def _pairs(self) -> Iterator[tuple[str, str, int]]:
+    def _draw_pairs(self) -> Iterator[tuple[str, str, int]]:
         """Endless pairs with their distance; an article from which nothing is that far gives an empty target."""
         rng = random.Random(f"wikispeedia {self.config.split} {self.config.seed}")
         titles = sorted(self.graph.links)
-        known: dict[str, list[tuple[str, int]]] = {}
+        targets_by_source: dict[str, list[tuple[str, int]]] = {}
         while True:
             source = rng.choice(titles)
-            if source not in known:
-                known[source] = sorted(
+            if source not in targets_by_source:
+                targets_by_source[source] = sorted(
                     (title, away)
-                    for title, away in articles.distances(self.graph, source).items()
+                    for title, away in article_graph.compute_distances(self.graph, source).items()
                     if self.config.min_dist <= away <= self.config.max_dist
                 )
-            target, away = rng.choice(known[source]) if known[source] else ("", 0)
+            target, away = rng.choice(targets_by_source[source]) if targets_by_source[source] else ("", 0)
             yield source, target, away
 
 
-def _written(pair: tuple[str, str, int]) -> str:
+def _format_pair(pair: tuple[str, str, int]) -> str:
     source, target, _ = pair
     return f"{source} -> {target}" if target else ""
 
 
-def _take_turn(trace: rf.Trace) -> dict[str, Any]:
+def _count_turn(trace: rf.Trace) -> dict[str, Any]:
     """The walk so far, with one more tool call counted."""
     walk = trace.info["walk"]
     walk["turns"] += 1

@@ -16,18 +16,18 @@ from pydantic import Field
 
 import ramify as rf
 from ramify.errors import ConfigInvalid
-from ramify.tasksets.drawing import split_of
-from ramify.tasksets.reading import replies
+from ramify.tasksets.answers import get_replies
+from ramify.tasksets.splits import assign_split
 
-WORDS = Path(__file__).with_name("five_letters.txt")
-GUESS = re.compile(r"\[([A-Za-z]+)\]")
-GUESSES = 6
-LENGTH = 5
+WORDS_FILE = Path(__file__).with_name("five_letters.txt")
+GUESS_PATTERN = re.compile(r"\[([A-Za-z]+)\]")
+MAX_GUESSES = 6
+WORD_LENGTH = 5
 SYSTEM = (
-    f"Play Wordle: find the five-letter word in {GUESSES} guesses. Guess as [word]. "
+    f"Play Wordle: find the five-letter word in {MAX_GUESSES} guesses. Guess as [word]. "
     "Each letter is answered by G (right place), Y (other place) or X (not in the word)."
 )
-OPENING = "Your first guess?"
+FIRST_MESSAGE = "Your first guess?"
 
 
 class WordleConfig(rf.TasksetConfig):
@@ -39,7 +39,7 @@ class WordleConfig(rf.TasksetConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Game:
+class WordleGame:
     """What has happened so far.
 
     PLAYING -> WON (the secret) | LOST (six guesses, or two invalid ones in a row)
@@ -48,24 +48,24 @@ class Game:
     guesses: tuple[str, ...] = ()  # the valid ones
     marks: str = ""  # of the latest valid guess
     problem: str = ""  # what is wrong with the latest reply, if it was invalid
-    over: bool = False
+    is_over: bool = False
 
     @property
-    def won(self) -> bool:
-        return self.marks == "G" * LENGTH
+    def is_won(self) -> bool:
+        return self.marks == "G" * WORD_LENGTH
 
     @property
     def score(self) -> float:
         """1 for a win, else what the latest valid guess was worth."""
-        return (self.marks.count("G") + 0.5 * self.marks.count("Y")) / LENGTH
+        return (self.marks.count("G") + 0.5 * self.marks.count("Y")) / WORD_LENGTH
 
 
-class Host(rf.User):
+class WordleUser(rf.User):
     """Marks each guess."""
 
     def respond(self, task: rf.Task, trace: rf.Trace) -> str | None:
-        game = play(task.answer, replies(trace))
-        if game.over:
+        game = play_replies(task.answer, get_replies(trace))
+        if game.is_over:
             return None
         if game.problem:
             return f"{game.problem} A second invalid guess in a row ends the game."
@@ -79,85 +79,85 @@ class Wordle(rf.Taskset):
 
     def load(self) -> Iterator[rf.Task]:
         config = self.config
-        secrets = [word for word in words() if split_of(word) == config.split]
+        secrets = [word for word in load_words() if assign_split(word) == config.split]
         random.Random(f"wordle {config.split} {config.seed}").shuffle(secrets)
         if config.num_tasks is not None and config.num_tasks > len(secrets):
             raise ConfigInvalid(f"wordle: num_tasks is {config.num_tasks}, but {config.split} has {len(secrets)} words")
         for secret in secrets[: config.num_tasks]:
-            yield rf.Task(prompt=OPENING, system=SYSTEM, answer=secret)
+            yield rf.Task(prompt=FIRST_MESSAGE, system=SYSTEM, answer=secret)
 
     def user(self) -> rf.User:
-        return Host()
+        return WordleUser()
 
     @rf.reward
     def found(self, task: rf.Task, trace: rf.Trace) -> float:
         """1 for the word, else a part of it for the letters of the latest valid guess."""
-        return play(task.answer, replies(trace)).score
+        return play_replies(task.answer, get_replies(trace)).score
 
     @rf.metric
     def guesses(self, task: rf.Task, trace: rf.Trace) -> float:
-        return float(len(play(task.answer, replies(trace)).guesses))
+        return float(len(play_replies(task.answer, get_replies(trace)).guesses))
 
     def gold(self, task: rf.Task) -> list[str]:
         return [f"[{task.answer}]"]
 
 
-def play(secret: str, replies: Sequence[str]) -> Game:
+def play_replies(secret: str, replies: Sequence[str]) -> WordleGame:
     """The game after these replies; those that come after its end change nothing."""
-    game = Game()
+    game = WordleGame()
     for reply in replies:
-        if game.over:
+        if game.is_over:
             break
-        game = _turn(game, secret, reply)
+        game = _apply_reply(game, secret, reply)
     return game
 
 
-def feedback(guess: str, secret: str) -> str:
+def compute_feedback(guess: str, secret: str) -> str:
     """G, Y or X for each letter. A letter is marked at most as often as the secret has it, greens first."""
-    left = Counter(wanted for letter, wanted in zip(guess, secret) if letter != wanted)
+    unmatched = Counter(wanted for letter, wanted in zip(guess, secret) if letter != wanted)
     marks: list[str] = []
     for letter, wanted in zip(guess, secret):
         if letter == wanted:
             marks.append("G")
-        elif left[letter]:
-            left[letter] -= 1
+        elif unmatched[letter]:
+            unmatched[letter] -= 1
             marks.append("Y")
         else:
             marks.append("X")
     return "".join(marks)
 
 
-def guess_of(reply: str) -> str | None:
+def parse_guess(reply: str) -> str | None:
     """The first word in brackets, in lower case."""
-    found = GUESS.search(reply)
-    return found[1].lower() if found else None
+    match = GUESS_PATTERN.search(reply)
+    return match[1].lower() if match else None
 
 
 @cache
-def words() -> tuple[str, ...]:
+def load_words() -> tuple[str, ...]:
     """The bundled list: every word that may be guessed, and every secret."""
-    return tuple(WORDS.read_text("utf-8").split())
+    return tuple(WORDS_FILE.read_text("utf-8").split())
 
 
-def _turn(game: Game, secret: str, reply: str) -> Game:
-    guess = guess_of(reply)
-    problem = _problem(guess, game.guesses)
+def _apply_reply(game: WordleGame, secret: str, reply: str) -> WordleGame:
+    guess = parse_guess(reply)
+    problem = _find_problem(guess, game.guesses)
     if guess is None or problem:
-        return Game(game.guesses, game.marks, problem, over=bool(game.problem))
+        return WordleGame(game.guesses, game.marks, problem, is_over=bool(game.problem))
     guesses = (*game.guesses, guess)
-    return Game(guesses, feedback(guess, secret), over=guess == secret or len(guesses) == GUESSES)
+    return WordleGame(guesses, compute_feedback(guess, secret), is_over=guess == secret or len(guesses) == MAX_GUESSES)
 
 
-def _problem(guess: str | None, before: Sequence[str]) -> str:
+def _find_problem(guess: str | None, previous_guesses: Sequence[str]) -> str:
     if guess is None:
         return "Write your guess in brackets: [word]."
-    if len(guess) != LENGTH:
-        return f"{guess} has {len(guess)} letters, not {LENGTH}."
-    if guess not in _known():
+    if len(guess) != WORD_LENGTH:
+        return f"{guess} has {len(guess)} letters, not {WORD_LENGTH}."
+    if guess not in _load_word_set():
         return f"{guess} is not in the word list."
-    return f"{guess} was guessed before." if guess in before else ""
+    return f"{guess} was guessed before." if guess in previous_guesses else ""
 
 
 @cache
-def _known() -> frozenset[str]:
-    return frozenset(words())
+def _load_word_set() -> frozenset[str]:
+    return frozenset(load_words())

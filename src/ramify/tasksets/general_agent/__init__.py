@@ -12,13 +12,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 import ramify as rf
-from ramify.tasksets.drawing import distinct
 from ramify.tasksets.general_agent.hotel import Hotel
 from ramify.tasksets.general_agent.library import Library
 from ramify.tasksets.general_agent.shop import Shop
 from ramify.tasksets.general_agent.tickets import Tickets
-from ramify.tasksets.general_agent.world import Call, Goal, World
-from ramify.tasksets.gold import calls
+from ramify.tasksets.general_agent.world import World, WorldCall, WorldGoal
+from ramify.tasksets.gold_replies import build_tool_call_replies
+from ramify.tasksets.splits import draw_distinct
 from ramify.trace import Message
 
 SYSTEM = "Do what is asked with the tools, in order and nothing more, then say that it is done."
@@ -40,7 +40,7 @@ class GeneralAgentConfig(rf.TasksetConfig):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _ordered(self) -> "GeneralAgentConfig":
+    def _min_must_not_exceed_max(self) -> "GeneralAgentConfig":
         if self.min_goals > self.max_goals:
             raise ValueError(f"min_goals is {self.min_goals}, above max_goals, which is {self.max_goals}")
         return self
@@ -51,7 +51,7 @@ class WorldTask(rf.Task):
 
     domain: Domain
     database: dict[str, Any]
-    calls: tuple[Call, ...]
+    calls: tuple[WorldCall, ...]
 
 
 class GeneralAgent(rf.Taskset):
@@ -62,12 +62,14 @@ class GeneralAgent(rf.Taskset):
 
     def load(self) -> Iterator[WorldTask]:
         config = self.config
-        few = "general-agent: num_tasks is {count}, but only {found} were found; allow more goals or rows"
-        return distinct(_draws(config), config.split, config.num_tasks, lambda task: str(task.prompt), few)
+        too_few_message = "general-agent: num_tasks is {count}, but only {found} were found; allow more goals or rows"
+        return draw_distinct(
+            _draw_tasks(config), config.split, config.num_tasks, lambda task: str(task.prompt), too_few_message
+        )
 
     def tools(self, task: WorldTask, state: SimpleNamespace) -> list[Callable[..., Any]]:
         """The tools of a world of this rollout's own."""
-        state.world = found(task)
+        state.world = build_initial_world(task)
         return state.world.tools()
 
     def finalize(self, trace: rf.Trace, state: SimpleNamespace) -> None:
@@ -76,43 +78,46 @@ class GeneralAgent(rf.Taskset):
     @rf.reward
     def reached(self, task: WorldTask, trace: rf.Trace) -> float:
         """1 if the world is left as the known calls leave it, else 0."""
-        return float(trace.info["database"] == wanted(task).model_dump(mode="json"))
+        return float(trace.info["database"] == build_goal_world(task).model_dump(mode="json"))
 
     def gold(self, task: WorldTask) -> list[Message]:
-        return [*calls((call.tool, call.arguments) for call in task.calls), Message("assistant", "Done.")]
+        return [
+            *build_tool_call_replies((call.tool, call.arguments) for call in task.calls),
+            Message("assistant", "Done."),
+        ]
 
 
-def found(task: WorldTask) -> World:
+def build_initial_world(task: WorldTask) -> World:
     """The world as the agent finds it."""
     return WORLDS[task.domain].model_validate(task.database)
 
 
-def wanted(task: WorldTask) -> World:
+def build_goal_world(task: WorldTask) -> World:
     """The world as the known calls leave it."""
-    world = found(task)
-    world.do(task.calls)
+    world = build_initial_world(task)
+    world.apply_calls(task.calls)
     return world
 
 
-def _draws(config: GeneralAgentConfig) -> Iterator[WorldTask]:
+def _draw_tasks(config: GeneralAgentConfig) -> Iterator[WorldTask]:
     rng = random.Random(f"general-agent {config.split} {config.seed}")
     while True:
         domain = rng.choice(config.domains)
-        world = WORLDS[domain].make(rng, config.num_rows)
+        world = WORLDS[domain].generate(rng, config.num_rows)
         database = world.model_dump(mode="json")
-        goals = [_goal(rng, world) for _ in range(rng.randint(config.min_goals, config.max_goals))]
-        words = [goal.words for goal in goals]
-        asked = words[0] if len(words) == 1 else "\n".join(f"{at}. {text}" for at, text in enumerate(words, 1))
+        goals = [_draw_goal(rng, world) for _ in range(rng.randint(config.min_goals, config.max_goals))]
+        texts = [goal.text for goal in goals]
+        prompt = texts[0] if len(texts) == 1 else "\n".join(f"{at}. {text}" for at, text in enumerate(texts, 1))
         if world.model_dump(mode="json") == database:
             continue  # the goals undid each other: an agent that does nothing would be right
-        done = tuple(call for goal in goals for call in goal.calls)
-        yield WorldTask(prompt=asked, system=SYSTEM, domain=domain, database=database, calls=done)
+        calls = tuple(call for goal in goals for call in goal.calls)
+        yield WorldTask(prompt=prompt, system=SYSTEM, domain=domain, database=database, calls=calls)
 
 
-def _goal(rng: random.Random, world: World) -> Goal:
+def _draw_goal(rng: random.Random, world: World) -> WorldGoal:
     """A goal for the world as it is now; the world moves on to where the goal is reached."""
     while True:
         goal = rng.choice(world.goals)(world, rng)
         if goal is not None:
-            world.do(goal.calls)
+            world.apply_calls(goal.calls)
             return goal

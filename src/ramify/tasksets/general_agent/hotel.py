@@ -6,7 +6,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ramify.tasksets.general_agent.world import Goal, Refused, World, call, named, people, row
+from ramify.tasksets.general_agent.world import (
+    ActionRefused,
+    World,
+    WorldGoal,
+    draw_people,
+    find_by_name,
+    get_row,
+    make_call,
+)
 
 NIGHTS = range(1, 8)
 
@@ -34,14 +42,14 @@ class Hotel(World):
     stays: dict[str, Stay]
 
     @classmethod
-    def make(cls, rng: random.Random, size: int) -> "Hotel":
+    def generate(cls, rng: random.Random, size: int) -> "Hotel":
         prices = rng.sample(range(40, 40 + 5 * size), size)  # all different: one free room is the cheapest
         rooms = {str(101 + n): Room(beds=rng.randint(1, 3), price=price) for n, price in enumerate(prices)}
-        guests = {f"G{n}": Guest(name=name) for n, name in enumerate(people(rng, size))}
+        guests = {f"G{n}": Guest(name=name) for n, name in enumerate(draw_people(rng, size))}
         hotel = cls(rooms=rooms, guests=guests, stays={})
         for _ in range(size):
             guest, room, night = rng.choice(list(guests)), rng.choice(list(rooms)), rng.choice(NIGHTS)
-            if f"{room}-{night}" not in hotel.stays and hotel._of(guest, night) is None:
+            if f"{room}-{night}" not in hotel.stays and hotel._find_stay(guest, night) is None:
                 hotel.book_room(guest, room, night)
         return hotel
 
@@ -50,7 +58,7 @@ class Hotel(World):
 
     def find_guest(self, name: str) -> dict[str, Any]:
         """Find a guest by name."""
-        return {"guest_id": named(self.guests, name, "guest")}
+        return {"guest_id": find_by_name(self.guests, name, "guest")}
 
     def free_rooms(self, night: int) -> dict[str, Any]:
         """The rooms that are free on a night, with beds and price."""
@@ -58,62 +66,66 @@ class Hotel(World):
 
     def list_stays(self, guest_id: str) -> dict[str, Any]:
         """The stays of a guest."""
-        row(self.guests, guest_id, "guest")
+        get_row(self.guests, guest_id, "guest")
         return {id: stay.model_dump() for id, stay in self.stays.items() if stay.guest == guest_id}
 
     def book_room(self, guest_id: str, room: str, night: int) -> str:
         """Book a free room for a guest and a night."""
-        row(self.guests, guest_id, "guest")
-        row(self.rooms, room, "room")
+        get_row(self.guests, guest_id, "guest")
+        get_row(self.rooms, room, "room")
         if night not in NIGHTS:
-            raise Refused(f"night goes from {NIGHTS[0]} to {NIGHTS[-1]}")
+            raise ActionRefused(f"night goes from {NIGHTS[0]} to {NIGHTS[-1]}")
         id = f"{room}-{night}"
         if id in self.stays:
-            raise Refused(f"room {room} is taken on night {night}")
+            raise ActionRefused(f"room {room} is taken on night {night}")
         self.stays[id] = Stay(guest=guest_id, room=room, night=night)
         return f"booked: {id}"
 
     def cancel_stay(self, stay_id: str) -> str:
         """Cancel a stay."""
-        row(self.stays, stay_id, "stay")
+        get_row(self.stays, stay_id, "stay")
         del self.stays[stay_id]
         return "cancelled"
 
     def move_stay(self, stay_id: str, room: str) -> str:
         """Move a stay to another room that is free on that night."""
-        stay = row(self.stays, stay_id, "stay")
+        stay = get_row(self.stays, stay_id, "stay")
         booked = self.book_room(stay.guest, room, stay.night)
         del self.stays[stay_id]
         return booked
 
-    def booking(self, rng: random.Random) -> Goal | None:
+    def make_booking_goal(self, rng: random.Random) -> WorldGoal | None:
         guest, night, beds = rng.choice(list(self.guests)), rng.choice(NIGHTS), rng.randint(1, 3)
         free = [id for id, room in self.free_rooms(night).items() if room["beds"] == beds]
-        if not free or self._of(guest, night) is not None:
+        if not free or self._find_stay(guest, night) is not None:
             return None
         room = min(free, key=lambda id: self.rooms[id].price)
         size = f"{beds} beds" if beds > 1 else "1 bed"
-        return Goal(
+        return WorldGoal(
             f"Book the cheapest free room with {size} for {self.guests[guest].name} on night {night}.",
             (
-                call("find_guest", name=self.guests[guest].name),
-                call("free_rooms", night=night),
-                call("book_room", guest_id=guest, room=room, night=night),
+                make_call("find_guest", name=self.guests[guest].name),
+                make_call("free_rooms", night=night),
+                make_call("book_room", guest_id=guest, room=room, night=night),
             ),
         )
 
-    def cancelling(self, rng: random.Random) -> Goal | None:
+    def make_cancellation_goal(self, rng: random.Random) -> WorldGoal | None:
         if not self.stays:
             return None
         id = rng.choice(list(self.stays))
         stay = self.stays[id]
         name = self.guests[stay.guest].name
-        return Goal(
+        return WorldGoal(
             f"Cancel the stay of {name} on night {stay.night}.",
-            (call("find_guest", name=name), call("list_stays", guest_id=stay.guest), call("cancel_stay", stay_id=id)),
+            (
+                make_call("find_guest", name=name),
+                make_call("list_stays", guest_id=stay.guest),
+                make_call("cancel_stay", stay_id=id),
+            ),
         )
 
-    def moving(self, rng: random.Random) -> Goal | None:
+    def make_move_goal(self, rng: random.Random) -> WorldGoal | None:
         if not self.stays:
             return None
         id = rng.choice(list(self.stays))
@@ -123,17 +135,17 @@ class Hotel(World):
             return None
         room = rng.choice(free)
         name = self.guests[stay.guest].name
-        return Goal(
+        return WorldGoal(
             f"Move {name} to room {room} on night {stay.night}.",
             (
-                call("find_guest", name=name),
-                call("list_stays", guest_id=stay.guest),
-                call("move_stay", stay_id=id, room=room),
+                make_call("find_guest", name=name),
+                make_call("list_stays", guest_id=stay.guest),
+                make_call("move_stay", stay_id=id, room=room),
             ),
         )
 
-    goals = (booking, cancelling, moving)
+    goals = (make_booking_goal, make_cancellation_goal, make_move_goal)
 
-    def _of(self, guest: str, night: int) -> str | None:
+    def _find_stay(self, guest: str, night: int) -> str | None:
         """The stay of a guest on a night; worlds are made with at most one."""
         return next((id for id, stay in self.stays.items() if (stay.guest, stay.night) == (guest, night)), None)

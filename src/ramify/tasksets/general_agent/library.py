@@ -6,11 +6,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ramify.tasksets.general_agent.world import Goal, Refused, World, call, named, people, row
+from ramify.tasksets.general_agent.world import (
+    ActionRefused,
+    World,
+    WorldGoal,
+    draw_people,
+    find_by_name,
+    get_row,
+    make_call,
+)
 
-KINDS = ("history", "secret", "garden", "letters", "shadow", "island", "winter", "journey")
-MATTERS = ("rivers", "bread", "stars", "clocks", "bridges", "birds", "silence", "gold", "maps", "rain")
-DAYS = 14  # a loan lasts, and a renewal adds
+TITLE_NOUNS = ("history", "secret", "garden", "letters", "shadow", "island", "winter", "journey")
+TITLE_TOPICS = ("rivers", "bread", "stars", "clocks", "bridges", "birds", "silence", "gold", "maps", "rain")
+LOAN_DAYS = 14  # a loan lasts, and a renewal adds
 
 
 class Book(BaseModel):
@@ -18,7 +26,7 @@ class Book(BaseModel):
     copies: int
 
 
-class Member(BaseModel):
+class LibraryMember(BaseModel):
     name: str
     fine: int
 
@@ -33,19 +41,21 @@ class Library(World):
     """Books, members, and loans, keyed by member and book. Days are counted from today, which is 0."""
 
     books: dict[str, Book]
-    members: dict[str, Member]
+    members: dict[str, LibraryMember]
     loans: dict[str, Loan]
 
     @classmethod
-    def make(cls, rng: random.Random, size: int) -> "Library":
-        titles = rng.sample([f"The {kind} of {matter}".title() for kind in KINDS for matter in MATTERS], size)
+    def generate(cls, rng: random.Random, size: int) -> "Library":
+        titles = rng.sample(
+            [f"The {kind} of {matter}".title() for kind in TITLE_NOUNS for matter in TITLE_TOPICS], size
+        )
         books = {f"B{n}": Book(name=title, copies=rng.randint(0, 3)) for n, title in enumerate(titles)}
-        names = people(rng, size)
-        members = {f"M{n}": Member(name=name, fine=rng.choice([0, 0, 2, 5])) for n, name in enumerate(names)}
+        names = draw_people(rng, size)
+        members = {f"M{n}": LibraryMember(name=name, fine=rng.choice([0, 0, 2, 5])) for n, name in enumerate(names)}
         loans: dict[str, Loan] = {}
         for _ in range(size):
             member, book = rng.choice(list(members)), rng.choice(list(books))
-            loans[f"{member}{book}"] = Loan(member=member, book=book, due=rng.randint(1, DAYS))
+            loans[f"{member}{book}"] = Loan(member=member, book=book, due=rng.randint(1, LOAN_DAYS))
         return cls(books=books, members=members, loans=loans)
 
     def tools(self) -> list[Callable[..., Any]]:
@@ -61,103 +71,103 @@ class Library(World):
 
     def find_member(self, name: str) -> dict[str, Any]:
         """Find a member by name."""
-        id = named(self.members, name, "member")
+        id = find_by_name(self.members, name, "member")
         return {"member_id": id, **self.members[id].model_dump()}
 
     def find_book(self, title: str) -> dict[str, Any]:
         """Find a book by title."""
-        id = named(self.books, title, "book")
+        id = find_by_name(self.books, title, "book")
         return {"book_id": id, **self.books[id].model_dump()}
 
     def list_loans(self, member_id: str) -> dict[str, Any]:
         """The books that a member has, with the day they are due."""
-        row(self.members, member_id, "member")
+        get_row(self.members, member_id, "member")
         loans = [loan for loan in self.loans.values() if loan.member == member_id]
         return {loan.book: {"title": self.books[loan.book].name, "due": loan.due} for loan in loans}
 
     def lend_book(self, member_id: str, book_id: str) -> str:
         """Lend a book to a member who owes no fine."""
-        member, book = row(self.members, member_id, "member"), row(self.books, book_id, "book")
+        member, book = get_row(self.members, member_id, "member"), get_row(self.books, book_id, "book")
         if member.fine:
-            raise Refused(f"{member.name} has to pay a fine of {member.fine} first")
+            raise ActionRefused(f"{member.name} has to pay a fine of {member.fine} first")
         if not book.copies:
-            raise Refused(f"no copy of {book.name} is left")
+            raise ActionRefused(f"no copy of {book.name} is left")
         if f"{member_id}{book_id}" in self.loans:
-            raise Refused(f"{member.name} has {book.name} already")
+            raise ActionRefused(f"{member.name} has {book.name} already")
         book.copies -= 1
-        self.loans[f"{member_id}{book_id}"] = Loan(member=member_id, book=book_id, due=DAYS)
-        return f"lent, due in {DAYS} days"
+        self.loans[f"{member_id}{book_id}"] = Loan(member=member_id, book=book_id, due=LOAN_DAYS)
+        return f"lent, due in {LOAN_DAYS} days"
 
     def return_book(self, member_id: str, book_id: str) -> str:
         """Take back a book from a member."""
-        loan = self._loan(member_id, book_id)
+        loan = self._get_loan(member_id, book_id)
         self.books[loan.book].copies += 1
         del self.loans[f"{member_id}{book_id}"]
         return "returned"
 
     def renew_loan(self, member_id: str, book_id: str) -> str:
         """Give a member 14 more days with a book."""
-        loan = self._loan(member_id, book_id)
-        loan.due += DAYS
+        loan = self._get_loan(member_id, book_id)
+        loan.due += LOAN_DAYS
         return f"due in {loan.due} days"
 
     def pay_fine(self, member_id: str) -> str:
         """Take the payment of a member's fine."""
-        member = row(self.members, member_id, "member")
+        member = get_row(self.members, member_id, "member")
         if not member.fine:
-            raise Refused(f"{member.name} owes nothing")
+            raise ActionRefused(f"{member.name} owes nothing")
         member.fine = 0
         return "paid"
 
-    def lending(self, rng: random.Random) -> Goal | None:
+    def make_loan_goal(self, rng: random.Random) -> WorldGoal | None:
         member, book = rng.choice(list(self.members)), rng.choice(list(self.books))
         if not self.books[book].copies or f"{member}{book}" in self.loans:
             return None
         name, title = self.members[member].name, self.books[book].name
         fine = self.members[member].fine
-        return Goal(
+        return WorldGoal(
             f"Lend {title} to {name}" + (", who has come to pay the fine too." if fine else "."),
             (
-                call("find_member", name=name),
-                call("find_book", title=title),
-                *([call("pay_fine", member_id=member)] if fine else []),
-                call("lend_book", member_id=member, book_id=book),
+                make_call("find_member", name=name),
+                make_call("find_book", title=title),
+                *([make_call("pay_fine", member_id=member)] if fine else []),
+                make_call("lend_book", member_id=member, book_id=book),
             ),
         )
 
-    def returning(self, rng: random.Random) -> Goal | None:
+    def make_return_goal(self, rng: random.Random) -> WorldGoal | None:
         if not self.loans:
             return None
         member = self.loans[rng.choice(list(self.loans))].member
         name = self.members[member].name
         books = [loan.book for loan in self.loans.values() if loan.member == member]
-        return Goal(
+        return WorldGoal(
             f"{name} brings back every book that is out on that name.",
             (
-                call("find_member", name=name),
-                call("list_loans", member_id=member),
-                *(call("return_book", member_id=member, book_id=book) for book in books),
+                make_call("find_member", name=name),
+                make_call("list_loans", member_id=member),
+                *(make_call("return_book", member_id=member, book_id=book) for book in books),
             ),
         )
 
-    def renewing(self, rng: random.Random) -> Goal | None:
+    def make_renewal_goal(self, rng: random.Random) -> WorldGoal | None:
         if not self.loans:
             return None
         loan = self.loans[rng.choice(list(self.loans))]
         name, title = self.members[loan.member].name, self.books[loan.book].name
-        return Goal(
+        return WorldGoal(
             f"Renew the loan of {title} for {name}.",
             (
-                call("find_member", name=name),
-                call("list_loans", member_id=loan.member),
-                call("renew_loan", member_id=loan.member, book_id=loan.book),
+                make_call("find_member", name=name),
+                make_call("list_loans", member_id=loan.member),
+                make_call("renew_loan", member_id=loan.member, book_id=loan.book),
             ),
         )
 
-    goals = (lending, returning, renewing)
+    goals = (make_loan_goal, make_return_goal, make_renewal_goal)
 
-    def _loan(self, member_id: str, book_id: str) -> Loan:
-        member, book = row(self.members, member_id, "member"), row(self.books, book_id, "book")
+    def _get_loan(self, member_id: str, book_id: str) -> Loan:
+        member, book = get_row(self.members, member_id, "member"), get_row(self.books, book_id, "book")
         if f"{member_id}{book_id}" not in self.loans:
-            raise Refused(f"{member.name} does not have {book.name}")
+            raise ActionRefused(f"{member.name} does not have {book.name}")
         return self.loans[f"{member_id}{book_id}"]

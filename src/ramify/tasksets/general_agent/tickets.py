@@ -6,9 +6,28 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ramify.tasksets.general_agent.world import Goal, Refused, World, call, named, people, row
+from ramify.tasksets.general_agent.world import (
+    ActionRefused,
+    World,
+    WorldGoal,
+    draw_people,
+    find_by_name,
+    get_row,
+    make_call,
+)
 
-THINGS = ("printer", "login", "search", "report", "invoice", "calendar", "camera", "backup", "projector", "newsletter")
+SUBJECTS = (
+    "printer",
+    "login",
+    "search",
+    "report",
+    "invoice",
+    "calendar",
+    "camera",
+    "backup",
+    "projector",
+    "newsletter",
+)
 FAULTS = ("is slow", "does not start", "shows nothing", "asks twice", "is too loud", "forgets its settings")
 
 Status = Literal["open", "working", "closed"]
@@ -32,9 +51,9 @@ class Tickets(World):
     tickets: dict[str, Ticket]
 
     @classmethod
-    def make(cls, rng: random.Random, size: int) -> "Tickets":
-        team = {f"U{n}": Person(name=name) for n, name in enumerate(people(rng, max(2, size // 2)))}
-        titles = rng.sample([f"{thing} {fault}" for thing in THINGS for fault in FAULTS], size)
+    def generate(cls, rng: random.Random, size: int) -> "Tickets":
+        team = {f"U{n}": Person(name=name) for n, name in enumerate(draw_people(rng, max(2, size // 2)))}
+        titles = rng.sample([f"{thing} {fault}" for thing in SUBJECTS for fault in FAULTS], size)
         urgencies = rng.sample(range(1, 10 * size), size)  # all different: one ticket is the most urgent
         tickets: dict[str, Ticket] = {}
         for number, (title, urgency) in enumerate(zip(titles, urgencies)):
@@ -48,7 +67,7 @@ class Tickets(World):
 
     def find_person(self, name: str) -> dict[str, Any]:
         """Find a person by name."""
-        return {"person_id": named(self.people, name, "person")}
+        return {"person_id": find_by_name(self.people, name, "person")}
 
     def list_tickets(self, status: Status) -> dict[str, Any]:
         """The tickets that are open, working or closed."""
@@ -57,85 +76,85 @@ class Tickets(World):
 
     def assign_ticket(self, ticket_id: str, person_id: str) -> str:
         """Give a ticket that is not closed to a person, who works on it from now on."""
-        ticket = row(self.tickets, ticket_id, "ticket")
-        row(self.people, person_id, "person")
+        ticket = get_row(self.tickets, ticket_id, "ticket")
+        get_row(self.people, person_id, "person")
         if ticket.status == "closed":
-            raise Refused(f"ticket {ticket_id} is closed")
+            raise ActionRefused(f"ticket {ticket_id} is closed")
         ticket.owner, ticket.status = person_id, "working"
         return "assigned"
 
     def close_ticket(self, ticket_id: str) -> str:
         """Close a ticket."""
-        ticket = row(self.tickets, ticket_id, "ticket")
+        ticket = get_row(self.tickets, ticket_id, "ticket")
         if ticket.status == "closed":
-            raise Refused(f"ticket {ticket_id} is closed already")
+            raise ActionRefused(f"ticket {ticket_id} is closed already")
         ticket.status = "closed"
         return "closed"
 
     def reopen_ticket(self, ticket_id: str) -> str:
         """Open a closed ticket again, without an owner."""
-        ticket = row(self.tickets, ticket_id, "ticket")
+        ticket = get_row(self.tickets, ticket_id, "ticket")
         if ticket.status != "closed":
-            raise Refused(f"ticket {ticket_id} is not closed")
+            raise ActionRefused(f"ticket {ticket_id} is not closed")
         ticket.status, ticket.owner = "open", None
         return "open"
 
-    def assigning(self, rng: random.Random) -> Goal | None:
-        waiting = [id for id, ticket in self.tickets.items() if ticket.status == "open"]
-        if not waiting:
+    def make_assignment_goal(self, rng: random.Random) -> WorldGoal | None:
+        open_tickets = [id for id, ticket in self.tickets.items() if ticket.status == "open"]
+        if not open_tickets:
             return None
-        id = max(waiting, key=lambda id: self.tickets[id].urgency)
+        id = max(open_tickets, key=lambda id: self.tickets[id].urgency)
         person = rng.choice(list(self.people))
         name = self.people[person].name
-        return Goal(
+        return WorldGoal(
             f"Give the most urgent open ticket to {name}.",
             (
-                call("find_person", name=name),
-                call("list_tickets", status="open"),
-                call("assign_ticket", ticket_id=id, person_id=person),
+                make_call("find_person", name=name),
+                make_call("list_tickets", status="open"),
+                make_call("assign_ticket", ticket_id=id, person_id=person),
             ),
         )
 
-    def handing_over(self, rng: random.Random) -> Goal | None:
+    def make_handover_goal(self, rng: random.Random) -> WorldGoal | None:
         giver, taker = rng.sample(list(self.people), 2)
-        running = self._of(giver)
-        if not running:
+        tickets_in_work = self._find_tickets_in_work(giver)
+        if not tickets_in_work:
             return None
-        return Goal(
+        return WorldGoal(
             f"{self.people[taker].name} takes over all tickets that {self.people[giver].name} is working on.",
             (
-                call("find_person", name=self.people[giver].name),
-                call("find_person", name=self.people[taker].name),
-                call("list_tickets", status="working"),
-                *(call("assign_ticket", ticket_id=id, person_id=taker) for id in running),
+                make_call("find_person", name=self.people[giver].name),
+                make_call("find_person", name=self.people[taker].name),
+                make_call("list_tickets", status="working"),
+                *(make_call("assign_ticket", ticket_id=id, person_id=taker) for id in tickets_in_work),
             ),
         )
 
-    def closing(self, rng: random.Random) -> Goal | None:
+    def make_closing_goal(self, rng: random.Random) -> WorldGoal | None:
         person = rng.choice(list(self.people))
-        running = self._of(person)
-        if not running:
+        tickets_in_work = self._find_tickets_in_work(person)
+        if not tickets_in_work:
             return None
-        return Goal(
+        return WorldGoal(
             f"Close every ticket that {self.people[person].name} is working on.",
             (
-                call("find_person", name=self.people[person].name),
-                call("list_tickets", status="working"),
-                *(call("close_ticket", ticket_id=id) for id in running),
+                make_call("find_person", name=self.people[person].name),
+                make_call("list_tickets", status="working"),
+                *(make_call("close_ticket", ticket_id=id) for id in tickets_in_work),
             ),
         )
 
-    def reopening(self, rng: random.Random) -> Goal | None:
-        done = [id for id, ticket in self.tickets.items() if ticket.status == "closed"]
-        if not done:
+    def make_reopening_goal(self, rng: random.Random) -> WorldGoal | None:
+        closed_tickets = [id for id, ticket in self.tickets.items() if ticket.status == "closed"]
+        if not closed_tickets:
             return None
-        id = rng.choice(done)
-        return Goal(
+        id = rng.choice(closed_tickets)
+        return WorldGoal(
             f"Open the ticket {self.tickets[id].title!r} again.",
-            (call("list_tickets", status="closed"), call("reopen_ticket", ticket_id=id)),
+            (make_call("list_tickets", status="closed"), make_call("reopen_ticket", ticket_id=id)),
         )
 
-    goals = (assigning, handing_over, closing, reopening)
+    goals = (make_assignment_goal, make_handover_goal, make_closing_goal, make_reopening_goal)
 
-    def _of(self, person: str) -> list[str]:
+    def _find_tickets_in_work(self, person: str) -> list[str]:
         return [id for id, ticket in self.tickets.items() if (ticket.status, ticket.owner) == ("working", person)]

@@ -12,16 +12,16 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel
 
-from ramify.tasksets.naming import first_and_last
+from ramify.tasksets.person_names import load_names
 
 T = TypeVar("T")
 
 
-class Refused(Exception):
+class ActionRefused(Exception):
     """A tool cannot do what it was asked; the message is for the model."""
 
 
-class Call(BaseModel):
+class WorldCall(BaseModel):
     """A tool and what it is called with."""
 
     tool: str
@@ -29,21 +29,21 @@ class Call(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class WorldGoal:
     """What is wanted, in words, and calls that bring it about."""
 
-    words: str
-    calls: tuple[Call, ...]
+    text: str
+    calls: tuple[WorldCall, ...]
 
 
 class World(BaseModel):
     """A database: each field a table of rows by their key."""
 
-    goals: ClassVar[Sequence[Callable[[Any, random.Random], Goal | None]]] = ()
+    goals: ClassVar[Sequence[Callable[[Any, random.Random], WorldGoal | None]]] = ()
     """Makers of goals; one that finds nothing to ask for in a world returns None."""
 
     @classmethod
-    def make(cls, rng: random.Random, size: int) -> "World":
+    def generate(cls, rng: random.Random, size: int) -> "World":
         """A world whose tables have about `size` rows."""
         raise NotImplementedError
 
@@ -51,33 +51,33 @@ class World(BaseModel):
         """The methods that an agent may call."""
         raise NotImplementedError
 
-    def do(self, calls: Sequence[Call]) -> None:
+    def apply_calls(self, calls: Sequence[WorldCall]) -> None:
         """Carry out some calls."""
-        known = {tool.__name__: tool for tool in self.tools()}
+        tools_by_name = {tool.__name__: tool for tool in self.tools()}
         for call in calls:
-            known[call.tool](**call.arguments)
+            tools_by_name[call.tool](**call.arguments)
 
 
-def call(tool: str, **arguments: Any) -> Call:
-    return Call(tool=tool, arguments=arguments)
+def make_call(tool: str, **arguments: Any) -> WorldCall:
+    return WorldCall(tool=tool, arguments=arguments)
 
 
-def people(rng: random.Random, count: int) -> list[str]:
+def draw_people(rng: random.Random, count: int) -> list[str]:
     """Different full names."""
-    first, last = first_and_last()
+    first, last = load_names()
     return [f"{one} {other}" for one, other in zip(rng.sample(first, count), rng.sample(last, count))]
 
 
-def row(table: dict[str, T], key: str, what: str) -> T:
+def get_row(table: dict[str, T], key: str, row_kind: str) -> T:
     """The row of a table, or the reason why there is none."""
     if key not in table:
-        raise Refused(f"there is no {what} {key!r}")
+        raise ActionRefused(f"there is no {row_kind} {key!r}")
     return table[key]
 
 
-def named(table: dict[str, Any], name: str, what: str) -> str:
+def find_by_name(table: dict[str, Any], name: str, row_kind: str) -> str:
     """The key of the row with this name, in any letters of case."""
     for key, found in table.items():
         if found.name.casefold() == name.strip().casefold():
             return key
-    raise Refused(f"there is no {what} called {name!r}")
+    raise ActionRefused(f"there is no {row_kind} called {name!r}")

@@ -13,7 +13,7 @@ from ramify.errors import ConfigInvalid
 from ramify.model.resolve import resolve
 from ramify.render import Renderer, load_renderer
 from ramify.store import default_run_name
-from ramify.tasksets.rows import rows
+from ramify.tasksets.data_files import read_rows
 from ramify.train.sft.chats import Chat, read_chats
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.examples import forest_of
@@ -45,7 +45,7 @@ def plan_of(config: SftConfig) -> Plan:
     """Read the data and find the model. Raises ConfigInvalid or ModelNotFound."""
     model = resolve(config.model.name)
     renderer = load_renderer(model, config.renderer)
-    chats = read_chats(rows(config.data.path, config.data.part), config.data)
+    chats = read_chats(read_rows(config.data.path, config.data.part), config.data)
     train, apart = held_out(len(chats), config.validation.share, config.seed)
     if config.validation.share and not (train and apart):
         nothing = "measure" if train else "train on"
@@ -53,7 +53,7 @@ def plan_of(config: SftConfig) -> Plan:
     validation = [chats[at] for at in apart]
     if config.validation.path is not None:
         apart = config.data.model_copy(update={"path": config.validation.path})
-        validation = read_chats(rows(config.validation.path, config.validation.part), apart)
+        validation = read_chats(read_rows(config.validation.path, config.validation.part), apart)
     chosen = [chats[at] for at in train]
     name = config.name or default_run_name(config.data.path, config.model.name, config.identity)
     stream = Stream(len(chosen), config.epochs, config.seed)

@@ -14,71 +14,80 @@ from typing import Any
 
 from ramify.errors import ConfigInvalid
 
-Row = dict[str, Any]
-LONGEST_FIELD = 2**30  # characters of a field in a csv file; the module's own limit is 131,072
-NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # `datasets` writes these
+DataRow = dict[str, Any]
+MAX_FIELD_CHARS = 2**30  # characters of a field in a csv file; the module's own limit is 131,072
+METADATA_FILES = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+)  # `datasets` writes these
 
 
-def rows(name: str, part: str | None = None) -> Iterator[Row]:
+def read_rows(name: str, part: str | None = None) -> Iterator[DataRow]:
     """The rows of a file, a directory or a dataset's id; `part` picks the files of one part, such as `test`."""
-    for file in _files(name, part):
+    for file in _find_files(name, part):
         try:
             yield from READERS[file.suffix](file)
         except (ValueError, OSError) as error:  # what pyarrow raises is one of them
             raise ConfigInvalid(f"dataset: {file} cannot be read: {error}") from error
 
 
-def _files(name: str, part: str | None) -> list[Path]:
+def _find_files(name: str, part: str | None) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in READERS:
             raise ConfigInvalid(f"dataset: {path} is not one of {', '.join(READERS)}")
         return [path]
-    directory = path if path.is_dir() else _cached(name)
+    directory = path if path.is_dir() else _find_in_hf_cache(name)
     found = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
-    found = _data_files([file for file in found if not _is_made(file)])
-    chosen = [file for file in found if part is None or part in _parts(file, directory)]
+    found = _select_data_files([file for file in found if not _is_datasets_cache(file)])
+    chosen = [file for file in found if part is None or part in _part_names(file, directory)]
     if not chosen:
-        there = ", ".join(sorted({word for file in found for word in _parts(file, directory)})) or "no data files"
-        raise ConfigInvalid(f"dataset: {name} has no {f'part {part!r}' if part else 'data files'}; it has {there}")
+        available_parts = (
+            ", ".join(sorted({word for file in found for word in _part_names(file, directory)})) or "no data files"
+        )
+        raise ConfigInvalid(
+            f"dataset: {name} has no {f'part {part!r}' if part else 'data files'}; it has {available_parts}"
+        )
     return chosen
 
 
-def _data_files(files: list[Path]) -> list[Path]:
+def _select_data_files(files: list[Path]) -> list[Path]:
     """Return the files that hold the rows of a directory.
 
     If there are files of other formats, csv and json files are taken for notes beside them.
     """
     others = [file for file in files if file.suffix not in (".csv", ".json")]
-    return others or [file for file in files if file.name not in NOTES]
+    return others or [file for file in files if file.name not in METADATA_FILES]
 
 
-def _is_made(file: Path) -> bool:
+def _is_datasets_cache(file: Path) -> bool:
     """Whether `datasets` has left the file beside one it saved, for what it computed from it: the same rows again."""
     return file.name.startswith("cache-") and (file.parent / "state.json").is_file()
 
 
-def _parts(file: Path, directory: Path) -> set[str]:
+def _part_names(file: Path, directory: Path) -> set[str]:
     """The words by which a part is known: `train/data-0.arrow`, `data/train-00000-of-00002.parquet`, `train.jsonl`."""
     return {*file.relative_to(directory).parts[:-1], file.stem.split("-")[0], file.stem}
 
 
-def _cached(name: str) -> Path:
+def _find_in_hf_cache(name: str) -> Path:
     """Where the local Hugging Face cache keeps the main revision of a dataset."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     entry = cache / f"datasets--{name.replace('/', '--')}"
     main = entry / "refs" / "main"
-    found = entry / "snapshots" / main.read_text().strip() if main.is_file() else None
-    if found is None or not found.is_dir():
+    snapshot = entry / "snapshots" / main.read_text().strip() if main.is_file() else None
+    if snapshot is None or not snapshot.is_dir():
         raise ConfigInvalid(
             f"dataset: {name} is no file and no directory, and {entry} is not in the cache. Nothing is downloaded: "
             f"run `hf download --repo-type dataset {name}`, or give a path"
         )
-    return found
+    return snapshot
 
 
-def _jsonl(file: Path) -> Iterator[Row]:
+def _read_jsonl(file: Path) -> Iterator[DataRow]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -92,14 +101,14 @@ def _jsonl(file: Path) -> Iterator[Row]:
             yield row
 
 
-def _json(file: Path) -> Iterator[Row]:
+def _read_json(file: Path) -> Iterator[DataRow]:
     """A list of objects, or one object on each line."""
     text = file.read_text(encoding="utf-8-sig")
     try:
         content = json.loads(text)
     except ValueError as error:
         if text.lstrip().startswith("{"):  # one object on each line
-            yield from _jsonl(file)
+            yield from _read_jsonl(file)
             return
         raise ConfigInvalid(f"dataset: {file} is not JSON: {error}") from error
     if not isinstance(content, list):
@@ -111,9 +120,9 @@ def _json(file: Path) -> Iterator[Row]:
         yield row
 
 
-def _csv(file: Path) -> Iterator[Row]:
+def _read_csv(file: Path) -> Iterator[DataRow]:
     """Fields separated by commas, all of them text; the first line names the columns."""
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(MAX_FIELD_CHARS)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:
@@ -132,39 +141,39 @@ def _csv(file: Path) -> Iterator[Row]:
             raise ConfigInvalid(f"dataset: {file}:{reader.line_num} is not CSV: {error}") from error
 
 
-def _parquet(file: Path) -> Iterator[Row]:
-    for batch in _arrow_module("pyarrow.parquet").ParquetFile(file).iter_batches():
-        yield from map(_row, batch.to_pylist())
+def _read_parquet(file: Path) -> Iterator[DataRow]:
+    for batch in _import_pyarrow("pyarrow.parquet").ParquetFile(file).iter_batches():
+        yield from map(_clean_row, batch.to_pylist())
 
 
-def _arrow(file: Path) -> Iterator[Row]:
+def _read_arrow(file: Path) -> Iterator[DataRow]:
     with file.open("rb") as stream:
-        for batch in _arrow_module("pyarrow.ipc").open_stream(stream):
-            yield from map(_row, batch.to_pylist())
+        for batch in _import_pyarrow("pyarrow.ipc").open_stream(stream):
+            yield from map(_clean_row, batch.to_pylist())
 
 
-def _row(columns: Row) -> Row:
+def _clean_row(columns: DataRow) -> DataRow:
     """A row of arrow, which fills every table with the keys of all others, as nulls."""
-    return {name: _own(value) for name, value in columns.items()}
+    return {name: _drop_nulls(value) for name, value in columns.items()}
 
 
-def _own(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _own(each) for key, each in value.items() if each is not None}
-    return [_own(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
+    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _arrow_module(name: str) -> Any:
+def _import_pyarrow(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
         raise ConfigInvalid("dataset: parquet and arrow files need pyarrow: pip install 'ramify[parquet]'") from error
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".csv": _csv,
-    ".json": _json,
+READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".csv": _read_csv,
+    ".json": _read_json,
 }

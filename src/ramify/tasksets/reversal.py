@@ -15,14 +15,14 @@ from pydantic import Field, model_validator
 
 from ramify.config import Config
 from ramify.errors import ConfigInvalid
-from ramify.tasksets.drawing import Split, distinct, split_of
+from ramify.tasksets.splits import Split, assign_split, draw_distinct
 
 SYSTEM = "Reverse the text character by character. Answer inside <reversed_text> tags."
-TAGGED = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
-WORDS = Path(__file__).with_name("words.txt")
+TAGGED_PATTERN = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
+WORDS_FILE = Path(__file__).with_name("words.txt")
 
 
-class Texts(Config):
+class ReversalTextsConfig(Config):
     """What the texts look like. The defaults are the default example."""
 
     split: Split = "train"
@@ -36,72 +36,78 @@ class Texts(Config):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _ordered(self) -> "Texts":
+    def _min_must_not_exceed_max(self) -> "ReversalTextsConfig":
         if self.min_chars > self.max_chars:
             raise ValueError(f"min_chars is {self.min_chars}, above max_chars, which is {self.max_chars}")
         return self
 
 
-def texts(config: Texts) -> Iterator[str]:
+def generate_texts(config: ReversalTextsConfig) -> Iterator[str]:
     """The texts of the config's split, all different: `num_tasks` of them, or as many as the file has."""
     if config.path is not None:
-        mine = (line for line in _lines(config.path) if split_of(line) == config.split)
-        yield from list(dict.fromkeys(mine))[: config.num_tasks]
+        lines_of_split = (line for line in _read_lines(config.path) if assign_split(line) == config.split)
+        yield from list(dict.fromkeys(lines_of_split))[: config.num_tasks]
         return
-    few = (
+    too_few_message = (
         "reverse-text: num_tasks is {count}, but only {found} texts of "
         f"{config.min_chars} to {config.max_chars} characters were found; widen the lengths or the alphabet"
     )
-    yield from distinct(_sentences(config), config.split, config.num_tasks, str, few)
+    yield from draw_distinct(_draw_texts(config), config.split, config.num_tasks, str, too_few_message)
 
 
-def answer(text: str) -> str:
+def reverse(text: str) -> str:
     """The text, reversed."""
     return text[::-1]
 
 
-def tagged(text: str) -> str:
+def wrap_in_tags(text: str) -> str:
     """A reply as the system prompt asks for it."""
     return f"<reversed_text>{text}</reversed_text>"
 
 
-def extract(reply: str) -> str:
+def extract_tagged(reply: str) -> str:
     """What the first pair of tags holds, stripped; empty if there is none."""
-    found = TAGGED.search(reply)
-    return found[1].strip() if found else ""
+    match = TAGGED_PATTERN.search(reply)
+    return match[1].strip() if match else ""
 
 
-def similarity(reply: str, answer: str) -> float:
+def score_similarity(reply: str, answer: str) -> float:
     """2·matches / (length of both), as `difflib` counts matches; `reply` is the whole reply."""
-    return difflib.SequenceMatcher(None, extract(reply), answer).ratio()
+    return difflib.SequenceMatcher(None, extract_tagged(reply), answer).ratio()
 
 
-def exact(reply: str, answer: str) -> float:
+def score_exact(reply: str, answer: str) -> float:
     """Whether the reply's text is the answer."""
-    return float(extract(reply) == answer)
+    return float(extract_tagged(reply) == answer)
 
 
-def well_formed(reply: str) -> bool:
+def is_well_formed(reply: str) -> bool:
     """Whether the reply is one pair of tags with something between them, and nothing else."""
-    return bool(extract(reply)) and TAGGED.fullmatch(reply.strip()) is not None and reply.count("<reversed_text>") == 1
+    return (
+        bool(extract_tagged(reply))
+        and TAGGED_PATTERN.fullmatch(reply.strip()) is not None
+        and reply.count("<reversed_text>") == 1
+    )
 
 
-def _sentences(config: Texts) -> Iterator[str]:
+def _draw_texts(config: ReversalTextsConfig) -> Iterator[str]:
     rng = random.Random(f"reverse-text {config.split} {config.seed}")
-    between = " " if " " in config.alphabet else ""
-    known = [word for word in words() if set(word) <= set(config.alphabet) and len(word) <= config.max_chars]
-    if not known:
+    separator = " " if " " in config.alphabet else ""
+    usable_words = [
+        word for word in load_words() if set(word) <= set(config.alphabet) and len(word) <= config.max_chars
+    ]
+    if not usable_words:
         raise ConfigInvalid(f"reverse-text: no word is made of the alphabet {config.alphabet!r}")
     while True:
-        wanted = rng.randint(config.min_chars, config.max_chars)
-        text = rng.choice(known)
-        while len(text) < wanted:
-            text += between + rng.choice(known)
+        min_length = rng.randint(config.min_chars, config.max_chars)
+        text = rng.choice(usable_words)
+        while len(text) < min_length:
+            text += separator + rng.choice(usable_words)
         # What overshoots is a draw all the same, an empty one, so that impossible lengths are noticed.
         yield text if config.min_chars <= len(text) <= config.max_chars else ""
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _read_lines(path: Path) -> Iterator[str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
@@ -110,6 +116,6 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 @cache
-def words() -> tuple[str, ...]:
+def load_words() -> tuple[str, ...]:
     """The bundled list of common English words."""
-    return tuple(WORDS.read_text("utf-8").split())
+    return tuple(WORDS_FILE.read_text("utf-8").split())

@@ -7,9 +7,9 @@ from typing import Any
 from ramify.trace import Message, ToolCall
 
 
-def calls(wanted: Iterable[tuple[str, dict[str, Any]]]) -> list[Message]:
+def build_tool_call_replies(calls: Iterable[tuple[str, dict[str, Any]]]) -> list[Message]:
     """One reply for each call, given as (tool, arguments)."""
     return [
         Message("assistant", tool_calls=(ToolCall(f"gold{number}", name, json.dumps(arguments)),))
-        for number, (name, arguments) in enumerate(wanted)
+        for number, (name, arguments) in enumerate(calls)
     ]
