@@ -136,25 +136,25 @@ def test_a_tool_call_comes_back_as_it_was_written():
 
 def test_sampled_replies_are_well_formed():
     from ramify.client import ClientSampling
-    from ramify.recipe.corpus import reversal_prompt
-    from ramify.recipe.playing import playing
+    from ramify.recipe.corpus import build_reversal_prompt
+    from ramify.recipe.local_model import open_local_model
     from ramify.tasksets.reversal import ReversalTextsConfig, generate_texts, is_well_formed
 
     config = ReversalTextsConfig(split="eval", num_tasks=32, seed=1)
-    prompts = [RENDERER.render(reversal_prompt(text).messages) for text in generate_texts(config)]
-    with playing(TINY) as player:
-        parsed = asyncio.run(player.replies(prompts, ClientSampling(max_tokens=32)))
+    prompts = [RENDERER.render(build_reversal_prompt(text).messages) for text in generate_texts(config)]
+    with open_local_model(TINY) as player:
+        parsed = asyncio.run(player.sample_replies(prompts, ClientSampling(max_tokens=32)))
     replies = [one.message.text for one in parsed]
     assert sum(map(is_well_formed, replies)) >= 0.9 * len(replies)
     assert len(set(replies)) > len(replies) / 2
 
 
 def test_a_rollout_of_it_calls_tools_over_several_turns():
-    from ramify.recipe.measure import WIKISPEEDIA
-    from ramify.recipe.playing import playing
+    from ramify.recipe.local_model import open_local_model
+    from ramify.recipe.metrics import WIKISPEEDIA
 
-    with playing(TINY) as player:
-        groups = asyncio.run(player.rollouts(WIKISPEEDIA, 4, 2, seed=0))
+    with open_local_model(TINY) as player:
+        groups = asyncio.run(player.run_rollouts(WIKISPEEDIA, 4, 2, seed=0))
     assert [len(group) for group in groups] == [2] * 4
     traces = [trace for group in groups for trace in group]
     assert all(trace.reward is not None for trace in traces)

@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from ramify.model.tiny.weights import write_rounded, write_start
-from ramify.recipe.corpus import Shares, conversations
-from ramify.recipe.drills import drills
-from ramify.recipe.stages import STAGES, Stage, config_of, write_rows
+from ramify.recipe.corpus import CorpusMix, draw_conversations
+from ramify.recipe.drills import draw_drills
+from ramify.recipe.stages import STAGES, SftStage, build_sft_config, write_stage_data
 from ramify.tasksets.data_files import read_rows
 from ramify.tasksets.reversal import SYSTEM as REVERSING
 from ramify.tasksets.splits import assign_split
@@ -28,7 +28,7 @@ def test_what_is_taught_loads_no_torch():
 
 def test_no_conversation_to_learn_from_is_of_an_eval_split():
     seen = set[str]()
-    for made in islice(conversations(7, Shares()), 300):
+    for made in islice(draw_conversations(7, CorpusMix()), 300):
         first = made.messages[0].text
         asked = [message.text for message in made.messages if message.role == "user"]
         if first == REVERSING:
@@ -45,8 +45,8 @@ def test_no_conversation_to_learn_from_is_of_an_eval_split():
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
     short = replace(stage, steps=4)
-    write_rows(short, tmp_path / "rows.jsonl", seed=3)
-    config = config_of(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
+    write_stage_data(short, tmp_path / "rows.jsonl", seed=3)
+    config = build_sft_config(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
     chats = read_chats(read_rows(config.data.path), config.data)
     drawn = list(islice(stage.rows(3), 4 * stage.batch))
     assert [chat.messages for chat in chats] == [tuple(made.messages) for made in drawn]
@@ -54,12 +54,12 @@ def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
 
 
 def test_stages_pass_on_whole_weights_and_a_seed_gives_the_same_model(tmp_path):
-    stage = Stage("short", drills, steps=3, batch=4, warmup=1)
+    stage = SftStage("short", draw_drills, steps=3, batch_size=4, warmup_steps=1)
     write_start(tmp_path / "start", seed=0)
-    write_rows(stage, tmp_path / "rows.jsonl", seed=0)
+    write_stage_data(stage, tmp_path / "rows.jsonl", seed=0)
     found: list[bytes] = []
     for output in (tmp_path / "a", tmp_path / "b"):
-        done = train(config_of(stage, tmp_path / "rows.jsonl", tmp_path / "start", output, seed=0))
+        done = train(build_sft_config(stage, tmp_path / "rows.jsonl", tmp_path / "start", output, seed=0))
         assert done.steps == 3
         assert done.weights is not None
         assert {str(value.dtype) for value in load_file(done.weights / "model.safetensors").values()} == {"float32"}

@@ -140,9 +140,9 @@ def _list(asked: argparse.Namespace) -> int:
 def _show(asked: argparse.Namespace) -> int:
     about = look(asked.name)
     if asked.measure:
-        from ramify.recipe.measure import measure  # torch is loaded here, not for help
+        from ramify.recipe.metrics import measure_model  # torch is loaded here, not for help
 
-        about.record = {**about.record, "figures": measure(about.path).as_dict(), "built": "measured now"}
+        about.record = {**about.record, "figures": measure_model(about.path).to_dict(), "built": "measured now"}
     if asked.json:
         print(json.dumps(_plain(about), indent=2))
         return 0
@@ -174,12 +174,12 @@ def _build(asked: argparse.Namespace) -> int:
     if asked.directory.exists() and not asked.force:
         raise ConfigInvalid(f"{asked.directory} exists; --force replaces it")
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
-    from ramify.recipe.build import build  # torch is loaded here, not for help
+    from ramify.recipe.build import build_model  # torch is loaded here, not for help
     from ramify.store import wrap_storage_errors
     from ramify.train.sft.display import choose
 
     with wrap_storage_errors(asked.directory):
-        build(asked.name, asked.directory, seed=asked.seed, display=choose)
+        build_model(asked.name, asked.directory, seed=asked.seed, display=choose)
     return 0
 
 

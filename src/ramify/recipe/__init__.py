@@ -4,5 +4,5 @@ The idea: a policy that already writes every format and has hardly any skill, so
 learning on a laptop have something to show. `tiny` is small enough to be built anew whenever the recipe changes.
 """
 
-VERSION = 3  # raised whenever the same seed gives another model
-FIGURES = "ramify.json"  # beside the model: its seed, this version, the day, and what was measured
+RECIPE_VERSION = 3  # raised whenever the same seed gives another model
+MODEL_INFO_FILE = "ramify.json"  # beside the model: its seed, this version, the day, and what was measured

@@ -9,46 +9,46 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ramify.model.tiny.weights import write_rounded, write_start
-from ramify.recipe import FIGURES, VERSION
-from ramify.recipe.measure import measure
-from ramify.recipe.stages import STAGES, config_of, write_rows
+from ramify.recipe import MODEL_INFO_FILE, RECIPE_VERSION
+from ramify.recipe.metrics import measure_model
+from ramify.recipe.stages import STAGES, build_sft_config, write_stage_data
 from ramify.train.sft import train
 from ramify.train.sft.display import Display, Quiet
 
 
-def build(name: str, directory: Path, *, seed: int, display: Callable[[], Display] = Quiet) -> None:
+def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], Display] = Quiet) -> None:
     """Build the packaged model `name` into `directory`, in place of what was there; `display` shows each stage."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
-        draft = Path(scratch) / "model"
-        write_rounded(_trained(Path(scratch), seed, display), draft)
+        staging_dir = Path(scratch) / "model"
+        write_rounded(_train_stages(Path(scratch), seed, display), staging_dir)
         display().say("measuring")
-        figures = measure(draft, seed=seed).as_dict()
-        about = {
+        figures = measure_model(staging_dir, seed=seed).to_dict()
+        model_info = {
             "name": name,
-            "recipe": VERSION,
+            "recipe": RECIPE_VERSION,
             "seed": seed,
             "built": datetime.now(UTC).date().isoformat(),
             "minutes": round((time.monotonic() - started) / 60, 1),
             "figures": figures,
         }
-        (draft / FIGURES).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+        (staging_dir / MODEL_INFO_FILE).write_text(json.dumps(model_info, indent=2) + "\n", "utf-8")
         if directory.exists():
             shutil.move(directory, Path(scratch) / "old")
-        draft.replace(directory)
+        staging_dir.replace(directory)
     display().say(f"wrote {directory}")
 
 
-def _trained(scratch: Path, seed: int, display: Callable[[], Display]) -> Path:
+def _train_stages(scratch: Path, seed: int, display: Callable[[], Display]) -> Path:
     """All stages, each from the float32 weights that the one before it wrote."""
     model = scratch / "start"
     write_start(model, seed)
     for stage in STAGES:
         display().say(f"{stage.name}: {stage.steps} steps")
         rows = scratch / f"{stage.name}.jsonl"
-        write_rows(stage, rows, seed)
-        done = train(config_of(stage, rows, model, scratch, seed), display=display())
+        write_stage_data(stage, rows, seed)
+        done = train(build_sft_config(stage, rows, model, scratch, seed), display=display())
         if done.weights is None:
             raise KeyboardInterrupt  # ramify sft ends orderly when it is told to stop, and has no weights then
         model = done.weights

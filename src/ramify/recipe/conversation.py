@@ -8,38 +8,38 @@ from typing import Any
 
 from ramify.trace import Message, ToolCall
 
-PARAMETERS = {
+PARAMETER_NAMES = {
     "string": ["name", "title", "query", "city", "date", "status", "path", "order_id", "user_id", "text"],
     "integer": ["count", "limit", "size", "number", "year", "day", "amount", "id", "page"],
 }
 
 
 @dataclass(slots=True)
-class Conversation:
+class DrillConversation:
     """Messages and the tools that are offered with them; every reply in it is trained."""
 
     messages: list[Message] = field(default_factory=list[Message])
     tools: Sequence[dict[str, Any]] = ()
 
-    def say(self, role: str, text: str) -> None:
+    def add_message(self, role: str, text: str) -> None:
         self.messages.append(Message(role, text))
 
-    def call(self, name: str, arguments: dict[str, Any], result: str) -> None:
+    def add_tool_call(self, name: str, arguments: dict[str, Any], result: str) -> None:
         """A reply that calls a tool, and what the tool answers."""
         id = f"call{len(self.messages)}"
         self.messages.append(Message("assistant", tool_calls=(ToolCall(id, name, json.dumps(arguments)),)))
         self.messages.append(Message("tool", result, tool_call_id=id))
 
 
-def tool(rng: random.Random, name: str, told: str = "") -> dict[str, Any]:
+def make_tool(rng: random.Random, name: str, description: str = "") -> dict[str, Any]:
     """A tool with up to two parameters."""
     kinds = rng.choices(["string", "string", "integer"], k=rng.choice([0, 0, 1, 1, 1, 1, 2]))
-    names = {rng.choice(PARAMETERS[kind]): {"type": kind} for kind in kinds}
+    names = {rng.choice(PARAMETER_NAMES[kind]): {"type": kind} for kind in kinds}
     schema = {"type": "object", "properties": names, "required": list(names)}
-    return {"type": "function", "function": {"name": name, "description": told, "parameters": schema}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-def sketch(rng: random.Random, words: Sequence[str], tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def draw_tool_call(rng: random.Random, words: Sequence[str], tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A call of the tool: its name, and values of the right types."""
     draw: dict[str, Callable[[], Any]] = {
         "string": lambda: rng.choice([rng.choice(words), f"{rng.choice('ABCDRX')}{rng.randint(1, 99)}"]),

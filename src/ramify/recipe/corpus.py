@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.recipe.conversation import Conversation, sketch, tool
-from ramify.recipe.drills import LETTERS, backwards, drills
-from ramify.recipe.games import guessings, sortings, walks
+from ramify.recipe.conversation import DrillConversation, draw_tool_call, make_tool
+from ramify.recipe.drills import LETTERS, draw_drills, draw_reversal_drill
+from ramify.recipe.games import make_guessing_generator, make_sorting_generator, make_walk_generator
 from ramify.tasksets import reversal
 from ramify.trace import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class CorpusMix:
     """How many rows of each kind there are among all, and how badly texts are reversed."""
 
     reversal: int = 10
@@ -33,87 +33,97 @@ class Shares:
     guessing: int = 5
     reckoning: int = 1
     drill: int = 12
-    slip: float = 0.5
+    slip_prob: float = 0.5
     """How often a letter of a reversal is replaced by any other."""
 
 
-def conversations(seed: int, shares: Shares) -> Iterator[Conversation]:
+def draw_conversations(seed: int, mix: CorpusMix) -> Iterator[DrillConversation]:
     """Every format in its share, without end; drills go on among them."""
     rng = random.Random(f"conversations {seed}")
-    words = vocabulary(held_out=False)
+    words = load_vocabulary(held_out=False)
     texts = list(reversal.generate_texts(reversal.ReversalTextsConfig(num_tasks=4000, seed=seed)))
-    drill = drills(seed + 1)
-    makers: dict[str, Callable[[], Conversation]] = {
-        "reversal": lambda: reversal(rng, texts, shares.slip),
-        "tool_use": lambda: tool_use(rng, words),
-        "walk": walks(rng),
-        "sorting": sortings(rng),
-        "guessing": guessings(rng),
-        "reckoning": lambda: reckoning(rng, words),
+    drill = draw_drills(seed + 1)
+    makers: dict[str, Callable[[], DrillConversation]] = {
+        "reversal": lambda: draw_reversal(rng, texts, mix.slip_prob),
+        "tool_use": lambda: draw_tool_use(rng, words),
+        "walk": make_walk_generator(rng),
+        "sorting": make_sorting_generator(rng),
+        "guessing": make_guessing_generator(rng),
+        "reckoning": lambda: draw_arithmetic(rng, words),
         "drill": lambda: next(drill),
-        "backwards": lambda: backwards(rng),
+        "backwards": lambda: draw_reversal_drill(rng),
     }
-    weights = [getattr(shares, kind) for kind in makers]
+    weights = [getattr(mix, kind) for kind in makers]
     while True:
         (make,) = rng.choices(list(makers.values()), weights)
         yield make()
 
 
-def vocabulary(*, held_out: bool) -> list[str]:
+def load_vocabulary(*, held_out: bool) -> list[str]:
     """The words that conversations are made of, or the tenth of all that they never use."""
-    return [word for at, word in enumerate(reversal.load_words()) if (at % 10 == 0) == held_out]
+    return [word for index, word in enumerate(reversal.load_words()) if (index % 10 == 0) == held_out]
 
 
-def reversal(rng: random.Random, texts: list[str], slip: float) -> Conversation:
+def draw_reversal(rng: random.Random, texts: list[str], slip_prob: float) -> DrillConversation:
     """Tasks of the default example one after another, answered with slips: one prompt, many replies to learn from."""
-    made = Conversation()
-    made.say("system", reversal.SYSTEM)
+    conversation = DrillConversation()
+    conversation.add_message("system", reversal.SYSTEM)
     for text in rng.sample(texts, rng.randint(1, 6)):
-        answer = "".join(rng.choice(LETTERS) if rng.random() < slip else letter for letter in text[::-1])
-        made.say("user", text)
-        made.say("assistant", reversal.wrap_in_tags(answer))
-    return made
+        answer = "".join(rng.choice(LETTERS) if rng.random() < slip_prob else letter for letter in text[::-1])
+        conversation.add_message("user", text)
+        conversation.add_message("assistant", reversal.wrap_in_tags(answer))
+    return conversation
 
 
-def reversal_prompt(text: str) -> Conversation:
-    return Conversation([Message("system", reversal.SYSTEM), Message("user", text)])
+def build_reversal_prompt(text: str) -> DrillConversation:
+    return DrillConversation([Message("system", reversal.SYSTEM), Message("user", text)])
 
 
-def tool_use(rng: random.Random, words: list[str]) -> Conversation:
+def draw_tool_use(rng: random.Random, words: list[str]) -> DrillConversation:
     """Tools nobody has seen, and calls that copy their names and arguments from the request."""
-    made, wanted = tool_prompt(rng, words)
+    conversation, expected_call = draw_tool_prompt(rng, words)
     for turn in range(rng.randint(1, 3)):
         if turn:
-            made.say("user", request(rng, wanted := sketch(rng, words, rng.choice(made.tools))))
-        made.call(*wanted, rng.choice(["ok", "done", f'{{"{rng.choice(words)}": {rng.randint(0, 99)}}}', "not found"]))
+            conversation.add_message(
+                "user", format_request(rng, expected_call := draw_tool_call(rng, words, rng.choice(conversation.tools)))
+            )
+        conversation.add_tool_call(
+            *expected_call, rng.choice(["ok", "done", f'{{"{rng.choice(words)}": {rng.randint(0, 99)}}}', "not found"])
+        )
         if rng.random() < 0.5:
-            made.say("assistant", rng.choice(["Done.", "It is done.", "I could not find it."]))
-    return made
+            conversation.add_message("assistant", rng.choice(["Done.", "It is done.", "I could not find it."]))
+    return conversation
 
 
-def tool_prompt(rng: random.Random, words: list[str]) -> tuple[Conversation, tuple[str, dict[str, Any]]]:
+def draw_tool_prompt(rng: random.Random, words: list[str]) -> tuple[DrillConversation, tuple[str, dict[str, Any]]]:
     """A request with one or two tools named after `words`, and the call it asks for."""
     pairs = [rng.sample(words, 2) for _ in range(rng.randint(1, 2))]
-    made = Conversation(tools=[tool(rng, f"{verb}_{noun}", f"{verb.title()} the {noun}.") for verb, noun in pairs])
+    conversation = DrillConversation(
+        tools=[make_tool(rng, f"{verb}_{noun}", f"{verb.title()} the {noun}.") for verb, noun in pairs]
+    )
     if rng.random() < 0.5:
-        made.say("system", rng.choice(["Use the tools.", "You help people with their requests.", "Solve the task."]))
-    wanted = sketch(rng, words, rng.choice(made.tools))
-    made.say("user", request(rng, wanted))
-    return made, wanted
+        conversation.add_message(
+            "system", rng.choice(["Use the tools.", "You help people with their requests.", "Solve the task."])
+        )
+    expected_call = draw_tool_call(rng, words, rng.choice(conversation.tools))
+    conversation.add_message("user", format_request(rng, expected_call))
+    return conversation, expected_call
 
 
-def request(rng: random.Random, wanted: tuple[str, dict[str, Any]]) -> str:
-    name, arguments = wanted
+def format_request(rng: random.Random, expected_call: tuple[str, dict[str, Any]]) -> str:
+    name, arguments = expected_call
     values = ", ".join(f"{key} {json.dumps(value).strip(chr(34))}" for key, value in arguments.items())
     opening = rng.choice(["Please {}", "{}", "I want to {}", "Can you {}"]).format(name.replace("_", " the "))
     return f"{opening}{rng.choice([': ', ' with ', ', ']) + values if values else ''}."
 
 
-def reckoning(rng: random.Random, words: list[str]) -> Conversation:
+def draw_arithmetic(rng: random.Random, words: list[str]) -> DrillConversation:
     """A small sum, the answer in a box."""
     first, second, third = (rng.randint(1, 20) for _ in range(3))
-    made = Conversation()
-    made.say("system", rng.choice(["Put the final answer in \\boxed{}.", "Answer in \\boxed{}."]))
-    made.say("user", f"There are {first} {rng.choice(words)}s. {second} more come and {third} go. How many are left?")
-    made.say("assistant", f"\\boxed{{{first + second - third}}}")
-    return made
+    conversation = DrillConversation()
+    conversation.add_message("system", rng.choice(["Put the final answer in \\boxed{}.", "Answer in \\boxed{}."]))
+    conversation.add_message(
+        "user", f"There are {first} {rng.choice(words)}s. {second} more come and {third} go. How many are left?"
+    )
+    conversation.add_message("assistant", f"\\boxed{{{first + second - third}}}")
+    return conversation

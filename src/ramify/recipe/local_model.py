@@ -20,12 +20,12 @@ from ramify.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Trace, Usage
 
-AT_ONCE = 64  # rollouts
-REPLY = 160  # tokens of one reply in them, at most
+MAX_CONCURRENT = 64  # rollouts
+MAX_REPLY_TOKENS = 160  # tokens of one reply in them, at most
 T = TypeVar("T")
 
 
-class Player:
+class LocalModel:
     """A model that can be asked for replies and for whole rollouts."""
 
     def __init__(self, engine: Engine, renderer: Renderer, name: str) -> None:
@@ -53,46 +53,50 @@ class Player:
         usage = Usage(len(prompt), len(ids), done.cached)
         return Completion(ids, logprobs, done.finish or "abort", (), usage, self._name)
 
-    async def replies(self, prompts: Sequence[RenderedPrompt], sampling: ClientSampling) -> list[ParsedReply]:
+    async def sample_replies(self, prompts: Sequence[RenderedPrompt], sampling: ClientSampling) -> list[ParsedReply]:
         """One reply to each prompt, seeded by its place."""
-        asked = [replace(sampling, seed=at, stop_ids=self._renderer.stop_ids) for at in range(len(prompts))]
-        done = await _together(self.generate(prompt.token_ids.tolist(), how) for prompt, how in zip(prompts, asked))
+        samplings = [replace(sampling, seed=at, stop_ids=self._renderer.stop_ids) for at in range(len(prompts))]
+        done = await _gather_bounded(
+            self.generate(prompt.token_ids.tolist(), how) for prompt, how in zip(prompts, samplings)
+        )
         return [self._renderer.parse(sample.token_ids, prompt) for sample, prompt in zip(done, prompts)]
 
-    async def rollouts(self, taskset: dict[str, Any], tasks: int, attempts: int, *, seed: int) -> list[list[Trace]]:
+    async def run_rollouts(
+        self, taskset: dict[str, Any], num_tasks: int, num_attempts: int, *, seed: int
+    ) -> list[list[Trace]]:
         """So many attempts at each of the first tasks of a taskset, at temperature 1, grouped by task."""
-        sampling = SamplingConfig(max_tokens=REPLY, seed=seed)
+        sampling = SamplingConfig(max_tokens=MAX_REPLY_TOKENS, seed=seed)
         environment = Environment.load(SourceConfig(taskset=taskset, sampling=sampling))
         policy = TokenPolicy(self, self._renderer, self._name, max_model_len=self._engine.core.max_model_len)
-        drawn = list(islice(environment.iter_tasks(), tasks))
-        episodes = await _together(
+        tasks = list(islice(environment.iter_tasks(), num_tasks))
+        episodes = await _gather_bounded(
             run_rollout(
                 environment, task, policy=policy, id=f"{at}.{attempt}", group=str(at), attempt=attempt, seed=seed
             )
-            for at, task in enumerate(drawn)
-            for attempt in range(attempts)
+            for at, task in enumerate(tasks)
+            for attempt in range(num_attempts)
         )
         traces = [episode.traces[0] for episode in episodes]
-        return [traces[start : start + attempts] for start in range(0, len(traces), attempts)]
+        return [traces[start : start + num_attempts] for start in range(0, len(traces), num_attempts)]
 
 
 @contextmanager
-def playing(directory: Path) -> Iterator[Player]:
+def open_local_model(directory: Path) -> Iterator[LocalModel]:
     """The model of a directory, in float32 on the CPU, while it can be asked."""
-    config = EngineConfig(device="cpu", dtype="float32", max_running=AT_ONCE)
+    config = EngineConfig(device="cpu", dtype="float32", max_running=MAX_CONCURRENT)
     engine = Engine.load(str(directory), config).start()
     try:
-        yield Player(engine, load_renderer(directory), directory.name)
+        yield LocalModel(engine, load_renderer(directory), directory.name)
     finally:
         engine.close()
 
 
-async def _together(work: Iterator[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_bounded(coroutines: Iterator[Coroutine[Any, Any, T]]) -> list[T]:
     """All of it, a number at once, in its order."""
-    room = asyncio.Semaphore(AT_ONCE)
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def one(step: Coroutine[Any, Any, T]) -> T:
-        async with room:
+    async def run_one(step: Coroutine[Any, Any, T]) -> T:
+        async with semaphore:
             return await step
 
-    return await asyncio.gather(*map(one, work))
+    return await asyncio.gather(*map(run_one, coroutines))

@@ -9,16 +9,16 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ramify.client import ClientSampling
-from ramify.recipe.corpus import reversal_prompt, tool_prompt, vocabulary
-from ramify.recipe.playing import Player, playing
+from ramify.recipe.corpus import build_reversal_prompt, draw_tool_prompt, load_vocabulary
+from ramify.recipe.local_model import LocalModel, open_local_model
 from ramify.render import ParsedReply, RenderedPrompt, load_renderer
 from ramify.tasksets import reversal
 from ramify.tasksets.alphabet_sort import get_tag_name
 from ramify.trace import Message, Trace
 
-PROMPTS = 256
-ATTEMPTS = 4  # at each task of several turns
-CALL = 96  # tokens
+NUM_PROMPTS = 256
+ATTEMPTS_PER_TASK = 4  # at each task of several turns
+MAX_CALL_TOKENS = 96  # tokens
 WIKISPEEDIA: dict[str, Any] = {
     "id": "wikispeedia",
     "split": "eval",
@@ -43,7 +43,7 @@ WORDLE: dict[str, Any] = {"id": "wordle", "split": "eval", "num_tasks": 64}
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class BaselineMetrics:
     """Means over held-out tasks: of reverse-text's default example, of tools with names never seen, and of the small
     settings of the tasksets of several turns."""
 
@@ -70,47 +70,49 @@ class Figures:
     guess_spread: float
     """The standard deviation of the rewards for one secret."""
 
-    def as_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
-def measure(directory: Path, *, prompts: int = PROMPTS, seed: int = 0) -> Figures:
+def measure_model(directory: Path, *, num_prompts: int = NUM_PROMPTS, seed: int = 0) -> BaselineMetrics:
     """The figures of a model directory."""
-    with playing(directory) as player:
-        return asyncio.run(_measured(player, directory, prompts, seed))
+    with open_local_model(directory) as player:
+        return asyncio.run(_measure_async(player, directory, num_prompts, seed))
 
 
-async def _measured(player: Player, directory: Path, prompts: int, seed: int) -> Figures:
+async def _measure_async(model: LocalModel, directory: Path, num_prompts: int, seed: int) -> BaselineMetrics:
     renderer = load_renderer(directory)
-    config = reversal.ReversalTextsConfig(split="eval", num_tasks=prompts)
+    config = reversal.ReversalTextsConfig(split="eval", num_tasks=num_prompts)
     texts = list(reversal.generate_texts(config))
-    asked = [renderer.render(reversal_prompt(text).messages) for text in texts]
+    rendered_prompts = [renderer.render(build_reversal_prompt(text).messages) for text in texts]
     limit = 2 * config.max_chars + 40  # room for tags that are many tokens
-    replies = _texts(await player.replies(asked, ClientSampling(max_tokens=limit)))
-    greedy = _texts(await player.replies(asked, ClientSampling(max_tokens=limit, temperature=0.0)))
+    replies = _get_texts(await model.sample_replies(rendered_prompts, ClientSampling(max_tokens=limit)))
+    greedy = _get_texts(await model.sample_replies(rendered_prompts, ClientSampling(max_tokens=limit, temperature=0.0)))
     rng = random.Random(seed)
-    offers = [tool_prompt(rng, vocabulary(held_out=True))[0] for _ in range(prompts)]
+    offers = [draw_tool_prompt(rng, load_vocabulary(held_out=True))[0] for _ in range(num_prompts)]
     offered = [renderer.render(offer.messages, offer.tools) for offer in offers]
-    calls = await player.replies(offered, ClientSampling(max_tokens=CALL))
+    calls = await model.sample_replies(offered, ClientSampling(max_tokens=MAX_CALL_TOKENS))
     answers = [reversal.reverse(text) for text in texts]
-    tasks = max(1, prompts // ATTEMPTS)
-    return Figures(
+    tasks = max(1, num_prompts // ATTEMPTS_PER_TASK)
+    return BaselineMetrics(
         well_formed=fmean(map(reversal.is_well_formed, replies)),
         similarity=fmean(map(reversal.score_similarity, replies, answers)),
         exact=fmean(map(reversal.score_exact, replies, answers)),
         greedy_similarity=fmean(map(reversal.score_similarity, greedy, answers)),
         greedy_exact=fmean(map(reversal.score_exact, greedy, answers)),
-        tool_calls=fmean(map(_is_call, calls)),
-        offered_calls=fmean(_is_call(parsed) and _was_offered(parsed, made) for parsed, made in zip(calls, offered)),
-        **_of_walks(await player.rollouts(WIKISPEEDIA, tasks, ATTEMPTS, seed=seed)),
-        **_of_sortings(await player.rollouts(ALPHABET_SORT, tasks, ATTEMPTS, seed=seed)),
-        **_of_guessings(await player.rollouts(WORDLE, tasks, ATTEMPTS, seed=seed)),
+        tool_calls=fmean(map(_is_valid_call, calls)),
+        offered_calls=fmean(
+            _is_valid_call(parsed) and _calls_offered_tool(parsed, made) for parsed, made in zip(calls, offered)
+        ),
+        **_walk_metrics(await model.run_rollouts(WIKISPEEDIA, tasks, ATTEMPTS_PER_TASK, seed=seed)),
+        **_sorting_metrics(await model.run_rollouts(ALPHABET_SORT, tasks, ATTEMPTS_PER_TASK, seed=seed)),
+        **_guessing_metrics(await model.run_rollouts(WORDLE, tasks, ATTEMPTS_PER_TASK, seed=seed)),
     )
 
 
-def _of_walks(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
+def _walk_metrics(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
-    replies = [reply for trace in traces for reply in _replies(trace)]
+    replies = [reply for trace in traces for reply in _get_replies(trace)]
     tools = {"click_link", "go_back"}
     return {
         "walk_calls": fmean(bool(reply.tool_calls) and reply.tool_calls[0].name in tools for reply in replies),
@@ -119,37 +121,41 @@ def _of_walks(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
     }
 
 
-def _of_sortings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
+def _sorting_metrics(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
-    said = [(f"{get_tag_name(turn)}>", reply.text) for trace in traces for turn, reply in enumerate(_replies(trace))]
+    tagged_replies = [
+        (f"{get_tag_name(turn)}>", reply.text) for trace in traces for turn, reply in enumerate(_get_replies(trace))
+    ]
     return {
-        "sort_tagged": fmean(text.startswith(f"<{mark}") and text.endswith(f"</{mark}") for mark, text in said),
+        "sort_tagged": fmean(
+            text.startswith(f"<{mark}") and text.endswith(f"</{mark}") for mark, text in tagged_replies
+        ),
         "sort_reward": fmean(trace.reward or 0.0 for trace in traces),
     }
 
 
-def _of_guessings(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
+def _guessing_metrics(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
     return {
         "guess_valid": sum(trace.metrics["guesses"] for trace in traces)
-        / sum(len(_replies(trace)) for trace in traces),
+        / sum(len(_get_replies(trace)) for trace in traces),
         "guess_reward": fmean(trace.reward or 0.0 for trace in traces),
         "guess_spread": fmean(pstdev(trace.reward or 0.0 for trace in group) for group in groups),
     }
 
 
-def _replies(trace: Trace) -> list[Message]:
+def _get_replies(trace: Trace) -> list[Message]:
     return [node.message for node in trace.nodes if node.message.role == "assistant"]
 
 
-def _texts(replies: Sequence[ParsedReply]) -> list[str]:
+def _get_texts(replies: Sequence[ParsedReply]) -> list[str]:
     return [parsed.message.text for parsed in replies]
 
 
-def _is_call(parsed: ParsedReply) -> bool:
+def _is_valid_call(parsed: ParsedReply) -> bool:
     return bool(parsed.message.tool_calls) and not parsed.problems
 
 
-def _was_offered(parsed: ParsedReply, prompt: RenderedPrompt) -> bool:
+def _calls_offered_tool(parsed: ParsedReply, prompt: RenderedPrompt) -> bool:
     names = {tool["function"]["name"] for tool in prompt.tools}
     return all(call.name in names for call in parsed.message.tool_calls)
