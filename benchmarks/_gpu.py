@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ramify.model.layout import Layout
-from ramify.model.tree import ATTENTION
+from ramify.model.pack_layout import PackLayout
+from ramify.model.tree_attention import ATTENTION_NAME
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace
 from ramify.train import Trainer, TrainerConfig, find_loss
 from ramify.train.policy import Policy, compile_layers, load_policy
@@ -63,8 +63,8 @@ def trainer_of(model: PreTrainedConfig | Path, pack: int, optim: Any, dtype: tor
         policy = load_policy(model, loss, device=torch.device("cuda"))
     else:
         with torch.device("cuda"):
-            made = AutoModelForCausalLM.from_config(model, attn_implementation=ATTENTION, dtype=torch.float32)
-        policy = Policy(made, Layout.FOREST, loss)
+            made = AutoModelForCausalLM.from_config(model, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+        policy = Policy(made, PackLayout.FOREST, loss)
     compile_layers(policy)
     settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": optim}
     return Trainer(policy, TrainerConfig(**settings), dtype=dtype)

@@ -27,7 +27,7 @@ from ramify.client import InferenceClient
 from ramify.env import Task
 from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
 from ramify.gateway import Gateway, TokenPolicy
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Episode, encode_episode
@@ -45,7 +45,7 @@ REPLY = "The first train arrives ten minutes before the second. <answer>the firs
 @contextlib.contextmanager
 def engine() -> Iterator[str]:
     """The late engine, and its address."""
-    renderer = load_renderer(resolve("tiny"))
+    renderer = load_renderer(resolve_model_path("tiny"))
     ids = [*renderer.tokenizer.encode(REPLY, continues_text=True).ids.tolist(), renderer.stop_ids[0]]
     command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", json.dumps(ids)]
     command += ["--stop", str(renderer.stop_ids[0]), "--late", str(LATE)]
@@ -115,7 +115,7 @@ async def both_ways(url: str, client: EnvClient, todo: list[Task]) -> tuple[list
     served: list[float] = []
     local: list[float] = []
     async with InferenceClient(url) as engine, Gateway() as gateway:
-        policy = TokenPolicy(engine, load_renderer(resolve("tiny")), "tiny", max_model_len=1 << 20)
+        policy = TokenPolicy(engine, load_renderer(resolve_model_path("tiny")), "tiny", max_model_len=1 << 20)
 
         async def there(task: Task, id: str) -> None:
             start = time.perf_counter()

@@ -27,7 +27,7 @@ from _check import NO_COMPETITOR, Row, finish, parser
 from _gpu import GROUP, PACK, PATH, Maker, trainer_of
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, Trace, build_forest
 from ramify.train import Batch, Trainer, lay_out
 from ramify.train.step import Running
@@ -220,7 +220,7 @@ def main() -> int:
         return NO_COMPETITOR
     device = torch.cuda.get_device_name()
     rows: list[Row] = []
-    tiny, text = resolve("tiny"), docs()
+    tiny, text = resolve_model_path("tiny"), docs()
     teacher = Reader(tiny, lesson(), learning=True)
     for name in [args.only] if args.only else LEARNERS:
         trainer = trainer_of(LEARNERS[name], PACK, {"lr": 1e-3, "schedule": {"warmup_steps": 30}})

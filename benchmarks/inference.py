@@ -163,7 +163,7 @@ def swap_ms(url: str, subject: Subject) -> float:
     """Milliseconds for which decoding stands still while 32 requests in flight get new weights."""
     from safetensors.torch import load_file
 
-    from ramify.model import Version, publish
+    from ramify.model import PolicyVersion, publish_weights
 
     async def run(directory: Path) -> float:
         async with contextlib.aclosing(_client(url)) as client:
@@ -179,7 +179,9 @@ def swap_ms(url: str, subject: Subject) -> float:
 
         def once() -> float:
             step = next(steps)
-            return asyncio.run(run(publish(Path(temporary) / f"v{step}", tensors, Version("bench", 0, step))))
+            return asyncio.run(
+                run(publish_weights(Path(temporary) / f"v{step}", tensors, PolicyVersion("bench", 0, step)))
+            )
 
         return median(once)
 

@@ -26,7 +26,7 @@ from _check import REPETITIONS, Row, competitor, finish, parser
 import ramify as rf
 from ramify.client import InferenceClient
 from ramify.gateway import TokenPolicy
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 
@@ -148,7 +148,7 @@ def main() -> int:
     theirs = competitor(
         args.verifiers_python, "_verifiers_rollouts.py", "verifiers==0.4.0", "--verifiers-python", args.check
     )
-    renderer = load_renderer(resolve("tiny"))
+    renderer = load_renderer(resolve_model_path("tiny"))
     kinds = {"1 turn": (Trains, 1, False), "2 turns, user": (Doubted, 2, False), "2 turns, tool": (Timed, 2, True)}
     found: dict[tuple[str, int], Measured] = {}
     for kind, (taskset, turns, calls) in kinds.items():

@@ -29,7 +29,7 @@ from ramify.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.process import Orchestrator
 from ramify.store import RunStore
@@ -106,7 +106,7 @@ class Sleeping:
 @contextlib.asynccontextmanager
 async def engine() -> AsyncIterator[str]:
     """Takes every version at once; nobody samples from it."""
-    version = Version("tiny", 0, 0)
+    version = PolicyVersion("tiny", 0, 0)
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal version
@@ -115,7 +115,7 @@ async def engine() -> AsyncIterator[str]:
                 length = next((int(line[15:]) for line in head.splitlines() if "content-length:" in line), 0)
                 body = json.loads(await reader.readexactly(length) or b"{}")
                 if "path" in body:
-                    version = Version("tiny", 0, int(Path(body["path"]).name))
+                    version = PolicyVersion("tiny", 0, int(Path(body["path"]).name))
                 card = {"id": "tiny", "owned_by": "ramify", "max_model_len": 512, "version": version._asdict()}
                 data = json.dumps({"data": [card], "version": version._asdict(), "seconds": 0.0}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))

@@ -6,7 +6,7 @@ import sys
 import tomllib
 
 from ramify.cli import main
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.recipe.local_model import open_local_model
 from tests.cli.command import ramify_command
 
@@ -34,7 +34,7 @@ def test_the_attempts_of_tiny_at_one_task_earn_different_rewards(tmp_path):
     """A group whose rewards are all equal teaches nothing, so a run on it would never make a step."""
     assert main(["init", "letter-count", "-o", str(tmp_path / "new")]) == 0
     taskset = {"id": f"{tmp_path}/new/letter_count.py"}
-    with open_local_model(resolve("tiny")) as player:
+    with open_local_model(resolve_model_path("tiny")) as player:
         groups = asyncio.run(player.run_rollouts(taskset, 8, 8, seed=0))
     rewards = [[trace.reward for trace in group] for group in groups]
     assert sum(len(set(group)) > 1 for group in rewards) >= 6, rewards

@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 LOGITS = [0.3 * ((7 * token) % 11) for token in range(12)]
 
@@ -18,7 +18,7 @@ LOGITS = [0.3 * ((7 * token) % 11) for token in range(12)]
 class Fake:
     """One server. `behaviour` decides what becomes of a generation; it may be changed at any time."""
 
-    def __init__(self, version: Version = Version("fake", 0, 1)) -> None:  # noqa: B008
+    def __init__(self, version: PolicyVersion = PolicyVersion("fake", 0, 1)) -> None:  # noqa: B008
         self.version = version
         self.asked: list[dict[str, Any]] = []  # bodies of generations
         self.paths: list[str] = []
@@ -81,7 +81,7 @@ class Fake:
 
     async def control(self, path: str, exchange: "Exchange") -> None:
         if path == "/update_weights":
-            self.version = Version("fake", 0, int(exchange.body["path"].rpartition("-")[2]))
+            self.version = PolicyVersion("fake", 0, int(exchange.body["path"].rpartition("-")[2]))
             await exchange.reply({"version": self.version._asdict(), "seconds": 0.0})
         else:
             await exchange.reply({"status": "ok"})

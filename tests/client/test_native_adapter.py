@@ -11,11 +11,11 @@ import pytest
 from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.http_client import send_request
 from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import served
 
-FIRST, SECOND = Version("llama", 0, 1), Version("llama", 0, 2)
+FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 PROMPT = [5, 17, 33, 60, 8, 91]
 CONFIG = ClientConfig(health_interval=0.2, backoff=0.02)
 

@@ -10,7 +10,7 @@ import pytest
 from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, LogprobMismatch, ProviderError, QueueFull, TokensRequired
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from tests.client.fake import Fake, FakeVLLM, answer, broken, first, full, hang, reset
 
 QUICK = ClientConfig(
@@ -30,7 +30,7 @@ def bounded(test):
 
 
 @contextlib.asynccontextmanager
-async def connected(*fakes: Fake, config: ClientConfig = QUICK, version: Version | None = None):
+async def connected(*fakes: Fake, config: ClientConfig = QUICK, version: PolicyVersion | None = None):
     """A client over the fakes, started in their order."""
     async with contextlib.AsyncExitStack() as stack:
         for fake in fakes:
@@ -49,7 +49,7 @@ async def until(true) -> None:
 
 @bounded
 async def test_a_completion_has_ids_logprobs_versions_usage_and_its_server():
-    fake = Fake(Version("fake", 2, 9))
+    fake = Fake(PolicyVersion("fake", 2, 9))
     async with connected(fake) as client:
         done = await client.generate(np.array([1, 2], np.int32), SAMPLING, cache_salt="s", priority=4)
     assert done.token_ids.tolist() == [7, 7, 7] and done.token_ids.dtype == np.int32
@@ -267,9 +267,9 @@ async def test_an_answer_that_is_no_answer_is_named():
 async def test_every_server_acknowledges_a_weight_update():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
-        done = await client.update_weights("step-2", Version("fake", 0, 2))
+        done = await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
         assert {ack.server for ack in done} == {one.url, two.url}
-        assert set(client.versions.values()) == {Version("fake", 0, 2)}
+        assert set(client.versions.values()) == {PolicyVersion("fake", 0, 2)}
 
 
 @bounded
@@ -278,12 +278,12 @@ async def test_a_server_that_returns_with_old_weights_is_brought_up_to_date_firs
     async with connected(one, two) as client:
         await one.__aexit__()
         await until(lambda: one.url in client.down_replicas)
-        (ack,) = await client.update_weights("step-2", Version("fake", 0, 2))
+        (ack,) = await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
         assert ack.server == two.url
         await client.pause()
         await one.__aenter__()
         await until(lambda: not client.down_replicas)
-        assert one.version == Version("fake", 0, 2)
+        assert one.version == PolicyVersion("fake", 0, 2)
         assert any(path.startswith("/pause") for path in one.paths)  # and it waits like the others
 
 
@@ -292,8 +292,8 @@ async def test_a_directory_with_another_version_is_noticed():
     fake = Fake()
     async with connected(fake) as client:
         with pytest.raises(Exception, match=r"holds fake@0.3, not fake@0.2"):
-            await client.update_weights("step-3", Version("fake", 0, 2))
-        assert client.versions[fake.url] == Version("fake", 0, 3)
+            await client.update_weights("step-3", PolicyVersion("fake", 0, 2))
+        assert client.versions[fake.url] == PolicyVersion("fake", 0, 3)
 
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_an_endpoint_that_only_chats_is_refused_at_once(models, reason):
 @bounded
 async def test_weights_of_vllm_are_labelled_and_each_token_knows_its_label():
     fake = FakeVLLM()
-    async with connected(fake, version=Version("mine", 1, 5)) as client:
+    async with connected(fake, version=PolicyVersion("mine", 1, 5)) as client:
         done = await client.generate([1], SAMPLING)
         assert fake.label == "mine@1.5"
         assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_runs] == [("mine", 1, 5, 3)]

@@ -10,25 +10,25 @@ from tests.client.test_pool import SAMPLING, bounded, connected, until
 
 from ramify.client import ClientSampling, vllm_adapter
 from ramify.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
-from ramify.model.manifest import Manifest, checksum
-from ramify.model.version import Version
+from ramify.model.manifest import Manifest, compute_checksum
+from ramify.model.version import PolicyVersion
 from tests.client.fake import FakeVLLM, hang
 
-SECOND = Version("policy", 0, 2)
+SECOND = PolicyVersion("policy", 0, 2)
 
 
 def publish(directory, version, width=2):
     directory.mkdir(exist_ok=True)
     save_file({"embed": np.zeros((12, width), np.float32)}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"vocab_size": 12}))
-    digest = checksum(directory / "model.safetensors")
+    digest = compute_checksum(directory / "model.safetensors")
     Manifest(version, {"model.safetensors": digest}).write(directory)
     return directory
 
 
 @pytest.fixture
 def first(tmp_path):
-    return publish(tmp_path / "first", Version("policy", 0, 1))
+    return publish(tmp_path / "first", PolicyVersion("policy", 0, 1))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
     async def check():
         fake = FakeVLLM(root=str(first))
         fake.refused_resets = 2
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             fake.paths.clear()
             (ack,) = await client.update_weights(second, SECOND)
             assert ack.version == SECOND and fake.label == "policy@0.2"
@@ -69,7 +69,7 @@ def test_keeping_the_cache_resets_nothing_and_salts_new_requests(first, second):
     @bounded
     async def check():
         fake = FakeVLLM(root=str(first))
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             await client.generate([1], SAMPLING, cache_salt="mine")
             await client.update_weights(second, SECOND, "keep")
             await client.generate([1], SAMPLING, cache_salt="mine")
@@ -90,7 +90,7 @@ def test_a_cache_that_cannot_be_reset_is_named_and_the_server_gets_nothing(first
     async def check():
         fake = FakeVLLM(root=str(first))
         fake.refused_resets = 1000
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             with pytest.raises(DeadlineExceeded, match=r"prefix cache could not be reset within 0\.2 s"):
                 await client.update_weights(second, SECOND)
             assert fake.label == "undefined" and list(client.down_replicas) == [fake.url]
@@ -106,12 +106,12 @@ def test_a_bad_directory_is_refused_before_the_server_hears_of_it(first, tmp_pat
     @bounded
     async def check():
         fake = FakeVLLM(root=str(first))
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             fake.paths.clear()
             with pytest.raises(WeightsRefused):
                 await client.update_weights(tmp_path / directory, SECOND)
             assert called(fake) == [] and not client.down_replicas
-            assert client.versions[fake.url] == Version("policy", 0, 1)
+            assert client.versions[fake.url] == PolicyVersion("policy", 0, 1)
 
     check()
 
@@ -124,7 +124,7 @@ def test_a_server_outside_development_mode_samples_and_takes_no_weights(first, s
     @bounded
     async def check():
         fake = Closed(root=str(first))
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             assert [run.step for run in (await client.generate([1], SAMPLING)).version_runs] == [1]
             with pytest.raises(WeightsRefused, match="VLLM_SERVER_DEV_MODE=1"):
                 await client.update_weights(second, SECOND)
@@ -157,7 +157,7 @@ def test_tokens_of_unnamed_weights_are_refused_and_the_server_is_met_again(first
     @bounded
     async def check():
         fake = FakeVLLM(root=str(first))
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             fake.label = label
             with pytest.raises(ProviderError, match=f"labelled '{label}', which is no version"):
                 await client.generate([1], SAMPLING)
@@ -184,7 +184,7 @@ def test_an_update_that_is_given_up_half_way_leaves_no_version_behind(first, sec
     @bounded
     async def check():
         fake = Slow(root=str(first))
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             update = asyncio.create_task(client.update_weights(second, SECOND))
             await reloading.wait()
             update.cancel()
@@ -208,7 +208,7 @@ def test_an_update_whose_answer_is_lost_ends_the_requests_and_leaves_no_version_
     @bounded
     async def check():
         fake = Dropping(root=str(first))
-        async with connected(fake, version=Version("policy", 0, 1)) as client:
+        async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             fake.paths.clear()
             with pytest.raises(ProviderError):
                 await client.update_weights(second, SECOND)
@@ -229,7 +229,7 @@ def test_versions_that_do_not_cover_the_tokens_are_refused(first, spans):
 
     @bounded
     async def check():
-        async with connected(Odd(root=str(first)), version=Version("policy", 0, 1)) as client:
+        async with connected(Odd(root=str(first)), version=PolicyVersion("policy", 0, 1)) as client:
             with pytest.raises(ProviderError, match="3 tokens whose versions do not add up"):
                 await client.generate([1], SAMPLING)
 

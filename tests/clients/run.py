@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 
 HERE = Path(__file__).parent
 REQUIREMENTS = {
@@ -98,7 +98,7 @@ def wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
 def run_check(name: str, python: Path, url: str) -> bool:
     """Run a client's check and return whether it passed; its output is shown."""
     print(f"== {name}", flush=True)
-    arguments = [url, str(resolve("tiny"))] if name == "verifiers" else [url]
+    arguments = [url, str(resolve_model_path("tiny"))] if name == "verifiers" else [url]
     home = python.parents[1] / "home"
     home.mkdir(exist_ok=True)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HOME": str(home), "NO_COLOR": "1"}

@@ -7,7 +7,7 @@ import pytest
 
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.infer.vllm import VLLMServer
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from tests.contract.target import Target, VLLMTarget
 from tests.infer.llama import VOCAB, build_core, publish_as, write_llama
 from tests.infer.serving import served
@@ -21,7 +21,7 @@ def target(request, tmp_path_factory):
     directories = []
     for step in (1, 2):
         source = write_llama(home / f"source-{step}", seed=step, positions=4096, head_dim=32)  # vLLM's smallest
-        directories.append(publish_as(home / f"step-{step}", source, Version("llama", 0, step)))
+        directories.append(publish_as(home / f"step-{step}", source, PolicyVersion("llama", 0, step)))
     if request.param == "vllm":
         server = VLLMServer(str(directories[0]), vllm_config(home), ServerConfig(port=0))
         asyncio.run(server.start())
@@ -31,7 +31,9 @@ def target(request, tmp_path_factory):
         finally:
             asyncio.run(server.stop())
         return
-    core = build_core(directories[0], Version("llama", 0, 1), kv_tokens=16384, max_running=64, max_batch_tokens=256)
+    core = build_core(
+        directories[0], PolicyVersion("llama", 0, 1), kv_tokens=16384, max_running=64, max_batch_tokens=256
+    )
     with served(core) as (url, _):
         yield Target(url, *directories, max_model_len=core.max_model_len, vocab=VOCAB)
 

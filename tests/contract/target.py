@@ -14,7 +14,7 @@ from ramify.client.engine_adapter import WeightUpdate
 from ramify.client.http_client import open_client
 from ramify.client.vllm_adapter import VLLMAdapter
 from ramify.model.manifest import Manifest
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 
 @dataclass
@@ -124,7 +124,7 @@ class VLLMTarget(Target):
     def versions(self, choice: dict[str, Any]) -> list[tuple[int, int]]:
         """vLLM reports them with the last part of a stream, for all of it."""
         spans = choice["weight_versions"] or []
-        found = [(Version.read(span["version"]), span["end"] - span["start"]) for span in spans]
+        found = [(PolicyVersion.parse(span["version"]), span["end"] - span["start"]) for span in spans]
         return [(version.step, count) for version, count in found if version is not None]
 
     async def pause(self, client: httpx.AsyncClient) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from ramify.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.errors import ContextOverflow, WeightsRefused
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 PROMPT = [5, 17, 33, 60, 8, 91, 12, 44, 70, 23, 9]
 CLOSE = 1e-3  # the two sets of weights are nats apart
-FIRST, SECOND = Version("llama", 0, 1), Version("llama", 0, 2)
+FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 
 
 @pytest.fixture

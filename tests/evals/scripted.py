@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from tests.client.fake import Exchange, Fake
 
 
 @cache
 def tokenizer():
-    return load_renderer(resolve("tiny")).tokenizer
+    return load_renderer(resolve_model_path("tiny")).tokenizer
 
 
 def reply_to(text: str) -> str:

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.trace import Trace
 from tests.client.fake import Exchange, Fake
 
-TINY = load_renderer(resolve("tiny"))
+TINY = load_renderer(resolve_model_path("tiny"))
 
 
 class Engine(Fake):

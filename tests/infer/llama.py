@@ -10,9 +10,9 @@ from transformers.utils import logging
 from ramify.infer.config import EngineConfig
 from ramify.infer.core import Core
 from ramify.infer.request import Request
-from ramify.model.load import load
-from ramify.model.version import Version
-from ramify.model.weights import publish, trainable_tensors
+from ramify.model.load import load_model
+from ramify.model.version import PolicyVersion
+from ramify.model.weights import get_untied_tensors, publish_weights
 
 torch.set_num_threads(1)  # tests run beside each other; matrices this small gain nothing from a second thread
 logging.disable_progress_bar()
@@ -51,15 +51,15 @@ def reference(directory: Path, dtype: str = "float32"):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=kind, attn_implementation="eager").eval()
 
 
-def publish_as(directory: Path, source: Path, version: Version) -> Path:
+def publish_as(directory: Path, source: Path, version: PolicyVersion) -> Path:
     """The weights of the model in `source`, published as a version."""
-    return publish(directory, trainable_tensors(reference(source)), version, base=source)
+    return publish_weights(directory, get_untied_tensors(reference(source)), version, base_model=source)
 
 
-def build_core(directory: Path, version: Version = Version("llama"), **settings) -> Core:  # noqa: B008
+def build_core(directory: Path, version: PolicyVersion = PolicyVersion("llama"), **settings) -> Core:  # noqa: B008
     defaults = {"device": DEVICE, "dtype": "float32", "block_size": 4, "max_batch_tokens": 64, "max_running": 16}
     config = {**defaults, **settings}
-    model = load(directory, dtype=config["dtype"], device=config["device"])
+    model = load_model(directory, dtype=config["dtype"], device=config["device"])
     return Core(model, EngineConfig(**config), version)
 
 

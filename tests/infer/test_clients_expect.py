@@ -8,8 +8,8 @@ import pytest
 
 from ramify.infer import openai, tokens
 from ramify.infer.chat import TemplateChat
-from ramify.model.resolve import resolve
-from ramify.model.version import Version
+from ramify.model.resolve import resolve_model_path
+from ramify.model.version import PolicyVersion
 from ramify.render import load_renderer
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import ByteRenderer, served
@@ -28,7 +28,7 @@ class FailingRenderer(ByteRenderer):
 def http(tmp_path_factory):
     home = tmp_path_factory.mktemp("models")
     source = write_llama(home / "source", seed=3, positions=256)
-    directory = publish_as(home / "v1", source, Version("llama", 0, 1))
+    directory = publish_as(home / "v1", source, PolicyVersion("llama", 0, 1))
     with (
         served(build_core(directory, kv_tokens=4096, max_running=4), name="org/llama", renderer=FailingRenderer()) as (
             url,
@@ -207,7 +207,7 @@ def test_text_becomes_the_tokens_that_a_completion_would_use_and_back(http):
 def test_unknown_roles_are_refused_by_name():
     from ramify.errors import RequestInvalid
 
-    chat = TemplateChat(load_renderer(resolve("tiny")))
+    chat = TemplateChat(load_renderer(resolve_model_path("tiny")))
     with pytest.raises(RequestInvalid, match=r"messages\.1\.role: expected .*, got 'wizard'"):
         chat.render([{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}], None)
     assert chat.spell(chat.render([{"role": "user", "content": "x"}], None).ids[0]).startswith("<")

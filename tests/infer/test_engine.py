@@ -14,8 +14,8 @@ from ramify.errors import ConfigInvalid, ContextOverflow, ProviderError, QueueFu
 from ramify.infer.core import Core
 from ramify.infer.request import Request, Sampling
 from ramify.infer.sampler import uniforms
-from ramify.model.version import Version
-from ramify.model.weights import stage
+from ramify.model.version import PolicyVersion
+from ramify.model.weights import stage_weights
 from tests.infer.llama import (
     DEVICE,
     DTYPE,
@@ -29,7 +29,7 @@ from tests.infer.llama import (
     write_llama,
 )
 
-A, B = Version("llama", 0, 1), Version("llama", 0, 2)
+A, B = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 CLOSE = 1e-4  # float32; in bfloat16 the engine may be as far from float32 as transformers' own bfloat16 is
 EXERCISED = ["prefix_hit_tokens", "prefill_chunks", "mixed_steps", "preemptions", "evictions", "cancelled"]
 EXERCISED += ["recomputes", "kept", *(["replayed_steps"] if DEVICE == "cuda" else [])]
@@ -55,7 +55,7 @@ def cores(world):
     return {fused: build_core(published[A], A, fused=fused, **settings) for fused in (True, False)}
 
 
-def mixed_scores(models, request: Request, runs, version: Version) -> torch.Tensor:
+def mixed_scores(models, request: Request, runs, version: PolicyVersion) -> torch.Tensor:
     """Like `scores`, reusing the keys and values that older versions computed for the first tokens."""
     cache, start, parts = DynamicCache(), 0, []
     for owner, stop in [*runs, (version, len(request.tokens))]:
@@ -73,7 +73,7 @@ class Drive:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.requests: list[Request] = []
-        self.seen: dict[Request, list[tuple[tuple[tuple[Version, int], ...], Version]]] = {}
+        self.seen: dict[Request, list[tuple[tuple[tuple[PolicyVersion, int], ...], PolicyVersion]]] = {}
 
     def submit(self, request: Request) -> None:
         self.core.add(request)
@@ -123,7 +123,7 @@ def test_logprobs_are_those_of_a_plain_forward_through_everything_the_engine_doe
     totals: Counter[str] = Counter()
     ours: list[float] = []
     theirs: list[float] = []
-    staged = {version: stage(published[version], cores[True].model.module) for version in (A, B)}
+    staged = {version: stage_weights(published[version], cores[True].model.module) for version in (A, B)}
 
     @given(st.booleans(), st.lists(asks, min_size=3, max_size=7), st.lists(actions, max_size=12), st.integers(6, 24))
     def property_holds(fused, burst, program, budget):

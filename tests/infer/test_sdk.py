@@ -16,9 +16,9 @@ import openai
 import pytest
 
 import ramify
-from ramify.model.manifest import Manifest, checksum
-from ramify.model.resolve import resolve
-from ramify.model.version import Version
+from ramify.model.manifest import Manifest, compute_checksum
+from ramify.model.resolve import resolve_model_path
+from ramify.model.version import PolicyVersion
 
 PAGE = Path(__file__).parents[2] / "docs" / "inference.md"
 TOOL = {
@@ -35,7 +35,7 @@ TOOL = {
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server, started where a trainer has published `weights/step_000020`."""
     home = tmp_path_factory.mktemp("serve")
-    publish(home / "weights" / "step_000020", Version("tiny", 0, 20))
+    publish(home / "weights" / "step_000020", PolicyVersion("tiny", 0, 20))
     log = home / "log"
     command = [sys.executable, "-m", "ramify", "serve", "-m", "tiny", "--server.port", "0", "--inference.threads", "1"]
     with log.open("w") as output:
@@ -53,11 +53,11 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
 
 
-def publish(directory: Path, version: Version) -> None:
+def publish(directory: Path, version: PolicyVersion) -> None:
     """The model's own weights under another name: what else is asked of the server stays the same."""
-    shutil.copytree(resolve("tiny"), directory)
+    shutil.copytree(resolve_model_path("tiny"), directory)
     weights = directory / "model.safetensors"
-    Manifest(version, {weights.name: checksum(weights)}).write(directory)
+    Manifest(version, {weights.name: compute_checksum(weights)}).write(directory)
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:

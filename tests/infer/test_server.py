@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from ramify.infer.text import TextStream
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import ByteRenderer, served
 
@@ -26,7 +26,7 @@ from tests.infer.serving import ByteRenderer, served
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("models")
     source = write_llama(home / "source", seed=3, positions=1024)
-    return publish_as(home / "v1", source, Version("llama", 0, 1))
+    return publish_as(home / "v1", source, PolicyVersion("llama", 0, 1))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import served
 
@@ -22,7 +22,7 @@ def test_the_server_holds_many_clients_through_cancels_and_updates(tmp_path):
     directories = []
     for step in (1, 2):
         source = write_llama(tmp_path / f"source-{step}", seed=step)
-        directories.append(publish_as(tmp_path / f"v{step}", source, Version("llama", 0, step)))
+        directories.append(publish_as(tmp_path / f"v{step}", source, PolicyVersion("llama", 0, step)))
     core = build_core(directories[0], kv_tokens=600, max_running=32, max_batch_tokens=128)
     memory: list[tuple[float, int]] = []
     failures: list[str] = []

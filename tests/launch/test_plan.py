@@ -19,8 +19,8 @@ from ramify.launch.plan import plan_of
 from ramify.launch.process import Role
 from ramify.launch.tables import check_tables
 from ramify.model.manifest import Manifest
-from ramify.model.resolve import resolve
-from ramify.model.version import Version
+from ramify.model.resolve import resolve_model_path
+from ramify.model.version import PolicyVersion
 from ramify.orchestrate.config import RunConfig
 from ramify.train import places
 from ramify.train.service_config import ServiceConfig
@@ -131,13 +131,13 @@ def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path, monkeyp
     for incarnation, step in ((0, 9), (1, 4), (1, 3)):
         folder = weights / f"{incarnation}-{step:06}"
         folder.mkdir(parents=True)
-        Manifest(Version("tiny", incarnation, step), {}).write(folder)
+        Manifest(PolicyVersion("tiny", incarnation, step), {}).write(folder)
     assert newest(weights).name == "1-000004"
     engine.prepare()
     served = parse(ServeConfig, ["@", str(file)])
     assert served.model.name.endswith("1-000004")
     shutil.rmtree(weights / "1-000004")  # the trainer goes on while the engine starts
-    assert Manifest.read(Path(served.model.name)).version == Version("tiny", 1, 4)
+    assert Manifest.read(Path(served.model.name)).version == PolicyVersion("tiny", 1, 4)
     assert served.server.model_name == "tiny"
 
 
@@ -228,7 +228,7 @@ def test_the_size_of_a_model_is_read_or_guessed():
 
 
 def test_a_config_may_say_null_for_what_is_the_same_as_something_else(tmp_path):
-    shutil.copytree(resolve("tiny"), tmp_path / "model")
+    shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_key_value_heads": None, "text_config": None}))
     assert Model.of(str(tmp_path / "model")) == Model.of("tiny")

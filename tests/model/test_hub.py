@@ -12,7 +12,7 @@ import pytest
 from ramify.cli import main
 from ramify.errors import ModelNotFound
 from ramify.model import hub
-from ramify.model.resolve import fetch_model, resolve
+from ramify.model.resolve import fetch_model, resolve_model_path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "org/small"
@@ -78,7 +78,7 @@ class Answer(BaseHTTPRequestHandler):
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
     """A hub with `tiny` under another name, beside formats that nobody here reads; and an empty cache."""
-    files = {path.name: path.read_bytes() for path in resolve("tiny").iterdir()}
+    files = {path.name: path.read_bytes() for path in resolve_model_path("tiny").iterdir()}
     server = Hub(
         {**files, "pytorch_model.bin": b"old", "onnx/model.onnx": b"other", "original/consolidated.json": b"{}"}
     )
@@ -95,26 +95,26 @@ def remote(tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_here_is_downloaded_once(remote, capsys):
     with pytest.raises(ModelNotFound, match=f"'ramify model fetch {NAME}' downloads it"):
-        resolve(NAME)
+        resolve_model_path(NAME)
     lines = []
-    path = fetch_model(NAME, say=lines.append)
+    path = fetch_model(NAME, log=lines.append)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        assert (path / name).read_bytes() == (resolve("tiny") / name).read_bytes()
+        assert (path / name).read_bytes() == (resolve_model_path("tiny") / name).read_bytes()
     assert not {"pytorch_model.bin", "onnx/model.onnx", "original/consolidated.json"} & set(remote.sent)
     assert lines[0].startswith(f"downloading {NAME} from {remote.url}")
     assert lines[-1].startswith(f"downloaded {NAME}")
-    assert path == resolve(NAME) == fetch_model(NAME, say=lines.append)
+    assert path == resolve_model_path(NAME) == fetch_model(NAME, log=lines.append)
     assert len(lines) == 2
     assert main(["model", "fetch", NAME]) == 0
     assert capsys.readouterr().out == f"{path}\n"
 
 
 def test_an_interrupted_download_is_completed(remote):
-    path = fetch_model(NAME, say=lambda line: None)
+    path = fetch_model(NAME, log=lambda line: None)
     (path / "model.safetensors").resolve().unlink()
     (path / "model.safetensors").unlink()
     remote.sent.clear()
-    assert fetch_model(NAME, say=lambda line: None) == path
+    assert fetch_model(NAME, log=lambda line: None) == path
     assert remote.sent == ["model.safetensors"]
     assert (path / "model.safetensors").is_file()
 
@@ -137,7 +137,7 @@ def test_progress_is_told_where_there_is_no_terminal(remote, monkeypatch):
 
     monkeypatch.setattr(hub, "INTERVAL", 0.05)
     monkeypatch.setattr(Answer, "reply", slow)
-    fetch_model(NAME, say=say)
+    fetch_model(NAME, log=say)
     assert any(line.startswith(f"downloading {NAME}: ") and line.endswith("MB so far") for line in lines)
 
 
@@ -153,7 +153,7 @@ def offline(remote, monkeypatch):
 def test_without_a_network_one_line_says_how_to_bring_the_files(remote, monkeypatch, without):
     without(remote, monkeypatch)
     with pytest.raises(ModelNotFound) as refused:
-        fetch_model(NAME, say=lambda line: None)
+        fetch_model(NAME, log=lambda line: None)
     assert "\n" not in refused.value.message
     assert "hf download org/small --local-dir small" in refused.value.message
     assert ("HF_HUB_OFFLINE is set" in refused.value.message) == (without is offline)
@@ -162,19 +162,19 @@ def test_without_a_network_one_line_says_how_to_bring_the_files(remote, monkeypa
 
 def test_a_model_that_the_hub_does_not_have_or_does_not_give_is_named(remote):
     with pytest.raises(ModelNotFound, match=f"'org/smal' is no directory here and not on {remote.url}: check the name"):
-        fetch_model("org/smal", say=lambda line: None)
+        fetch_model("org/smal", log=lambda line: None)
     remote.gated = True
     with pytest.raises(ModelNotFound, match=f"accept its terms at {remote.url}/{NAME}"):
-        fetch_model(NAME, say=lambda line: None)
+        fetch_model(NAME, log=lambda line: None)
 
 
 def test_names_that_are_no_hub_ids_ask_nobody(remote, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(resolve("tiny"), tmp_path / "a" / "b")
-    assert fetch_model("a/b", say=pytest.fail) == tmp_path / "a" / "b"
+    shutil.copytree(resolve_model_path("tiny"), tmp_path / "a" / "b")
+    assert fetch_model("a/b", log=pytest.fail) == tmp_path / "a" / "b"
     for name in ("tinny", "./models/small", "/models/small", "a/b/c"):
         with pytest.raises(ModelNotFound):
-            fetch_model(name, say=pytest.fail)
+            fetch_model(name, log=pytest.fail)
 
 
 def test_a_command_downloads_before_it_starts_and_a_dry_run_does_not(remote, tmp_path, capsys):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ramify.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import Sampling
-from ramify.model.load import load
+from ramify.model.load import load_model
 from tests.infer.llama import build_core, reference, run, scores, write_llama
 
 SMALL = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -39,13 +39,13 @@ def write(kind: str, directory: Path, **settings) -> Path:
 def test_a_model_without_a_paged_cache_is_named(kind, named, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ModelUnsupported, match=named):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_layers_share_one_number_of_keys_and_values(tmp_path):
     LlamaConfig(per_layer_config={1: {"num_key_value_heads": 8}}).save_pretrained(tmp_path)
     with pytest.raises(ModelUnsupported, match="num_key_value_heads"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def _cut_short(directory: Path) -> None:
 def test_a_directory_that_is_no_whole_model_is_refused_by_name(damage, name, said, tmp_path):
     damage(write_llama(tmp_path))
     with pytest.raises(name, match=said):
-        load(tmp_path)
+        load_model(tmp_path)

@@ -9,9 +9,16 @@ from torch.testing import assert_close
 from ramify.infer.request import Request, Sampling
 from ramify.infer.sampler import sample
 from ramify.model import native, operators
-from ramify.model.native import Unavailable
-from ramify.model.operators import Compiled, Layer, Model, Operators, Sizes, compiled
-from ramify.model.paged import KVPool, Step, Tile
+from ramify.model.native import CLibraryUnavailable
+from ramify.model.operators import (
+    CompiledDecoderOps,
+    DecoderOps,
+    DecoderSizes,
+    DecoderWeights,
+    LayerWeights,
+    build_compiled_ops,
+)
+from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 
 SHAPES = [(5, 5, 32), (9, 3, 64), (4, 1, 8), (6, 2, 10)]  # heads, kv_heads, head_dim
 HIDDEN, INNER, VOCAB = 24, 40, 50
@@ -26,11 +33,11 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def sizes(shape: tuple[int, int, int]) -> Sizes:
-    return Sizes(*shape, hidden=HIDDEN, inner=INNER, eps=1e-6, scaling=shape[2] ** -0.5)
+def sizes(shape: tuple[int, int, int]) -> DecoderSizes:
+    return DecoderSizes(*shape, hidden=HIDDEN, inner=INNER, eps=1e-6, scaling=shape[2] ** -0.5)
 
 
-def made_up(shape: tuple[int, int, int], *, extras: bool = False, dtype: torch.dtype = torch.float32) -> Layer:
+def made_up(shape: tuple[int, int, int], *, extras: bool = False, dtype: torch.dtype = torch.float32) -> LayerWeights:
     """A layer of random numbers, with `extras` also what only some models have."""
     heads, kv_heads, head_dim = shape
     torch.manual_seed(1)
@@ -42,31 +49,33 @@ def made_up(shape: tuple[int, int, int], *, extras: bool = False, dtype: torch.d
     bias, q_norm, k_norm, out_bias = (some(n) if extras else None for n in (row, head_dim, head_dim, HIDDEN))
     products = some(HIDDEN, row), some(found, HIDDEN), some(HIDDEN, 2 * INNER), some(INNER, HIDDEN)
     qkv, out, gate_up, down = products
-    return Layer(some(HIDDEN), qkv, bias, q_norm, k_norm, out, out_bias, some(HIDDEN), gate_up, down)
+    return LayerWeights(some(HIDDEN), qkv, bias, q_norm, k_norm, out, out_bias, some(HIDDEN), gate_up, down)
 
 
-def around(shape: tuple[int, int, int], *layers: Layer, extras: bool = False) -> Model:
+def around(shape: tuple[int, int, int], *layers: LayerWeights, extras: bool = False) -> DecoderWeights:
     """A model of these layers."""
     torch.manual_seed(2)
     dtype = layers[0].norm.dtype
     turns = torch.randn(MOST * BLOCK_SIZE, 2 * shape[2], dtype=dtype)
     embedding, head = (torch.randn(VOCAB, HIDDEN, dtype=dtype) for _ in range(2))
     norm, bias = torch.rand(HIDDEN, dtype=dtype), torch.randn(VOCAB, dtype=dtype)
-    return Model(embedding, turns, norm, head, bias if extras else None, layers)
+    return DecoderWeights(embedding, turns, norm, head, bias if extras else None, layers)
 
 
-def compiled_or_skip(shape: tuple[int, int, int], model: Model) -> Compiled:
+def compiled_or_skip(shape: tuple[int, int, int], model: DecoderWeights) -> CompiledDecoderOps:
     try:
-        return compiled(sizes(shape), model)
-    except Unavailable as reason:
+        return build_compiled_ops(sizes(shape), model)
+    except CLibraryUnavailable as reason:
         pytest.skip(str(reason))
 
 
-def both(shape: tuple[int, int, int], layer: Layer) -> tuple[Operators, Compiled]:
-    return Operators(sizes(shape)), compiled_or_skip(shape, around(shape, layer))
+def both(shape: tuple[int, int, int], layer: LayerWeights) -> tuple[DecoderOps, CompiledDecoderOps]:
+    return DecoderOps(sizes(shape)), compiled_or_skip(shape, around(shape, layer))
 
 
-def a_step(shape: tuple[int, int, int], counts: list[int], layers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Step]:
+def a_step(
+    shape: tuple[int, int, int], counts: list[int], layers: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
     """Sequences of different lengths with so many new tokens each, in a pool full of numbers."""
     _, kv_heads, head_dim = shape
     torch.manual_seed(0)
@@ -83,10 +92,10 @@ def a_step(shape: tuple[int, int, int], counts: list[int], layers: int = 1) -> t
     for layer in pool.layers:
         layer.normal_()
     rows = sum(counts)
-    tile = Tile(0, rows, sequences, queries, blocks.flatten(), positions)
+    tile = AttentionTile(0, rows, sequences, queries, blocks.flatten(), positions)
     if min(counts) < queries:
-        tile.spread, tile.pack = (begins + within).flatten(), real.nonzero().flatten()
-    return torch.randn(rows, HIDDEN), torch.randn(rows, 2 * head_dim), Step(pool, slots, [tile])
+        tile.pad_index, tile.unpad_index = (begins + within).flatten(), real.nonzero().flatten()
+    return torch.randn(rows, HIDDEN), torch.randn(rows, 2 * head_dim), AttentionMetadata(pool, slots, [tile])
 
 
 @pytest.mark.parametrize("extras", [False, True])
@@ -96,9 +105,9 @@ def test_a_layer_is_the_same_in_c(shape, counts, extras):
     layer, found = made_up(shape, extras=extras), []
     for each in both(shape, layer):
         hidden, turns, step = a_step(shape, counts)
-        qkv = each.begin(layer, hidden, turns, step, 0)
+        qkv = each.project_qkv(layer, hidden, turns, step, 0)
         seen = each.attend(qkv, step, 0)
-        found.append((qkv, step.pool.layers[0], seen, each.finish(layer, seen, hidden)))
+        found.append((qkv, step.pool.layers[0], seen, each.project_out_and_mlp(layer, seen, hidden)))
     assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
 
 
@@ -118,10 +127,10 @@ def test_a_whole_step_is_the_same_in_c(counts, extras, all_rows):
     layers = [made_up(shape), made_up(shape, extras=True)]
     model = around(shape, *layers, extras=extras)
     rows = torch.arange(sum(counts)) if all_rows else torch.tensor(counts).cumsum(0) - 1
-    for each in (Operators(sizes(shape)), compiled_or_skip(shape, model)):
+    for each in (DecoderOps(sizes(shape)), compiled_or_skip(shape, model)):
         _, _, step = a_step(shape, counts, layers=len(layers))
-        places = step.tiles[0].positions.flatten()
-        positions = places if step.tiles[0].pack is None else places[step.tiles[0].pack]
+        places = step.tiles[0].query_positions.flatten()
+        positions = places if step.tiles[0].unpad_index is None else places[step.tiles[0].unpad_index]
         ids = torch.arange(sum(counts)) % VOCAB
         found.append((each.forward(model, ids, positions, step, rows), *step.pool.layers))
     assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
@@ -132,7 +141,7 @@ def test_many_keys_with_several_queries_are_left_to_torch(monkeypatch):
     in_torch, in_c = both(shape, layer)
     monkeypatch.setattr(operators, "FEW_KEYS", 4)
     hidden, turns, step = a_step(shape, [5, 2, 4])
-    qkv = in_torch.begin(layer, hidden, turns, step, 0)
+    qkv = in_torch.project_qkv(layer, hidden, turns, step, 0)
     assert torch.equal(in_c.attend(qkv, step, 0), in_torch.attend(qkv, step, 0))
 
 
@@ -141,12 +150,17 @@ def test_a_row_gives_the_same_bits_in_any_company():
     shape, layer = SHAPES[0], made_up(SHAPES[0])
     _, in_c = both(shape, layer)
     hidden, turns, step = a_step(shape, [1] * ROWS)
-    qkv = in_c.begin(layer, hidden, turns, step, 0)
+    qkv = in_c.project_qkv(layer, hidden, turns, step, 0)
     together = in_c.attend(qkv, step, 0)
     for row in range(ROWS):
         tile = step.tiles[0]
-        alone = Tile(0, 1, 1, 1, tile.blocks.view(ROWS, -1)[row].clone(), tile.positions[row : row + 1])
-        assert torch.equal(in_c.attend(qkv[row : row + 1], Step(step.pool, step.slots, [alone]), 0)[0], together[row])
+        alone = AttentionTile(
+            0, 1, 1, 1, tile.block_table.view(ROWS, -1)[row].clone(), tile.query_positions[row : row + 1]
+        )
+        assert torch.equal(
+            in_c.attend(qkv[row : row + 1], AttentionMetadata(step.pool, step.slot_mapping, [alone]), 0)[0],
+            together[row],
+        )
 
 
 @pytest.mark.parametrize("vocab", [7, 64, 288, 5000])
@@ -156,7 +170,7 @@ def test_the_same_tokens_are_drawn_in_c(vocab):
     logits = 4 * torch.randn(200, vocab)
     asked = [Sampling(temperature=0.5 + row % 3, seed=row - 9) for row in range(200)]
     requests = [Request([1] * (1 + row % 5), each, 9) for row, each in enumerate(asked)]
-    expected, found = sample(logits, requests), sample(logits, requests, in_c.draw)
+    expected, found = sample(logits, requests), sample(logits, requests, in_c.sample_tokens)
     assert found[0] == expected[0]
     assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
@@ -167,8 +181,8 @@ def test_what_is_drawn_does_not_depend_on_what_others_ask_for():
     logits = torch.randn(6, 288)
     asked = [Sampling(seed=row, top_k=3 * (row % 2), top_logprobs=row % 3) for row in range(6)]
     requests = [Request([1], each, 9) for each in asked]
-    together = list(zip(*sample(logits, requests, in_c.draw)))
-    alone = [next(zip(*sample(logits[row : row + 1], [requests[row]], in_c.draw))) for row in range(6)]
+    together = list(zip(*sample(logits, requests, in_c.sample_tokens)))
+    alone = [next(zip(*sample(logits[row : row + 1], [requests[row]], in_c.sample_tokens))) for row in range(6)]
     assert together == alone
 
 
@@ -177,24 +191,24 @@ def test_what_is_drawn_does_not_depend_on_what_others_ask_for():
 def test_logits_that_are_no_numbers_draw_some_token(vocab, bad):
     _, in_c = both(SHAPES[0], made_up(SHAPES[0]))
     requests = [Request([1], Sampling(seed=row), 9) for row in range(5)]
-    for draw in (None, in_c.draw):
+    for draw in (None, in_c.sample_tokens):
         tokens, _ = sample(torch.full((5, vocab), bad), requests, draw)
         assert all(0 <= token < vocab for token in tokens)
 
 
 def test_a_kept_library_that_was_cut_short_is_compiled_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
+    native.load_c_library.cache_clear()
     try:
         compiled_or_skip(SHAPES[2], around(SHAPES[2], made_up(SHAPES[2])))
         (kept,) = (tmp_path / "ramify").iterdir()
         kept.unlink()
         kept.write_bytes(b"")
-        native.library.cache_clear()
-        compiled(sizes(SHAPES[2]), around(SHAPES[2], made_up(SHAPES[2])))
+        native.load_c_library.cache_clear()
+        build_compiled_ops(sizes(SHAPES[2]), around(SHAPES[2], made_up(SHAPES[2])))
         assert kept.stat().st_size > 0
     finally:
-        native.library.cache_clear()
+        native.load_c_library.cache_clear()
 
 
 def test_without_a_home_it_says_so(monkeypatch):
@@ -204,12 +218,12 @@ def test_without_a_home_it_says_so(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", homeless)
-    native.library.cache_clear()
+    native.load_c_library.cache_clear()
     try:
-        with pytest.raises(Unavailable, match="set XDG_CACHE_HOME"):
-            compiled(sizes(SHAPES[2]), around(SHAPES[2], made_up(SHAPES[2])))
+        with pytest.raises(CLibraryUnavailable, match="set XDG_CACHE_HOME"):
+            build_compiled_ops(sizes(SHAPES[2]), around(SHAPES[2], made_up(SHAPES[2])))
     finally:
-        native.library.cache_clear()
+        native.load_c_library.cache_clear()
 
 
 def test_loading_them_leaves_arithmetic_as_it_was():
@@ -222,17 +236,17 @@ def test_loading_them_leaves_arithmetic_as_it_was():
 )
 def test_without_a_compiler_it_says_so(monkeypatch, compiler, reason):
     monkeypatch.setenv("CC", compiler)
-    native.library.cache_clear()
+    native.load_c_library.cache_clear()
     try:
-        with pytest.raises(Unavailable, match=reason):
-            compiled(sizes((2, 2, 8)), around((2, 2, 8), made_up((2, 2, 8))))
+        with pytest.raises(CLibraryUnavailable, match=reason):
+            build_compiled_ops(sizes((2, 2, 8)), around((2, 2, 8), made_up((2, 2, 8))))
     finally:
-        native.library.cache_clear()
+        native.load_c_library.cache_clear()
 
 
 def test_other_types_and_more_threads_are_for_torch():
-    with pytest.raises(Unavailable, match="bfloat16 on cpu"):
-        compiled(sizes(SHAPES[0]), around(SHAPES[0], made_up(SHAPES[0], dtype=torch.bfloat16)))
+    with pytest.raises(CLibraryUnavailable, match="bfloat16 on cpu"):
+        build_compiled_ops(sizes(SHAPES[0]), around(SHAPES[0], made_up(SHAPES[0], dtype=torch.bfloat16)))
     torch.set_num_threads(2)
-    with pytest.raises(Unavailable, match="2 threads"):
-        compiled(sizes(SHAPES[0]), around(SHAPES[0], made_up(SHAPES[0])))
+    with pytest.raises(CLibraryUnavailable, match="2 threads"):
+        build_compiled_ops(sizes(SHAPES[0]), around(SHAPES[0], made_up(SHAPES[0])))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ramify.model import precision
-from ramify.model.load import load
+from ramify.model.load import load_model
 from ramify.model.precision import choose_dtype, cpu_has_bfloat16
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 
 CPU = torch.device("cpu")
 NEOVERSE_N1 = ["Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm"]
@@ -50,7 +50,7 @@ def test_a_model_name_is_not_taken_for_a_feature(monkeypatch):
 
 
 def test_the_packaged_model_is_loaded_in_what_this_cpu_computes():
-    loaded = load(resolve("tiny"), device="cpu")
+    loaded = load_model(resolve_model_path("tiny"), device="cpu")
     expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert loaded.dtype == expected
     assert {weight.dtype for weight in loaded.module.parameters()} == {expected}

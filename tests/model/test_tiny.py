@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.trace import Message, ToolCall
 
-TINY = resolve("tiny")
+TINY = resolve_model_path("tiny")
 RENDERER = load_renderer(TINY)
 TOOLS = [
     {
@@ -79,17 +79,17 @@ def test_heads_look_back_before_any_training():
     import torch
     from transformers import LlamaForCausalLM
 
-    from ramify.model.tiny.files import model_config
-    from ramify.model.tiny.start import BACK, prepare
+    from ramify.model.tiny.induction_heads import LOOKBACK, init_induction_heads
+    from ramify.model.tiny.tokenizer import build_model_config
 
-    config = model_config()
+    config = build_model_config()
     config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage] - the only one that shows what it attends to
     torch.manual_seed(0)
     fresh = LlamaForCausalLM(config).float().eval()
-    prepare(fresh, seed=0)
+    init_induction_heads(fresh, seed=0)
     with torch.no_grad():
         shown = fresh(torch.randint(0, 256, (1, 64)), output_attentions=True, use_cache=False).attentions[0][0]
-    for head in range(BACK):
+    for head in range(LOOKBACK):
         assert torch.diagonal(shown[head], -(head + 1)).mean() > 0.4  # of 64 places, by random weights about 0.05
 
 

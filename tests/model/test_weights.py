@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine import Engine
-from ramify.model.load import load
-from ramify.model.manifest import MANIFEST, Manifest, checksum
-from ramify.model.resolve import resolve
-from ramify.model.version import Version
-from ramify.model.weights import apply, publish, stage, trainable_tensors
+from ramify.model.load import load_model
+from ramify.model.manifest import MANIFEST_FILE, Manifest, compute_checksum
+from ramify.model.resolve import resolve_model_path
+from ramify.model.version import PolicyVersion
+from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
 from tests.infer.llama import publish_as, reference, write_llama
 
-VERSION = Version("policy", 2, 30)
+VERSION = PolicyVersion("policy", 2, 30)
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +32,19 @@ def published(sources, tmp_path):
 
 def test_a_published_directory_is_a_model_with_a_name(sources, published):
     assert Manifest.read(published).version == VERSION
-    assert resolve(str(published)) == published.resolve()
-    again, two = trainable_tensors(reference(published)), trainable_tensors(reference(sources[1]))
+    assert resolve_model_path(str(published)) == published.resolve()
+    again, two = get_untied_tensors(reference(published)), get_untied_tensors(reference(sources[1]))
     assert all(torch.equal(again[name], two[name]) for name in two)
 
 
 def test_applying_changes_every_tensor_in_place(sources, published):
-    model = load(sources[0], dtype="float32", device="cpu").module
-    places = {name: tensor.data_ptr() for name, tensor in trainable_tensors(model).items()}
-    staged = stage(published, model)
+    model = load_model(sources[0], dtype="float32", device="cpu").module
+    places = {name: tensor.data_ptr() for name, tensor in get_untied_tensors(model).items()}
+    staged = stage_weights(published, model)
     assert staged.version == VERSION
-    apply(model, staged)
-    two = trainable_tensors(reference(sources[1]))
-    for name, tensor in trainable_tensors(model).items():
+    apply_weights(model, staged)
+    two = get_untied_tensors(reference(sources[1]))
+    for name, tensor in get_untied_tensors(model).items():
         assert torch.equal(tensor, two[name])
         assert tensor.data_ptr() == places[name]
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()  # still tied
@@ -54,14 +54,14 @@ def test_many_files_are_one_version(sources, tmp_path, monkeypatch):
     monkeypatch.setattr("ramify.model.weights.SHARD_BYTES", 10_000)
     directory = publish_as(tmp_path / "sharded", sources[1], VERSION)
     assert len(Manifest.read(directory).files) > 2
-    assert stage(directory, reference(sources[0])).version == VERSION
+    assert stage_weights(directory, reference(sources[0])).version == VERSION
     assert torch.equal(reference(directory).model.norm.weight, reference(sources[1]).model.norm.weight)
 
 
 def test_a_full_disk_is_told_as_such_and_nothing_is_left(small_disk):
     tensors = {f"t{number}": torch.zeros(1 << 18) for number in range(4)}
     with pytest.raises(OSError, match="No space left"):
-        publish(small_disk / "v", tensors, VERSION)
+        publish_weights(small_disk / "v", tensors, VERSION)
     assert not list(small_disk.iterdir())
 
 
@@ -77,7 +77,7 @@ def change(directory, edit):
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
     save_file(tensors, directory / "model.safetensors")
-    Manifest(VERSION, {"model.safetensors": checksum(directory / "model.safetensors")}).write(directory)
+    Manifest(VERSION, {"model.safetensors": compute_checksum(directory / "model.safetensors")}).write(directory)
 
 
 NORM = "model.norm.weight"
@@ -94,17 +94,17 @@ NORM = "model.norm.weight"
         (lambda directory: change(directory, lambda tensors: tensors.update({NORM: torch.ones(7)})), r"shape \[7\]"),
         (lambda directory: change(directory, lambda tensors: tensors.update({"extra": torch.ones(1)})), "extra"),
         (lambda directory: (directory / "model.safetensors").unlink(), "cannot be read"),
-        (lambda directory: (directory / MANIFEST).unlink(), "no readable manifest"),
-        (lambda directory: (directory / MANIFEST).write_text(json.dumps({"policy": "x"})), "not a manifest"),
+        (lambda directory: (directory / MANIFEST_FILE).unlink(), "no readable manifest"),
+        (lambda directory: (directory / MANIFEST_FILE).write_text(json.dumps({"policy": "x"})), "not a manifest"),
     ],
 )
 def test_a_bad_directory_is_refused_and_the_old_weights_stay(sources, published, damage, message):
     model = reference(sources[0])
-    before = {name: tensor.clone() for name, tensor in trainable_tensors(model).items()}
+    before = {name: tensor.clone() for name, tensor in get_untied_tensors(model).items()}
     damage(published)
     with pytest.raises(WeightsRefused, match=message):
-        stage(published, model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainable_tensors(model).items())
+        stage_weights(published, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in get_untied_tensors(model).items())
 
 
 def test_an_engine_does_not_start_under_the_name_of_a_version_whose_bytes_have_changed(published):
@@ -124,17 +124,17 @@ def test_a_version_is_published_once_and_never_half(sources, published, tmp_path
             raise RuntimeError("the disk is full")
 
     with pytest.raises(RuntimeError):
-        publish(tmp_path / "broken", Broken(), VERSION)
+        publish_weights(tmp_path / "broken", Broken(), VERSION)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v"]
 
 
 def test_resolving_says_what_was_tried(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(ModelNotFound, match=r"does not exist.*hub.*does not exist"):
-        resolve("org/model")
+        resolve_model_path("org/model")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
-        resolve(str(tmp_path / "empty"))
+        resolve_model_path(str(tmp_path / "empty"))
 
 
 def test_a_cached_hub_model_is_found_without_a_network(sources, tmp_path, monkeypatch):
@@ -144,4 +144,4 @@ def test_a_cached_hub_model_is_found_without_a_network(sources, tmp_path, monkey
     (entry / "refs" / "main").write_text("abc")
     (entry / "snapshots").mkdir()
     (entry / "snapshots" / "abc").symlink_to(sources[0])
-    assert resolve("org/model") == sources[0].resolve()
+    assert resolve_model_path("org/model") == sources[0].resolve()

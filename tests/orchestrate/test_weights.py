@@ -9,7 +9,7 @@ import pytest
 
 from ramify.client.engine_adapter import WeightUpdateAck
 from ramify.errors import ProviderError, WeightsRefused
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from ramify.orchestrate import weights as module
 from ramify.orchestrate.weights import Weights
 
@@ -19,13 +19,13 @@ class Engines:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        self.versions: dict[str, Version] = {}
+        self.versions: dict[str, PolicyVersion] = {}
         self.failures: list[Exception] = []
         self.let = asyncio.Event()
         self.called = asyncio.Event()
         self.let.set()
 
-    async def update_weights(self, path: Path, version: Version) -> list[WeightUpdateAck]:
+    async def update_weights(self, path: Path, version: PolicyVersion) -> list[WeightUpdateAck]:
         self.asked.append(version.step)
         self.called.set()
         await self.let.wait()
@@ -34,24 +34,24 @@ class Engines:
         return [WeightUpdateAck("http://engine", version, 0.1)]
 
 
-def version(step: int, incarnation: int = 0) -> Version:
-    return Version("p", incarnation, step)
+def version(step: int, incarnation: int = 0) -> PolicyVersion:
+    return PolicyVersion("p", incarnation, step)
 
 
 class Stage:
     def __init__(self) -> None:
-        self.engines, self.applied, self.told = Engines(), list[Version](), asyncio.Event()
+        self.engines, self.applied, self.told = Engines(), list[PolicyVersion](), asyncio.Event()
         self.weights = Weights(self.engines, self._applied)  # type: ignore[arg-type]
 
-    def _applied(self, found: Version, seconds: float) -> None:
+    def _applied(self, found: PolicyVersion, seconds: float) -> None:
         self.applied.append(found)
         self.told.set()
 
-    def offer(self, *found: Version) -> None:
+    def offer(self, *found: PolicyVersion) -> None:
         for each in found:
             self.weights.offer(each, Path(str(each.step)))
 
-    async def until_serving(self, wanted: Version) -> None:
+    async def until_serving(self, wanted: PolicyVersion) -> None:
         async with asyncio.timeout(10):
             while self.weights.serving != wanted:
                 await self.told.wait()
@@ -141,7 +141,7 @@ def test_an_eval_holds_the_weights_after_what_was_begun(monkeypatch):
         stage.offer(version(1))
         await stage.until_called()
 
-        async def evaluate() -> Version | None:
+        async def evaluate() -> PolicyVersion | None:
             async with stage.weights.hold():
                 stage.offer(version(2))
                 await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from safetensors.numpy import load_file
 
-from ramify.model.tiny.weights import write_rounded, write_start
+from ramify.model.tiny.weights import write_bfloat16_model, write_initial_model
 from ramify.recipe.corpus import CorpusMix, draw_conversations
 from ramify.recipe.drills import draw_drills
 from ramify.recipe.stages import STAGES, SftStage, build_sft_config, write_stage_data
@@ -55,7 +55,7 @@ def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
 
 def test_stages_pass_on_whole_weights_and_a_seed_gives_the_same_model(tmp_path):
     stage = SftStage("short", draw_drills, steps=3, batch_size=4, warmup_steps=1)
-    write_start(tmp_path / "start", seed=0)
+    write_initial_model(tmp_path / "start", seed=0)
     write_stage_data(stage, tmp_path / "rows.jsonl", seed=0)
     found: list[bytes] = []
     for output in (tmp_path / "a", tmp_path / "b"):
@@ -63,7 +63,7 @@ def test_stages_pass_on_whole_weights_and_a_seed_gives_the_same_model(tmp_path):
         assert done.steps == 3
         assert done.weights is not None
         assert {str(value.dtype) for value in load_file(done.weights / "model.safetensors").values()} == {"float32"}
-        write_rounded(done.weights, output / "model")
+        write_bfloat16_model(done.weights, output / "model")
         assert json.loads((output / "model" / "config.json").read_text())["dtype"] == "bfloat16"
         assert not (output / "model" / "manifest.json").exists()
         found.append((output / "model" / "model.safetensors").read_bytes())

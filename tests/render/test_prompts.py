@@ -1,6 +1,6 @@
 """The prompt that all attempts at a task share is rendered once."""
 
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.render.template_renderer import MAX_CACHED_PROMPTS
 from ramify.trace import Message
@@ -13,7 +13,7 @@ def prompt(text: str) -> list[Message]:
 
 
 def test_an_equal_prompt_is_the_same_object_and_others_are_not():
-    renderer = load_renderer(resolve("tiny"))
+    renderer = load_renderer(resolve_model_path("tiny"))
     first = renderer.render(prompt("hi"))
     assert renderer.render(prompt("hi")) is first
     assert renderer.render(prompt("ho")) is not first
@@ -23,7 +23,7 @@ def test_an_equal_prompt_is_the_same_object_and_others_are_not():
 
 
 def test_only_the_latest_prompts_are_remembered():
-    renderer = load_renderer(resolve("tiny"))
+    renderer = load_renderer(resolve_model_path("tiny"))
     first = renderer.render(prompt("0"))
     for number in range(1, MAX_CACHED_PROMPTS + 1):
         renderer.render(prompt(str(number)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.trace import Forest
 from ramify.train.batches import Batch
 from ramify.train.source import Recording
@@ -66,7 +66,9 @@ def test_temperatures_that_are_swapped_between_two_sources_are_seen(recording):
 
     with joined(TrainerConfig(threads=1)) as ranks:
         right, swapped = (
-            build_trainer(resolve("tiny"), TrainerConfig(threads=1), ranks).step(batch).named()["mismatch_kl"]
+            build_trainer(resolve_model_path("tiny"), TrainerConfig(threads=1), ranks)
+            .step(batch)
+            .named()["mismatch_kl"]
             for batch in (recording.shares(0)[0], _swapped(recording.shares(0)[0]))
         )
     print(f"as sampled {right:.2e}, swapped {swapped:.2e}")

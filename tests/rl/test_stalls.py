@@ -26,7 +26,7 @@ from ramify.errors import (
     StorageFull,
 )
 from ramify.launch.status import StatusClient
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from ramify.orchestrate import watching
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.process import Orchestrator
@@ -49,7 +49,7 @@ class Engine(Instant):
 
     def __init__(self) -> None:
         super().__init__()
-        self.version = Version("tiny", 0, 0)
+        self.version = PolicyVersion("tiny", 0, 0)
         self.holds = 0
 
     async def control(self, path: str, exchange: Exchange) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralConfig, Qwen3Config
 
-from ramify.model.layout import layout_for
+from ramify.model.pack_layout import choose_pack_layout
 from ramify.trace import Forest
 from ramify.train.losses import find_loss
 from ramify.train.policy import Policy, attention_for
@@ -53,7 +53,7 @@ def made(config, attention: str, seed: int = 0):
 
 
 def policy(config, seed: int = 0, loss: str = "dppo") -> Policy:
-    layout = layout_for(config)
+    layout = choose_pack_layout(config)
     return Policy(made(config, attention_for(layout), seed), layout, find_loss(loss))
 
 

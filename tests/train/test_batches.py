@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.errors import BatchCorrupt
-from ramify.model.layout import Layout
+from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest, Targets, build_forest, make_padding_forest
 from ramify.train.batches import Batch, Laying, decode, encode, laid_again, lay_out, shares
 from tests.trace.forests import Size, group
@@ -97,7 +97,7 @@ def test_an_empty_batch_keeps_every_rank_busy_with_nothing():
 @pytest.mark.parametrize("flat", [False, True])
 def test_shares_are_put_together_again_as_a_forest_or_flat(flat):
     whole = batch(7)
-    laying = Laying(layout=Layout.FOREST, pack_tokens=128, per_token=1.0)
+    laying = Laying(layout=PackLayout.FOREST, pack_tokens=128, per_token=1.0)
     again = laid_again(shares(whole, laying, 3), laying, flat=flat)
     assert again.counts == whole.counts
     assert entries(again.packs) == entries(whole.packs)

@@ -10,7 +10,7 @@ import torch
 from transformers import MixtralConfig, OPTConfig, Phi3Config
 
 from ramify.errors import ModelUnsupported
-from ramify.model.layout import Layout
+from ramify.model.pack_layout import PackLayout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.trace import Annotation, build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, lay_out
@@ -206,10 +206,10 @@ def test_identical_attempts_give_exactly_twice_the_gradient_of_one(shape):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_hybrid_model_gets_chains_with_the_flat_gradients(seed):
     ours, plain = policy(HYBRID, seed), made(HYBRID, "eager", seed)
-    assert ours.layout is Layout.CHAINS
+    assert ours.layout is PackLayout.CHAINS
     attempts = [attempt(Random(seed), "a", [-1, 0, 0, 0, 1, 1, 4]), attempt(Random(seed + 1), "b", [-1, 0, 1])]
     forests = [build_forest([each.sample()]) for each in attempts]
-    packs = lay_out(forests, 120, Layout.CHAINS)
+    packs = lay_out(forests, 120, PackLayout.CHAINS)
     assert len(packs) > 1
     counts = total(packs)
     assert_equal(train_forest(ours, packs, counts), train_flat(plain, attempts, counts))

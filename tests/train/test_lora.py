@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from ramify.cli import main
 from ramify.errors import ConfigInvalid
-from ramify.model import Version
-from ramify.model.load import load
-from ramify.model.weights import apply, stage
+from ramify.model import PolicyVersion
+from ramify.model.load import load_model
+from ramify.model.weights import apply_weights, stage_weights
 from ramify.train.batches import Batch, lay_out
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import Checkpoints
@@ -72,7 +72,7 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     trainer = trained(model, 3, alpha=8)
     publisher = Publisher(tmp_path, ALONE, policy="p", base=model, dtype=torch.float32)
     published = publisher.publish(trainer, 0, 3)
-    assert published.version == Version("p", 0, 3)
+    assert published.version == PolicyVersion("p", 0, 3)
     base, merged = load_file(model / "model.safetensors"), load_file(published.path / "model.safetensors")
     assert base.keys() == merged.keys()
     changed = 0
@@ -90,8 +90,8 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     ids = torch.arange(20) % VOCAB
     with torch.no_grad():
         theirs = plain(ids[None]).logits
-    engine = load(model, dtype="float32", device="cpu").module  # what an engine does with a version
-    apply(engine, stage(published.path, engine))
+    engine = load_model(model, dtype="float32", device="cpu").module  # what an engine does with a version
+    apply_weights(engine, stage_weights(published.path, engine))
     for name, value in plain.state_dict().items():
         assert torch.equal(engine.state_dict()[name], value)
     assert theirs.isfinite().all()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ramify.model import Manifest, Version
-from ramify.model.manifest import verify
+from ramify.model import Manifest, PolicyVersion
+from ramify.model.manifest import verify_weights
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.parallel import Ranks
@@ -41,7 +41,7 @@ def test_a_version_is_the_masters_and_fits_the_model(model, tmp_path):
     published = publisher_of(model, tmp_path, torch.bfloat16).publish(trainer, 2, 1)
     assert published.seconds > 0
     assert published.bytes == sum(value.nbytes for _, value in gathered(trainer)) // 2
-    assert verify(published.path, like=model).version == Version("p", 2, 1)
+    assert verify_weights(published.path, reference_model=model).version == PolicyVersion("p", 2, 1)
     state = trainer.policy.model.state_dict()  # the rounded copies that the trainer computes with
     from safetensors.torch import load_file
 
@@ -54,11 +54,11 @@ def test_versions_go_only_when_nobody_needs_them(model, tmp_path):
     (tmp_path / ".0-000009.123").mkdir()
     for incarnation, step in [(0, 1), (0, 2), (0, 10), (1, 2)]:
         publisher.publish(trainer, incarnation, step)
-    publisher.prune([Version("p", 0, 2)])
-    assert publisher.versions() == [Version("p", 0, 2), Version("p", 1, 2)]
+    publisher.prune([PolicyVersion("p", 0, 2)])
+    assert publisher.versions() == [PolicyVersion("p", 0, 2), PolicyVersion("p", 1, 2)]
     publisher.prune([])
-    assert publisher.versions() == [Version("p", 1, 2)]
-    assert Manifest.read(publisher.path(1, 2)).version == Version("p", 1, 2)
+    assert publisher.versions() == [PolicyVersion("p", 1, 2)]
+    assert Manifest.read(publisher.path(1, 2)).version == PolicyVersion("p", 1, 2)
     publisher_of(model, tmp_path)  # what an interrupted one left is cleared
     assert not list(tmp_path.glob(".*"))
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from ramify.cli import main
 from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, PeerRefused
-from ramify.model import Manifest, Version
+from ramify.model import Manifest, PolicyVersion
 from ramify.train import remote
 from ramify.train.batches import Batch, Laying, encode, shares
 from ramify.train.remote import RemoteSource
@@ -131,7 +131,7 @@ def test_a_version_is_kept_while_an_engine_needs_it_and_lies_in_memory_if_asked(
     try:
         assert folder.parent == Path("/dev/shm")
         assert sorted(path.name for path in folder.iterdir()) == ["0-000001", "0-000003"]
-        assert Manifest.read(folder / "0-000001").version == Version("p", 0, 1)
+        assert Manifest.read(folder / "0-000001").version == PolicyVersion("p", 0, 1)
     finally:
         for path in sorted(folder.rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
@@ -241,7 +241,7 @@ def test_an_orchestrator_that_was_started_again_is_greeted_again_and_nothing_rol
         source = RemoteSource(first.address, patience=60.0)
         source.hello(0, 1, Laying(pack_tokens=128), None)
         before = source.batch(0, lambda: False)
-        source.published(Version("p", 0, 1), Path("/weights/0-000001"))
+        source.published(PolicyVersion("p", 0, 1), Path("/weights/0-000001"))
     try:
         again = Orchestrator(batches, first.address)
         again.incarnation = first.incarnation  # its ledger remembers

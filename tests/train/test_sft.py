@@ -14,7 +14,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.errors import ConfigInvalid, TemplateRefused
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.store import RunStore
 from ramify.store.run_log import RunLog
@@ -45,7 +45,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def renderer():
-    return load_renderer(resolve("tiny"))
+    return load_renderer(resolve_model_path("tiny"))
 
 
 def data(**keys) -> DataConfig:

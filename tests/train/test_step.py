@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, Qwen3NextConfig
 
 from ramify.errors import DeadlineExceeded, WeightsRefused
-from ramify.model.layout import Layout, explain
-from ramify.model.resolve import resolve
-from ramify.model.tree import BLOCK
+from ramify.model.pack_layout import PackLayout, describe_pack_layout
+from ramify.model.resolve import resolve_model_path
+from ramify.model.tree_attention import BLOCK_SIZE
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionRun, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, find_loss, lay_out
 from ramify.train.build import choose_trainer_dtype
@@ -345,17 +345,17 @@ def test_only_layers_that_attend_have_pairs():
 def test_rows_of_a_gpu_have_few_lengths():
     assert {bucket(length, 16384) for length in range(1, 16385, 37)} == {4096, 8192, 12288, 16384}
     assert bucket(16385, 16384) == 32768
-    assert {bucket(length, 1152) % BLOCK for length in range(1, 5000, 11)} == {0}
+    assert {bucket(length, 1152) % BLOCK_SIZE for length in range(1, 5000, 11)} == {0}
     assert max(bucket(length, 1152) for length in range(1, 1153)) == 1152
 
 
 def test_the_packaged_model_is_loaded_and_says_how_it_computes():
     said: list[str] = []
     config = TrainerConfig(threads=1, checkpoint_activations=True)
-    made = build_trainer(resolve("tiny"), config, Ranks(torch.device("cpu")), tell=said.append)
-    assert made.policy.layout is Layout.FOREST
+    made = build_trainer(resolve_model_path("tiny"), config, Ranks(torch.device("cpu")), tell=said.append)
+    assert made.policy.layout is PackLayout.FOREST
     assert said == ["forest: shared prefixes are computed once", "dtype: float32 (the default on a CPU)"]
-    assert explain(HYBRID).startswith("chains: lfm2 has conv layers")
+    assert describe_pack_layout(HYBRID).startswith("chains: lfm2 has conv layers")
     assert not made.step(Batch.of(0, lay_out(forests(), 100))).skipped
 
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from ramify.errors import ModelUnsupported
-from ramify.model.chains import LONG, STEP, Chains, causal
-from ramify.model.layout import Layout, layout_for
-from ramify.model.tiles import TiledAttention, products
-from ramify.model.tree import BLOCK, Blocks, by_blocks
+from ramify.model.causal_attention import LENGTH_MULTIPLE, MIN_CHAIN_TOKENS, ChainLengths, causal_attention
+from ramify.model.pack_layout import PackLayout, choose_pack_layout
+from ramify.model.tiles import CpuTreeAttention, split_attention
+from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_attention
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.trace.forests import Size, group
 from tests.train.models import CONFIGS, HYBRID
@@ -28,7 +28,7 @@ def row(seed: int) -> Forest:
     rng = Random(seed)
     forests = [build_forest([each.sample() for each in group(rng, SIZE, f"g{number}-")]) for number in range(3)]
     whole = concat_forests(pack_trees([piece for forest in forests for piece in split_forest(forest, 400)], 10_000))
-    return concat_forests([whole, make_padding_forest(-len(whole) % BLOCK)])
+    return concat_forests([whole, make_padding_forest(-len(whole) % BLOCK_SIZE)])
 
 
 def seen(forest: Forest, window: int) -> torch.Tensor:
@@ -47,10 +47,10 @@ def test_tiles_attend_to_what_the_rule_says_forward_and_backward(seed, window):
         query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=seen(forest, window)
     )
     grad = torch.randn_like(wanted)
-    plan = products(forest.subtree_end, forest.position_ids, window)
+    plan = split_attention(forest.subtree_end, forest.position_ids, window)
     assert any(product.mask is not None for product in plan)
     assert window or any(product.causal for product in plan)
-    found = TiledAttention.apply(query, key, value, plan, None)
+    found = CpuTreeAttention.apply(query, key, value, plan, None)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     ours, theirs = (torch.autograd.grad(each, (query, key, value), grad) for each in (found, wanted))
     for mine, other in zip(ours, theirs):
@@ -68,10 +68,10 @@ def listed(lists: torch.Tensor) -> dict[int, tuple[set[int], set[int]]]:
 @pytest.mark.parametrize("window", [0, 40])
 def test_blocks_hold_what_the_rule_says_and_leave_the_rest_out(window):
     forest = row(1)
-    blocks = Blocks.of(forest.subtree_end, forest.position_ids, window, torch.device("cpu"))
-    tiled = seen(forest, window).reshape(len(forest) // BLOCK, BLOCK, len(forest) // BLOCK, BLOCK)
+    blocks = BlockMask.build(forest.subtree_end, forest.position_ids, window, torch.device("cpu"))
+    tiled = seen(forest, window).reshape(len(forest) // BLOCK_SIZE, BLOCK_SIZE, len(forest) // BLOCK_SIZE, BLOCK_SIZE)
     some, every = tiled.any(3).any(1), tiled.all(3).all(1)
-    keys, queries = listed(blocks.keys), listed(blocks.queries)
+    keys, queries = listed(blocks.kv_lists), listed(blocks.q_lists)
     assert sorted(keys) == sorted(queries) == list(range(len(some)))
     for number, (wholly, partly) in keys.items():
         assert wholly <= set(np.flatnonzero(every[number]).tolist())
@@ -85,13 +85,13 @@ def test_blocks_hold_what_the_rule_says_and_leave_the_rest_out(window):
 
 
 def test_very_long_lists_come_first_and_the_others_stay_in_order():
-    prompt, reply, replies = BLOCK, 8 * BLOCK, 8
+    prompt, reply, replies = BLOCK_SIZE, 8 * BLOCK_SIZE, 8
     end = np.concatenate([np.full(prompt, prompt + replies * reply), prompt + ends(*[reply] * replies)])
-    blocks = Blocks.of(end, np.arange(len(end), dtype=np.int32), 0, torch.device("cpu"))
-    assert blocks.queries[:, 0].tolist() == list(range(len(end) // BLOCK)) == blocks.keys[:, 0].tolist()
+    blocks = BlockMask.build(end, np.arange(len(end), dtype=np.int32), 0, torch.device("cpu"))
+    assert blocks.q_lists[:, 0].tolist() == list(range(len(end) // BLOCK_SIZE)) == blocks.kv_lists[:, 0].tolist()
     moved = np.concatenate([ends(reply), end + reply])
-    blocks = Blocks.of(moved, np.arange(len(moved), dtype=np.int32), 0, torch.device("cpu"))
-    assert blocks.queries[:, 0].tolist() == [8, *range(8), *range(9, len(moved) // BLOCK)]
+    blocks = BlockMask.build(moved, np.arange(len(moved), dtype=np.int32), 0, torch.device("cpu"))
+    assert blocks.q_lists[:, 0].tolist() == [8, *range(8), *range(9, len(moved) // BLOCK_SIZE)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
@@ -106,8 +106,8 @@ def test_kernels_attend_to_what_the_rule_says_forward_and_backward(dtype, width,
     cuda = torch.device("cuda")
     shapes = [(1, heads, len(forest), width) for heads in (4, 2, 2, 4)]
     query, key, value, grad = (torch.randn(shape, device=cuda, dtype=dtype).requires_grad_() for shape in shapes)
-    blocks = Blocks.of(forest.subtree_end, forest.position_ids, window, cuda)
-    found = by_blocks(query, key, value, blocks, None, window).transpose(1, 2)
+    blocks = BlockMask.build(forest.subtree_end, forest.position_ids, window, cuda)
+    found = block_sparse_attention(query, key, value, blocks, None, window).transpose(1, 2)
     exact = [each.detach().double().requires_grad_() for each in (query, key, value)]
     seen_pairs = seen(forest, window).to(cuda)
     repeated = [exact[0], *(each.repeat_interleave(2, 1) for each in exact[1:])]
@@ -126,28 +126,28 @@ def ends(*lengths: int) -> np.ndarray:
 
 def test_a_row_of_long_chains_is_known_by_its_ends():
     def lengths(end: np.ndarray) -> list[int] | None:
-        found = Chains.of(end)
+        found = ChainLengths.from_ends(end)
         return found and found.lengths
 
     padding = make_padding_forest(300).subtree_end
-    assert lengths(ends(LONG, LONG + 7)) == [LONG, LONG + 7]
-    assert lengths(np.concatenate([ends(LONG), padding + LONG])) == [LONG]
-    assert lengths(ends(LONG, 5, LONG)) is None
+    assert lengths(ends(MIN_CHAIN_TOKENS, MIN_CHAIN_TOKENS + 7)) == [MIN_CHAIN_TOKENS, MIN_CHAIN_TOKENS + 7]
+    assert lengths(np.concatenate([ends(MIN_CHAIN_TOKENS), padding + MIN_CHAIN_TOKENS])) == [MIN_CHAIN_TOKENS]
+    assert lengths(ends(MIN_CHAIN_TOKENS, 5, MIN_CHAIN_TOKENS)) is None
     assert lengths(padding) is None
-    forked = ends(LONG, LONG)
-    forked[: LONG // 2] = 2 * LONG  # the second chain hangs from the middle of the first
+    forked = ends(MIN_CHAIN_TOKENS, MIN_CHAIN_TOKENS)
+    forked[: MIN_CHAIN_TOKENS // 2] = 2 * MIN_CHAIN_TOKENS  # the second chain hangs from the middle of the first
     assert lengths(forked) is None
 
 
 def test_chains_attend_each_by_itself_and_padding_to_nothing():
-    lengths, rest = [STEP, 100, 70], 30
+    lengths, rest = [LENGTH_MULTIPLE, 100, 70], 30
     torch.manual_seed(0)
     query = torch.randn(1, 4, sum(lengths) + rest, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, sum(lengths) + rest, 8, requires_grad=True) for _ in range(2))
-    found = causal(query, key, value, Chains(lengths), None)
+    found = causal_attention(query, key, value, ChainLengths(lengths), None)
     assert not found[:, :, -rest:].any()
     end = ends(*lengths, *[1] * rest)
-    wanted = TiledAttention.apply(query, key, value, products(end, end, 0), None)
+    wanted = CpuTreeAttention.apply(query, key, value, split_attention(end, end, 0), None)
     grad = torch.randn_like(wanted)
     grad[:, :, -rest:] = 0.0  # nothing is trained there
     torch.testing.assert_close(found[:, :, :-rest], wanted[:, :, :-rest], atol=1e-5, rtol=1e-5)
@@ -160,8 +160,8 @@ BIG = """
 import resource
 import numpy as np, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from ramify.model.layout import Layout
-from ramify.model.tree import ATTENTION
+from ramify.model.pack_layout import Layout
+from ramify.model.tree_attention import ATTENTION
 from ramify.trace import Annotation, Message, Sample, Trace, grow
 from ramify.train.losses import find_loss
 from ramify.train.policy import Policy
@@ -204,10 +204,10 @@ def test_a_tree_of_30000_tokens_takes_memory_linear_in_its_tokens():
 
 
 def test_layouts():
-    assert {layout_for(config) for config in CONFIGS.values()} == {Layout.FOREST}
-    assert layout_for(HYBRID) is Layout.CHAINS
+    assert {choose_pack_layout(config) for config in CONFIGS.values()} == {PackLayout.FOREST}
+    assert choose_pack_layout(HYBRID) is PackLayout.CHAINS
     for kind in ("mamba", "qwen3_next", "falcon_h1", "bamba", "rwkv"):
-        assert layout_for(AutoConfig.for_model(kind)) is Layout.CHAINS, kind
+        assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.CHAINS, kind
 
 
 @pytest.mark.parametrize(
@@ -231,16 +231,16 @@ def test_layouts():
 )
 def test_what_cannot_be_computed_is_refused_by_name(kind, named):
     with pytest.raises(ModelUnsupported, match=named):
-        layout_for(AutoConfig.for_model(kind))
+        choose_pack_layout(AutoConfig.for_model(kind))
 
 
 def test_layers_may_differ_in_what_the_trainer_takes_from_the_weights():
-    assert layout_for(LlamaConfig(per_layer_config={1: {"intermediate_size": 64}})) is Layout.FOREST
+    assert choose_pack_layout(LlamaConfig(per_layer_config={1: {"intermediate_size": 64}})) is PackLayout.FOREST
     with pytest.raises(ModelUnsupported, match="sliding_window"):
-        layout_for(MistralConfig(sliding_window=9, per_layer_config={1: {"sliding_window": 5}}))
+        choose_pack_layout(MistralConfig(sliding_window=9, per_layer_config={1: {"sliding_window": 5}}))
 
 
 def test_a_scale_of_one_is_no_scale():
     config = LlamaConfig()
     config.logits_scaling = 1.0
-    assert layout_for(config) is Layout.FOREST
+    assert choose_pack_layout(config) is PackLayout.FOREST

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ramify.model.tiny.files import VOCABULARY, write_tokenizer
+from ramify.model.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 
 DEADLINE = 60.0
 
@@ -24,7 +24,7 @@ def write_model(directory: Path) -> Path:
     write_tokenizer(directory)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

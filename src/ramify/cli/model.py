@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ramify.cli.paper import Paper
 from ramify.errors import ConfigInvalid, ModelNotFound, WeightsRefused
-from ramify.model.resolve import PACKAGED, fetch_model, resolve
+from ramify.model.resolve import PACKAGED_MODELS, fetch_model, resolve_model_path
 
 FIGURES = {
     "well_formed": "reverse-text: well-formed replies",
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     fetch = actions.add_parser("fetch", help="download a model from the Hugging Face hub into its local cache")
     fetch.add_argument("name", metavar="NAME", help="ORG/NAME")
     build = actions.add_parser("build", help="train a packaged model from its recipe")
-    build.add_argument("name", metavar="NAME", choices=PACKAGED, help=" or ".join(PACKAGED))
+    build.add_argument("name", metavar="NAME", choices=PACKAGED_MODELS, help=" or ".join(PACKAGED_MODELS))
     build.add_argument("--seed", type=int, default=0, help="0 is the model that ships")
     build.add_argument("-o", dest="directory", metavar="DIR", type=Path, required=True, help="where to write it")
     build.add_argument("--force", action="store_true", help="replace DIR if it exists")
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def look(name: str) -> About:
     """What the files of a model say."""
-    path = resolve(name)
+    path = resolve_model_path(name)
     config = _table(path / "config.json")
     record = path / "ramify.json"
     return About(
@@ -122,7 +122,7 @@ def _parameters(directory: Path) -> int:
 
 def _list(asked: argparse.Namespace) -> int:
     found: list[About] = []
-    for name in PACKAGED:
+    for name in PACKAGED_MODELS:
         try:
             found.append(look(name))
         except ModelNotFound as error:

@@ -11,7 +11,7 @@ from ramify.cli.short import spelled_out
 from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.launch.parts import serve_part
-from ramify.model.resolve import fetch_model, resolve
+from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 
@@ -47,14 +47,14 @@ def run(args: Sequence[str]) -> int:
     if config.inference.engine == "vllm":
         return _vllm(config, config.inference, dry=dry)
     if dry:
-        print(f"would serve {config.model.name} from {resolve(config.model.name)}")
+        print(f"would serve {config.model.name} from {resolve_model_path(config.model.name)}")
         print(f"at http://{config.server.host}:{config.server.port}, {config.inference}")
         return 0
     from ramify.infer.chat import TemplateChat
     from ramify.infer.engine import Engine  # torch is loaded here, not for help
     from ramify.infer.server import serve
 
-    directory = resolve(config.model.name)
+    directory = resolve_model_path(config.model.name)
     renderer = None
     if (directory / "tokenizer.json").exists():
         renderer = TemplateChat(load_renderer(directory, config.renderer))

@@ -23,7 +23,7 @@ from ramify.client.http_client import ConnectFailed, ResponseLost, ServerBusy, o
 from ramify.client.replica_pool import Replica, ReplicaPool, ReplicaState
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds for one generation, unless the caller says otherwise
@@ -36,7 +36,7 @@ class InferenceClient:
     """
 
     def __init__(
-        self, urls: str | Sequence[str], config: ClientConfig | None = None, *, version: Version | None = None
+        self, urls: str | Sequence[str], config: ClientConfig | None = None, *, version: PolicyVersion | None = None
     ) -> None:
         self.config = config or ClientConfig()
         addresses = [urls] if isinstance(urls, str) else list(urls)
@@ -189,7 +189,7 @@ class InferenceClient:
     # -- control -------------------------------------------------------------------------------------------------------
 
     @property
-    def versions(self) -> dict[str, Version]:
+    def versions(self) -> dict[str, PolicyVersion]:
         """What each server that is up serves."""
         return {replica.url: replica.require_adapter.version for replica in self._pool.up_replicas}
 
@@ -218,7 +218,7 @@ class InferenceClient:
         await self._call_all("resume", lambda spoken: spoken.resume())
 
     async def update_weights(
-        self, directory: Path, version: Version, kv_mode: KVMode = "recompute"
+        self, directory: Path, version: PolicyVersion, kv_mode: KVMode = "recompute"
     ) -> list[WeightUpdateAck]:
         """Apply a published version on all servers, with requests in flight; who has applied it acknowledges.
 

@@ -10,12 +10,12 @@ from ramify.client.native_adapter import NativeAdapter, parse_model_card
 from ramify.client.replica_pool import Replica
 from ramify.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
 from ramify.errors import ProviderError, TokensRequired
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 MODELS_PATH = "/v1/models"
 
 
-async def detect_engine(replica: Replica, version: Version | None) -> EngineAdapter:
+async def detect_engine(replica: Replica, version: PolicyVersion | None) -> EngineAdapter:
     """The server's dialect. `version` names the weights of an engine that does not know any."""
     data = await _get_models(replica)
     entry = _parse_first_model(data, replica.url)
@@ -25,7 +25,7 @@ async def detect_engine(replica: Replica, version: Version | None) -> EngineAdap
     card = parse_model_card(data, replica.url)
     if card.version is not None:
         return NativeAdapter(replica.url, replica.http, card.version)
-    spoken = VLLMAdapter(replica.url, replica.http, version or Version(card.model), model_root=entry.get("root"))
+    spoken = VLLMAdapter(replica.url, replica.http, version or PolicyVersion(card.model), model_root=entry.get("root"))
     await spoken.sync_label()
     return spoken
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ramify.client.completion import Completion
 from ramify.client.generate_api import GenerateRequest
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 KVMode = Literal["recompute", "keep"]
 PauseMode = Literal["keep", "abort"]
@@ -22,7 +22,7 @@ class ModelCard:
 
     model: str
     max_model_len: int
-    version: Version | None
+    version: PolicyVersion | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class WeightUpdateAck:
     """A server has applied a version. `seconds` is how long its requests stood still."""
 
     server: str
-    version: Version
+    version: PolicyVersion
     seconds: float
 
 
@@ -39,7 +39,7 @@ class WeightUpdate:
     """A published directory to be applied. The path is the server's: it must see the same file system."""
 
     directory: Path
-    version: Version
+    version: PolicyVersion
     kv_mode: KVMode = "recompute"
 
 
@@ -50,7 +50,7 @@ class UnknownWeights(Exception):
 class EngineAdapter(Protocol):
     """One server, spoken to in its own words. `version` is what its next token will come from."""
 
-    version: Version
+    version: PolicyVersion
 
     async def describe(self) -> ModelCard:
         """What the server says about itself now."""

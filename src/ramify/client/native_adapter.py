@@ -19,7 +19,7 @@ from ramify.client.generate_api import (
 )
 from ramify.client.http_client import HttpConnectionPool, send_request
 from ramify.errors import ProviderError, WeightsRefused
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from ramify.trace import VersionRun
 
 GENERATE_PATH = "/inference/v1/generate"
@@ -28,7 +28,7 @@ GENERATE_PATH = "/inference/v1/generate"
 class NativeAdapter:
     """One native server."""
 
-    def __init__(self, url: str, http: HttpConnectionPool, version: Version) -> None:
+    def __init__(self, url: str, http: HttpConnectionPool, version: PolicyVersion) -> None:
         self.url, self.version = url, version
         self._http = http
 
@@ -68,7 +68,7 @@ class NativeAdapter:
         told: dict[str, Any] = decode_json(
             await send_request(self._http, "POST", "/update_weights", body), dict, self.url
         )
-        self.version = Version(**told["version"])
+        self.version = PolicyVersion(**told["version"])
         if self.version != update.version:
             said = f"{update.directory} holds {self.version}, not {update.version}; {self.url} serves it now"
             raise WeightsRefused(said)
@@ -92,7 +92,7 @@ def parse_model_card(data: bytes, url: str) -> ModelCard:
     """The first model of `/v1/models`."""
     try:
         card = decode_json(data, dict, url)["data"][0]
-        version = Version(**card["version"]) if "version" in card else None
+        version = PolicyVersion(**card["version"]) if "version" in card else None
         return ModelCard(str(card["id"]), int(card["max_model_len"]), version)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ProviderError(f"{url}/v1/models names no model with a max_model_len: {error!r}") from error

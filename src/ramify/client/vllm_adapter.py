@@ -42,8 +42,8 @@ from ramify.client.generate_api import (
 from ramify.client.http_client import ConnectFailed, HttpConnectionPool, ResponseLost, ServerBusy, send_request
 from ramify.client.native_adapter import GENERATE_PATH, parse_finish_reason, parse_model_card, score_prompt
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
-from ramify.model.manifest import verify
-from ramify.model.version import Version
+from ramify.model.manifest import verify_weights
+from ramify.model.version import PolicyVersion
 from ramify.trace import VersionRun
 
 RESET_TIMEOUT = 10.0  # seconds for requests to let go of their blocks
@@ -54,7 +54,7 @@ UNDEFINED_LABEL = "undefined"  # the label of weights that were left half-way
 class VLLMAdapter:
     """One vLLM server."""
 
-    def __init__(self, url: str, http: HttpConnectionPool, version: Version, *, model_root: str | None) -> None:
+    def __init__(self, url: str, http: HttpConnectionPool, version: PolicyVersion, *, model_root: str | None) -> None:
         self.url, self.version = url, version
         self._http = http
         self._model_dir = (
@@ -66,7 +66,7 @@ class VLLMAdapter:
     async def describe(self) -> ModelCard:
         """What the server says about itself now; the version it is labelled with, if the label is one of ours."""
         card = parse_model_card(await send_request(self._http, "GET", "/v1/models"), self.url)
-        return ModelCard(card.model, card.max_model_len, Version.read(await self._get_label()))
+        return ModelCard(card.model, card.max_model_len, PolicyVersion.parse(await self._get_label()))
 
     async def sync_label(self) -> None:
         """Take over the label of the server's weights, or give them one."""
@@ -76,8 +76,8 @@ class VLLMAdapter:
             self._is_dev_mode = False  # not in development mode: it can be sampled from, not updated
             return
         if label == UNDEFINED_LABEL:
-            self.version = Version(UNDEFINED_LABEL)
-        elif (version := Version.read(label)) is not None:
+            self.version = PolicyVersion(UNDEFINED_LABEL)
+        elif (version := PolicyVersion.parse(label)) is not None:
             self.version = version
         else:
             await self.set_label(str(self.version))
@@ -131,7 +131,7 @@ class VLLMAdapter:
         """
         if not self._is_dev_mode:
             raise WeightsRefused(f"{self.url} takes no weights: vLLM has to be started with VLLM_SERVER_DEV_MODE=1")
-        manifest = await asyncio.to_thread(verify, update.directory, self._model_dir)
+        manifest = await asyncio.to_thread(verify_weights, update.directory, self._model_dir)
         if manifest.version != update.version:
             raise WeightsRefused(f"{update.directory} holds {manifest.version}, not {update.version}")
         start = time.perf_counter()
@@ -144,7 +144,7 @@ class VLLMAdapter:
                 await self._reset_prefix_cache()
             await self.set_label(str(update.version))
         except BaseException as error:
-            self.version = Version(UNDEFINED_LABEL)
+            self.version = PolicyVersion(UNDEFINED_LABEL)
             if isinstance(error, Exception):
                 with contextlib.suppress(
                     RamifyError, ConnectFailed, ResponseLost, ServerBusy
@@ -174,9 +174,9 @@ class VLLMAdapter:
             raise ProviderError(f"{self.url} answered {num_tokens} tokens whose versions do not add up: {spans}")
         return tuple(VersionRun(*self._version_of_label(span.version), span.end - span.start) for span in spans)
 
-    def _version_of_label(self, label: str) -> Version:
+    def _version_of_label(self, label: str) -> PolicyVersion:
         """The version a label stands for. Outside development mode nobody can change weights or label."""
-        version = Version.read(label)
+        version = PolicyVersion.parse(label)
         if version is None and self._is_dev_mode:
             raise UnknownWeights(f"{self.url} sampled from weights labelled {label!r}, which is no version")
         return version or self.version

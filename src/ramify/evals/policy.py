@@ -16,7 +16,7 @@ from ramify.evals.engine_process import EngineProcess
 from ramify.gateway.policy import Policy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.infer.config import ExternalConfig, ServeConfig
-from ramify.model.resolve import fetch_model, resolve
+from ramify.model.resolve import fetch_model, resolve_model_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def fetch_served_model(config: EvalConfig) -> None:
         _resolve_model(config, fetch_model)
 
 
-def _resolve_model(config: EvalConfig, resolver: Callable[[str], Path] = resolve) -> Path:
+def _resolve_model(config: EvalConfig, resolver: Callable[[str], Path] = resolve_model_path) -> Path:
     try:
         return resolver(config.model.name)
     except ModelNotFound as error:

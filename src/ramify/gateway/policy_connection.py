@@ -16,7 +16,7 @@ from ramify.client import InferenceClient
 from ramify.client.http_client import ConnectFailed, ResponseLost, ServerBusy, open_client, send_request
 from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.render.config import RendererConfig
 
@@ -44,7 +44,7 @@ async def connect_policy(
             client = await stack.enter_async_context(InferenceClient(urls))
             length = cards[0][0].get("max_model_len")
             longest = length if isinstance(length, int) else None
-            path = resolve(model)
+            path = resolve_model_path(model)
             vocabulary = _read_vocab_size(path)
             return TokenPolicy(
                 client, load_renderer(path, renderer), model, max_model_len=longest, vocab_size=vocabulary
@@ -84,7 +84,7 @@ def _why_no_token_ids(client_mode: ClientMode, model: str, cards: list[list[dict
     if any(Path(name).name != Path(model).name for name in served):
         raise ConfigInvalid(f"model.name: the server has {', '.join(sorted(served))}, not {model}")
     try:
-        resolve(model)
+        resolve_model_path(model)
     except ModelNotFound as error:
         return error.message
     return None

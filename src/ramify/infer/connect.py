@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ramify.client import ClientConfig, InferenceClient
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 
 def open_client(
@@ -17,7 +17,7 @@ def open_client(
     started: Sequence[str] = (),
     config: ClientConfig | None = None,
     *,
-    version: Version | None = None,
+    version: PolicyVersion | None = None,
 ) -> InferenceClient:
     """A client, not yet started, over `base_url`, or over the addresses of the servers that were started for the run.
 

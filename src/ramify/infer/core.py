@@ -20,8 +20,8 @@ from ramify.infer.runner import Runner, scored, wanted
 from ramify.infer.sampler import logprobs_of, sample, top_logprobs_of
 from ramify.infer.scheduler import Chunk, Scheduler
 from ramify.model.load import LoadedModel
-from ramify.model.version import Version
-from ramify.model.weights import Staged, apply
+from ramify.model.version import PolicyVersion
+from ramify.model.weights import StagedWeights, apply_weights
 
 KV = Literal["recompute", "keep"]
 LOOKOUT = 0.2  # seconds between two looks at the deadlines
@@ -37,7 +37,7 @@ def context_overflow(tokens: str, limit: int) -> ContextOverflow:
 class Core:
     """A model, its cache, its queue."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, version: Version) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, version: PolicyVersion) -> None:
         self.model, self.config, self.version = model, config, version
         self.counters = Counters()
         blocks = _blocks(model, config)
@@ -62,7 +62,7 @@ class Core:
         self, prompt: list[int], sampling: Sampling, *, salt: str = "", priority: int = 0, deadline: float | None = None
     ) -> Request:
         """A checked request, not yet in the queue. Safe to call from any thread."""
-        limit, vocab = self.max_model_len, self.model.shape.vocab
+        limit, vocab = self.max_model_len, self.model.shape.vocab_size
         if not prompt:
             raise RequestInvalid("the prompt is empty; at least one token is needed")
         if len(prompt) >= limit:
@@ -134,7 +134,7 @@ class Core:
         if not requests:
             return []
         compiled = self.runner.compiled
-        tokens, logprobs = sample(logits, requests, compiled and compiled.draw)
+        tokens, logprobs = sample(logits, requests, compiled and compiled.sample_tokens)
         if any(map(isnan, logprobs)):  # the cache holds no numbers either: nothing here can be used any more
             raise ProviderError(f"the logits of {self.version} are not numbers; have its weights diverged?")
         for request, token, logprob in zip(requests, tokens, logprobs):
@@ -188,7 +188,7 @@ class Core:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def swap(self, staged: Staged, kv: KV = "recompute") -> None:
+    def swap(self, staged: StagedWeights, kv: KV = "recompute") -> None:
         """Change the weights between two steps. No new request ever finds what older weights have computed.
 
         With `recompute` the running requests start over with the tokens they have; with `keep` they go on with the
@@ -204,7 +204,7 @@ class Core:
                 request.kv_runs.append((self.version, request.computed))
             self.counters.kept += len(running)
         self.pool.forget(self.scheduler.running)
-        apply(self.model.module, staged)
+        apply_weights(self.model.module, staged)
         self.version = self.scheduler.version = staged.version
         self.counters.swaps += 1
 
@@ -234,7 +234,7 @@ def _blocks(model: LoadedModel, config: EngineConfig) -> int:
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // size) + 1
     shape = model.shape
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+    token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     cuda = model.device.type == "cuda"
     free = torch.cuda.mem_get_info(model.device)[0] if cuda else psutil.virtual_memory().available
     affordable = int(free * config.memory) // (token * size)

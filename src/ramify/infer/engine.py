@@ -22,11 +22,11 @@ from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import EngineConfig
 from ramify.infer.core import KV, Core
 from ramify.infer.request import Completion, Request, Sampling
-from ramify.model.load import load
-from ramify.model.manifest import MANIFEST, verify
-from ramify.model.resolve import resolve
-from ramify.model.version import Version
-from ramify.model.weights import stage
+from ramify.model.load import load_model
+from ramify.model.manifest import MANIFEST_FILE, verify_weights
+from ramify.model.resolve import resolve_model_path
+from ramify.model.version import PolicyVersion
+from ramify.model.weights import stage_weights
 
 T = TypeVar("T")
 COMMAND_DEADLINE = 120.0  # seconds; a command waits for one step at most
@@ -108,12 +108,12 @@ class Engine:
         """An engine for the model `name`, not yet started."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        path = resolve(name)
-        published = (path / MANIFEST).is_file()
-        version = verify(path).version if published else Version(Path(name).name)
+        path = resolve_model_path(name)
+        published = (path / MANIFEST_FILE).is_file()
+        version = verify_weights(path).version if published else PolicyVersion(Path(name).name)
 
         def core() -> Core:
-            return Core(load(path, dtype=config.dtype, device=config.device), config, version)
+            return Core(load_model(path, dtype=config.dtype, device=config.device), config, version)
 
         return cls(_aside(core).result())
 
@@ -188,12 +188,12 @@ class Engine:
 
         await self._ask(go)
 
-    async def update_weights(self, directory: Path, kv: KV = "recompute") -> Version:
+    async def update_weights(self, directory: Path, kv: KV = "recompute") -> PolicyVersion:
         """Verify the published weights beside the running engine, then swap them in between two steps."""
 
         def prepare() -> Any:
             with self._staging:
-                return stage(directory, self.core.model.module)
+                return stage_weights(directory, self.core.model.module)
 
         try:
             staged = await asyncio.wrap_future(_aside(prepare))
@@ -313,7 +313,7 @@ def _wake(streams: list[Stream]) -> None:
         stream.news.set()
 
 
-def _runs(versions: list[tuple[Version, int]], start: int, stop: int) -> list[tuple[Version, int]]:
+def _runs(versions: list[tuple[PolicyVersion, int]], start: int, stop: int) -> list[tuple[PolicyVersion, int]]:
     """How many of the sampled tokens [start, stop) each version is for."""
     ends = [begin for _, begin in versions[1:]]
     runs = [(version, min(end, stop) - max(begin, start)) for (version, begin), end in zip(versions, [*ends, stop])]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.model.fused import Fused
-from ramify.model.paged import KVPool, Step, Tile
+from ramify.model.fused_model import FusedModel
+from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 
 FEWEST_KEYS = 128  # a row has room for this many
 MOST_KEYS = 1 << 18  # of all rows together; beyond it padding costs more than launching does
@@ -35,7 +35,7 @@ class Recorded:
 class Graphs:
     """The recorded decode steps of one model."""
 
-    def __init__(self, forward: Fused, pool: KVPool) -> None:
+    def __init__(self, forward: FusedModel, pool: KVPool) -> None:
         self._forward, self._pool = forward, pool
         self._device = pool.layers[0].device
         self._recorded: dict[tuple[int, int], Recorded] = {}
@@ -68,8 +68,8 @@ class Graphs:
         every = torch.arange(rows, device=self._device)
 
         def forward() -> Tensor:
-            tile = Tile(0, rows, rows, 1, given[3:].view(-1), given[1].unsqueeze(1))  # new: it keeps its masks
-            return self._forward(given[0], given[1], Step(self._pool, given[2], [tile]), every)
+            tile = AttentionTile(0, rows, rows, 1, given[3:].view(-1), given[1].unsqueeze(1))  # new: it keeps its masks
+            return self._forward(given[0], given[1], AttentionMetadata(self._pool, given[2], [tile]), every)
 
         aside = torch.cuda.Stream(self._device)
         aside.wait_stream(torch.cuda.current_stream(self._device))

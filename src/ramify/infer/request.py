@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 from ramify.errors import RamifyError, RequestInvalid
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +108,7 @@ class Request:
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt and sampled
     logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[Version, int]] = field(default_factory=list)  # and the sampled token each begins at
+    versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)  # and the sampled token each begins at
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -117,7 +117,9 @@ class Request:
     blocks: list["Block"] = field(default_factory=list)
     published: int = 0  # leading blocks that others may share
     node: "Block | None" = None  # where the next block is published; None if this request must not share
-    kv_runs: list[tuple[Version, int]] = field(default_factory=list)  # versions older than the current one, up to where
+    kv_runs: list[tuple[PolicyVersion, int]] = field(
+        default_factory=list
+    )  # versions older than the current one, up to where
     table: "np.ndarray | None" = None  # the numbers of `blocks`, as far as they were written down
     tabled: int = 0
     finish: FinishReason | None = None
@@ -150,7 +152,7 @@ class Request:
             raise AssertionError(f"request {self.arrival} cannot go from {self.state.name} to {state.name}")
         self.state = state
 
-    def append(self, token: int, logprob: float, version: Version) -> None:
+    def append(self, token: int, logprob: float, version: PolicyVersion) -> None:
         """Take a sampled token, and finish if it was the last.
 
         The logprob comes last: a reader in another thread counts those first, and then finds the rest.
@@ -171,7 +173,7 @@ class Completion:
 
     tokens: list[int]
     logprobs: list[float]
-    versions: list[tuple[Version, int]]
+    versions: list[tuple[PolicyVersion, int]]
     finish: FinishReason | None
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)

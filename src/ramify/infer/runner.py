@@ -21,11 +21,18 @@ from ramify.infer.graphs import Graphs
 from ramify.infer.metrics import Counters
 from ramify.infer.request import Request
 from ramify.infer.scheduler import Chunk
-from ramify.model.agreement import TRIAL_TOKENS, check_logprobs, logprobs_of, reference_logprobs, trial_ids, unsupported
-from ramify.model.fused import fuse, own_code
-from ramify.model.load import ATTENTION, LoadedModel
-from ramify.model.operators import CHUNK, Compiled
-from ramify.model.paged import KVPool, Step, Tile
+from ramify.model.fused_model import build_fused_model, build_hf_forward
+from ramify.model.load import ATTENTION_NAME, LoadedModel
+from ramify.model.logprob_check import (
+    NUM_CHECK_TOKENS,
+    build_check_ids,
+    check_logprobs,
+    compute_logprobs,
+    compute_reference_logprobs,
+    unsupported_error,
+)
+from ramify.model.operators import ROWS_PER_CHUNK, CompiledDecoderOps
+from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 
 FEWEST_BLOCKS = 8  # sequences shorter than this many blocks always share a tile
 HOLD_BYTES = 512 << 20  # gathered keys and values that decoding requests may hold from step to step
@@ -43,7 +50,7 @@ class Batch:
     given: Tensor  # the same where the model is; on a CPU the same memory
     ids: Tensor
     positions: Tensor
-    step: Step
+    step: AttentionMetadata
     rows: Tensor
 
 
@@ -63,40 +70,45 @@ class Runner:
         self.model, self.counters = model, counters
         self.apart = model.device.type != "cpu"  # whether the model has memory of its own
         self.block_size = block_size
-        self.fixed_rows = fixed_rows and -(-fixed_rows // CHUNK) * CHUNK
+        self.fixed_rows = fixed_rows and -(-fixed_rows // ROWS_PER_CHUNK) * ROWS_PER_CHUNK
         shape = model.shape
-        self.pool = KVPool(shape.layers, blocks, block_size, shape.kv_heads, shape.head_dim, model.dtype, model.device)
-        self.fused = fuse(model.module) if fused else None
-        self.forward = self.fused or own_code(model.module)
-        operators = self.fused.operators if self.fused else None
-        self.operators = operators.note if operators else "the model's own code"
-        self.compiled = operators if isinstance(operators, Compiled) else None
+        self.pool = KVPool(
+            shape.num_layers, blocks, block_size, shape.num_kv_heads, shape.head_dim, model.dtype, model.device
+        )
+        self.fused = build_fused_model(model.module) if fused else None
+        self.forward = self.fused or build_hf_forward(model.module)
+        operators = self.fused.ops if self.fused else None
+        self.operators = operators.description if operators else "the model's own code"
+        self.compiled = operators if isinstance(operators, CompiledDecoderOps) else None
         self.hold = 0 if self.compiled else HOLD_BYTES  # compiled attention reads the pool itself
         self.graphs = Graphs(self.fused, self.pool) if self.fused and model.device.type == "cuda" else None
         self._last: Batch | None = None
         if self.fused is None:  # otherwise `fuse` has recognized the code of a known family
-            self._check_model(min(TRIAL_TOKENS, blocks * block_size, shape.max_positions))
+            self._check_model(min(NUM_CHECK_TOKENS, blocks * block_size, shape.max_positions))
 
     @torch.no_grad()
     def _check_model(self, count: int) -> None:
         """Raise ModelUnsupported unless a few tokens through the paged cache get the logprobs of the model itself."""
-        module, ids = self.model.module, trial_ids(self.model.module.config, count)
+        module, ids = self.model.module, build_check_ids(self.model.module.config, count)
         place = torch.arange(count, device=self.model.device)
         blocks = torch.arange(-(-count // self.block_size), device=self.model.device)
-        step = Step(self.pool, place, [Tile(0, count, 1, count, blocks, place.unsqueeze(0))])
+        step = AttentionMetadata(self.pool, place, [AttentionTile(0, count, 1, count, blocks, place.unsqueeze(0))])
         ids = ids.to(self.model.device)
         try:
             logits = self.forward(ids, place, step, place)
         except (RamifyError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model that is put together in another way fails anywhere
-            raise unsupported("engine", module, error) from error
-        if step.layer < len(self.pool.layers) - 1:
+            raise unsupported_error("engine", module, error) from error
+        if step.last_layer < len(self.pool.layers) - 1:
             raise ModelUnsupported(
                 f"{type(module).__name__} computes attention by itself, so it cannot read the paged cache"
             )
         if count > 1:
-            expected, actual = reference_logprobs(module, ids, ATTENTION), logprobs_of(logits[:-1], ids[1:])
+            expected, actual = (
+                compute_reference_logprobs(module, ids, ATTENTION_NAME),
+                compute_logprobs(logits[:-1], ids[1:]),
+            )
             check_logprobs("engine", module, expected, actual)
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
@@ -128,7 +140,7 @@ class Runner:
         host = np.array(self._rows(ordered))
         given = self._put(host)
         ids, positions, slots = given
-        step = Step(self.pool, slots, self._tiles(ordered))
+        step = AttentionMetadata(self.pool, slots, self._tiles(ordered))
         rows: list[int] = []
         end = 0
         for chunk in ordered:
@@ -137,7 +149,7 @@ class Runner:
         decoding = [chunk.request for chunk in chunks] if len(rows) == end == len(chunks) else []
         if decoding:
             for tile in step.tiles:
-                tile.positions = positions[tile.start : tile.stop].unsqueeze(1)
+                tile.query_positions = positions[tile.start : tile.stop].unsqueeze(1)
         starts = [chunk.start for chunk in ordered]
         return Batch(order, decoding, starts, host, given, ids, positions, step, self._put(rows))
 
@@ -161,10 +173,10 @@ class Runner:
         if self.apart:
             last.given.copy_(torch.from_numpy(last.host))
         for tile in last.step.tiles:
-            if not tile.move(starts[tile.stop - 1] + 1, self.pool, self.hold):
+            if not tile.advance(starts[tile.stop - 1] + 1, self.pool, self.hold):
                 return None
-            if crossed and not tile.held:
-                tile.blocks = self._blocks(ordered[tile.start : tile.stop])
+            if crossed and not tile.kv_buffers:
+                tile.block_table = self._blocks(ordered[tile.start : tile.stop])
         return last
 
     def _rows(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:
@@ -181,8 +193,8 @@ class Runner:
                 slots.append(request.blocks[position // size].number * size + position % size)
         return ids, positions, slots
 
-    def _tiles(self, chunks: Sequence[Chunk]) -> list[Tile]:
-        tiles: list[Tile] = []
+    def _tiles(self, chunks: Sequence[Chunk]) -> list[AttentionTile]:
+        tiles: list[AttentionTile] = []
         row, first = 0, 0
         for index, chunk in enumerate(chunks):
             nearest = chunks[first]
@@ -198,7 +210,7 @@ class Runner:
         few, many = sorted((-(-small.stop // size), -(-large.stop // size)))
         return (new > 1 or more == 1) and more <= 2 * new and many <= max(2 * few, FEWEST_BLOCKS)
 
-    def _tile(self, chunks: Sequence[Chunk], start: int) -> Tile:
+    def _tile(self, chunks: Sequence[Chunk], start: int) -> AttentionTile:
         counts = [chunk.new for chunk in chunks]
         queries = max(counts)
         offsets = np.arange(queries)
@@ -211,7 +223,9 @@ class Runner:
             spread = self._put((begins + within).ravel())
             pack = self._put(np.flatnonzero((offsets < lengths).ravel()))
         stop = start + sum(counts)
-        return Tile(start, stop, len(chunks), queries, self._blocks(chunks), self._put(positions), spread, pack)
+        return AttentionTile(
+            start, stop, len(chunks), queries, self._blocks(chunks), self._put(positions), spread, pack
+        )
 
     def _blocks(self, chunks: Sequence[Chunk]) -> Tensor:
         """The block numbers of the chunks' requests side by side, padded with block 0."""
@@ -252,8 +266,8 @@ class Runner:
             row = end
         padding = [0] * (count - used)
         where = self._put([*positions, *padding])
-        tile = Tile(0, count, count, 1, self._put(table.ravel()), where.unsqueeze(1))
-        step = Step(self.pool, self._put([*slots, *padding]), [tile])
+        tile = AttentionTile(0, count, count, 1, self._put(table.ravel()), where.unsqueeze(1))
+        step = AttentionMetadata(self.pool, self._put([*slots, *padding]), [tile])
         logits = self.forward(self._put([*ids, *padding]), where, step, self._put(range(count)))
         return list(chunks), logits.index_select(0, self._put(rows))
 

@@ -186,7 +186,7 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Ch
     try:
         app = build_app(engine, name=name, renderer=renderer, timeout=config.timeout)
         async with serving(app, config) as server:
-            print(f"dtype: {engine.core.model.choice}")
+            print(f"dtype: {engine.core.model.dtype_choice}")
             print(f"operators: {engine.core.runner.operators}")
             print(f"serving {name} ({engine.core.version}) at {server.address}", flush=True)
             waits = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait())]

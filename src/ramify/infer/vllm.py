@@ -24,9 +24,9 @@ import httpx
 
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import ServerConfig, VLLMConfig
-from ramify.model.manifest import MANIFEST, Manifest
-from ramify.model.resolve import resolve
-from ramify.model.version import Version
+from ramify.model.manifest import MANIFEST_FILE, Manifest
+from ramify.model.resolve import resolve_model_path
+from ramify.model.version import PolicyVersion
 
 TAIL = 30  # lines of the log that a failure shows
 POLL = 0.25  # seconds between two looks
@@ -46,9 +46,9 @@ class VLLMServer:
 
     def __init__(self, model: str, config: VLLMConfig, server: ServerConfig) -> None:
         self.name, self.config, self.server = model, config, server
-        self.path = resolve(model)
-        published = (self.path / MANIFEST).is_file()
-        self.version = Manifest.read(self.path).version if published else Version(Path(model).name)
+        self.path = resolve_model_path(model)
+        published = (self.path / MANIFEST_FILE).is_file()
+        self.version = Manifest.read(self.path).version if published else PolicyVersion(Path(model).name)
         self.port = server.port or _free_port(server.host)
         self.log = Path(config.log)
         self.state = State.NEW

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import ExternalConfig, VLLMConfig
-from ramify.model.manifest import shapes
-from ramify.model.resolve import resolve
+from ramify.model.manifest import read_tensor_shapes
+from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
 
 TORCH = 1 << 30  # bytes a process that computes needs before it has a model
@@ -39,7 +39,7 @@ class Model:
     def of(cls, name: str) -> "Model | None":
         """The model called `name`; by what its name says where it is not here, None if that is nothing."""
         try:
-            return cls._read(resolve(name))
+            return cls._read(resolve_model_path(name))
         except (ModelNotFound, WeightsRefused, OSError, ValueError):
             found = BY_NAME.search(name.rsplit("/", 1)[-1])
         if found is None:
@@ -51,7 +51,7 @@ class Model:
     def _read(cls, directory: Path) -> "Model":
         about = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         about = about.get("text_config") or about
-        parameters = sum(math.prod(shape) for shape in shapes(directory).values())
+        parameters = sum(math.prod(shape) for shape in read_tensor_shapes(directory).values())
         hidden, heads = about.get("hidden_size", 0), about.get("num_attention_heads", 1)
         head = about.get("head_dim") or hidden // heads
         kv = 2 * head * (about.get("num_key_value_heads") or heads)

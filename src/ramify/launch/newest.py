@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
-from ramify.model.manifest import MANIFEST, Manifest
+from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.store import wrap_storage_errors
 from ramify.train.places import held, sweep, weights_directory
@@ -19,7 +19,7 @@ TRIES = 5  # a version may be removed while it is looked at
 def newest(directory: Path) -> Path | None:
     """The last published version; None where there is none yet."""
     found: list[tuple[int, int, Path]] = []
-    for place in directory.glob(f"*/{MANIFEST}"):
+    for place in directory.glob(f"*/{MANIFEST_FILE}"):
         try:
             version = Manifest.read(place.parent).version
         except WeightsRefused:

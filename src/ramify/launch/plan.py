@@ -25,7 +25,7 @@ from ramify.launch.newest import newest_kept
 from ramify.launch.parts import env_part, serve_part, trainer_part
 from ramify.launch.ports import HOST, Reservation, source_addresses
 from ramify.launch.process import Entry, Role
-from ramify.model.resolve import fetch_model, resolve
+from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig, RunSourceConfig
 from ramify.train.service_config import ServiceConfig
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
@@ -276,7 +276,7 @@ def _external(config: RunConfig) -> list[tuple[str, str]]:
 
 def _check_model(config: RunConfig, *, dry: bool) -> None:
     try:
-        find_model = resolve if dry else fetch_model
+        find_model = resolve_model_path if dry else fetch_model
         find_model(config.model.name)
     except ModelNotFound as error:
         if not dry:

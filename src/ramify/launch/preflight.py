@@ -10,7 +10,7 @@ from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
 from ramify.launch.carrying import claim
 from ramify.launch.tables import check_tables
-from ramify.model.resolve import PACKAGED, resolve
+from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 from ramify.store import RunStore
@@ -49,9 +49,9 @@ def _problems_of_model(config: RunConfig) -> list[tuple[str, str]]:
     A missing model is a problem only if its name resembles a packaged one: any other may be on the machine of the run.
     """
     try:
-        directory = resolve(config.model.name)
+        directory = resolve_model_path(config.model.name)
     except ModelNotFound as error:
-        misspelt = difflib.get_close_matches(config.model.name, PACKAGED, n=1)
+        misspelt = difflib.get_close_matches(config.model.name, PACKAGED_MODELS, n=1)
         return [("model.name", error.message)] if misspelt else []
     try:
         load_renderer(directory, config.renderer)

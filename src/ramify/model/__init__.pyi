@@ -1,4 +1,4 @@
 from .load import LoadedModel as LoadedModel
 from .manifest import Manifest as Manifest
-from .version import Version as Version
-from .weights import publish as publish
+from .version import PolicyVersion as PolicyVersion
+from .weights import publish_weights as publish_weights

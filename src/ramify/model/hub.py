@@ -15,27 +15,31 @@ from pathlib import Path
 
 from ramify.errors import ModelNotFound
 
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-OTHER_FORMATS = ["original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "metal/*"]
-INTERVAL = 10.0  # seconds between two lines of progress
-TRUE = {"1", "ON", "YES", "TRUE"}
+FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+IGNORED_PATTERNS = ["original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "metal/*"]
+PROGRESS_INTERVAL = 10.0  # seconds between two lines of progress
+TRUE_VALUES = {"1", "ON", "YES", "TRUE"}
 
 
-def download(name: str, cache: Path, *, say: Callable[[str], None]) -> Path:
+def download_model(name: str, cache_directory: Path, *, log: Callable[[str], None]) -> Path:
     """Download the model `name` (ORG/NAME) into `cache`; returns its directory. Raises ModelNotFound."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE:
-        raise _cannot_download(name, "HF_HUB_OFFLINE is set")
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE_VALUES:
+        raise _download_error(name, "HF_HUB_OFFLINE is set")
     from huggingface_hub import constants, snapshot_download  # takes a second, and few starts need it
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-    say(f"downloading {name} from {endpoint} into {cache}")
+    log(f"downloading {name} from {endpoint} into {cache_directory}")
     started = time.monotonic()
     try:
-        with _reporting(name, cache / f"models--{name.replace('/', '--')}", say):
+        with _report_progress(name, cache_directory / f"models--{name.replace('/', '--')}", log):
             place = Path(
                 snapshot_download(
-                    name, cache_dir=cache, endpoint=endpoint, allow_patterns=FILES, ignore_patterns=OTHER_FORMATS
+                    name,
+                    cache_dir=cache_directory,
+                    endpoint=endpoint,
+                    allow_patterns=FILE_PATTERNS,
+                    ignore_patterns=IGNORED_PATTERNS,
                 )
             )
     except GatedRepoError as error:
@@ -45,12 +49,12 @@ def download(name: str, cache: Path, *, say: Callable[[str], None]) -> Path:
         advice = "check the name; for a private model log in with 'hf auth login'"
         raise ModelNotFound(f"model {name!r} is no directory here and not on {endpoint}: {advice}") from error
     except Exception as error:  # the library passes on whatever its HTTP client, its cache or the disk raised
-        raise _cannot_download(name, f"{endpoint}: {_first_line(error)}") from error
-    say(f"downloaded {name} in {time.monotonic() - started:.0f} s")
+        raise _download_error(name, f"{endpoint}: {_describe_root_cause(error)}") from error
+    log(f"downloaded {name} in {time.monotonic() - started:.0f} s")
     return place
 
 
-def _cannot_download(name: str, reason: str) -> ModelNotFound:
+def _download_error(name: str, reason: str) -> ModelNotFound:
     """Return the error that says, in one line, how to get the model onto this machine by other means."""
     local = name.rpartition("/")[2]
     advice = f"where there is a network run 'hf download {name} --local-dir {local}', copy {local} here"
@@ -59,7 +63,7 @@ def _cannot_download(name: str, reason: str) -> ModelNotFound:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def _describe_root_cause(error: BaseException) -> str:
     """Describe the original failure: the library wraps it in paragraphs of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -67,7 +71,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _reporting(name: str, entry: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _report_progress(name: str, repo_directory: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Report the downloaded size every few seconds, unless the library shows its own bars in a terminal."""
     if sys.stderr.isatty():
         yield
@@ -75,8 +79,8 @@ def _reporting(name: str, entry: Path, say: Callable[[str], None]) -> Iterator[N
     ended = threading.Event()
 
     def report() -> None:
-        while not ended.wait(INTERVAL):
-            say(f"downloading {name}: {_size(entry / 'blobs') / 1e6:.0f} MB so far")
+        while not ended.wait(PROGRESS_INTERVAL):
+            log(f"downloading {name}: {_directory_size(repo_directory / 'blobs') / 1e6:.0f} MB so far")
 
     thread = threading.Thread(target=report, name="download progress", daemon=True)
     thread.start()
@@ -87,7 +91,7 @@ def _reporting(name: str, entry: Path, say: Callable[[str], None]) -> Iterator[N
         thread.join()
 
 
-def _size(directory: Path) -> int:
+def _directory_size(directory: Path) -> int:
     total = 0
     for path in directory.glob("*"):
         with contextlib.suppress(OSError):  # the library renames a file when it is complete

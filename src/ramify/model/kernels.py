@@ -1,7 +1,7 @@
 """Tree attention on CUDA: Triton kernels that visit only blocks in which something is seen.
 
 A list for each block of queries names the blocks of keys it sees, and one for each block of keys the queries that see
-it (`ramify.model.tree.Blocks`); what is seen wholly comes first and needs no mask. Forward, a program owns a block of
+it (`ramify.model.tree_attention.Blocks`); what is seen wholly comes first and needs no mask. Forward, a program owns a block of
 queries and runs over keys. Backward, queries and keys are owned in turn: no two programs add to the same place, so
 gradients are the same bits each time. Very long lists come first: a program that starts late should have little to do.
 Tensors are [tokens, heads, width] without gaps; scores are in base 2. Lists are read one step ahead: what is asked for
@@ -25,54 +25,57 @@ from torch.library import triton_op, wrap_triton
 LOG2E = tl.constexpr(1.4426950408889634)
 # The score of what is not seen: finite, so that a row of nothing else is not NaN yet, and a power of two, so that it
 # stays exact when it is scaled and the largest score of such a row minus itself is 0
-HIDDEN = tl.constexpr(-(2.0**100))
+MASKED_SCORE = tl.constexpr(-(2.0**100))
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _start(block, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _block_offset(block, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Where the block of a head begins."""
     return block.to(tl.int64) * (BLOCK * HEADS * D) + head * D
 
 
 @triton.jit
-def _rows(HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _element_offsets(HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Where the numbers of a block lie, from its beginning."""
     return tl.arange(0, BLOCK)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
 
 
 @triton.jit
-def _corners(X, tokens, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _block_descriptor(X, tokens, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """A tensor of which blocks of a head are read by the place of their first number."""
     return tl.make_tensor_descriptor(X, [tokens, HEADS * D], [HEADS * D, 1], [BLOCK, D])
 
 
 @triton.jit
-def _hide(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
+def _mask_scores(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
     """Scores of the pairs that are seen; queries and keys are a column and a row, or a row and a column."""
     seen = (keys <= queries) & (queries < tl.load(END + keys))
     if WINDOW:
         seen &= tl.load(POSITION + queries) - tl.load(POSITION + keys) < WINDOW
-    return tl.where(seen, scores, HIDDEN)
+    return tl.where(seen, scores, MASKED_SCORE)
 
 
 @triton.jit
 def _forward(
-    Q, K, V, END, POSITION, LISTS, OUT, LSE, tokens,
+    Q, K, V, END, POSITION, BLOCK_LISTS, OUT, LSE, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    head, line = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
     block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     shared = head // (HEADS // KV_HEADS)
     queries = block * BLOCK + tl.arange(0, BLOCK)
-    own = _start(block, head, HEADS, D, BLOCK) + _rows(HEADS, D, BLOCK)
+    own = _block_offset(block, head, HEADS, D, BLOCK) + _element_offsets(HEADS, D, BLOCK)
     q = tl.load(Q + own)
-    k_blocks, v_blocks = _corners(K, tokens, KV_HEADS, D, BLOCK), _corners(V, tokens, KV_HEADS, D, BLOCK)
+    k_blocks, v_blocks = (
+        _block_descriptor(K, tokens, KV_HEADS, D, BLOCK),
+        _block_descriptor(V, tokens, KV_HEADS, D, BLOCK),
+    )
     found = tl.zeros([BLOCK, D], tl.float32)
-    most = tl.full([BLOCK], HIDDEN, tl.float32)
+    most = tl.full([BLOCK], MASKED_SCORE, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for partly in tl.static_range(2):
         first, last = (wholly, in_all) if partly else (0, wholly)
@@ -82,7 +85,7 @@ def _forward(
             scores = tl.dot(q, tl.trans(k_blocks.load([other * BLOCK, shared * D])), input_precision=PRECISION)
             if partly:
                 keys = other * BLOCK + tl.arange(0, BLOCK)
-                scores = _hide(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
+                scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
             larger = tl.maximum(most, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
             less = tl.exp2(most - larger)
             weight = tl.exp2(scores * (SCALE * LOG2E) - larger[:, None])
@@ -95,16 +98,16 @@ def _forward(
 
 @triton.jit
 def _backward_queries(
-    Q, K, V, END, POSITION, LISTS, OUT, GRAD, LSE, DELTA, D_Q, tokens,
+    Q, K, V, END, POSITION, BLOCK_LISTS, OUT, GRAD, LSE, DELTA, D_Q, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    head, line = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
     block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     shared = head // (HEADS // KV_HEADS)
     queries = block * BLOCK + tl.arange(0, BLOCK)
-    own = _start(block, head, HEADS, D, BLOCK) + _rows(HEADS, D, BLOCK)
-    rows = _rows(KV_HEADS, D, BLOCK)
+    own = _block_offset(block, head, HEADS, D, BLOCK) + _element_offsets(HEADS, D, BLOCK)
+    rows = _element_offsets(KV_HEADS, D, BLOCK)
     q, grad = tl.load(Q + own), tl.load(GRAD + own)
     lse, delta = tl.load(LSE + head * tokens + queries), tl.sum(tl.load(OUT + own).to(tl.float32) * grad, 1)
     tl.store(DELTA + head * tokens + queries, delta)
@@ -114,12 +117,12 @@ def _backward_queries(
         following = tl.load(line + 3 + first)
         for number in range(first, last):
             other, following = following, tl.load(line + 3 + tl.minimum(number + 1, in_all - 1))
-            at = _start(other, shared, KV_HEADS, D, BLOCK)
+            at = _block_offset(other, shared, KV_HEADS, D, BLOCK)
             k = tl.load(K + at + rows)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)
             if partly:
                 keys = other * BLOCK + tl.arange(0, BLOCK)
-                scores = _hide(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
+                scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
             asked = tl.dot(grad, tl.trans(tl.load(V + at + rows)), input_precision=PRECISION)
             d_scores = tl.exp2(scores - lse[:, None]) * (asked - delta[:, None])
             d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision=PRECISION)
@@ -128,16 +131,19 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    Q, K, V, END, POSITION, LISTS, GRAD, LSE, DELTA, D_K, D_V, tokens,
+    Q, K, V, END, POSITION, BLOCK_LISTS, GRAD, LSE, DELTA, D_K, D_V, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    shared, line = tl.program_id(0), LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    shared, line = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
     block, wholly, in_all = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     keys = block * BLOCK + tl.arange(0, BLOCK)
-    own = _start(block, shared, KV_HEADS, D, BLOCK) + _rows(KV_HEADS, D, BLOCK)
+    own = _block_offset(block, shared, KV_HEADS, D, BLOCK) + _element_offsets(KV_HEADS, D, BLOCK)
     k, v = tl.load(K + own), tl.load(V + own)
-    q_blocks, grad_blocks = _corners(Q, tokens, HEADS, D, BLOCK), _corners(GRAD, tokens, HEADS, D, BLOCK)
+    q_blocks, grad_blocks = (
+        _block_descriptor(Q, tokens, HEADS, D, BLOCK),
+        _block_descriptor(GRAD, tokens, HEADS, D, BLOCK),
+    )
     d_k = tl.zeros([BLOCK, D], tl.float32)
     d_v = tl.zeros([BLOCK, D], tl.float32)
     for partly in tl.static_range(2):
@@ -154,7 +160,7 @@ def _backward_keys(
             q = q_blocks.load([other * BLOCK, head * D])
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)
             if partly:
-                scores = _hide(scores, END, POSITION, queries[None, :], keys[:, None], WINDOW)
+                scores = _mask_scores(scores, END, POSITION, queries[None, :], keys[:, None], WINDOW)
             weight = tl.exp2(scores - tl.load(LSE + head * tokens + queries)[None, :])
             grad = grad_blocks.load([other * BLOCK, head * D])
             d_v = tl.dot(weight.to(grad.dtype), grad, d_v, input_precision=PRECISION)
@@ -169,28 +175,28 @@ def _backward_keys(
 
 
 @triton_op("ramify::tree_attention", mutates_args={})
-def attend(
+def tree_attention_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     end: Tensor,
     position: Tensor,
-    keys: Tensor,
-    queries: Tensor,
+    kv_lists: Tensor,
+    q_lists: Tensor,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """What the queries find, and their log-sum-exp, [heads, tokens]."""
     tokens, heads = query.shape[:2]
     out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
-    fixed = _fixed(query, key, keys, scale, window, stages=1)
-    make_room()
-    wrap_triton(_forward)[(heads, len(keys))](query, key, value, end, position, keys, out, lse, tokens, **fixed)
+    fixed = _constexpr_args(query, key, kv_lists, scale, window, stages=1)
+    set_triton_allocator()
+    wrap_triton(_forward)[(heads, len(kv_lists))](query, key, value, end, position, kv_lists, out, lse, tokens, **fixed)
     return out, lse
 
 
 @triton_op("ramify::tree_attention_backward", mutates_args={})
-def _attend_backward(
+def _tree_attention_backward_op(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -199,28 +205,30 @@ def _attend_backward(
     lse: Tensor,
     end: Tensor,
     position: Tensor,
-    keys: Tensor,
-    queries: Tensor,
+    kv_lists: Tensor,
+    q_lists: Tensor,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads = query.shape[:2]
     d_query, d_key, d_value, delta = (torch.empty_like(each) for each in (query, key, value, lse))
-    fixed = _fixed(query, key, keys, scale, window, stages=2 if query.element_size() == 2 else 1)
-    make_room()
+    fixed = _constexpr_args(query, key, kv_lists, scale, window, stages=2 if query.element_size() == 2 else 1)
+    set_triton_allocator()
     seen, found = (query, key, value, end, position), (grad, lse, delta)
-    wrap_triton(_backward_queries)[(heads, len(keys))](*seen, keys, out, *found, d_query, tokens, **fixed)
-    wrap_triton(_backward_keys)[(key.shape[1], len(queries))](*seen, queries, *found, d_key, d_value, tokens, **fixed)
+    wrap_triton(_backward_queries)[(heads, len(kv_lists))](*seen, kv_lists, out, *found, d_query, tokens, **fixed)
+    wrap_triton(_backward_keys)[(key.shape[1], len(q_lists))](*seen, q_lists, *found, d_key, d_value, tokens, **fixed)
     return d_query, d_key, d_value
 
 
-def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int, stages: int) -> dict[str, Any]:
+def _constexpr_args(
+    query: Tensor, key: Tensor, kv_lists: Tensor, scale: float, window: int, stages: int
+) -> dict[str, Any]:
     """What the kernels are compiled for."""
     return {
         "HEADS": query.shape[1],
         "KV_HEADS": key.shape[1],
         "D": query.shape[2],
-        "BLOCK": query.shape[0] // len(keys),
+        "BLOCK": query.shape[0] // len(kv_lists),
         "WINDOW": window,
         "SCALE": scale,
         "PRECISION": "ieee",  # of float32; the products of bfloat16 are exact
@@ -229,24 +237,24 @@ def _fixed(query: Tensor, key: Tensor, keys: Tensor, scale: float, window: int, 
     }
 
 
-def make_room() -> None:
+def set_triton_allocator() -> None:
     """Let the kernels have memory for their descriptors; each thread, and each context of one, must say so itself."""
-    triton.set_allocator(_room)
+    triton.set_allocator(_allocate)
 
 
-def _room(size: int, _alignment: int, _stream: int | None) -> Tensor:
+def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     given = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window
-    grads = _attend_backward(*given)  # pyright: ignore[reportCallIssue]
+    grads = _tree_attention_backward_op(*given)  # pyright: ignore[reportCallIssue]
     return *grads, None, None, None, None, None, None
 
 
-attend.register_autograd(_backward, setup_context=_save)
+tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

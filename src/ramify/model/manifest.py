@@ -17,59 +17,61 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ramify.errors import WeightsRefused
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
-MANIFEST = "manifest.json"
-CHUNK = 1 << 20  # bytes read at once: they are still in the cache when they are summed up
-HEAD = 1 << 28  # bytes of a file's table, at most
+MANIFEST_FILE = "manifest.json"
+READ_BYTES = 1 << 20  # bytes read at once: they are still in the cache when they are summed up
+MAX_HEADER_BYTES = 1 << 28  # bytes of a file's table, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The version of a directory and the checksum of each of its weight files."""
 
-    version: Version
+    version: PolicyVersion
     files: Mapping[str, str]
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
         """The manifest of a published directory."""
         try:
-            data = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-            version = Version(str(data["policy"]), int(data["incarnation"]), int(data["step"]))
+            data = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))
+            version = PolicyVersion(str(data["policy"]), int(data["incarnation"]), int(data["step"]))
             return cls(version, {str(name): str(digest) for name, digest in data["files"].items()})
         except OSError as error:
-            raise WeightsRefused(f"{directory} has no readable {MANIFEST}: {error.strerror or error}") from error
+            raise WeightsRefused(f"{directory} has no readable {MANIFEST_FILE}: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsRefused(f"{directory / MANIFEST} is not a manifest: {error!r}") from error
+            raise WeightsRefused(f"{directory / MANIFEST_FILE} is not a manifest: {error!r}") from error
 
     def write(self, directory: Path) -> None:
         """Write it into `directory`."""
         policy, incarnation, step = self.version
         data = {"policy": policy, "incarnation": incarnation, "step": step, "files": dict(self.files)}
-        write_synced(directory / MANIFEST, json.dumps(data, indent=2).encode())
+        write_and_fsync(directory / MANIFEST_FILE, json.dumps(data, indent=2).encode())
 
 
-def verify(directory: Path, like: Path | None = None) -> Manifest:
+def verify_weights(directory: Path, reference_model: Path | None = None) -> Manifest:
     """The manifest of `directory`, its files checked; with `like`, its tensors are those of that model."""
     manifest = Manifest.read(directory)
     for name, digest in manifest.files.items():
-        check(directory / name, digest)
-    if like is not None:
-        _compare(directory, shapes(directory, list(manifest.files)), shapes(like))
+        check_checksum(directory / name, digest)
+    if reference_model is not None:
+        _check_same_tensors(
+            directory, read_tensor_shapes(directory, list(manifest.files)), read_tensor_shapes(reference_model)
+        )
     return manifest
 
 
-def check(path: Path, expected: str) -> None:
+def check_checksum(path: Path, expected: str) -> None:
     """Refuse a file whose checksum is not that of its manifest."""
-    actual = checksum(path)
+    actual = compute_checksum(path)
     if actual != expected:
         raise WeightsRefused(f"{path} has checksum {actual}, its manifest says {expected}")
 
 
-def checksum(path: Path) -> str:
+def compute_checksum(path: Path) -> str:
     """CRC-32 of a file, in hexadecimal."""
-    found, part = 0, memoryview(bytearray(CHUNK))
+    found, part = 0, memoryview(bytearray(READ_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
             while size := file.readinto(part):
@@ -79,54 +81,54 @@ def checksum(path: Path) -> str:
     return f"{found:08x}"
 
 
-def shapes(directory: Path, files: list[str] | None = None) -> dict[str, list[int]]:
+def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[str, list[int]]:
     """The shape of every tensor in `directory`, from the heads of its safetensors files; tied copies are left out."""
     names = files if files is not None else sorted(path.name for path in directory.glob("*.safetensors"))
     found: dict[str, list[int]] = {}
     for name in names:
-        found.update(_shapes(directory / name))
-    if _tied(directory):
+        found.update(_read_safetensors_header(directory / name))
+    if _has_tied_embeddings(directory):
         found.pop("lm_head.weight", None)
     return found
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_and_fsync(path: Path, data: bytes) -> None:
     """Write a file that is on disk when this returns."""
     path.write_bytes(data)
-    sync(path)
+    fsync_file(path)
 
 
-def sync(path: Path) -> None:
+def fsync_file(path: Path) -> None:
     """Return when what was written to a file is on disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def _compare(directory: Path, found: dict[str, list[int]], wanted: dict[str, list[int]]) -> None:
-    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+def _check_same_tensors(directory: Path, actual: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+    missing, unknown = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
     said = [
         f"{len(names)} {what} ({', '.join(names[:3])})"
         for what, names in (("tensors missing", missing), ("unknown tensors", unknown))
         if names
     ]
-    wrong = [name for name in wanted if name in found and found[name] != wanted[name]]
-    said += [f"{name} has shape {found[name]}, the model {wanted[name]}" for name in wrong[:1]]
+    wrong = [name for name in expected if name in actual and actual[name] != expected[name]]
+    said += [f"{name} has shape {actual[name]}, the model {expected[name]}" for name in wrong[:1]]
     if said:
         raise WeightsRefused(f"{directory} does not fit the model: {'; '.join(said)}")
 
 
-def _shapes(path: Path) -> dict[str, list[int]]:
+def _read_safetensors_header(path: Path) -> dict[str, list[int]]:
     """The head of a safetensors file: its length in 8 bytes, then a table in JSON."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            head = json.loads(file.read(min(length, HEAD)))
+            head = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
         return {name: list(entry["shape"]) for name, entry in head.items() if name != "__metadata__"}
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
         raise WeightsRefused(f"{path} is not a safetensors file: {error!r}") from error
 
 
-def _tied(directory: Path) -> bool:
+def _has_tied_embeddings(directory: Path) -> bool:
     try:
         return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
     except (OSError, ValueError):

@@ -18,31 +18,31 @@ from typing import Any
 
 import torch
 
-COMPILE_DEADLINE = 60.0  # seconds
-FLAGS = ["-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-ffinite-math-only"]
-FLAGS += ["-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math"]
+COMPILE_TIMEOUT = 60.0  # seconds
+COMPILER_FLAGS = ["-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-ffinite-math-only"]
+COMPILER_FLAGS += ["-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math"]
 # together -ffast-math, which would also switch off subnormal numbers in the process that loads the library
 
 
-class Unavailable(Exception):
+class CLibraryUnavailable(Exception):
     """Why there are no operators in C."""
 
 
 @functools.cache
-def library(source: Path, *definitions: str) -> ctypes.CDLL:
+def load_c_library(source: Path, *definitions: str) -> ctypes.CDLL:
     """The C file as a library, with `NAME=VALUE` definitions."""
     named = os.environ.get("CC", "cc")
     compiler = shutil.which(named)
     if compiler is None:
-        raise Unavailable(f"no C compiler: {named} is not there")
-    command = [compiler, *FLAGS, *(f"-D{definition}" for definition in definitions), str(source), "-lm"]
-    kept = _kept(source, command)
+        raise CLibraryUnavailable(f"no C compiler: {named} is not there")
+    command = [compiler, *COMPILER_FLAGS, *(f"-D{definition}" for definition in definitions), str(source), "-lm"]
+    kept = _cache_path(source, command)
     with contextlib.suppress(OSError):  # not there yet, or of no use: cut short, or not ours to read
         return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / kept.name
         try:
-            subprocess.run([*command, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_DEADLINE)
+            subprocess.run([*command, "-o", str(target)], check=True, capture_output=True, timeout=COMPILE_TIMEOUT)
             with contextlib.suppress(OSError):  # no room to keep it: the next start compiles again
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 part = kept.with_name(f".{kept.name}.{os.getpid()}")
@@ -50,27 +50,27 @@ def library(source: Path, *definitions: str) -> ctypes.CDLL:
                 part.replace(kept)
             return ctypes.CDLL(str(target))
         except (OSError, subprocess.SubprocessError) as error:
-            raise Unavailable(f"{named} failed: {error}") from error
+            raise CLibraryUnavailable(f"{named} failed: {error}") from error
 
 
 @functools.cache
-def borrowed(name: str) -> int:
+def find_torch_symbol(name: str) -> int:
     """The address of a function in the libraries that torch has loaded."""
     try:
         libraries = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(getattr(libraries, name), ctypes.c_void_p).value or 0
     except (OSError, AttributeError) as error:
-        raise Unavailable(f"torch's libraries have no {name}") from error
+        raise CLibraryUnavailable(f"torch's libraries have no {name}") from error
 
 
-def typed(function: Any, kinds: str) -> Any:
+def declare_arguments(function: Any, argument_types: str) -> Any:
     """A C function whose arguments are pointers (p) and integers (i)."""
     known = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
-    function.argtypes, function.restype = [known[kind] for kind in kinds], None
+    function.argtypes, function.restype = [known[kind] for kind in argument_types], None
     return function
 
 
-def processor() -> list[str]:
+def read_cpu_features() -> list[str]:
     """What `-march=native` looks at."""
     with contextlib.suppress(OSError):
         told = Path("/proc/cpuinfo").read_text().splitlines()
@@ -78,11 +78,11 @@ def processor() -> list[str]:
     return [platform.machine(), platform.processor()]
 
 
-def _kept(source: Path, command: list[str]) -> Path:
+def _cache_path(source: Path, command: list[str]) -> Path:
     """Where the library lies for the next start."""
-    made = "\n".join([source.read_text(), *command, *processor()])
+    made = "\n".join([source.read_text(), *command, *read_cpu_features()])
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError as error:
-        raise Unavailable("no home folder to keep them in; set XDG_CACHE_HOME") from error
+        raise CLibraryUnavailable("no home folder to keep them in; set XDG_CACHE_HOME") from error
     return home / "ramify" / f"{source.stem}-{hashlib.sha256(made.encode()).hexdigest()[:16]}.so"

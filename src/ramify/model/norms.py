@@ -15,17 +15,17 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-PROGRAMS = 1056  # of a backward pass: eight for each multiprocessor of a large GPU
+MAX_PROGRAMS = 1056  # of a backward pass: eight for each multiprocessor of a large GPU
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _forward(X, MORE, WEIGHT, SUM, OUT, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(X, RESIDUAL, WEIGHT, SUM, OUT, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     seen, at = column < WIDTH, tl.program_id(0).to(tl.int64) * WIDTH + column
-    x, more = tl.load(X + at, mask=seen, other=0.0), tl.load(MORE + at, mask=seen, other=0.0)
+    x, more = tl.load(X + at, mask=seen, other=0.0), tl.load(RESIDUAL + at, mask=seen, other=0.0)
     both = (x.to(tl.float32) + more.to(tl.float32)).to(SUM.dtype.element_ty)
     tl.store(SUM + at, both, mask=seen)
     exact, weight = both.to(tl.float32), tl.load(WEIGHT + column, mask=seen, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def _forward(X, MORE, WEIGHT, SUM, OUT, EPS: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _backward(
-    SUM, WEIGHT, GRAD, ONE, OTHER, D_SUM, D_WEIGHT, rows,
+    SUM, WEIGHT, GRAD, GRAD_GATE, GRAD_UP, D_SUM, D_WEIGHT, rows,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def _backward(
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         at = tl.cast(row, tl.int64) * WIDTH + column
         exact = tl.load(SUM + at, mask=seen, other=0.0).to(tl.float32)
-        one, other = tl.load(ONE + at, mask=seen, other=0.0), tl.load(OTHER + at, mask=seen, other=0.0)
+        one, other = tl.load(GRAD_GATE + at, mask=seen, other=0.0), tl.load(GRAD_UP + at, mask=seen, other=0.0)
         around = tl.load(GRAD + at, mask=seen, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(exact * exact, 0) / WIDTH + EPS)
         back, exact = one.to(tl.float32) + other.to(tl.float32), exact * scale
@@ -61,17 +61,28 @@ def _backward(
 
 @triton_op("ramify::add_norm_backward", mutates_args={})
 def _add_norm_backward(
-    both: Tensor, weight: Tensor, grad: Tensor, one: Tensor, other: Tensor, eps: float
+    residual_sum: Tensor, weight: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    programs = min(PROGRAMS, len(both))
-    d_both, d_weight = torch.empty_like(both), both.new_empty(programs, both.shape[1], dtype=torch.float32)
+    programs = min(MAX_PROGRAMS, len(residual_sum))
+    d_both, d_weight = (
+        torch.empty_like(residual_sum),
+        residual_sum.new_empty(programs, residual_sum.shape[1], dtype=torch.float32),
+    )
     wrap_triton(_backward)[(programs,)](
-        both, weight, grad, one, other, d_both, d_weight, len(both), **_fixed(both, eps)
+        residual_sum,
+        weight,
+        grad,
+        grad_gate,
+        grad_up,
+        d_both,
+        d_weight,
+        len(residual_sum),
+        **_constexpr_args(residual_sum, eps),
     )
     return d_both, d_weight.sum(0).to(weight.dtype)
 
 
-def _fixed(x: Tensor, eps: float) -> dict[str, Any]:
+def _constexpr_args(x: Tensor, eps: float) -> dict[str, Any]:
     """What the kernels are compiled for."""
     block = triton.next_power_of_2(x.shape[1])
     return {"EPS": eps, "WIDTH": x.shape[1], "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
@@ -79,26 +90,28 @@ def _fixed(x: Tensor, eps: float) -> dict[str, Any]:
 
 @triton_op("ramify::add_norm_products", mutates_args={})
 def add_norm_products(
-    x: Tensor, more: Tensor, weight: Tensor, one: Tensor, other: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of `x` plus `more`; the products of their norm with `one` and `other`; and the norm, which only the way back
     asks for."""
     both, out = torch.empty_like(x), torch.empty_like(x)
-    wrap_triton(_forward)[(len(x),)](x, more, weight, both, out, **_fixed(x, eps))
-    return both, out @ one.t(), out @ other.t(), out
+    wrap_triton(_forward)[(len(x),)](x, residual, weight, both, out, **_constexpr_args(x, eps))
+    return both, out @ gate.t(), out @ up.t(), out
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, weight, one, other, ctx.eps = inputs
     ctx.save_for_backward(output[0], output[3], weight, one, other)
     ctx.mark_non_differentiable(output[3])
 
 
-def _turn_back(ctx: Any, grad: Tensor, d_one: Tensor, d_other: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd_backward(
+    ctx: Any, grad: Tensor, grad_gate: Tensor, grad_up: Tensor, _: Tensor
+) -> tuple[Tensor | None, ...]:
     both, out, weight, one, other = ctx.saved_tensors
-    given = both, weight, grad.contiguous(), d_one @ one, d_other @ other, ctx.eps
+    given = both, weight, grad.contiguous(), grad_gate @ one, grad_up @ other, ctx.eps
     d_both, d_weight = _add_norm_backward(*given)  # pyright: ignore[reportCallIssue]
-    return d_both, d_both, d_weight, d_one.t() @ out, d_other.t() @ out, None
+    return d_both, d_both, d_weight, grad_gate.t() @ out, grad_up.t() @ out, None
 
 
-add_norm_products.register_autograd(_turn_back, setup_context=_save)
+add_norm_products.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.native import Unavailable, borrowed, library, typed
-from ramify.model.paged import Step, Tile, attend_tile, write
+from ramify.model.native import CLibraryUnavailable, declare_arguments, find_torch_symbol, load_c_library
+from ramify.model.paged_attention import AttentionMetadata, AttentionTile, attend_tile, write_kv
 
-CHUNK = 64  # rows that go through a layer together in C; what a row becomes may depend on their number
-FEW_KEYS = 256  # up to which several queries of a sequence are answered one by one
+ROWS_PER_CHUNK = 64  # rows that go through a layer together in C; what a row becomes may depend on their number
+MAX_PER_QUERY_KEYS = 256  # up to which several queries of a sequence are answered one by one
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class DecoderSizes:
     """What the operators of a model have in common, by the names they have in C."""
 
     heads: int
@@ -39,7 +39,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerWeights:
     """One decoder layer's tensors; matrices are [in, out]."""
 
     norm: Tensor
@@ -55,22 +55,22 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class DecoderWeights:
     """What lies around the layers, and they."""
 
     embedding: Tensor  # [vocab, hidden]
-    turns: Tensor  # [positions, 2 * head_dim], cosines and sines; half of the sines negated for `roll`
+    rope_table: Tensor  # [positions, 2 * head_dim], cosines and sines; half of the sines negated for `roll`
     norm: Tensor
     head: Tensor  # [vocab, hidden]
     head_bias: Tensor | None
-    layers: Sequence[Layer]
+    layers: Sequence[LayerWeights]
 
 
-class Operators:
+class DecoderOps:
     """`forward` is a step; in it a layer is `begin`, `attend`, `finish`."""
 
-    def __init__(self, sizes: Sizes, note: str = "torch") -> None:
-        self.sizes, self.note = sizes, note
+    def __init__(self, sizes: DecoderSizes, description: str = "torch") -> None:
+        self.sizes, self.description = sizes, description
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Root mean square in float32, as the models do it."""
@@ -80,50 +80,59 @@ class Operators:
         scale = norm.square_().div_(hidden.shape[-1]).add_(self.sizes.eps).rsqrt_()
         return (hidden * scale).to(hidden.dtype).mul_(weight)
 
-    def product(self, rows: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+    def matmul(self, rows: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
         """[rows, in] times [in, out], on top of `onto` if there is something."""
-        return torch.mm(rows, weight) if onto is None else torch.addmm(onto, rows, weight)
+        return torch.mm(rows, weight) if addend is None else torch.addmm(addend, rows, weight)
 
-    def forward(self, model: Model, ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
+    def forward(
+        self,
+        weights: DecoderWeights,
+        ids: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        logit_rows: Tensor,
+    ) -> Tensor:
         """Logits of `rows`, an ascending part of the step's, [len(rows), vocab]."""
-        hidden, turns = F.embedding(ids, model.embedding), F.embedding(positions, model.turns)
-        *lower, top = model.layers
+        hidden, turns = F.embedding(ids, weights.embedding), F.embedding(positions, weights.rope_table)
+        *lower, top = weights.layers
         for number, layer in enumerate(lower):
-            qkv = self.begin(layer, hidden, turns, step, number)
-            hidden = self.finish(layer, self.attend(qkv, step, number), hidden)
-        found = self.attend(self.begin(top, hidden, turns, step, len(lower)), step, len(lower))
-        if len(rows) < len(hidden):  # of the others only keys and values were wanted
-            found, hidden = found.index_select(0, rows), hidden.index_select(0, rows)
-        hidden = self.finish(top, found, hidden)
-        logits = self.product(self.norm(hidden, model.norm), model.head.t())
-        return logits if model.head_bias is None else logits + model.head_bias
+            qkv = self.project_qkv(layer, hidden, turns, attn_metadata, number)
+            hidden = self.project_out_and_mlp(layer, self.attend(qkv, attn_metadata, number), hidden)
+        found = self.attend(self.project_qkv(top, hidden, turns, attn_metadata, len(lower)), attn_metadata, len(lower))
+        if len(logit_rows) < len(hidden):  # of the others only keys and values were wanted
+            found, hidden = found.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
+        hidden = self.project_out_and_mlp(top, found, hidden)
+        logits = self.matmul(self.norm(hidden, weights.norm), weights.head.t())
+        return logits if weights.head_bias is None else logits + weights.head_bias
 
-    def begin(self, layer: Layer, hidden: Tensor, turns: Tensor, step: Step, number: int) -> Tensor:
+    def project_qkv(
+        self, layer: LayerWeights, hidden: Tensor, rope: Tensor, attn_metadata: AttentionMetadata, layer_index: int
+    ) -> Tensor:
         """Queries, keys and values, the first two rotated by `turns`, [rows, 2 * head_dim]; the last two stored."""
         heads, kv_heads, head_dim = self.sizes.heads, self.sizes.kv_heads, self.sizes.head_dim
-        qkv = self.product(self.norm(hidden, layer.norm), layer.qkv)
+        qkv = self.matmul(self.norm(hidden, layer.norm), layer.qkv)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_heads(qkv, layer.q_norm, layer.k_norm)
-        cos, sin = turns.unsqueeze(1).chunk(2, -1)
+        cos, sin = rope.unsqueeze(1).chunk(2, -1)
         qk = qkv[:, : (heads + kv_heads) * head_dim].view(-1, heads + kv_heads, head_dim)
         torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin, out=qk)
-        write(step, number, qkv[:, heads * head_dim :])
+        write_kv(attn_metadata, layer_index, qkv[:, heads * head_dim :])
         return qkv
 
-    def attend(self, qkv: Tensor, step: Step, number: int) -> Tensor:
+    def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
         """What the queries find in the pool, [rows, heads * head_dim]."""
-        parts = [self._tile(qkv, step, tile, number) for tile in step.tiles]
+        parts = [self._attend_tile(qkv, attn_metadata, tile, layer_index) for tile in attn_metadata.tiles]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def finish(self, layer: Layer, found: Tensor, hidden: Tensor) -> Tensor:
+    def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
         """`hidden` with what attention found and what the MLP makes of both added to it."""
-        hidden = self.product(found, layer.out, hidden)
+        hidden = self.matmul(attn_output, layer.out, hidden)
         if layer.out_bias is not None:
             hidden += layer.out_bias
-        gate, up = self.product(self.norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-        return self.product(F.silu(gate).mul_(up), layer.down, hidden)
+        gate, up = self.matmul(self.norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        return self.matmul(F.silu(gate).mul_(up), layer.down, hidden)
 
     def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         sizes = self.sizes
@@ -133,87 +142,133 @@ class Operators:
             normed = self.norm(part.reshape(-1, sizes.head_dim), weight)
             part.copy_(normed.view(part.shape))
 
-    def _tile(self, qkv: Tensor, step: Step, tile: Tile, number: int) -> Tensor:
+    def _attend_tile(
+        self, qkv: Tensor, attn_metadata: AttentionMetadata, tile: AttentionTile, layer_index: int
+    ) -> Tensor:
         sizes = self.sizes
         query = qkv[tile.start : tile.stop, : sizes.heads * sizes.head_dim].view(-1, sizes.heads, sizes.head_dim)
-        return attend_tile(step, tile, number, query, sizes.scaling).reshape(query.shape[0], -1)
+        return attend_tile(attn_metadata, tile, layer_index, query, sizes.scaling).reshape(query.shape[0], -1)
 
 
-class Compiled(Operators):
+class CompiledDecoderOps(DecoderOps):
     """The same in C, and drawing tokens; only for contiguous float32 in the memory of the CPU."""
 
-    def __init__(self, sizes: Sizes, model: Model) -> None:
+    def __init__(self, sizes: DecoderSizes, weights: DecoderWeights) -> None:
         super().__init__(sizes, "compiled")
-        self.row, self.width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, sizes.heads * sizes.head_dim
-        shape = (f"{name.upper()}={_literal(getattr(sizes, name))}" for name in Sizes.__slots__)
-        made = library(Path(__file__).with_name("operators.c"), *shape, f"ROWS={CHUNK}")
-        self._sgemm = borrowed("sgemm_")
-        self._norm = typed(made.norm_rows, "pppi")
-        self._begin = typed(made.begin, "pppppppi")
-        self._attend = typed(made.attend, "pppiippipi")
-        self._finish = typed(made.finish, "ppppi")
-        self._forward = typed(made.forward, "pppiipppppiippiipip")
-        self._draw = typed(made.draw, "piipppp")
-        self._tables = {id(layer): _pointers(layer) for layer in model.layers}
-        layers = (ctypes.c_void_p * len(self._tables))(*map(ctypes.addressof, self._tables.values()))
-        self._model = _pointers(model), layers, len(layers), len(model.head)
-        self._chances: Chances | None = None
+        self.qkv_width, self.attention_width = (
+            (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim,
+            sizes.heads * sizes.head_dim,
+        )
+        shape = (f"{name.upper()}={_c_literal(getattr(sizes, name))}" for name in DecoderSizes.__slots__)
+        made = load_c_library(Path(__file__).with_name("operators.c"), *shape, f"ROWS={ROWS_PER_CHUNK}")
+        self._sgemm = find_torch_symbol("sgemm_")
+        self._c_norm = declare_arguments(made.norm_rows, "pppi")
+        self._c_project_qkv = declare_arguments(made.begin, "pppppppi")
+        self._c_attend = declare_arguments(made.attend, "pppiippipi")
+        self._c_project_out_and_mlp = declare_arguments(made.finish, "ppppi")
+        self._c_forward = declare_arguments(made.forward, "pppiipppppiippiipip")
+        self._c_sample_tokens = declare_arguments(made.draw, "piipppp")
+        self._layer_addresses = {id(layer): _tensor_addresses(layer) for layer in weights.layers}
+        layers = (ctypes.c_void_p * len(self._layer_addresses))(*map(ctypes.addressof, self._layer_addresses.values()))
+        self._model_arguments = _tensor_addresses(weights), layers, len(layers), len(weights.head)
+        self._draw_buffers: DrawBuffers | None = None
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(hidden)
-        self._norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden.shape[0])
+        self._c_norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden.shape[0])
         return out
 
-    def forward(self, model: Model, ids: Tensor, positions: Tensor, step: Step, rows: Tensor) -> Tensor:
-        if len(step.tiles) > 1 or not _answerable(step, step.tiles[0]):
-            return super().forward(model, ids, positions, step, rows)
-        logits = model.head.new_empty(len(rows), len(model.head))
-        begins = step.pool.addresses, ids.data_ptr(), positions.data_ptr(), step.slots.data_ptr()
-        ends = len(ids), rows.data_ptr(), len(rows), logits.data_ptr()
-        self._forward(self._sgemm, *self._model, *begins, *self._seen(step, step.tiles[0]), *ends)
+    def forward(
+        self,
+        weights: DecoderWeights,
+        ids: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        if len(attn_metadata.tiles) > 1 or not _prefers_per_query(attn_metadata, attn_metadata.tiles[0]):
+            return super().forward(weights, ids, positions, attn_metadata, logit_rows)
+        logits = weights.head.new_empty(len(logit_rows), len(weights.head))
+        begins = (
+            attn_metadata.pool.layer_addresses,
+            ids.data_ptr(),
+            positions.data_ptr(),
+            attn_metadata.slot_mapping.data_ptr(),
+        )
+        ends = len(ids), logit_rows.data_ptr(), len(logit_rows), logits.data_ptr()
+        self._c_forward(
+            self._sgemm,
+            *self._model_arguments,
+            *begins,
+            *self._tile_arguments(attn_metadata, attn_metadata.tiles[0]),
+            *ends,
+        )
         return logits
 
-    def begin(self, layer: Layer, hidden: Tensor, turns: Tensor, step: Step, number: int) -> Tensor:
+    def project_qkv(
+        self, layer: LayerWeights, hidden: Tensor, rope: Tensor, attn_metadata: AttentionMetadata, layer_index: int
+    ) -> Tensor:
         rows = hidden.shape[0]
-        qkv = hidden.new_empty(rows, self.row)
-        ends = hidden.data_ptr(), turns.data_ptr(), step.slots.data_ptr(), step.pool.layers[number].data_ptr()
-        self._begin(self._sgemm, self._tables[id(layer)], *ends, qkv.data_ptr(), rows)
+        qkv = hidden.new_empty(rows, self.qkv_width)
+        ends = (
+            hidden.data_ptr(),
+            rope.data_ptr(),
+            attn_metadata.slot_mapping.data_ptr(),
+            attn_metadata.pool.layers[layer_index].data_ptr(),
+        )
+        self._c_project_qkv(self._sgemm, self._layer_addresses[id(layer)], *ends, qkv.data_ptr(), rows)
         return qkv
 
-    def attend(self, qkv: Tensor, step: Step, number: int) -> Tensor:
-        out = qkv.new_empty(qkv.shape[0], self.width)
-        pool = step.pool.layers[number].data_ptr()
-        for tile in step.tiles:
-            if not _answerable(step, tile):
-                out[tile.start : tile.stop] = self._tile(qkv, step, tile, number)
+    def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
+        out = qkv.new_empty(qkv.shape[0], self.attention_width)
+        pool = attn_metadata.pool.layers[layer_index].data_ptr()
+        for tile in attn_metadata.tiles:
+            if not _prefers_per_query(attn_metadata, tile):
+                out[tile.start : tile.stop] = self._attend_tile(qkv, attn_metadata, tile, layer_index)
                 continue
-            begin, end = qkv.data_ptr() + 4 * tile.start * self.row, out.data_ptr() + 4 * tile.start * self.width
-            self._attend(begin, pool, *self._seen(step, tile), end, tile.stop - tile.start)
+            begin, end = (
+                qkv.data_ptr() + 4 * tile.start * self.qkv_width,
+                out.data_ptr() + 4 * tile.start * self.attention_width,
+            )
+            self._c_attend(begin, pool, *self._tile_arguments(attn_metadata, tile), end, tile.stop - tile.start)
         return out
 
-    def _seen(self, step: Step, tile: Tile) -> tuple[Any, ...]:
+    def _tile_arguments(self, attn_metadata: AttentionMetadata, tile: AttentionTile) -> tuple[Any, ...]:
         """What attention in C has to know of a tile."""
-        most, places = tile.blocks.shape[0] // tile.count, None if tile.pack is None else tile.pack.data_ptr()
-        return tile.blocks.data_ptr(), most, step.pool.block_size, tile.positions.data_ptr(), places, tile.queries
+        most, places = (
+            tile.block_table.shape[0] // tile.num_sequences,
+            None if tile.unpad_index is None else tile.unpad_index.data_ptr(),
+        )
+        return (
+            tile.block_table.data_ptr(),
+            most,
+            attn_metadata.pool.block_size,
+            tile.query_positions.data_ptr(),
+            places,
+            tile.queries_per_sequence,
+        )
 
-    def finish(self, layer: Layer, found: Tensor, hidden: Tensor) -> Tensor:
-        table = self._tables[id(layer)]
-        self._finish(self._sgemm, table, found.data_ptr(), hidden.data_ptr(), hidden.shape[0])
+    def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
+        table = self._layer_addresses[id(layer)]
+        self._c_project_out_and_mlp(self._sgemm, table, attn_output.data_ptr(), hidden.data_ptr(), hidden.shape[0])
         return hidden
 
-    def draw(
+    def sample_tokens(
         self, logits: Tensor, temperatures: list[float], seeds: list[int], positions: list[int]
     ) -> tuple[list[int], list[float]]:
         """A token for each row, chosen by its seed and position, and its logprob; as the engine's sampler does it."""
-        if self._chances is None or (self._chances.temperatures, self._chances.seeds) != (temperatures, seeds):
-            self._chances = Chances(temperatures, seeds)  # most steps ask for the same as the one before
-        chances = self._chances
+        if self._draw_buffers is None or (self._draw_buffers.temperatures, self._draw_buffers.seeds) != (
+            temperatures,
+            seeds,
+        ):
+            self._draw_buffers = DrawBuffers(temperatures, seeds)  # most steps ask for the same as the one before
+        chances = self._draw_buffers
         chances.positions[:] = positions
-        self._draw(logits.data_ptr(), *logits.shape, *chances.addresses)
+        self._c_sample_tokens(logits.data_ptr(), *logits.shape, *chances.addresses)
         return chances.tokens.tolist(), chances.logprobs.tolist()
 
 
-class Chances:
+class DrawBuffers:
     """What tokens are drawn by, and those that are drawn, where C reads and writes them."""
 
     def __init__(self, temperatures: list[float], seeds: list[int]) -> None:
@@ -221,31 +276,34 @@ class Chances:
         heat, given = np.array(temperatures, np.float32), np.array([seeds, seeds], np.uint64)
         self.positions = given[1]
         self.tokens, self.logprobs = np.empty(len(seeds), np.int64), np.empty(len(seeds), np.float32)
-        self._kept = heat, given
+        self._keepalive = heat, given
         self.addresses = [array.ctypes.data for array in (heat, given, self.tokens, self.logprobs)]
 
 
-def _answerable(step: Step, tile: Tile) -> bool:
+def _prefers_per_query(attn_metadata: AttentionMetadata, tile: AttentionTile) -> bool:
     """Whether queries one by one are a good way to answer a tile."""
-    return tile.queries == 1 or tile.blocks.shape[0] // tile.count * step.pool.block_size <= FEW_KEYS
+    return (
+        tile.queries_per_sequence == 1
+        or tile.block_table.shape[0] // tile.num_sequences * attn_metadata.pool.block_size <= MAX_PER_QUERY_KEYS
+    )
 
 
-def compiled(sizes: Sizes, model: Model) -> Compiled:
+def build_compiled_ops(sizes: DecoderSizes, weights: DecoderWeights) -> CompiledDecoderOps:
     """The operators in C for this model, or Unavailable, with the reason."""
-    weight = model.norm
+    weight = weights.norm
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        raise Unavailable(f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
+        raise CLibraryUnavailable(f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
     if torch.get_num_threads() > 1:
-        raise Unavailable(f"{torch.get_num_threads()} threads")
-    return Compiled(sizes, model)
+        raise CLibraryUnavailable(f"{torch.get_num_threads()} threads")
+    return CompiledDecoderOps(sizes, weights)
 
 
-def _literal(value: float) -> str:
+def _c_literal(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value!r}f"
 
 
-def _pointers(of: Layer | Model) -> Any:
+def _tensor_addresses(weights: LayerWeights | DecoderWeights) -> Any:
     """Where its tensors lie, in the order of the struct in C; they are updated in place."""
-    values = [getattr(of, name) for name in of.__slots__]
+    values = [getattr(weights, name) for name in weights.__slots__]
     addresses = [value.data_ptr() if isinstance(value, Tensor) else None for value in values]
     return (ctypes.c_void_p * len(addresses))(*addresses)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ramify.model.native import Unavailable, processor
-from ramify.model.operators import Model, Sizes, compiled
-from ramify.model.streamed import streamed
+from ramify.model.native import CLibraryUnavailable, read_cpu_features
+from ramify.model.operators import DecoderSizes, DecoderWeights, build_compiled_ops
+from ramify.model.streamed import build_small_gemm_ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them: the first two on x86-64, the last on Arm
-PROBE_SIZES = Sizes(heads=1, kv_heads=1, head_dim=32, hidden=32, inner=32, eps=1e-5, scaling=32**-0.5)
+PROBE_SIZES = DecoderSizes(heads=1, kv_heads=1, head_dim=32, hidden=32, inner=32, eps=1e-5, scaling=32**-0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ def choose_dtype(requested: str, stored: Any, device: torch.device) -> DtypeChoi
 
 def cpu_has_bfloat16() -> bool:
     """Return whether the CPU has instructions for products in bfloat16."""
-    features = [line.partition(":")[2].split() for line in processor() if line.startswith(("flags", "Features"))]
+    features = [
+        line.partition(":")[2].split() for line in read_cpu_features() if line.startswith(("flags", "Features"))
+    ]
     return any(BFLOAT16_FEATURES & set(names) for names in features)
 
 
@@ -62,15 +64,15 @@ def describe_cpu() -> dict[str, str]:
     choice = choose_dtype("auto", torch.bfloat16, torch.device("cpu"))
     return {
         "dtype": str(choice),
-        "float32": _describe_operators(compiled, torch.float32),
-        "bfloat16": _describe_operators(streamed, torch.bfloat16),
+        "float32": _describe_ops(build_compiled_ops, torch.float32),
+        "bfloat16": _describe_ops(build_small_gemm_ops, torch.bfloat16),
     }
 
 
-def _describe_operators(build: Any, dtype: torch.dtype) -> str:
+def _describe_ops(build: Any, dtype: torch.dtype) -> str:
     """Build the operators for a minimal model and return their name, or the reason why there are none."""
     number = torch.ones(1, dtype=dtype)
     try:
-        return build(PROBE_SIZES, Model(number, number, number, number, None, [])).note
-    except Unavailable as reason:
+        return build(PROBE_SIZES, DecoderWeights(number, number, number, number, None, [])).note
+    except CLibraryUnavailable as reason:
         return f"torch ({reason})"

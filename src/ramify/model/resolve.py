@@ -14,38 +14,38 @@ from pathlib import Path
 
 from ramify.errors import ModelNotFound
 
-PACKAGED = ("tiny",)
+PACKAGED_MODELS = ("tiny",)
 
 
-def resolve(name: str) -> Path:
+def resolve_model_path(name: str) -> Path:
     """The directory of the model `name`, holding at least `config.json`."""
-    if name in PACKAGED:
-        return _checked(name, [Path(__file__).parent.parent / "models" / name])
+    if name in PACKAGED_MODELS:
+        return _first_model_directory(name, [Path(__file__).parent.parent / "models" / name])
     tried = [Path(name).expanduser()]
-    if _is_id(name):
-        tried.append(_cached(name))
-    return _checked(name, tried)
+    if _looks_like_id(name):
+        tried.append(_cached_snapshot_path(name))
+    return _first_model_directory(name, tried)
 
 
-def fetch_model(name: str, *, say: Callable[[str], None] | None = None) -> Path:
+def fetch_model(name: str, *, log: Callable[[str], None] | None = None) -> Path:
     """Return the directory of the model `name` with all of its weights, downloaded if it is a hub id and not here.
 
     `say` is given lines about the download; by default they go to standard error. Raises ModelNotFound.
     """
     try:
-        directory = resolve(name)
+        directory = resolve_model_path(name)
     except ModelNotFound:
         if not is_hub_id(name):
             raise
     else:
         if not is_hub_id(name) or _has_weights(directory):
             return directory
-    from ramify.model.hub import download
+    from ramify.model.hub import download_model
 
-    return _checked(name, [download(name, _cache(), say=say or _print)])
+    return _first_model_directory(name, [download_model(name, _hub_cache_directory(), log=log or _print_to_stderr)])
 
 
-def _print(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -61,19 +61,19 @@ def _has_weights(directory: Path) -> bool:
     return any(path.is_file() for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern))
 
 
-def _checked(name: str, tried: list[Path]) -> Path:
-    for directory in tried:
+def _first_model_directory(name: str, candidates: list[Path]) -> Path:
+    for directory in candidates:
         if (directory / "config.json").is_file():
             return directory.resolve()
-    reasons = "; ".join(f"{path}: {_why(path)}" for path in tried)
-    nearest = difflib.get_close_matches(name, PACKAGED, n=1)
+    reasons = "; ".join(f"{path}: {_why_rejected(path)}" for path in candidates)
+    nearest = difflib.get_close_matches(name, PACKAGED_MODELS, n=1)
     advice = f"did you mean {nearest[0]!r}?" if nearest else "give a directory, or a Hugging Face id ORG/NAME"
     if is_hub_id(name):
         advice = f"'ramify model fetch {name}' downloads it"
     raise ModelNotFound(f"model {name!r} was not found ({reasons}): {advice}")
 
 
-def _why(directory: Path) -> str:
+def _why_rejected(directory: Path) -> str:
     if not directory.exists():
         return "does not exist"
     return "has no config.json" if directory.is_dir() else "is not a directory"
@@ -81,22 +81,22 @@ def _why(directory: Path) -> str:
 
 def is_hub_id(name: str) -> bool:
     """Tell whether a name is of the form ORG/NAME and no directory here."""
-    return name.count("/") == 1 and _is_id(name) and not Path(name).exists()
+    return name.count("/") == 1 and _looks_like_id(name) and not Path(name).exists()
 
 
-def _is_id(name: str) -> bool:
+def _looks_like_id(name: str) -> bool:
     parts = name.split("/")
     return len(parts) in (1, 2) and all(part and not part.startswith((".", "~")) for part in parts)
 
 
-def _cache() -> Path:
+def _hub_cache_directory() -> Path:
     """Return the directory of the local Hugging Face cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
 
 
-def _cached(name: str) -> Path:
+def _cached_snapshot_path(name: str) -> Path:
     """Where the local Hugging Face cache keeps the main revision of `name`."""
-    entry = _cache() / f"models--{name.replace('/', '--')}"
+    entry = _hub_cache_directory() / f"models--{name.replace('/', '--')}"
     main = entry / "refs" / "main"
     return entry / "snapshots" / main.read_text().strip() if main.is_file() else entry / "snapshots"

@@ -16,22 +16,22 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-ROWS = 8  # of a tile
-PROGRAMS = 1056  # of a backward pass: eight for each multiprocessor of a large GPU
+ROWS_PER_TILE = 8  # of a tile
+MAX_PROGRAMS = 1056  # of a backward pass: eight for each multiprocessor of a large GPU
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _halves(X, at, seen, HALF: tl.constexpr):
+def _load_halves(X, offsets, mask, HALF: tl.constexpr):
     """Both halves of rows, in float32."""
-    first = tl.load(X + at, mask=seen, other=0.0)
-    return first.to(tl.float32), tl.load(X + at + HALF, mask=seen, other=0.0).to(tl.float32)
+    first = tl.load(X + offsets, mask=mask, other=0.0)
+    return first.to(tl.float32), tl.load(X + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _scale(first, second, HALF: tl.constexpr, EPS: tl.constexpr):
+def _inverse_rms(first, second, HALF: tl.constexpr, EPS: tl.constexpr):
     """One over the root of the mean square of each row."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[:, None]
 
@@ -44,10 +44,10 @@ def _forward(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, HALF)[None, :]
     seen, at, turn = row < rows, row * (2 * HALF) + column, row // HEADS * (2 * HALF) + column
-    first, second = _halves(X, at, seen, HALF)
-    weights = _halves(WEIGHT, column, column < HALF, HALF)
-    cos, sin = _halves(COS, turn, seen, HALF), _halves(SIN, turn, seen, HALF)
-    scale = _scale(first, second, HALF, EPS)
+    first, second = _load_halves(X, at, seen, HALF)
+    weights = _load_halves(WEIGHT, column, column < HALF, HALF)
+    cos, sin = _load_halves(COS, turn, seen, HALF), _load_halves(SIN, turn, seen, HALF)
+    scale = _inverse_rms(first, second, HALF, EPS)
     first, second = first * scale * weights[0], second * scale * weights[1]
     tl.store(OUT + at, (first * cos[0] - second * sin[0]).to(OUT.dtype.element_ty), mask=seen)
     tl.store(OUT + at + HALF, (second * cos[1] + first * sin[1]).to(OUT.dtype.element_ty), mask=seen)
@@ -59,15 +59,15 @@ def _backward(
     HEADS: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, HALF)[None, :]
-    weights = _halves(WEIGHT, column, column < HALF, HALF)
+    weights = _load_halves(WEIGHT, column, column < HALF, HALF)
     d_first, d_second = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         seen, at, turn = row < rows, row * (2 * HALF) + column, row // HEADS * (2 * HALF) + column
-        first, second = _halves(X, at, seen, HALF)
-        grads = _halves(GRAD, at, seen, HALF)
-        cos, sin = _halves(COS, turn, seen, HALF), _halves(SIN, turn, seen, HALF)
-        scale = _scale(first, second, HALF, EPS)
+        first, second = _load_halves(X, at, seen, HALF)
+        grads = _load_halves(GRAD, at, seen, HALF)
+        cos, sin = _load_halves(COS, turn, seen, HALF), _load_halves(SIN, turn, seen, HALF)
+        scale = _inverse_rms(first, second, HALF, EPS)
         first, second = first * scale, second * scale
         back_first, back_second = grads[0] * cos[0] + grads[1] * sin[1], grads[1] * cos[1] - grads[0] * sin[0]
         d_first, d_second = d_first + back_first * first, d_second + back_second * second
@@ -88,7 +88,7 @@ def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float)
     """Heads of `x` [tokens, heads, width], which has no gaps, over their root mean square and times `weight` [width];
     then rotated by `cos` and `sin` [tokens, width]."""
     out, rows = torch.empty_like(x), x.shape[0] * x.shape[1]
-    wrap_triton(_forward)[(-(-rows // ROWS),)](x, weight, cos, sin, out, rows, **_fixed(x, eps))
+    wrap_triton(_forward)[(-(-rows // ROWS_PER_TILE),)](x, weight, cos, sin, out, rows, **_constexpr_args(x, eps))
     return out
 
 
@@ -97,25 +97,25 @@ def _norm_rotate_backward(
     grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     rows = x.shape[0] * x.shape[1]
-    programs = min(PROGRAMS, -(-rows // ROWS))
+    programs = min(MAX_PROGRAMS, -(-rows // ROWS_PER_TILE))
     d_x, d_weight = torch.empty_like(x), x.new_empty(programs, x.shape[2], dtype=torch.float32)
-    wrap_triton(_backward)[(programs,)](x, weight, cos, sin, grad, d_x, d_weight, rows, **_fixed(x, eps))
+    wrap_triton(_backward)[(programs,)](x, weight, cos, sin, grad, d_x, d_weight, rows, **_constexpr_args(x, eps))
     return d_x, d_weight.sum(0).to(weight.dtype)
 
 
-def _fixed(x: Tensor, eps: float) -> dict[str, Any]:
+def _constexpr_args(x: Tensor, eps: float) -> dict[str, Any]:
     """What the kernels are compiled for."""
-    return {"HEADS": x.shape[1], "HALF": x.shape[2] // 2, "EPS": eps, "ROWS": ROWS, "num_warps": 2}
+    return {"HEADS": x.shape[1], "HALF": x.shape[2] // 2, "EPS": eps, "ROWS": ROWS_PER_TILE, "num_warps": 2}
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_x, d_weight = _norm_rotate_backward(grad.contiguous(), *ctx.saved_tensors, ctx.eps)  # pyright: ignore[reportCallIssue]
     return d_x, d_weight, None, None, None
 
 
-norm_rotate.register_autograd(_turn_back, setup_context=_save)
+norm_rotate.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -10,38 +10,46 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.model.native import Unavailable, borrowed, library, processor, typed
-from ramify.model.operators import Model, Operators, Sizes
+from ramify.model.native import (
+    CLibraryUnavailable,
+    declare_arguments,
+    find_torch_symbol,
+    load_c_library,
+    read_cpu_features,
+)
+from ramify.model.operators import DecoderOps, DecoderSizes, DecoderWeights
 
-FEW = 4  # rows; with twice as many torch is as fast
-LANES = 32  # rows of a matrix are multiples of this
+MAX_ROWS = 4  # rows; with twice as many torch is as fast
+WIDTH_MULTIPLE = 32  # rows of a matrix are multiples of this
 
 
-class Streamed(Operators):
+class SmallGemmDecoderOps(DecoderOps):
     """Torch's operators with products of few rows in C."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__(sizes, "torch, compiled for few rows")
-        self._parallel = borrowed("GOMP_parallel")
-        self._product = typed(library(Path(__file__).with_name("streamed.c"), f"FEW={FEW}").product, "pippppiii")
+        self._gomp_parallel = find_torch_symbol("GOMP_parallel")
+        self._c_matmul = declare_arguments(
+            load_c_library(Path(__file__).with_name("streamed.c"), f"FEW={MAX_ROWS}").product, "pippppiii"
+        )
 
-    def product(self, rows: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
+    def matmul(self, rows: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
         count, width = rows.shape
-        if not 0 < count <= FEW:  # none where a chunk of a prompt is computed and nothing sampled
-            return super().product(rows, weight, onto)
+        if not 0 < count <= MAX_ROWS:  # none where a chunk of a prompt is computed and nothing sampled
+            return super().matmul(rows, weight, addend)
         rows, out = rows.contiguous(), rows.new_empty(count, weight.shape[1])
-        pointers = rows.data_ptr(), weight.data_ptr(), None if onto is None else onto.data_ptr(), out.data_ptr()
-        self._product(self._parallel, torch.get_num_threads(), *pointers, count, width, out.shape[1])
+        pointers = rows.data_ptr(), weight.data_ptr(), None if addend is None else addend.data_ptr(), out.data_ptr()
+        self._c_matmul(self._gomp_parallel, torch.get_num_threads(), *pointers, count, width, out.shape[1])
         return out
 
 
-def streamed(sizes: Sizes, model: Model) -> Streamed:
+def build_small_gemm_ops(sizes: DecoderSizes, weights: DecoderWeights) -> SmallGemmDecoderOps:
     """The operators for this model, or Unavailable, with the reason."""
-    weight = model.norm
+    weight = weights.norm
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-        raise Unavailable(f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
-    if not any("avx512_bf16" in line for line in processor()):
-        raise Unavailable("no AVX512-BF16")
-    if any(width % LANES for width in (sizes.hidden, sizes.heads * sizes.head_dim, sizes.inner)):
-        raise Unavailable(f"a width is no multiple of {LANES}")
-    return Streamed(sizes)
+        raise CLibraryUnavailable(f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
+    if not any("avx512_bf16" in line for line in read_cpu_features()):
+        raise CLibraryUnavailable("no AVX512-BF16")
+    if any(width % WIDTH_MULTIPLE for width in (sizes.hidden, sizes.heads * sizes.head_dim, sizes.inner)):
+        raise CLibraryUnavailable(f"a width is no multiple of {WIDTH_MULTIPLE}")
+    return SmallGemmDecoderOps(sizes)

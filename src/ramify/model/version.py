@@ -7,7 +7,7 @@ them; the incarnation does.
 from typing import NamedTuple
 
 
-class Version(NamedTuple):
+class PolicyVersion(NamedTuple):
     """One set of weights. Equal versions are equal weights."""
 
     policy: str
@@ -18,7 +18,7 @@ class Version(NamedTuple):
         return f"{self.policy}@{self.incarnation}.{self.step}"
 
     @classmethod
-    def read(cls, text: str) -> "Version | None":
+    def parse(cls, text: str) -> "PolicyVersion | None":
         """The version that prints as `text`; None for any other text."""
         policy, _, numbers = text.rpartition("@")
         incarnation, _, step = numbers.partition(".")

@@ -22,23 +22,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ramify.errors import WeightsRefused
-from ramify.model.manifest import Manifest, check, checksum, sync, write_synced
-from ramify.model.version import Version
+from ramify.model.manifest import Manifest, check_checksum, compute_checksum, fsync_file, write_and_fsync
+from ramify.model.version import PolicyVersion
 
 SHARD_BYTES = 2 << 30
-CONFIG = "config.json"
-COMPANIONS = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+CONFIG_FILE = "config.json"
+MODEL_FILES = (CONFIG_FILE, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedWeights:
     """Verified weights in memory, ready to be copied into the model they were verified for."""
 
-    version: Version
+    version: PolicyVersion
     tensors: Mapping[str, Tensor]
 
 
-def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *, base: Path | None = None) -> Path:
+def publish_weights(
+    directory: Path, tensors: Mapping[str, Tensor], version: PolicyVersion, *, base_model: Path | None = None
+) -> Path:
     """Write `tensors` as `directory`, by rename. With `base`, its config and tokenizer come along: a whole model."""
     if directory.exists():
         raise WeightsRefused(f"{directory} exists already; a published version is never written twice")
@@ -47,19 +49,19 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
     unfinished.mkdir(parents=True)
     try:
         files: dict[str, str] = {}
-        shards = list(_shards(tensors))
+        shards = list(_split_shards(tensors))
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            write_tensors(unfinished / name, shard)
-            files[name] = checksum(unfinished / name)
+            write_safetensors(unfinished / name, shard)
+            files[name] = compute_checksum(unfinished / name)
         if len(shards) > 1:
             where = {key: name for shard, name in zip(shards, files) for key in shard}
             index = {"metadata": {}, "weight_map": where}
-            write_synced(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-        for name in COMPANIONS:
-            if base is not None and (base / name).is_file():
-                shutil.copyfile(base / name, unfinished / name)
-        _write_dtype(unfinished / CONFIG, tensors)
+            write_and_fsync(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        for name in MODEL_FILES:
+            if base_model is not None and (base_model / name).is_file():
+                shutil.copyfile(base_model / name, unfinished / name)
+        _write_dtype_to_config(unfinished / CONFIG_FILE, tensors)
         Manifest(version, files).write(unfinished)
         unfinished.rename(directory)
     except BaseException:
@@ -68,7 +70,7 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], version: Version, *,
     return directory
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file with the permissions of any new file; it is on disk when this returns.
 
     Raises OSError: the library knows which one it met, but only mentions its number.
@@ -83,10 +85,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise OSError(number, os.strerror(number), str(path)) from error
         raise
     path.chmod(mode)
-    sync(path)
+    fsync_file(path)
 
 
-def _write_dtype(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_dtype_to_config(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the dtype that most of the weights are stored in into the model's config."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -103,59 +105,65 @@ def _write_dtype(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.write_text(json.dumps(config, indent=2), "utf-8")
 
 
-def trainable_tensors(module: Any) -> dict[str, Tensor]:
+def get_untied_tensors(module: Any) -> dict[str, Tensor]:
     """The tensors that make up a version of this model: its state, tied copies left out."""
     tied = set(getattr(module, "all_tied_weights_keys", None) or ())
     return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
 
 
-def stage(directory: Path, module: Any) -> Staged:
+def stage_weights(directory: Path, module: Any) -> StagedWeights:
     """Read and verify `directory` for this model; WeightsRefused, and nothing has changed, if it does not fit."""
     manifest = Manifest.read(directory)
-    wanted = trainable_tensors(module)
+    wanted = get_untied_tensors(module)
     tied = set(module.state_dict()) - set(wanted)
     found: dict[str, Tensor] = {}
     for name, digest in manifest.files.items():
-        found.update(_read(directory / name, digest))
+        found.update(_read_verified(directory / name, digest))
     missing = sorted(set(wanted) - set(found))
     unknown = sorted(set(found) - set(wanted) - tied)
     if missing or unknown:
-        said = [f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in _named(missing, unknown) if names]
+        said = [
+            f"{len(names)} {what} ({', '.join(names[:3])})"
+            for what, names in _label_mismatches(missing, unknown)
+            if names
+        ]
         raise WeightsRefused(f"{directory} does not fit the model: {'; '.join(said)}")
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
             shapes = f"has shape {list(found[name].shape)}, the model {list(tensor.shape)}"
             raise WeightsRefused(f"{directory} does not fit the model: {name} {shapes}")
-    return Staged(manifest.version, {name: _ready(found[name], tensor) for name, tensor in wanted.items()})
+    return StagedWeights(
+        manifest.version, {name: _copy_to_staging_memory(found[name], tensor) for name, tensor in wanted.items()}
+    )
 
 
-def _ready(found: Tensor, wanted: Tensor) -> Tensor:
+def _copy_to_staging_memory(loaded: Tensor, target: Tensor) -> Tensor:
     """A copy in memory, so that `apply` waits for no page of a file; pinned if it is to go to a GPU."""
-    if wanted.device.type == "cuda":
-        return found.to(wanted.dtype).pin_memory()
-    return found.to(wanted.dtype, copy=True)
+    if target.device.type == "cuda":
+        return loaded.to(target.dtype).pin_memory()
+    return loaded.to(target.dtype, copy=True)
 
 
-def apply(module: Any, staged: Staged) -> None:
+def apply_weights(module: Any, staged: StagedWeights) -> None:
     """Copy staged weights into the model, in place: every view of a parameter sees them."""
     with torch.no_grad():
-        for name, tensor in trainable_tensors(module).items():
+        for name, tensor in get_untied_tensors(module).items():
             tensor.copy_(staged.tensors[name], non_blocking=True)
 
 
-def _named(missing: list[str], unknown: list[str]) -> list[tuple[str, list[str]]]:
+def _label_mismatches(missing: list[str], unknown: list[str]) -> list[tuple[str, list[str]]]:
     return [("tensors missing", missing), ("unknown tensors", unknown)]
 
 
-def _read(path: Path, digest: str) -> dict[str, Tensor]:
-    check(path, digest)
+def _read_verified(path: Path, digest: str) -> dict[str, Tensor]:
+    check_checksum(path, digest)
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise WeightsRefused(f"{path} is not a safetensors file: {error}") from error
 
 
-def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def _split_shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():

@@ -17,8 +17,8 @@ from ramify.client.engine_load import EngineLoad as EngineLoad
 from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.infer.config import ExternalConfig
 from ramify.infer.connect import open_client
-from ramify.model.resolve import resolve
-from ramify.model.version import Version
+from ramify.model.resolve import resolve_model_path
+from ramify.model.version import PolicyVersion
 from ramify.orchestrate.concurrency import Concurrency
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.core import Core, check_task_counts
@@ -73,7 +73,7 @@ class Run:
         self.progress = Progress(self.journal, self._log)
         patience = config.launch.start_deadline
         self.client: InferenceClient = await stack.enter_async_context(
-            open_client(self.inference, config=ClientConfig(patience=patience), version=Version(self.policy))
+            open_client(self.inference, config=ClientConfig(patience=patience), version=PolicyVersion(self.policy))
         )
         known = {"patience": patience, "secret": config.secret}
         train = {source.source_name: await meet(source, stack, **known) for source in config.train}
@@ -176,7 +176,7 @@ class Run:
         self.sampling.open.clear()
         self.weights.forget()
 
-    def _applied(self, version: Version, seconds: float) -> None:
+    def _applied(self, version: PolicyVersion, seconds: float) -> None:
         """The engines have a version: slots are free, and an eval may be due."""
         if version.incarnation != self.core.marks.incarnation:
             return  # of a trainer that was replaced meanwhile
@@ -196,7 +196,7 @@ class Run:
 
 
 def _vocabulary(model: str) -> int:
-    path = resolve(model) / "config.json"
+    path = resolve_model_path(model) / "config.json"
     try:
         return int(json.loads(path.read_text())["vocab_size"])
     except (OSError, ValueError, KeyError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ramify.errors import PeerLost, PeerRefused
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from ramify.orchestrate.batch import share_out
 from ramify.orchestrate.core import Core
 from ramify.orchestrate.progress import Progress
@@ -118,7 +118,7 @@ class TrainerService:
     async def published(self, request: IncomingRequest) -> WireMessage:
         asked = request.decode(Published)
         self._check_met(asked.incarnation)
-        self._weights.offer(Version(*asked.version), Path(asked.path))
+        self._weights.offer(PolicyVersion(*asked.version), Path(asked.path))
         return WireMessage.encode([tuple(version) for version in self._weights.needed])
 
     async def checkpoint(self, request: IncomingRequest) -> WireMessage:

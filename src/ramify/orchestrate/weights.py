@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ramify.client import InferenceClient
 from ramify.errors import RamifyError
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 
 AGAIN = 1.0  # seconds before engines that could not take a version are asked again
 PATIENCE = 600.0  # seconds after which engines that take no version end the run
@@ -21,11 +21,11 @@ PATIENCE = 600.0  # seconds after which engines that take no version end the run
 class Weights:
     """The engines of a run and the version they serve."""
 
-    def __init__(self, client: InferenceClient, applied: Callable[[Version, float], None]) -> None:
+    def __init__(self, client: InferenceClient, applied: Callable[[PolicyVersion, float], None]) -> None:
         self._client, self._tell = client, applied
-        self.serving: Version | None = None
-        self._wanted: tuple[Version, Path] | None = None
-        self._applying: Version | None = None
+        self.serving: PolicyVersion | None = None
+        self._wanted: tuple[PolicyVersion, Path] | None = None
+        self._applying: PolicyVersion | None = None
         self._swapping = asyncio.Lock()
         self._news = asyncio.Event()
         self._holders = 0
@@ -34,7 +34,7 @@ class Weights:
         self.waiting_since: float | None = None
         self._failing_since: float | None = None
 
-    def offer(self, version: Version, path: Path) -> None:
+    def offer(self, version: PolicyVersion, path: Path) -> None:
         """The trainer has published a version. The engines may have begun with it."""
         served = self._client.versions.values()
         if self.serving is None and version.step == 0 and served and all(each == version for each in served):
@@ -51,7 +51,7 @@ class Weights:
         self._news.clear()
 
     @property
-    def needed(self) -> list[Version]:
+    def needed(self) -> list[PolicyVersion]:
         """The versions that must stay on disk: what is served, what is being applied, what is next."""
         wanted = self._wanted[0] if self._wanted else None
         return [version for version in (self.serving, self._applying, wanted) if version is not None]
@@ -88,7 +88,7 @@ class Weights:
                 await asyncio.sleep(AGAIN)
                 self._news.set()
 
-    async def _apply(self, version: Version, path: Path) -> bool:
+    async def _apply(self, version: PolicyVersion, path: Path) -> bool:
         """Let the engines take a version; False if they have to be asked again."""
         self._applying = version
         try:

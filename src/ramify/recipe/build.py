@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ramify.model.tiny.weights import write_rounded, write_start
+from ramify.model.tiny.weights import write_bfloat16_model, write_initial_model
 from ramify.recipe import MODEL_INFO_FILE, RECIPE_VERSION
 from ramify.recipe.metrics import measure_model
 from ramify.recipe.stages import STAGES, build_sft_config, write_stage_data
@@ -22,7 +22,7 @@ def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         staging_dir = Path(scratch) / "model"
-        write_rounded(_train_stages(Path(scratch), seed, display), staging_dir)
+        write_bfloat16_model(_train_stages(Path(scratch), seed, display), staging_dir)
         display().say("measuring")
         figures = measure_model(staging_dir, seed=seed).to_dict()
         model_info = {
@@ -43,7 +43,7 @@ def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], 
 def _train_stages(scratch: Path, seed: int, display: Callable[[], Display]) -> Path:
     """All stages, each from the float32 weights that the one before it wrote."""
     model = scratch / "start"
-    write_start(model, seed)
+    write_initial_model(model, seed)
     for stage in STAGES:
         display().say(f"{stage.name}: {stage.steps} steps")
         rows = scratch / f"{stage.name}.jsonl"

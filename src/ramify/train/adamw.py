@@ -14,7 +14,7 @@ import triton  # pyright: ignore[reportMissingImports] - comes with a torch for 
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
-from ramify.model.put import put
+from ramify.model.device_copy import copy_to_device
 from ramify.train.masters import Masters
 
 BLOCK, WARPS = 2048, 8  # numbers of a program; few for a thread, so that many are under way at once
@@ -101,7 +101,7 @@ class AdamW(torch.optim.AdamW):
                 decays.append(group["lr"] * group["weight_decay"])
                 steps.append(state["step"])
         group, device = self.param_groups[0], steps[0].device
-        table, decay = put([np.array(rows, np.int64), np.array(decays, np.float32)], device)
+        table, decay = copy_to_device([np.array(rows, np.int64), np.array(decays, np.float32)], device)
         blocks = self._of_blocks([row[-1] for row in rows], dtype, device)
         _ADD(steps, [1 - self.found_inf] * len(steps))  # a list: for a number it would wait
         count, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
@@ -136,6 +136,6 @@ class AdamW(torch.optim.AdamW):
             counts = [triton.cdiv(size, BLOCK) for size in sizes]
             tensor = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
             number = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
-            (blocks,) = put([np.stack([tensor, number], 1)], device)
+            (blocks,) = copy_to_device([np.stack([tensor, number], 1)], device)
             self._blocks[dtype] = sizes, blocks
         return blocks

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from ramify.errors import ConfigInvalid
-from ramify.model.resolve import is_hub_id, resolve
-from ramify.model.weights import write_tensors
+from ramify.model.resolve import is_hub_id, resolve_model_path
+from ramify.model.weights import write_safetensors
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
 from ramify.train.checkpoint import without_single_process_warning
@@ -52,7 +52,7 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        write_tensors(unfinished / WEIGHTS, tensors)
+        write_safetensors(unfinished / WEIGHTS, tensors)
         _peft_config(name, lora, tensors).save_pretrained(str(unfinished))
         unfinished.rename(directory)
     except BaseException:
@@ -100,5 +100,5 @@ def _peft_config(name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> 
         lora_dropout=0.0,
         inference_mode=True,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=name if is_hub_id(name) else str(resolve(name)),
+        base_model_name_or_path=name if is_hub_id(name) else str(resolve_model_path(name)),
     )

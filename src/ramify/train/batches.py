@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import BatchCorrupt
-from ramify.model.layout import Layout
+from ramify.model.pack_layout import PackLayout
 from ramify.trace import (
     DroppedTargets,
     Forest,
@@ -61,20 +61,20 @@ class Batch:
 class Laying(msgspec.Struct, frozen=True):
     """How a trainer wants its packs: what its model reads, how much of it at once, and what that costs."""
 
-    layout: Layout = Layout.FOREST
+    layout: PackLayout = PackLayout.FOREST
     pack_tokens: int = 16384
     per_token: float = 1.0
     per_pair: float = 0.0
 
 
 def lay_out(
-    forests: Sequence[Forest], budget: int, layout: Layout = Layout.FOREST, *, flat: bool = False
+    forests: Sequence[Forest], budget: int, layout: PackLayout = PackLayout.FOREST, *, flat: bool = False
 ) -> list[Forest]:
     """Packs of about `budget` tokens that hold every target of `forests` once.
 
     `flat` gives every root-to-leaf path a tree of its own: the same gradients at the price of the shared prefixes.
     """
-    if layout is Layout.CHAINS:
+    if layout is PackLayout.CHAINS:
         return _grids([chain for forest in forests for chain in split_forest(forest, 0)], budget)
     return pack_trees([piece for forest in forests for piece in split_forest(forest, 0 if flat else budget)], budget)
 
@@ -94,7 +94,7 @@ def shares(batch: Batch, laying: Laying, ranks: int) -> list[Batch]:
 def laid_again(parts: Sequence[Batch], laying: Laying, *, flat: bool = False) -> Batch:
     """All shares of a step as one batch, laid out anew; its entries and counts stay what they were."""
     forests = [each for part in parts for each in part.packs if each.num_tokens]
-    if flat or laying.layout is Layout.CHAINS:
+    if flat or laying.layout is PackLayout.CHAINS:
         forests = lay_out(forests, laying.pack_tokens, laying.layout, flat=flat)
     return Batch(parts[0].step, forests, parts[0].counts)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ramify.model.layout import explain
+from ramify.model.pack_layout import describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.train.batches import Laying
 from ramify.train.config import TrainerConfig
@@ -40,7 +40,7 @@ def build_trainer(
         device=CPU if ranks.size > 1 else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
         checkpoint_activations=config.checkpoint_activations,
     )
-    tell(FLAT if flat else explain(policy.model.config))
+    tell(FLAT if flat else describe_pack_layout(policy.model.config))
     tell(f"dtype: {choice}")
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import CheckpointRefused
-from ramify.model.manifest import write_synced
+from ramify.model.manifest import write_and_fsync
 
 MANIFEST = "checkpoint.json"  # the last file to be written
 PIECE = 16 << 20  # bytes under one checksum
@@ -68,7 +68,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def write(self, directory: Path) -> None:
         """Write the manifest, with its checksum, into `directory`; it is on disk when this returns."""
         complete = msgspec.structs.replace(self, checksum=self._compute_checksum())
-        write_synced(directory / MANIFEST, msgspec.json.encode(complete))
+        write_and_fsync(directory / MANIFEST, msgspec.json.encode(complete))
 
     def _compute_checksum(self) -> str:
         content = msgspec.json.encode(msgspec.structs.replace(self, checksum=None), order="deterministic")

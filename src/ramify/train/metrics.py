@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.model.put import put
+from ramify.model.device_copy import copy_to_device
 from ramify.trace import Forest
 from ramify.train.policy import Seen
 from ramify.train.rows import Row
@@ -115,7 +115,7 @@ def _table(row: Row, seen: Seen, numbers: np.ndarray, groups: int) -> Tensor:
     table = torch.zeros(groups, WIDTH, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     if not groups:
         return table
-    number, edges = put([numbers, EDGES], device)
+    number, edges = copy_to_device([numbers, EDGES], device)
     ratio = (seen.logprob - row.told.columns.sampler).to(table.dtype)
     sampled = ~ratio.isnan()
     ratio = ratio.nan_to_num(0.0)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, RamifyError
-from ramify.model.agreement import check_logprobs, reference_logprobs, trial_ids, unsupported
-from ramify.model.layout import Layout, layout_for, longrope
-from ramify.model.load import read_config, read_model
-from ramify.model.rewrite import compiler_for
-from ramify.model.tree import ATTENTION, windows_of
+from ramify.model.graph_rewrites import build_compile_backend
+from ramify.model.load import load_config, load_hf_model
+from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
+from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
+from ramify.model.tree_attention import ATTENTION_NAME, get_sliding_windows
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.train.head import score
 from ramify.train.losses import Loss, ce, ref_kl
@@ -39,11 +39,11 @@ class Seen(NamedTuple):
 class Policy(nn.Module):
     """A causal language model with the losses on top."""
 
-    def __init__(self, model: Any, layout: Layout, rl: Loss) -> None:
+    def __init__(self, model: Any, layout: PackLayout, rl: Loss) -> None:
         super().__init__()
         self.model, self.layout = model, layout
-        self.windows = windows_of(model.config)
-        self.longest = longrope(model.config.get_text_config())
+        self.windows = get_sliding_windows(model.config)
+        self.longest = get_longrope_limit(model.config.get_text_config())
         self.losses: dict[str, Loss] = {"rl": rl, "ce": ce, "ref_kl": ref_kl}
         self.train()
         _without_noise(model)
@@ -88,10 +88,10 @@ def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activa
     Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU, where
     every model is loaded first: before sharding, and without kernels that training in another dtype would never use.
     """
-    config = read_config(path)
-    layout = layout_for(config)
+    config = load_config(path)
+    layout = choose_pack_layout(config)
     logging.disable_progress_bar()
-    model = read_model(path, config, torch.float32, attention_for(layout))
+    model = load_hf_model(path, config, torch.float32, attention_for(layout))
     policy = Policy(model, layout, rl)
     _check_agreement(policy)
     policy.to(device)
@@ -104,14 +104,14 @@ def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activa
 def _check_agreement(policy: Policy) -> None:
     """Raise ModelUnsupported unless a policy on the CPU scores a few tokens as the model itself does."""
     model = policy.model
-    ids = trial_ids(model.config)
-    expected = reference_logprobs(model, ids, attention_for(policy.layout))
+    ids = build_check_ids(model.config)
+    expected = compute_reference_logprobs(model, ids, attention_for(policy.layout))
     try:
         actual, _ = policy.score(row_of(_chain(ids), layout=policy.layout, windows=policy.windows))
     except (RamifyError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that is put together in another way fails anywhere
-        raise unsupported("trainer", model, error) from error
+        raise unsupported_error("trainer", model, error) from error
     check_logprobs("trainer", model, expected, actual)
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise ModelUnsupported(f"{type(model).__name__} has no list of layers, which the trainer compiles and shards")
@@ -127,9 +127,9 @@ def _chain(ids: Tensor) -> Forest:
     return build_forest([AnnotatedTrace(trace, (Annotation("trial", reply, advantage=1.0),))])
 
 
-def attention_for(layout: Layout) -> str | None:
+def attention_for(layout: PackLayout) -> str | None:
     """The attention a model is loaded with: chains need none of ours, and transformers knows which they can have."""
-    return ATTENTION if layout is Layout.FOREST else None
+    return ATTENTION_NAME if layout is PackLayout.FOREST else None
 
 
 def compile_layers(policy: Policy) -> None:
@@ -138,8 +138,8 @@ def compile_layers(policy: Policy) -> None:
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     decoder = policy.model.get_decoder()
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
-    forest = policy.layout is Layout.FOREST
-    settings: dict[str, Any] = {"backend": compiler_for(decoder.config), "dynamic": False} if forest else {}
+    forest = policy.layout is PackLayout.FOREST
+    settings: dict[str, Any] = {"backend": build_compile_backend(decoder.config), "dynamic": False} if forest else {}
     for module in (*policy.layers, *norms):
         module.compile(**settings)
 
@@ -154,9 +154,9 @@ def _again() -> Iterator[None]:
 
 def _make_room() -> None:
     """For the kernels that are launched from here: code compiled by torch 2.13 makes it only where it ran first."""
-    from ramify.model.kernels import make_room  # needs Triton, which only a torch for CUDA brings
+    from ramify.model.kernels import set_triton_allocator  # needs Triton, which only a torch for CUDA brings
 
-    make_room()
+    set_triton_allocator()
 
 
 def _without_noise(model: nn.Module) -> None:

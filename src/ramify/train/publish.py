@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.model import Version, publish
-from ramify.model.weights import trainable_tensors
+from ramify.model import PolicyVersion, publish_weights
+from ramify.model.weights import get_untied_tensors
 from ramify.store import wrap_storage_errors
 from ramify.train.lora import is_adapter, merged, plain_name
 from ramify.train.parallel import Ranks, whole
@@ -30,7 +30,7 @@ _NAME = re.compile(r"(\d+)-(\d{6,})")  # incarnation and step
 class Published:
     """A version where engines can read it, and what it took."""
 
-    version: Version
+    version: PolicyVersion
     path: Path
     seconds: float
     bytes: int
@@ -47,26 +47,26 @@ class Publisher:
     def publish(self, trainer: Trainer, incarnation: int, step: int) -> Published:
         """Write the weights after `step` steps. Raises StorageFull or StorageFailed. Every rank must take part."""
         started = time.perf_counter()
-        version = Version(self.policy, incarnation, step)
+        version = PolicyVersion(self.policy, incarnation, step)
         path = self.path(incarnation, step)
         wanted = self.ranks.first and not path.exists()
         tensors = {name: tensor.to(self.dtype).cpu() for name, tensor in gathered(trainer) if wanted}
         with self.ranks.together():
             if wanted:
                 with wrap_storage_errors(self.directory):
-                    publish(path, tensors, version, base=self.base)
+                    publish_weights(path, tensors, version, base_model=self.base)
         size = sum(tensor.nbytes for tensor in tensors.values())
         return Published(version, path, time.perf_counter() - started, size)
 
     def path(self, incarnation: int, step: int) -> Path:
         return self.directory / f"{incarnation}-{step:06}"
 
-    def versions(self) -> list[Version]:
+    def versions(self) -> list[PolicyVersion]:
         """What lies there, oldest first."""
         found = (_NAME.fullmatch(path.name) for path in self.directory.glob("*") if path.is_dir())
-        return sorted(Version(self.policy, int(match[1]), int(match[2])) for match in found if match)
+        return sorted(PolicyVersion(self.policy, int(match[1]), int(match[2])) for match in found if match)
 
-    def prune(self, needed: Collection[Version]) -> None:
+    def prune(self, needed: Collection[PolicyVersion]) -> None:
         """Remove all versions but the needed ones and the newest."""
         for version in self.versions()[:-1] if self.ranks.first else ():
             if version not in needed:
@@ -86,7 +86,7 @@ def gathered(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     adapters = {name: whole(value) for name, value in masters.items() if is_adapter(name)}
     lora = trainer.config.lora
     with torch.no_grad():
-        for name, tensor in trainable_tensors(model).items():
+        for name, tensor in get_untied_tensors(model).items():
             if not is_adapter(name):
                 found = whole(masters.get(name, tensor.detach()))
                 yield plain_name(name), merged(name, found, adapters, lora.alpha / lora.rank)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from ramify.train.batches import Batch, Laying, decode
 from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
 from ramify.train.source import Recording
@@ -82,11 +82,11 @@ class RemoteSource:
     def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
         return self._ask("trained", Trained(**self._own, step=step, metrics=dict(metrics))).decode(bool)
 
-    def published(self, version: Version, path: Path) -> Sequence[Version] | None:
+    def published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
         kind: Any = list[tuple[str, int, int]] | None
         self._published = Published(**self._own, version=version, path=str(path))
         found = self._ask("published", self._published).decode(kind)
-        return None if found is None else [Version(*each) for each in found]
+        return None if found is None else [PolicyVersion(*each) for each in found]
 
     def checkpoint(self, step: int) -> None:
         self._ask("checkpoint", Checkpointed(**self._own, step=step))

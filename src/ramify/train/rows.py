@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ModelUnsupported
-from ramify.model.layout import Layout
-from ramify.model.put import put
-from ramify.model.tree import BLOCK, Tree
+from ramify.model.device_copy import copy_to_device
+from ramify.model.pack_layout import PackLayout
+from ramify.model.tree_attention import BLOCK_SIZE, TreeMask
 from ramify.trace import Forest
 from ramify.trace.forest import LOSS_COMPONENTS, pad_forest
 from ramify.train.head import ROW_STEP
@@ -57,7 +57,7 @@ class Row:
     forest: Forest
     ids: Tensor  # [lines, length]
     position: Tensor  # [lines, length], or [3, lines, length]
-    tree: Tree | None  # None where lines are plain causal chains
+    tree: TreeMask | None  # None where lines are plain causal chains
     places: np.ndarray | None  # of tokens in lines, where there are several
 
     @cached_property
@@ -68,7 +68,7 @@ class Row:
 
 def bucket(length: int, budget: int) -> int:
     """The padded length of a compiled row: quarters of the budget, and whole budgets for a path that is over it."""
-    step = budget if length > budget else -(-budget // (4 * BLOCK)) * BLOCK
+    step = budget if length > budget else -(-budget // (4 * BLOCK_SIZE)) * BLOCK_SIZE
     padded = -(-length // step) * step
     return padded if length > budget else min(padded, budget)
 
@@ -76,7 +76,7 @@ def bucket(length: int, budget: int) -> int:
 def row_of(
     forest: Forest,
     *,
-    layout: Layout = Layout.FOREST,
+    layout: PackLayout = PackLayout.FOREST,
     device: torch.device = CPU,
     windows: frozenset[int] = frozenset({0}),
     length: int | None = None,
@@ -86,13 +86,13 @@ def row_of(
         raise ModelUnsupported("images are not trained yet: a pack holds media")
     if length and length > len(forest):
         forest = pad_forest(forest, length)
-    if layout is Layout.CHAINS:
+    if layout is PackLayout.CHAINS:
         ids, position, places = _grid(forest)
         tree = None
     else:
         ids, position, places = forest.token_ids[None], forest.position_ids[..., None, :], None
-        tree = Tree(forest.subtree_end, forest.position_ids, device, windows)
-    there = put([each.astype(np.int64) for each in (ids, position)], device)
+        tree = TreeMask(forest.subtree_end, forest.position_ids, device, windows)
+    there = copy_to_device([each.astype(np.int64) for each in (ids, position)], device)
     return Row(forest, there[0], there[1], tree, places)
 
 
@@ -108,7 +108,7 @@ def _told(forest: Forest, places: np.ndarray | None, device: torch.device) -> To
     sequence = targets.sequence.astype(np.int64)
     entries = [targets.logprob, targets.advantage, targets.ref_logprob, sequence, pair, *chosen.values(), *weights]
     columns = [*(each.astype(np.int64) for each in (source, token)), temperature, *entries]
-    there = iter(put(columns, device))
+    there = iter(copy_to_device(columns, device))
     source, token, temperature, logprob, advantage, reference, sequence, pair = islice(there, 8)
     return Told(
         source=source,

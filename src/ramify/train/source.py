@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ramify.errors import BatchCorrupt, ConfigInvalid
-from ramify.model.version import Version
+from ramify.model.version import PolicyVersion
 from ramify.store import wrap_storage_errors
 from ramify.train.batches import Batch, Laying, decode, laid_again, shares
 from ramify.train.protocol import Welcome
@@ -35,7 +35,7 @@ class BatchSource(Protocol):
         """Step `step` is done; whether a checkpoint is wanted right now."""
         ...
 
-    def published(self, version: Version, path: Path) -> Sequence[Version] | None:
+    def published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
         """A version can be loaded; returns those that engines still need, None if nobody knows."""
         ...
 
@@ -116,7 +116,7 @@ class ReplaySource:
     def trained(self, step: int, metrics: Mapping[str, float]) -> bool:
         return False
 
-    def published(self, version: Version, path: Path) -> Sequence[Version] | None:
+    def published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
         return None
 
     def checkpoint(self, step: int) -> None: ...

@@ -7,23 +7,23 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from ramify.model.tiny.files import model_config, write_tokenizer
-from ramify.model.tiny.start import prepare
+from ramify.model.tiny.induction_heads import init_induction_heads
+from ramify.model.tiny.tokenizer import build_model_config, write_tokenizer
 
 
-def write_start(directory: Path, seed: int) -> None:
+def write_initial_model(directory: Path, seed: int) -> None:
     """A whole model directory, not yet trained."""
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(model_config()).float()
-    prepare(model, seed)
+    model = LlamaForCausalLM(build_model_config()).float()
+    init_induction_heads(model, seed)
     _write(model, directory)
 
 
-def write_rounded(trained: Path, directory: Path) -> None:
+def write_bfloat16_model(trained_directory: Path, directory: Path) -> None:
     """The model of `trained` as it ships."""
     logging.disable_progress_bar()
-    _write(LlamaForCausalLM.from_pretrained(trained, dtype=torch.bfloat16, local_files_only=True), directory)
+    _write(LlamaForCausalLM.from_pretrained(trained_directory, dtype=torch.bfloat16, local_files_only=True), directory)
 
 
 def _write(model: Any, directory: Path) -> None:

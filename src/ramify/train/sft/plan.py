@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import ConfigInvalid
-from ramify.model.resolve import resolve
+from ramify.model.resolve import resolve_model_path
 from ramify.render import Renderer, load_renderer
 from ramify.store import default_run_name
 from ramify.tasksets.data_files import read_rows
@@ -43,7 +43,7 @@ class Plan:
 
 def plan_of(config: SftConfig) -> Plan:
     """Read the data and find the model. Raises ConfigInvalid or ModelNotFound."""
-    model = resolve(config.model.name)
+    model = resolve_model_path(config.model.name)
     renderer = load_renderer(model, config.renderer)
     chats = read_chats(read_rows(config.data.path, config.data.part), config.data)
     train, apart = held_out(len(chats), config.validation.share, config.seed)

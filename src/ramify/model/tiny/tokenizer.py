@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig
 
-PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-CONTEXT = 2048
-VOCABULARY = 288  # 256 bytes, the marks, and room for more marks
-MARKS = [
+PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+MAX_POSITIONS = 2048
+VOCAB_SIZE = 288  # 256 bytes, the marks, and room for more marks
+ADDED_TOKENS = [
     *(f"<{slash}{tag}>" for tag in ("tool_call", "tool_response", "reversed_text") for slash in ("", "/")),
     *(f"<{slash}{kind}alphabetical_sorted>" for kind in ("", "combined_") for slash in ("", "/")),
     " // new name!",
@@ -24,7 +24,7 @@ MARKS = [
     *('{"name": "', '", "arguments": {', '": "', '": ', '", "', ', "', '"}}', "}}"),
     *(f"{role}\n" for role in ("system", "user", "assistant", "tool")),
 ]
-TEMPLATE = """\
+CHAT_TEMPLATE = """\
 {%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
 {%- if system or tools -%}
 <|im_start|>system
@@ -64,33 +64,33 @@ else function.arguments | tojson }}}</tool_call>
 """
 
 
-def tokenizer() -> Tokenizer:
+def build_tokenizer() -> Tokenizer:
     """Bytes and marks. The pad, start and end of messages are special: no reply's text shows them."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(BPE({letter: id for id, letter in enumerate(letters)}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
-    bytewise.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in (PAD, START, END)])
-    bytewise.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    bytewise.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in (PAD, IM_START, IM_END)])
+    bytewise.add_tokens([AddedToken(mark, normalized=False) for mark in ADDED_TOKENS])
     return bytewise
 
 
-def model_config() -> LlamaConfig:
+def build_model_config() -> LlamaConfig:
     """1.3 million parameters: four layers, since a decode step on a CPU costs layers more than width."""
-    ids = tokenizer()
+    ids = build_tokenizer()
     return LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
         hidden_size=160,
         intermediate_size=448,
         num_hidden_layers=4,
         num_attention_heads=5,
         num_key_value_heads=5,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},  # two thirds of the turns are slow
         initializer_range=0.06,  # 0.02 is made for wide models: here attention would start out blind
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=ids.token_to_id(END),
+        eos_token_id=ids.token_to_id(IM_END),
         pad_token_id=ids.token_to_id(PAD),
         dtype="bfloat16",
     )
@@ -98,13 +98,13 @@ def model_config() -> LlamaConfig:
 
 def write_tokenizer(directory: Path) -> None:
     """`tokenizer.json`, and `tokenizer_config.json` with the chat template."""
-    tokenizer().save(str(directory / "tokenizer.json"))
+    build_tokenizer().save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
+        "eos_token": IM_END,
         "pad_token": PAD,
-        "model_max_length": CONTEXT,
+        "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
-        "chat_template": TEMPLATE,
+        "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from ramify.model import rewrite as rewriting
-from ramify.model.rewrite import KERNELS, compiler_for, rewrite
-from ramify.model.tree import ATTENTION, Tree
+from ramify.model import graph_rewrites as rewriting
+from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend
+from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
 from ramify.train.losses import find_loss
 from ramify.train.policy import load_policy
 
@@ -72,18 +72,18 @@ def run(config: PretrainedConfig, dtype: torch.dtype, rewritten: list[int] | Non
 
     def compiler(graph: fx.GraphModule, _: list[Any]) -> Any:
         if rewritten is not None:
-            rewritten.append(rewrite(graph, config))
+            rewritten.append(apply_rewrites(graph, config))
         return graph.forward
 
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).to(DEVICE, dtype)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).to(DEVICE, dtype)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     layer = model.model.layers[0]
     torch._dynamo.reset()
     layer.compile(backend=compiler, dynamic=False)
     end, position = np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32)
-    tree = Tree(end, position, DEVICE)
+    tree = TreeMask(end, position, DEVICE)
     ids = torch.arange(TOKENS, device=DEVICE)[None]
     found = model.model(input_ids=ids, position_ids=ids, use_cache=False, tree=tree).last_hidden_state
     found.float().pow(2).sum().backward()
@@ -197,7 +197,7 @@ def assert_replaced(formula: Any, shapes: dict[str, tuple[int, ...]], given: dic
     replaced: list[int] = []
 
     def compiler(graph: fx.GraphModule, _: list[Any]) -> Any:
-        replaced.append(rewrite(graph, QWEN3))
+        replaced.append(apply_rewrites(graph, QWEN3))
         return graph.forward
 
     tensors = {name: ones(shape) for name, shape in shapes.items()} | given
@@ -207,7 +207,7 @@ def assert_replaced(formula: Any, shapes: dict[str, tuple[int, ...]], given: dic
     torch.testing.assert_close(found, formula(**tensors))
 
 
-@pytest.mark.parametrize(("device", "tag"), [("cpu", ""), ("cuda:0", KERNELS)])
+@pytest.mark.parametrize(("device", "tag"), [("cpu", ""), ("cuda:0", KERNEL_SOURCE_HASH)])
 def test_graphs_on_a_gpu_are_rewritten_and_kept_under_the_name_of_the_kernels(
     device: str, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +219,7 @@ def test_graphs_on_a_gpu_are_rewritten_and_kept_under_the_name_of_the_kernels(
     monkeypatch.setattr(rewriting, "lookup_backend", lambda _: lambda *_: torch.compiler.config.cache_key_tag)
     graph = fx.symbolic_trace(lambda x: x.sin())
     with FakeTensorMode():
-        found: Any = compiler_for(QWEN3)(graph, [1, torch.empty(2, device=device)])
+        found: Any = build_compile_backend(QWEN3)(graph, [1, torch.empty(2, device=device)])
     assert (found, bool(rewritten)) == (tag, device != "cpu")
 
 
@@ -229,7 +229,7 @@ def test_a_layer_that_is_computed_again_has_room_for_its_kernels(
     AutoModelForCausalLM.from_config(QWEN3).save_pretrained(tmp_path)
     policy = load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"), checkpoint_activations=True)
     ids = torch.arange(TOKENS)[None]
-    tree = Tree(np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32), torch.device("cpu"))
+    tree = TreeMask(np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32), torch.device("cpu"))
     found = policy.model.model(input_ids=ids, position_ids=ids, use_cache=False, tree=tree).last_hidden_state
     made: list[str] = []
     kernels: Any = ModuleType("kernels")

@@ -22,54 +22,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COPYING, REVERSING = 4, 1  # heads of the second layer
-BACK = 3  # characters
-CONSTANT = 4.0  # the first number of every embedding, against the spread of the others
-FOCUS = 6.0  # by how much the wanted distance scores above the next one
-SLOW = 0.02  # radians per token
-WRITE, MATCH, READ, OTHERS = 0.1, 1.6, 2.0, 0.1  # sizes of the weights, tried out; others are those of the other heads
+NUM_COPY_HEADS, NUM_REVERSE_HEADS = 4, 1  # heads of the second layer
+LOOKBACK = 3  # characters
+CONSTANT_FEATURE = 4.0  # the first number of every embedding, against the spread of the others
+SCORE_MARGIN = 6.0  # by how much the wanted distance scores above the next one
+MAX_SLOW_ANGLE = 0.02  # radians per token
+WRITE_SCALE, MATCH_SCALE, READ_SCALE, OTHERS_SCALE = (
+    0.1,
+    1.6,
+    2.0,
+    0.1,
+)  # sizes of the weights, tried out; others are those of the other heads
 
 
 @torch.no_grad()
-def prepare(model: Any, seed: int) -> None:
+def init_induction_heads(model: Any, seed: int) -> None:
     """Set up the heads of a `LlamaForCausalLM` (Any: stubs lose the types of its layers) with random weights."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     size, width = int(config.head_dim), int(config.hidden_size)
     turns = config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))
-    slow = torch.nonzero((turns < SLOW).repeat(2)).flatten()
+    slow = torch.nonzero((turns < MAX_SLOW_ANGLE).repeat(2)).flatten()
 
-    def plane(rows: int, columns: int = width) -> Tensor:
+    def random_orthonormal_rows(rows: int, columns: int = width) -> Tensor:
         """Random orthonormal rows."""
         return torch.linalg.qr(torch.randn(columns, rows, generator=generator))[0].T.contiguous()
 
-    def hidden() -> Tensor:
+    def random_projection() -> Tensor:
         """The same, blind to the constant."""
-        return plane(size).index_fill(1, torch.tensor([0]), 0.0)
+        return random_orthonormal_rows(size).index_fill(1, torch.tensor([0]), 0.0)
 
     embedding = model.model.embed_tokens.weight
-    embedding[:, 0] = CONSTANT * config.initializer_range
-    rotation = plane(width)
+    embedding[:, 0] = CONSTANT_FEATURE * config.initializer_range
+    rotation = random_orthonormal_rows(width)
     model.lm_head.weight.copy_(embedding.index_fill(1, torch.tensor([0]), 0.0) @ rotation.T)
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.mul_(OTHERS)
-        layer.mlp.down_proj.weight.mul_(OTHERS)
+        layer.self_attn.o_proj.weight.mul_(OTHERS_SCALE)
+        layer.mlp.down_proj.weight.mul_(OTHERS_SCALE)
 
     first, second = (model.model.layers[at].self_attn for at in (0, 1))
     seen = embedding[:, 0].mean() / embedding.square().mean(-1).sqrt().mean()
-    scale = (FOCUS * math.sqrt(size) / (1 - turns.cos()).sum()).sqrt() / seen
-    here, past = hidden(), [hidden() for _ in range(BACK)]
-    for head in range(BACK):
+    scale = (SCORE_MARGIN * math.sqrt(size) / (1 - turns.cos()).sum()).sqrt() / seen
+    here, past = random_projection(), [random_projection() for _ in range(LOOKBACK)]
+    for head in range(LOOKBACK):
         rows = slice(head * size, (head + 1) * size)
         for projection, distance in ((first.q_proj, 0), (first.k_proj, head + 1)):
-            projection.weight[rows] *= OTHERS
+            projection.weight[rows] *= OTHERS_SCALE
             projection.weight[rows, 0] = scale * torch.cat([(distance * turns).cos(), (distance * turns).sin()])
         first.v_proj.weight[rows] = here
-        first.o_proj.weight[:, rows] = WRITE * past[head].T
+        first.o_proj.weight[:, rows] = WRITE_SCALE * past[head].T
 
-    for head in range(COPYING + REVERSING):
+    for head in range(NUM_COPY_HEADS + NUM_REVERSE_HEADS):
         rows = slice(head * size, (head + 1) * size)
-        if head < COPYING:
-            read = written = hidden()
+        if head < NUM_COPY_HEADS:
+            read = written = random_projection()
             pairs = list(zip([here, *past], past))
         else:
             read, written = past[1], here
@@ -77,8 +82,8 @@ def prepare(model: Any, seed: int) -> None:
         second.q_proj.weight[rows] = 0.0
         second.k_proj.weight[rows] = 0.0
         for query, key in pairs:
-            shared = MATCH * plane(len(slow), size)
+            shared = MATCH_SCALE * random_orthonormal_rows(len(slow), size)
             second.q_proj.weight[rows].index_add_(0, slow, shared @ query)
             second.k_proj.weight[rows].index_add_(0, slow, shared @ key)
         second.v_proj.weight[rows] = read
-        second.o_proj.weight[:, rows] = READ * rotation @ written.T
+        second.o_proj.weight[:, rows] = READ_SCALE * rotation @ written.T

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ramify.errors import ModelUnsupported
 
-TRIAL_TOKENS = 16
+NUM_CHECK_TOKENS = 16
 MAX_DIFFERENCE = {torch.float32: 2e-3}
 """The largest median difference of logprobs that is accepted, by dtype. The median, because rounding may send single
 tokens to other experts."""
-MAX_DIFFERENCE_OTHERWISE = 0.25
+DEFAULT_MAX_DIFFERENCE = 0.25
 
 
-def trial_ids(config: Any, count: int = TRIAL_TOKENS) -> Tensor:
+def build_check_ids(config: Any, num_tokens: int = NUM_CHECK_TOKENS) -> Tensor:
     """Return token ids that are spread over the vocabulary and have no special meaning."""
     text = config.get_text_config()
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -28,30 +28,32 @@ def trial_ids(config: Any, count: int = TRIAL_TOKENS) -> Tensor:
     for value in (getattr(part, name, None) for part in (config, text) for name in names):
         special.update([value] if isinstance(value, int) else value or ())
     plain = [token for token in range(text.vocab_size) if token not in special] or [0]
-    return torch.tensor([plain[(13 + 7919 * number) % len(plain)] for number in range(count)])
+    return torch.tensor([plain[(13 + 7919 * number) % len(plain)] for number in range(num_tokens)])
 
 
 @torch.no_grad()
-def reference_logprobs(module: Any, ids: Tensor, attention: str | None) -> Tensor:
+def compute_reference_logprobs(module: Any, ids: Tensor, attn_implementation: str | None) -> Tensor:
     """Return the logprob of each token but the first, by the model's own forward with eager attention.
 
     `attention` is the implementation that the model was loaded with, and is restored; None changes nothing.
     """
-    if attention is not None:
+    if attn_implementation is not None:
         module.set_attn_implementation("eager")
     try:
         logits = module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise ModelUnsupported(f"{type(module).__name__} cannot compute its own logits: {_describe(error)}") from error
+        raise ModelUnsupported(
+            f"{type(module).__name__} cannot compute its own logits: {describe_error(error)}"
+        ) from error
     finally:
-        if attention is not None:
-            module.set_attn_implementation(attention)
-    return logprobs_of(logits[:-1], ids[1:])
+        if attn_implementation is not None:
+            module.set_attn_implementation(attn_implementation)
+    return compute_logprobs(logits[:-1], ids[1:])
 
 
-def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
+def compute_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the logprob of each token by its row of logits, in float32."""
     return logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
@@ -59,16 +61,16 @@ def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
 def check_logprobs(component: str, module: Any, expected: Tensor, actual: Tensor) -> None:
     """Raise ModelUnsupported if the logprobs of a component, the engine or the trainer, are not the model's own."""
     difference = float((expected.float() - actual.float()).abs().median())
-    if not difference <= MAX_DIFFERENCE.get(module.dtype, MAX_DIFFERENCE_OTHERWISE):  # NaN is refused as well
-        raise unsupported(component, module, f"logprobs of a trial differ by {difference:.2g}")
+    if not difference <= MAX_DIFFERENCE.get(module.dtype, DEFAULT_MAX_DIFFERENCE):  # NaN is refused as well
+        raise unsupported_error(component, module, f"logprobs of a trial differ by {difference:.2g}")
 
 
-def unsupported(component: str, module: Any, reason: str | Exception) -> ModelUnsupported:
+def unsupported_error(component: str, module: Any, reason: str | Exception) -> ModelUnsupported:
     """Return the error for a model that a component computes differently, or cannot compute."""
-    reason = reason if isinstance(reason, str) else _describe(reason)
+    reason = reason if isinstance(reason, str) else describe_error(reason)
     kind = type(module).__name__
     return ModelUnsupported(f"{kind}: the {component} does not compute what the model itself does: {reason}")
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
