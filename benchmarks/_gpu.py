@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ramify.model.pack_layout import PackLayout
 from ramify.model.tree_attention import ATTENTION_NAME
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace
-from ramify.train import Trainer, TrainerConfig, find_loss
-from ramify.train.policy import Policy, compile_layers, load_policy
+from ramify.train import Trainer, TrainerConfig, load_loss
+from ramify.train.policy import PolicyModel, compile_layers, load_policy
 
 PACK, PATH = 16384, 1024  # tokens of a pack, and of a path
 GROUP = 16
@@ -58,13 +58,13 @@ class Maker:
 def trainer_of(model: PreTrainedConfig | Path, pack: int, optim: Any, dtype: torch.dtype = torch.bfloat16) -> Trainer:
     """Of a random model of a shape, or of the one in a directory."""
     torch.manual_seed(0)
-    loss = find_loss("dppo")
+    loss = load_loss("dppo")
     if isinstance(model, Path):
         policy = load_policy(model, loss, device=torch.device("cuda"))
     else:
         with torch.device("cuda"):
             made = AutoModelForCausalLM.from_config(model, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-        policy = Policy(made, PackLayout.FOREST, loss)
+        policy = PolicyModel(made, PackLayout.FOREST, loss)
     compile_layers(policy)
     settings: Any = {"device": "cuda", "pack_tokens": pack, "optim": optim}
     return Trainer(policy, TrainerConfig(**settings), dtype=dtype)

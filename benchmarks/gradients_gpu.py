@@ -29,8 +29,8 @@ from transformers import AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
 from ramify.model.resolve import resolve_model_path
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, Trace, build_forest
-from ramify.train import Batch, Trainer, lay_out
-from ramify.train.step import Running
+from ramify.train import Batch, Trainer, pack_forests
+from ramify.train.trainer import PendingStep
 
 BATCHES = 8
 PARTS = (1, 2, 3, 4)  # about as many packs a batch is laid out in
@@ -116,15 +116,15 @@ def docs() -> str:
 def teach(name: str, trainer: Trainer, teacher: Maker, steps: int) -> None:
     """So many steps of 16k tokens."""
     losses: list[float] = []
-    running: Running | None = None
+    running: PendingStep | None = None
     for step in range(steps):
         chains = teacher.chains(PACK // PATH, PATH, PATH - 1)
-        begun = trainer.begin(Batch.of(step, lay_out([build_forest(each) for each in chains], PACK)))
+        begun = trainer.start_step(Batch.from_packs(step, pack_forests([build_forest(each) for each in chains], PACK)))
         if running:
-            losses.append(running.metrics().loss)
+            losses.append(running.wait_for_metrics().loss)
         running = begun
     if running:
-        losses.append(running.metrics().loss)
+        losses.append(running.wait_for_metrics().loss)
     told = " ".join(f"{each:.2f}" for each in losses[:: max(1, steps // 6)])
     print(f"{name}, {steps} steps of learning, loss {told}", flush=True)
 
@@ -142,9 +142,11 @@ def exactly(trainer: Trainer, model: Any) -> Trainer:
 
 
 def gradients(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
-    trainer.differentiate(Batch.of(0, packs))
-    trainer.masters.settle()
-    return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
+    trainer.forward_backward(Batch.from_packs(0, packs))
+    trainer.master_weights.upcast_gradients()
+    return torch.cat(
+        [master.grad.flatten() for master in trainer.master_weights.parameters() if master.grad is not None]
+    )
 
 
 def apart(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
@@ -167,16 +169,18 @@ def distances(trainer: Trainer, exact: Trainer, maker: Maker, groups: list[list[
     those of several are added up."""
 
     def runs(forests: list[Forest], flat: bool) -> list[torch.Tensor]:
-        size = sum(map(len, lay_out(forests, PACK, flat=flat)))
+        size = sum(map(len, pack_forests(forests, PACK, flat=flat)))
         mixed = [[forests[number] for number in maker.rng.permutation(len(forests))] for _ in PARTS]
-        return [gradients(trainer, lay_out(each, size // parts + PATH, flat=flat)) for each, parts in zip(mixed, PARTS)]
+        return [
+            gradients(trainer, pack_forests(each, size // parts + PATH, flat=flat)) for each, parts in zip(mixed, PARTS)
+        ]
 
     trees, paths = (
         [build_forest(group) for group in groups],
         [build_forest([each]) for group in groups for each in group],
     )
     forests, flat = runs(trees, flat=False), runs(paths, flat=True)
-    truth = [gradients(exact, lay_out(paths, PACK, flat=True))]
+    truth = [gradients(exact, pack_forests(paths, PACK, flat=True))]
     return Distances(
         forest_to_flat=apart(itertools.product(forests, flat)),
         flat_to_flat=apart(itertools.combinations(flat, 2)),

@@ -36,8 +36,15 @@ from ramify.store import RunStore
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
-from ramify.train.batches import Laying
-from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
+from ramify.train.batch import PackSpec
+from ramify.train.protocol import (
+    BatchRequest,
+    CheckpointRequest,
+    PublishedRequest,
+    RegisterReply,
+    RegisterRequest,
+    TrainedRequest,
+)
 from ramify.wire import IncomingRequest, WireClient, WireServer
 from ramify.wire import WireMessage as Wired
 
@@ -135,17 +142,17 @@ async def train(address: str) -> tuple[float, float]:
     async def say(method: str, said: object) -> Wired:
         return await orchestrator.call(method, Wired.encode(said), timeout=DEADLINE)
 
-    welcome = (await say("hello", Hello(rank=0, ranks=1, laying=Laying()))).decode(Welcome)
+    welcome = (await say("hello", RegisterRequest(rank=0, ranks=1, laying=PackSpec()))).decode(RegisterReply)
     who = {"rank": 0, "incarnation": welcome.incarnation}
     began, step = 0.0, 0
-    while (await say("batch", AskBatch(**who, step=step))).blobs:
+    while (await say("batch", BatchRequest(**who, step=step))).blobs:
         began = began or time.monotonic()
         await asyncio.sleep(STEP)
-        await say("trained", Trained(**who, step=step, metrics={}))
+        await say("trained", TrainedRequest(**who, step=step, metrics={}))
         step += 1
-        await say("published", Published(**who, version=("tiny", 0, step), path=f"/versions/{step}"))
+        await say("published", PublishedRequest(**who, version=("tiny", 0, step), path=f"/versions/{step}"))
     ended = time.monotonic()
-    await say("checkpoint", Checkpointed(**who, step=step))
+    await say("checkpoint", CheckpointRequest(**who, step=step))
     await orchestrator.close()
     return began, ended
 

@@ -20,8 +20,8 @@ from _check import NO_COMPETITOR, REPETITIONS, Row, competitor, finish, parser
 from _samples import LOGPROB, Example, examples, micro_batches
 
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, Trace, build_forest
-from ramify.train import Batch, TrainerConfig, build_trainer, lay_out
-from ramify.train.parallel import Ranks
+from ramify.train import Batch, TrainerConfig, build_trainer, pack_forests
+from ramify.train.distributed import Ranks
 
 TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
 CPU = Ranks(torch.device("cpu"))
@@ -102,7 +102,7 @@ def ours(subject: Subject) -> Callable[[list[Forest]], float]:
         "pack_tokens": 8192,
     }
     trainer = build_trainer(subject.directory, TrainerConfig(**settings), CPU)
-    return lambda packs: trainer.step(Batch.of(0, packs)).seconds
+    return lambda packs: trainer.step(Batch.from_packs(0, packs)).seconds
 
 
 def interleaved(*sides: Callable[[], float]) -> list[float]:
@@ -117,7 +117,7 @@ def beside_others(subject: Subject, trl_python: str | None, check: bool) -> list
     torch.set_num_threads(subject.threads)
     made = subject.examples()
     tokens = sum(len(each.prompt) + len(each.reply) for each in made)
-    packs = lay_out([build_forest([sample(f"s{number}", each)]) for number, each in enumerate(made)], 8192)
+    packs = pack_forests([build_forest([sample(f"s{number}", each)]) for number, each in enumerate(made)], 8192)
     step, loop = ours(subject), padded(subject)
     mine, *others = interleaved(lambda: step(packs), *(lambda size=size: loop(size) for size in SIZES))
     rate = tokens / mine
@@ -142,11 +142,11 @@ def forest_beside_flat(subject: Subject) -> list[Row]:
         groups.append([sample(f"{number}/{i}", Example(shared, reply, 1.0)) for i, reply in enumerate(replies)])
     together = [build_forest(group) for group in groups]
     apart = [build_forest([each]) for group in groups for each in group]
-    packs, flat = lay_out(together, 8192), lay_out(apart, 8192)
+    packs, flat = pack_forests(together, 8192), pack_forests(apart, 8192)
     settings: Any = {"device": "cpu", "dtype": "float32", "optim": {"lr": 1e-7}, "pack_tokens": 8192}
     trainer = build_trainer(subject.directory, TrainerConfig(**settings), CPU)
-    fast, slow = interleaved(*(lambda p=p: trainer.step(Batch.of(0, p)).seconds for p in (packs, flat)))
-    flops = [sum(map(trainer.cost.flops, each)) for each in (packs, flat)]
+    fast, slow = interleaved(*(lambda p=p: trainer.step(Batch.from_packs(0, p)).seconds for p in (packs, flat)))
+    flops = [sum(map(trainer.flops_model.count_flops, each)) for each in (packs, flat)]
     ratio = flops[1] / flops[0]
     tokens = sum(each.num_tokens for each in flat) / sum(each.num_tokens for each in packs)
     what = f"{subject.name}: forest over flat at {tokens:.1f} x tokens, {ratio:.2f} x FLOPs"

@@ -26,10 +26,10 @@ from torch._dynamo.utils import counters
 from transformers import Qwen3Config
 
 from ramify.trace import AnnotatedTrace, Forest, Message, Trace, build_forest
-from ramify.train import Batch, Trainer, lay_out
-from ramify.train.flops import FORMULA, PEAK
+from ramify.train import Batch, Trainer, pack_forests
+from ramify.train.flops import FLOPS_FORMULA, PEAK_FLOPS
 from ramify.train.metrics import StepMetrics
-from ramify.train.step import Running
+from ramify.train.trainer import PendingStep
 
 RATIOS = (1, 2, 4, 8, 12)
 TURN, FORK = 256, 128  # tokens of a turn on an agent's main line, and of a branch off it
@@ -98,8 +98,8 @@ class Rollouts(Maker):
 
 def both(groups: Sequence[list[AnnotatedTrace]]) -> tuple[list[Forest], list[Forest]]:
     """The rollouts as forests and as flat paths."""
-    forests = lay_out([build_forest(group) for group in groups], PACK)
-    return forests, lay_out([build_forest([each]) for group in groups for each in group], PACK, flat=True)
+    forests = pack_forests([build_forest(group) for group in groups], PACK)
+    return forests, pack_forests([build_forest([each]) for group in groups for each in group], PACK, flat=True)
 
 
 def filled(make: Any, ratio: float, packs: int) -> list[list[AnnotatedTrace]]:
@@ -125,20 +125,20 @@ def measured(trainer: Trainer, batches: Iterator[list[Forest]], steps: int) -> t
     """The median of so many steps on fresh data, by themselves and in a row, where each is begun while the one before
     is computed; and how often something was compiled after the first three."""
     for _ in range(3):
-        trainer.step(Batch.of(0, next(batches)))
+        trainer.step(Batch.from_packs(0, next(batches)))
     before = frames()
     torch.cuda.reset_peak_memory_stats()
     alone: list[StepMetrics] = []
     for _ in range(steps):
-        batch = Batch.of(0, next(batches))
+        batch = Batch.from_packs(0, next(batches))
         time.sleep(REST)
         alone.append(trainer.step(batch))
-    begun: list[Running] = []
+    begun: list[PendingStep] = []
     for _ in range(steps):
-        begun.append(trainer.begin(Batch.of(0, next(batches))))
+        begun.append(trainer.start_step(Batch.from_packs(0, next(batches))))
         if len(begun) > 1:
-            begun[-2].metrics()
-    return _middle(alone), _middle([each.metrics() for each in begun]), frames() - before
+            begun[-2].wait_for_metrics()
+    return _middle(alone), _middle([each.wait_for_metrics() for each in begun]), frames() - before
 
 
 def _middle(found: list[StepMetrics]) -> StepMetrics:
@@ -165,15 +165,15 @@ def parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
     hooks = [decoder.register_forward_pre_hook(entered), decoder.register_forward_hook(left)]
     torch.cuda.synchronize()
     mark("start")
-    trainer.masters.zero_grad()
-    batch = Batch.of(0, packs)
+    trainer.master_weights.zero_grad()
+    batch = Batch.from_packs(0, packs)
     for pack in packs:
-        seen = trainer.policy(trainer.row(pack), batch.counts)
+        seen = trainer.policy(trainer.prepare_inputs(pack), batch.entry_counts)
         mark("head and loss")
         seen.loss.backward()
-        trainer.masters.collect()
+        trainer.master_weights.accumulate_gradients()
         mark("layers backward")
-    trainer.update(0)
+    trainer.optimizer_step(0)
     mark("clip and optimizer")
     torch.cuda.synchronize()
     for hook in hooks:
@@ -206,7 +206,9 @@ def utilisation(trainer: Trainer, maker: Maker) -> tuple[list[Row], int]:
 
         def batches(count: int = count, length: int = length, trained: int = trained) -> Iterator[list[Forest]]:
             while True:
-                yield lay_out([build_forest(each) for each in maker.chains(count, length, trained)], count * length)
+                yield pack_forests(
+                    [build_forest(each) for each in maker.chains(count, length, trained)], count * length
+                )
 
         alone, in_a_row, again = measured(trainer, batches(), steps)
         compiled += again
@@ -224,11 +226,11 @@ def speed_up(trainer: Trainer, maker: Rollouts, packs: int) -> tuple[list[Row], 
             forests, flat = both(filled(make, ratio, packs))
             seconds: list[float] = []
             for each in (forests, flat):
-                trainer.step(Batch.of(0, each))  # every length of row once
+                trainer.step(Batch.from_packs(0, each))  # every length of row once
                 before = frames()
-                seconds.append(statistics.mean(trainer.step(Batch.of(0, each)).seconds for _ in range(2)))
+                seconds.append(statistics.mean(trainer.step(Batch.from_packs(0, each)).seconds for _ in range(2)))
                 compiled += frames() - before
-            flops = sum(map(trainer.cost.flops, flat)) / sum(map(trainer.cost.flops, forests))
+            flops = sum(map(trainer.flops_model.count_flops, flat)) / sum(map(trainer.flops_model.count_flops, forests))
             tokens = sum(each.num_tokens for each in flat) / sum(each.num_tokens for each in forests)
             what = f"{name}, forest over flat: {tokens:.2f} x tokens, {flops:.2f} x FLOPs"
             rows.append(Row(what, seconds[1] / seconds[0], flops, "x", 0.9 * flops, at_least=True))
@@ -264,8 +266,8 @@ def main() -> int:
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return NO_COMPETITOR
     name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, {args.shape}\nFLOPs = {FORMULA}")
-    print(f"MFU against {PEAK['H200'] / 1e12:.0f} TFLOP/s", flush=True)
+    print(f"{name}, torch {torch.__version__}, {args.shape}\nFLOPs = {FLOPS_FORMULA}")
+    print(f"MFU against {PEAK_FLOPS['H200'] / 1e12:.0f} TFLOP/s", flush=True)
     shape = SHAPES[args.shape]
     rows = speed(trainer_of(shape, 4 * PACK, {"lr": 1e-6}), Rollouts(shape.vocab_size), args)
     return finish(f"benchmarks/trainer_gpu.py: a training step on {name}", rows, args)

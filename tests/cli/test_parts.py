@@ -14,7 +14,7 @@ from ramify.launch.parts import env_part, serve_part, trainer_part
 from ramify.launch.plan import plan_of
 from ramify.launch.ports import source_addresses
 from ramify.orchestrate.config import RunConfig
-from ramify.train.service_config import ServiceConfig
+from ramify.train.process_config import TrainerProcessConfig
 
 RUN = """
 name = "whole"
@@ -96,7 +96,7 @@ def test_an_engine_computes_in_the_type_that_a_run_on_one_machine_would_give_it(
 
 
 def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys):
-    config, _ = parse_component(ServiceConfig, ["@", file], RunConfig, trainer_part)
+    config, _ = parse_component(TrainerProcessConfig, ["@", file], RunConfig, trainer_part)
     assert (str(config.path), config.address, config.seed) == ("outputs/whole", "tcp://127.0.0.1:5100", 5)
     assert (config.trainer.optim.lr, config.checkpoint.interval) == (0.5, 3)
     assert main(["trainer", "@", file, "--dry-run"]) == 0

@@ -10,13 +10,13 @@ from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
-from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, step_directory
+from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
 from tests.store.test_ledger import cut, do, score, train
 
 
 def save(run: Path, step: int) -> Path:
     """A checkpoint of one small file."""
-    place = step_directory(run / "checkpoints", step)
+    place = get_step_directory(run / "checkpoints", step)
     place.mkdir(parents=True)
     (place / "__0_0.distcp").write_bytes(bytes(range(200)))
     files = checksum_files([place / "__0_0.distcp"])

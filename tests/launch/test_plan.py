@@ -22,8 +22,8 @@ from ramify.model.manifest import Manifest
 from ramify.model.resolve import resolve_model_path
 from ramify.model.version import PolicyVersion
 from ramify.orchestrate.config import RunConfig
-from ramify.train import places
-from ramify.train.service_config import ServiceConfig
+from ramify.train import weights_directory
+from ramify.train.process_config import TrainerProcessConfig
 
 GIB = 1 << 30
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -48,7 +48,7 @@ def test_each_process_gets_a_configuration_that_its_command_can_read(tmp_path):
     serve = parse(ServeConfig, ["@", str(folder / "inference.toml")])
     env = parse(EnvServerConfig, ["@", str(folder / "env-train-reverse.toml")])
     run = parse(RunConfig, ["@", str(folder / "orchestrator.toml")])
-    trainer = parse(ServiceConfig, ["@", str(folder / "trainer.toml")])
+    trainer = parse(TrainerProcessConfig, ["@", str(folder / "trainer.toml")])
     url = f"http://127.0.0.1:{serve.server.port}"
     assert (serve.server.model_name, serve.inference.max_model_len) == ("tiny", 256)
     assert env.inference == ExternalConfig(base_url=[url])
@@ -122,9 +122,9 @@ def test_an_orchestrator_that_has_an_address_keeps_it(tmp_path, free_port):
 
 @pytest.mark.parametrize("transport", ["disk", "shm"])
 def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path, monkeypatch, transport):
-    monkeypatch.setattr(places, "SHARED", tmp_path)
+    monkeypatch.setattr(weights_directory, "SHARED", tmp_path)
     plan = plan_of(config(tmp_path, weights={"transport": transport}), gpus=[])
-    weights = places.weights_directory(tmp_path / "run", transport)
+    weights = weights_directory.get_weights_directory(tmp_path / "run", transport)
     engine, file = plan.entries[0], tmp_path / "run" / "configs" / "inference.toml"
     engine.prepare()
     assert parse(ServeConfig, ["@", str(file)]).model.name == "tiny"

@@ -19,7 +19,7 @@ from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
 from ramify.store.run_log import RunLog
-from ramify.train import places
+from ramify.train import weights_directory
 from tests.launch.scripts import FOR_EVER, entry, pids
 
 HOLDS = """
@@ -154,8 +154,8 @@ def test_it_waits_for_what_a_killed_supervisor_has_left_to_end(tmp_path):
 def test_weights_in_memory_end_with_the_run_and_a_finished_one_leaves_them_on_the_disk(tmp_path, monkeypatch, ends):
     shared = tmp_path / "shm"
     shared.mkdir()
-    monkeypatch.setattr(places, "SHARED", shared)
-    weights = places.weights_directory(tmp_path / "run", "shm")
+    monkeypatch.setattr(weights_directory, "SHARED", shared)
+    weights = weights_directory.get_weights_directory(tmp_path / "run", "shm")
     published = f"os.makedirs('{weights}/0-000003'); open('{weights}/0-000003/manifest.json', 'w').write(M)"
     manifest = '{"policy": "p", "incarnation": 0, "step": 3, "files": {}}'
     plan = planned(tmp_path, f"M = '{manifest}'; {published}; {ends}", weights={"transport": "shm"})

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from ramify.model import graph_rewrites as rewriting
 from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend
 from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
-from ramify.train.losses import find_loss
+from ramify.train.losses import load_loss
 from ramify.train.policy import load_policy
 
 TOKENS = 64
@@ -227,7 +227,7 @@ def test_a_layer_that_is_computed_again_has_room_for_its_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(QWEN3).save_pretrained(tmp_path)
-    policy = load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"), checkpoint_activations=True)
+    policy = load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"), checkpoint_activations=True)
     ids = torch.arange(TOKENS)[None]
     tree = TreeMask(np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32), torch.device("cpu"))
     found = policy.model.model(input_ids=ids, position_ids=ids, use_cache=False, tree=tree).last_hidden_state

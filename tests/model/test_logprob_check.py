@@ -11,8 +11,8 @@ from ramify.errors import ModelUnsupported
 from ramify.infer.request import Sampling
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
-from ramify.train.losses import find_loss
-from ramify.train.parallel import Ranks
+from ramify.train.distributed import Ranks
+from ramify.train.losses import load_loss
 from ramify.train.policy import load_policy
 from tests.infer.llama import build_core, reference, run, scores
 from tests.model.test_load import write
@@ -54,12 +54,12 @@ class LlamaWithHeadLayer(LlamaForCausalLM):
 def test_a_head_that_looks_like_a_matrix_and_is_more_is_found_by_its_logprobs(tmp_path):
     config = LlamaConfig(**SIZES)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"))
+    load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"))
     AutoModelForCausalLM.register(LlamaConfig, LlamaWithHeadLayer, exist_ok=True)
     try:
         LlamaWithHeadLayer(config).save_pretrained(tmp_path)
         with pytest.raises(ModelUnsupported, match=r"LlamaWithHeadLayer: .* logprobs of a trial differ by"):
-            load_policy(tmp_path, find_loss("dppo"), device=torch.device("cpu"))
+            load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"))
     finally:
         AutoModelForCausalLM.register(LlamaConfig, LlamaForCausalLM, exist_ok=True)
 

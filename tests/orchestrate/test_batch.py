@@ -13,7 +13,7 @@ from ramify.store import RolloutRecord, RunStore
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Annotation, encode_trace
 from ramify.trace.forest import LOSS_COMPONENTS, Targets
-from ramify.train.batches import Laying
+from ramify.train.batch import PackSpec
 from tests.orchestrate.rollouts import rollout
 
 SEQ_LEN = 14
@@ -31,7 +31,7 @@ def groups():
 
 STORED = {f"r{trace.id}": [trace] for _, traces in groups() for trace in traces}
 BATCH = decide(7, [(member, member.grow(traces, SEQ_LEN)) for member, traces in groups()], SEQ_LEN)
-LAYING = Laying(pack_tokens=128)
+LAYING = PackSpec(pack_tokens=128)
 
 
 def entries(batches):
@@ -57,12 +57,12 @@ def test_a_batch_has_its_groups_in_order_and_counts_its_entries():
 def test_a_path_beyond_seq_len_has_no_entry_and_stays_so_when_rebuilt():
     short = decide(7, [(member, member.grow(traces, 12)) for member, traces in groups()], 12)
     assert short.counts["rl"] == 2 * (1 + 2) + 2 * 2  # the third rollouts have 14 tokens
-    assert rebuild(short, STORED.__getitem__, LAYING).counts == short.counts
+    assert rebuild(short, STORED.__getitem__, LAYING).entry_counts == short.counts
 
 
 def test_it_is_rebuilt_as_it_was_decided():
     batch = rebuild(BATCH, STORED.__getitem__, LAYING)
-    assert (batch.step, batch.counts) == (7, BATCH.counts)
+    assert (batch.step, batch.entry_counts) == (7, BATCH.counts)
     assert sum(len(pack.targets) for pack in batch.packs) == BATCH.counts["rl"]
     assert {row[4] for row in entries([batch])} == {"reverse", "wordle"}
     assert "1-0" not in {row[0] for row in entries([batch])}
@@ -71,10 +71,10 @@ def test_it_is_rebuilt_as_it_was_decided():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_number_of_ranks_is_given_the_same_entries(ranks):
-    parts = share_out(BATCH, regrow(BATCH, STORED.__getitem__), Laying(pack_tokens=16), ranks)
+    parts = share_out(BATCH, regrow(BATCH, STORED.__getitem__), PackSpec(pack_tokens=16), ranks)
     assert len(parts) == ranks
     assert len({len(part.packs) for part in parts}) == 1
-    assert all(part.counts == BATCH.counts for part in parts)
+    assert all(part.entry_counts == BATCH.counts for part in parts)
     assert entries(parts) == entries([rebuild(BATCH, STORED.__getitem__, LAYING)])
 
 

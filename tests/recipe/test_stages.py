@@ -17,8 +17,8 @@ from ramify.tasksets.data_files import read_rows
 from ramify.tasksets.reversal import SYSTEM as REVERSING
 from ramify.tasksets.splits import assign_split
 from ramify.tasksets.wikispeedia import SYSTEM as WALKING
-from ramify.train.sft import train
-from ramify.train.sft.chats import read_chats
+from ramify.train.sft import run_sft
+from ramify.train.sft.conversations import parse_conversations
 
 
 def test_what_is_taught_loads_no_torch():
@@ -47,7 +47,7 @@ def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
     short = replace(stage, steps=4)
     write_stage_data(short, tmp_path / "rows.jsonl", seed=3)
     config = build_sft_config(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
-    chats = read_chats(read_rows(config.data.path), config.data)
+    chats = parse_conversations(read_rows(config.data.path), config.data)
     drawn = list(islice(stage.rows(3), 4 * stage.batch))
     assert [chat.messages for chat in chats] == [tuple(made.messages) for made in drawn]
     assert [list(chat.tools) for chat in chats] == [list(made.tools) for made in drawn]
@@ -59,7 +59,7 @@ def test_stages_pass_on_whole_weights_and_a_seed_gives_the_same_model(tmp_path):
     write_stage_data(stage, tmp_path / "rows.jsonl", seed=0)
     found: list[bytes] = []
     for output in (tmp_path / "a", tmp_path / "b"):
-        done = train(build_sft_config(stage, tmp_path / "rows.jsonl", tmp_path / "start", output, seed=0))
+        done = run_sft(build_sft_config(stage, tmp_path / "rows.jsonl", tmp_path / "start", output, seed=0))
         assert done.steps == 3
         assert done.weights is not None
         assert {str(value.dtype) for value in load_file(done.weights / "model.safetensors").values()} == {"float32"}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ramify.train.places import weights_directory
+from ramify.train.weights_directory import get_weights_directory
 from tests.rl.running import DEADLINE, FULL, ask, command, metrics, write
 
 SHM = ["--weights.transport", "shm", "--checkpoint.interval", "1000"]
@@ -16,7 +16,7 @@ SHM = ["--weights.transport", "shm", "--checkpoint.interval", "1000"]
 def test_a_run_that_is_asked_to_leave_makes_a_checkpoint_and_goes_on_from_it(tmp_path):
     home = write(tmp_path, steps=1000, off_policy=2)
     path = home / "outputs" / "run"
-    shared = weights_directory(path, "shm")
+    shared = get_weights_directory(path, "shm")
     with (home / "said.txt").open("w") as said:
         run = subprocess.Popen(command("rl", "@", "rl.toml", *SHM), cwd=home, stdout=said, stderr=said)
         try:

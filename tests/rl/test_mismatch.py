@@ -11,8 +11,8 @@ import pytest
 
 from ramify.model.resolve import resolve_model_path
 from ramify.trace import Forest
-from ramify.train.batches import Batch
-from ramify.train.source import Recording
+from ramify.train.batch import Batch
+from ramify.train.batch_source import BatchRecording
 from tests.rl.running import FULL, ask, gradient_norms, metrics, write
 
 TOKENS = 100_000 if FULL else 100
@@ -39,7 +39,7 @@ def on_policy(finished, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recording(on_policy):
-    return Recording(on_policy / "outputs/run/batches")
+    return BatchRecording(on_policy / "outputs/run/batches")
 
 
 def test_the_trainer_finds_the_logprobs_that_the_engine_gave(on_policy):
@@ -62,13 +62,13 @@ def test_temperatures_that_are_swapped_between_two_sources_are_seen(recording):
     """The control of `mismatch_kl`: with each temperature at the other source it is far from nothing."""
     from ramify.train.build import build_trainer  # torch is loaded here
     from ramify.train.config import TrainerConfig
-    from ramify.train.parallel import joined
+    from ramify.train.distributed import init_distributed
 
-    with joined(TrainerConfig(threads=1)) as ranks:
+    with init_distributed(TrainerConfig(threads=1)) as ranks:
         right, swapped = (
             build_trainer(resolve_model_path("tiny"), TrainerConfig(threads=1), ranks)
             .step(batch)
-            .named()["mismatch_kl"]
+            .to_dict()["mismatch_kl"]
             for batch in (recording.shares(0)[0], _swapped(recording.shares(0)[0]))
         )
     print(f"as sampled {right:.2e}, swapped {swapped:.2e}")

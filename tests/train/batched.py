@@ -3,7 +3,7 @@
 from random import Random
 
 from ramify.trace import build_forest
-from ramify.train.batches import Batch, lay_out
+from ramify.train.batch import Batch, pack_forests
 from tests.train.test_gradients import merged
 
 
@@ -14,5 +14,5 @@ def random_batches(count: int, budget: int = 128) -> list[Batch]:
         rng = Random(step)
         groups = [merged(rng, rng.randint(1, 5), [-1, 0, 1, 0]) for _ in range(rng.randint(1, 3))]
         forests = [build_forest([each.sample() for each in attempts]) for attempts in groups]
-        found.append(Batch.of(step, lay_out(forests, budget)))
+        found.append(Batch.from_packs(step, pack_forests(forests, budget)))
     return found

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralC
 
 from ramify.model.pack_layout import choose_pack_layout
 from ramify.trace import Forest
-from ramify.train.losses import find_loss
-from ramify.train.policy import Policy, attention_for
-from ramify.train.rows import row_of
+from ramify.train.losses import load_loss
+from ramify.train.model_inputs import build_model_inputs
+from ramify.train.policy import PolicyModel, get_attention_name
 from tests.trace.forests import COMPONENTS, Attempt, Planned
 
 VOCAB = 50
@@ -52,9 +52,9 @@ def made(config, attention: str, seed: int = 0):
     return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=torch.float32)
 
 
-def policy(config, seed: int = 0, loss: str = "dppo") -> Policy:
+def policy(config, seed: int = 0, loss: str = "dppo") -> PolicyModel:
     layout = choose_pack_layout(config)
-    return Policy(made(config, attention_for(layout), seed), layout, find_loss(loss))
+    return PolicyModel(made(config, get_attention_name(layout), seed), layout, load_loss(loss))
 
 
 @dataclass
@@ -69,14 +69,14 @@ def gradients(module) -> dict[str, torch.Tensor]:
     return {name: value.grad.clone() for name, value in module.named_parameters() if value.grad is not None}
 
 
-def train_forest(module: Policy, packs: Iterable[Forest], counts: dict[str, int]) -> Result:
+def train_forest(module: PolicyModel, packs: Iterable[Forest], counts: dict[str, int]) -> Result:
     module.zero_grad(set_to_none=True)
     loss, tokens = 0.0, 0
     for pack in packs:
-        row = row_of(pack, layout=module.layout, windows=module.windows)
+        row = build_model_inputs(pack, layout=module.layout, sliding_windows=module.sliding_windows)
         seen = module(row, counts)
         seen.loss.backward()
-        loss, tokens = loss + float(seen.loss.detach()), tokens + row.ids.numel()
+        loss, tokens = loss + float(seen.loss.detach()), tokens + row.input_ids.numel()
     return Result(gradients(module.model), loss, 0.0, tokens)
 
 

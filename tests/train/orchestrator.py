@@ -5,16 +5,23 @@ import threading
 
 from ramify.errors import PeerLost, PeerRefused, PortTaken
 from ramify.launch.ports import settled
-from ramify.train.batches import Batch, Laying, encode, laid_again, shares
-from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
+from ramify.train.batch import Batch, PackSpec, encode_batch, repack, split_across_ranks
+from ramify.train.protocol import (
+    BatchRequest,
+    CheckpointRequest,
+    PublishedRequest,
+    RegisterReply,
+    RegisterRequest,
+    TrainedRequest,
+)
 from ramify.wire import IncomingRequest, WireMessage, WireServer
 
 KINDS = {
-    "hello": Hello,
-    "batch": AskBatch,
-    "trained": Trained,
-    "published": Published,
-    "checkpoint": Checkpointed,
+    "hello": RegisterRequest,
+    "batch": BatchRequest,
+    "trained": TrainedRequest,
+    "published": PublishedRequest,
+    "checkpoint": CheckpointRequest,
 }
 
 
@@ -25,7 +32,7 @@ class Orchestrator:
         self.batches = batches
         self.address = address or settled({"it": "tcp://127.0.0.1:0"})["it"]  # a port that nobody takes in between
         self.committed, self.incarnation = 0, -1
-        self.laying, self.ranks = Laying(), 0
+        self.laying, self.ranks = PackSpec(), 0
         self.served: list[tuple[int, int]] = []  # (incarnation, step)
         self.trained: dict[tuple[int, int], float] = {}  # the loss
         self.published: list[tuple[tuple[str, int, int], str]] = []
@@ -79,28 +86,28 @@ class Orchestrator:
 
         return handle
 
-    def _hello(self, said: Hello) -> WireMessage:
+    def _hello(self, said: RegisterRequest) -> WireMessage:
         if said.incarnation is None:
             self.incarnation += 1
         self.ranks, self.laying = said.ranks, said.laying
-        return WireMessage.encode(Welcome(committed=self.committed, incarnation=self.incarnation, policy="p"))
+        return WireMessage.encode(RegisterReply(committed=self.committed, incarnation=self.incarnation, policy="p"))
 
-    def _batch(self, said: AskBatch) -> WireMessage:
+    def _batch(self, said: BatchRequest) -> WireMessage:
         if said.step >= len(self.batches):
             return WireMessage.encode(None)
         self.served.append((said.incarnation, said.step))
-        whole = laid_again([self.batches[said.step]], self.laying)
-        return WireMessage.encode(None, encode(shares(whole, self.laying, self.ranks)[said.rank]))
+        whole = repack([self.batches[said.step]], self.laying)
+        return WireMessage.encode(None, encode_batch(split_across_ranks(whole, self.laying, self.ranks)[said.rank]))
 
-    def _trained(self, said: Trained) -> WireMessage:
+    def _trained(self, said: TrainedRequest) -> WireMessage:
         self.trained[said.incarnation, said.step] = said.metrics["train/loss"]
         return WireMessage.encode(False)
 
-    def _published(self, said: Published) -> WireMessage:
+    def _published(self, said: PublishedRequest) -> WireMessage:
         self.published.append((said.version, said.path))
         return WireMessage.encode(self.needed)
 
-    def _checkpoint(self, said: Checkpointed) -> WireMessage:
+    def _checkpoint(self, said: CheckpointRequest) -> WireMessage:
         self.committed = said.step
         self.commits.append(said.step)
         return WireMessage.encode(None)

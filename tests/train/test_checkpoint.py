@@ -8,9 +8,9 @@ import torch
 
 from ramify.errors import CheckpointRefused, StorageFull
 from ramify.train.build import build_trainer
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
-from ramify.train.parallel import Ranks
+from ramify.train.distributed import Ranks
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory) -> Path:
 
 def trainer_of(model: Path, optimizer: str = "adamw", **more):
     optim = {"type": optimizer, "lr": 1e-3, "schedule": {"type": "linear", "warmup_steps": 2}}
-    return build_trainer(model, TrainerConfig(pack_tokens=128, optim=optim, **more), ALONE, steps=20)
+    return build_trainer(model, TrainerConfig(pack_tokens=128, optim=optim, **more), ALONE, total_steps=20)
 
 
 def state(trainer) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def state(trainer) -> dict[str, torch.Tensor]:
 def test_a_trainer_goes_on_as_if_it_had_never_stopped(model, tmp_path, optimizer, dtype):
     batches = random_batches(4)
     ours = trainer_of(model, optimizer, dtype=dtype)
-    checkpoints = Checkpoints(tmp_path, ALONE)
+    checkpoints = CheckpointManager(tmp_path, ALONE)
     for batch in batches[:2]:
         ours.step(batch)
     torch.manual_seed(5)
@@ -48,7 +48,7 @@ def test_a_trainer_goes_on_as_if_it_had_never_stopped(model, tmp_path, optimizer
     whole = [ours.step(batch) for batch in batches[2:]]
 
     again = trainer_of(model, optimizer, dtype=dtype)
-    assert checkpoints.load(again, 2) == {"seen": 7} == checkpoints.note(2)
+    assert checkpoints.load(again, 2) == {"seen": 7} == checkpoints.read_note(2)
     assert torch.equal(torch.rand(3), drawn)
     for batch, before in zip(batches[2:], whole, strict=True):
         after = again.step(batch)
@@ -58,25 +58,25 @@ def test_a_trainer_goes_on_as_if_it_had_never_stopped(model, tmp_path, optimizer
 
 def test_only_whole_checkpoints_count_and_old_ones_go(model, tmp_path):
     trainer = trainer_of(model)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", ALONE)
-    assert checkpoints.steps() == []
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", ALONE)
+    assert checkpoints.list_steps() == []
     for step in (2, 4, 6, 8):
         checkpoints.save(trainer, step)
-    (checkpoints.path(8) / "checkpoint.json").unlink()  # as if it had been copied by halves
+    (checkpoints.path_for(8) / "checkpoint.json").unlink()  # as if it had been copied by halves
     (tmp_path / "checkpoints" / ".step_000010.partial").mkdir()
-    assert checkpoints.steps() == [2, 4, 6]
-    checkpoints.keep_last(2)
-    assert checkpoints.steps() == [4, 6]
-    checkpoints.discard_after(4)
-    assert checkpoints.steps() == [4]
+    assert checkpoints.list_steps() == [2, 4, 6]
+    checkpoints.remove_all_but_last(2)
+    assert checkpoints.list_steps() == [4, 6]
+    checkpoints.remove_after(4)
+    assert checkpoints.list_steps() == [4]
     assert not list((tmp_path / "checkpoints").glob(".*"))
-    assert checkpoints.save(trainer, 8) == checkpoints.path(8)
-    assert checkpoints.steps() == [4, 8]  # the half was none
-    assert checkpoints.save(trainer, 4) == checkpoints.path(4)  # there already
+    assert checkpoints.save(trainer, 8) == checkpoints.path_for(8)
+    assert checkpoints.list_steps() == [4, 8]  # the half was none
+    assert checkpoints.save(trainer, 4) == checkpoints.path_for(4)  # there already
 
 
 def test_a_checkpoint_of_something_else_is_refused(model, tmp_path):
-    checkpoints = Checkpoints(tmp_path, ALONE)
+    checkpoints = CheckpointManager(tmp_path, ALONE)
     checkpoints.save(trainer_of(model), 1)
     with pytest.raises(CheckpointRefused, match="written by adamw, this run has muon"):
         checkpoints.load(trainer_of(model, "muon"), 1)
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_something_else_is_refused(model, tmp_path):
 def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(model, small_disk):
     trainer = trainer_of(model)
     trainer.step(random_batches(1)[0])
-    checkpoints = Checkpoints(small_disk / "checkpoints", ALONE)
+    checkpoints = CheckpointManager(small_disk / "checkpoints", ALONE)
     checkpoints.save(trainer, 1)
     kept = state(trainer)
     ballast = small_disk / "ballast"
@@ -106,4 +106,4 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(model, small_di
     checkpoints.load(trainer, 1)
     assert all(torch.equal(master, kept[name]) for name, master in state(trainer).items())
     ballast.unlink()
-    checkpoints.keep_last(1)
+    checkpoints.remove_all_but_last(1)

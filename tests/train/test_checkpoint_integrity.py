@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.train.test_service import arguments
 
 from ramify.cli import main
 from ramify.errors import CheckpointRefused
 from ramify.train.build import build_trainer
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
 from ramify.train.config import TrainerConfig
-from ramify.train.parallel import Ranks, joined
-from ramify.train.sft import SftConfig, train
+from ramify.train.distributed import Ranks, init_distributed
+from ramify.train.sft import SftConfig, run_sft
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 from tests.train.orchestrator import Orchestrator
-from tests.train.test_service import arguments
 from tests.train.test_sft import settings, world
 from tests.train.workers import run_ranks
 
@@ -43,7 +43,7 @@ def saved(model, tmp_path_factory) -> Path:
     """Checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     trainer = build_trainer(model, CONFIG, ALONE)
-    checkpoints = Checkpoints(folder, ALONE)
+    checkpoints = CheckpointManager(folder, ALONE)
     for step, batch in zip((2, 4), random_batches(2), strict=True):
         trainer.step(batch)
         checkpoints.save(trainer, step, {"seen": step})
@@ -51,8 +51,8 @@ def saved(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def checkpoints(saved, tmp_path) -> Checkpoints:
-    return Checkpoints(Path(shutil.copytree(saved, tmp_path / "run" / "checkpoints")), ALONE)
+def checkpoints(saved, tmp_path) -> CheckpointManager:
+    return CheckpointManager(Path(shutil.copytree(saved, tmp_path / "run" / "checkpoints")), ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def forget_checksums(place: Path) -> None:
 def test_a_checkpoint_of_a_version_without_checksums_loads_with_a_warning(checkpoints, trainer):
     forget_checksums(checkpoints.path(4))
     lines = []
-    told = Checkpoints(checkpoints.directory, ALONE, warn=lines.append)
+    told = CheckpointManager(checkpoints.directory, ALONE, warn=lines.append)
     assert told.load(trainer, 4) == {"seen": 4}
     assert [line for line in lines if "step_000004" in line and "no checksums" in line] == lines != []
     (checkpoints.path(4) / "__0_0.distcp").write_bytes(b"")
@@ -156,14 +156,14 @@ def test_a_checkpoint_of_a_version_without_checksums_loads_with_a_warning(checkp
 
 
 def refuse_as_rank(model: Path, folder: Path) -> None:
-    with joined(CONFIG) as ranks:
+    with init_distributed(CONFIG) as ranks:
         trainer = build_trainer(model, CONFIG, ranks)
-        checkpoints = Checkpoints(folder / "checkpoints", ranks)
+        checkpoints = CheckpointManager(folder / "checkpoints", ranks)
         for step in (1, 2):
             checkpoints.save(trainer, step)
-        if ranks.first:
-            overwrite(checkpoints.path(2) / "__1_0.distcp", 4096, bytes(4096))
-        ranks.wait()
+        if ranks.is_first:
+            overwrite(checkpoints.path_for(2) / "__1_0.distcp", 4096, bytes(4096))
+        ranks.barrier()
         with contextlib.suppress(CheckpointRefused):
             try:
                 checkpoints.load(trainer, 2)
@@ -198,7 +198,7 @@ def test_a_trainer_whose_committed_checkpoint_is_damaged_ends_by_name_and_remove
 def learn(world: Path, name: str, epochs: int):
     more = {"epochs": epochs, "batch_size": 12, "checkpoint": {"interval": 2, "keep_last": 9}}
     plain = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 3e-3}}
-    return train(SftConfig.model_validate({**settings(world, name), **more, "trainer": plain}))
+    return run_sft(SftConfig.model_validate({**settings(world, name), **more, "trainer": plain}))
 
 
 def test_an_sft_run_goes_on_from_an_older_checkpoint_only_when_it_is_told_to(world, capsys):
@@ -215,7 +215,7 @@ def test_an_sft_run_goes_on_from_an_older_checkpoint_only_when_it_is_told_to(wor
     assert f"{path} goes on from step 2" in out
     assert (path / "checkpoints" / "rolled_back_1.step_000003").is_dir()
     again = learn(world, "damaged", 2)
-    assert (again.steps, again.ran) == (6, 4)
+    assert (again.steps, again.steps_run) == (6, 4)
     assert weights(again) == weights(whole)
 
 

@@ -13,7 +13,7 @@ from ramify.errors import ModelUnsupported
 from ramify.model.pack_layout import PackLayout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.trace import Annotation, build_forest
-from ramify.train import Batch, Trainer, TrainerConfig, lay_out
+from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from tests.trace.forests import Attempt, Planned, Size, group
 from tests.train.models import (
     CONFIGS,
@@ -91,7 +91,7 @@ def test_a_forest_whole_and_cut_gives_the_flat_gradients(shape, case, seed):
     whole = train_forest(ours, [forest], counts)
     assert_equal(whole, flat)
     assert whole.tokens == len(forest) < flat.tokens
-    pieces = lay_out([forest], len(forest) // 2)
+    pieces = pack_forests([forest], len(forest) // 2)
     assert len(pieces) > 1
     assert_equal(train_forest(ours, pieces, counts), flat)
 
@@ -142,7 +142,7 @@ def test_random_groups_merged_cut_and_packed_give_the_flat_gradients(shape, seed
     groups = [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
     groups.append(merged(rng, 3, [-1, 0, 1, 0]))  # several temperatures in one pack
     forests = [build_forest([each.sample() for each in attempts]) for attempts in groups]
-    packs = lay_out(forests, 150)
+    packs = pack_forests(forests, 150)
     assert len(packs) > 1
     assert any(len(pack.traces) > len(groups[0]) for pack in packs)
     counts = total(packs)
@@ -151,7 +151,7 @@ def test_random_groups_merged_cut_and_packed_give_the_flat_gradients(shape, seed
     flat = train_flat(made(config, "eager", seed), [each for attempts in groups for each in attempts], counts)
     ours = policy(config, seed)
     assert_equal(train_forest(ours, packs, counts), flat)
-    spread = lay_out(forests, 150, flat=True)
+    spread = pack_forests(forests, 150, flat=True)
     assert sum(map(len, spread)) > sum(map(len, packs))
     assert_equal(train_forest(ours, spread, counts), flat)
 
@@ -176,18 +176,20 @@ def test_in_bfloat16_a_forest_is_as_near_to_float32_as_flat_paths_are(shape, dev
         groups = [merged(rng, 6, [-1, 0, 1, 1], tokens=40), [attempt(rng, "r", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=30)]]
         groups += [[without_images(each) for each in group(rng, SIZE, f"g{number}-")] for number in range(6)]
         forests = [build_forest([each.sample() for each in attempts]) for attempts in groups]
-        truth = gradient(exact, lay_out(forests, 2048, flat=True))
+        truth = gradient(exact, pack_forests(forests, 2048, flat=True))
         for flat in off:
-            found = [gradient(rounded, lay_out(forests, size, flat=flat)) for size in (2048, 300)]
+            found = [gradient(rounded, pack_forests(forests, size, flat=flat)) for size in (2048, 300)]
             off[flat] += sum(float((each - truth).norm() / truth.norm()) for each in found)
     assert off[False] <= 1.05 * off[True]
 
 
 def gradient(trainer: Trainer, packs) -> torch.Tensor:
     """Of all weights, of a batch of these packs."""
-    trainer.differentiate(Batch.of(0, packs))
-    trainer.masters.settle()
-    return torch.cat([master.grad.flatten() for master in trainer.masters.parameters() if master.grad is not None])
+    trainer.forward_backward(Batch.from_packs(0, packs))
+    trainer.master_weights.upcast_gradients()
+    return torch.cat(
+        [master.grad.flatten() for master in trainer.master_weights.parameters() if master.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("shape", CONFIGS)
@@ -209,7 +211,7 @@ def test_a_hybrid_model_gets_chains_with_the_flat_gradients(seed):
     assert ours.layout is PackLayout.CHAINS
     attempts = [attempt(Random(seed), "a", [-1, 0, 0, 0, 1, 1, 4]), attempt(Random(seed + 1), "b", [-1, 0, 1])]
     forests = [build_forest([each.sample()]) for each in attempts]
-    packs = lay_out(forests, 120, PackLayout.CHAINS)
+    packs = pack_forests(forests, 120, PackLayout.CHAINS)
     assert len(packs) > 1
     counts = total(packs)
     assert_equal(train_forest(ours, packs, counts), train_flat(plain, attempts, counts))

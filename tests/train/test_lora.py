@@ -13,13 +13,13 @@ from ramify.errors import ConfigInvalid
 from ramify.model import PolicyVersion
 from ramify.model.load import load_model
 from ramify.model.weights import apply_weights, stage_weights
-from ramify.train.batches import Batch, lay_out
+from ramify.train.batch import Batch, pack_forests
 from ramify.train.build import build_trainer
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
-from ramify.train.parallel import Ranks
-from ramify.train.publish import Publisher
-from ramify.train.sft import SftConfig, train
+from ramify.train.distributed import Ranks
+from ramify.train.publisher import WeightPublisher
+from ramify.train.sft import SftConfig, run_sft
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, VOCAB, made
 from tests.train.workers import write_model
@@ -50,14 +50,14 @@ def trained(model: Path, steps: int, **lora):
 def test_only_adapters_are_trained_saved_and_loaded(model, tmp_path):
     trainer = trainer_of(model)
     before = {name: value.clone() for name, value in trainer.policy.named_parameters()}
-    names = [name for name, _ in trainer.masters.named()]
+    names = [name for name, _ in trainer.master_weights.named_parameters()]
     assert names
     assert all(".lora_" in name for name in names)
     for batch in random_batches(3):
         trainer.step(batch)
     for name, value in trainer.policy.named_parameters():
         assert torch.equal(value, before[name]) == (".lora_" not in name), name
-    checkpoints = Checkpoints(tmp_path, ALONE)
+    checkpoints = CheckpointManager(tmp_path, ALONE)
     assert b"base_layer" not in (checkpoints.save(trainer, 3) / ".metadata").read_bytes()
     again = trainer_of(model)
     checkpoints.load(again, 3)
@@ -70,7 +70,7 @@ def test_only_adapters_are_trained_saved_and_loaded(model, tmp_path):
 
 def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     trainer = trained(model, 3, alpha=8)
-    publisher = Publisher(tmp_path, ALONE, policy="p", base=model, dtype=torch.float32)
+    publisher = WeightPublisher(tmp_path, ALONE, policy="p", base_model=model, dtype=torch.float32)
     published = publisher.publish(trainer, 0, 3)
     assert published.version == PolicyVersion("p", 0, 3)
     base, merged = load_file(model / "model.safetensors"), load_file(published.path / "model.safetensors")
@@ -78,7 +78,7 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     changed = 0
     for name, before in base.items():
         stem = f"model.{name.removesuffix('.weight')}"
-        masters = dict(trainer.masters.named())
+        masters = dict(trainer.master_weights.named_parameters())
         expected = before
         if f"{stem}.lora_A.default.weight" in masters:
             down, up = (masters[f"{stem}.lora_{side}.default.weight"].detach() for side in "AB")
@@ -112,7 +112,7 @@ def test_an_exported_adapter_loads_in_peft_and_gives_the_logits_of_the_published
         "seq_len": 64,
         "trainer": {"threads": 1, "optim": {"lr": 1e-2}, "lora": {"enabled": True, "rank": 4, "alpha": 8}},
     }
-    result = train(SftConfig.model_validate(settings))
+    result = run_sft(SftConfig.model_validate(settings))
     folder = tmp_path / "exported"
     assert main(["export", str(result.path), "--adapter", "-o", str(folder)]) == 0
     assert f"step 2 in {folder}" in capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_an_exported_adapter_loads_in_peft_and_gives_the_logits_of_the_published
 def test_the_loss_falls(model):
     trainer = trainer_of(model)
     forests = random_batches(1)[0].packs
-    batch = Batch.of(0, lay_out(forests, 128))
+    batch = Batch.from_packs(0, pack_forests(forests, 128))
     losses = [trainer.step(batch).loss for _ in range(8)]
     assert losses[-1] < losses[0]
 
@@ -146,4 +146,4 @@ def test_the_loss_falls(model):
 def test_a_map_that_is_not_there_is_named(model):
     with pytest.raises(ConfigInvalid, match=r"lora.targets: there is no 'query'.*q_proj"):
         trainer_of(model, targets=["query"])
-    assert all("q_proj" in name for name, _ in trainer_of(model, targets=["q_proj"]).masters.named())
+    assert all("q_proj" in name for name, _ in trainer_of(model, targets=["q_proj"]).master_weights.named_parameters())

@@ -11,7 +11,7 @@ import torch
 
 from ramify.errors import ConfigInvalid
 from ramify.train.config import LossConfig
-from ramify.train.losses import LOSSES, Entries, Term, ce, find_loss, ref_kl
+from ramify.train.losses import LOSSES, Entries, LossTerm, ce, load_loss, ref_kl
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "trl.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -38,8 +38,10 @@ def clipped(ratio: float, advantage: float, low: float, high: float, slope: floa
 def reference(name: str, e: Entries) -> list[tuple[float, float]]:
     """(loss, its derivative by the token's own logprob) of each token, with the default options."""
     found: list[tuple[float, float]] = []
-    logprob, sampler, advantage, ref = (c.detach().tolist() for c in (e.logprob, e.sampler, e.advantage, e.reference))
-    calls = e.sequence.tolist()
+    logprob, sampler, advantage, ref = (
+        c.detach().tolist() for c in (e.logprob, e.sampler_logprob, e.advantage, e.reference_logprob)
+    )
+    calls = e.sequence_index.tolist()
     for t, (p, s, a, r) in enumerate(zip(logprob, sampler, advantage, ref)):
         lr = p - s
         ratio = math.exp(lr)
@@ -117,11 +119,11 @@ def test_loss_and_gradient_equal_trl(case):
     lengths = torch.tensor(GOLDEN["lengths"], dtype=torch.float64)
     count, rows = float(lengths.sum()), len(lengths)
     weight = {
-        "ppo, mean of sequences": count / (rows * lengths[given.sequence]),
+        "ppo, mean of sequences": count / (rows * lengths[given.sequence_index]),
         "ppo, fixed length": torch.full((int(count),), count / (rows * GOLDEN["longest"]), dtype=torch.float64),
     }.get(case, torch.ones(int(count), dtype=torch.float64))
     id, options = SETTINGS[case]
-    loss = (weight * find_loss(id, options)(given).loss).sum() / count
+    loss = (weight * load_loss(id, options)(given).loss).sum() / count
     (gradient,) = torch.autograd.grad(loss, given.logprob)
     np.testing.assert_allclose(gradient, wanted["gradient"], rtol=1e-5, atol=1e-7)
     if case != "tis":  # TRL has min(ρ, cap)·1 where we have min(ρ, cap)·logπ: the same gradient
@@ -136,7 +138,13 @@ def test_every_loss_has_a_formula_in_the_docs_that_gives_the_same_numbers():
     given = entries(1)
     logprob, sampler, advantage, ref, call = (
         column.detach().numpy()
-        for column in (given.logprob, given.sampler, given.advantage, given.reference, given.sequence)
+        for column in (
+            given.logprob,
+            given.sampler_logprob,
+            given.advantage,
+            given.reference_logprob,
+            given.sequence_index,
+        )
     )
     for name, loss in EVERY.items():
         assert re.search(rf"^### {name}\b", text, re.MULTILINE), name
@@ -145,11 +153,11 @@ def test_every_loss_has_a_formula_in_the_docs_that_gives_the_same_numbers():
         np.testing.assert_allclose(loss(given).loss.detach(), found, rtol=1e-9, atol=1e-12, err_msg=name)
     weights = np.where(advantage > 0, 0.5, 0.0)
     assert names["total"](-logprob, weights) == pytest.approx(-0.5 * logprob[weights > 0].mean())
-    assert isinstance(names["reinforce"](given), Term)
+    assert isinstance(names["reinforce"](given), LossTerm)
 
 
 def sharpened(entries, *, by):
-    return Term(-by * entries.logprob)
+    return LossTerm(-by * entries.logprob)
 
 
 def bare(entries):
@@ -157,21 +165,21 @@ def bare(entries):
 
 
 def averaged(entries):
-    return Term(-entries.logprob.mean())
+    return LossTerm(-entries.logprob.mean())
 
 
 def test_a_loss_of_ones_own_gives_each_entry_its_number():
-    assert torch.equal(find_loss(f"{__name__}.sharpened", {"by": 2.0})(entries()).loss, -2.0 * entries().logprob)
+    assert torch.equal(load_loss(f"{__name__}.sharpened", {"by": 2.0})(entries()).loss, -2.0 * entries().logprob)
     for id in ("bare", "averaged"):  # a mean would depend on the packing
         with pytest.raises(ConfigInvalid, match="one number for each entry"):
-            find_loss(f"{__name__}.{id}")(entries())
+            load_loss(f"{__name__}.{id}")(entries())
 
 
 def test_a_loss_is_found_by_name_or_import_path_and_its_options_are_checked(tmp_path, monkeypatch):
     (tmp_path / "broken_losses.py").write_text('raise RuntimeError("broken")')
     monkeypatch.syspath_prepend(tmp_path)
-    assert torch.equal(find_loss("ramify.train.losses.ppo:ppo")(entries()).loss, find_loss("ppo")(entries()).loss)
-    assert not torch.equal(find_loss("ppo", {"high": 0.5})(entries()).loss, find_loss("ppo")(entries()).loss)
+    assert torch.equal(load_loss("ramify.train.losses.ppo:ppo")(entries()).loss, load_loss("ppo")(entries()).loss)
+    assert not torch.equal(load_loss("ppo", {"high": 0.5})(entries()).loss, load_loss("ppo")(entries()).loss)
     for id, options, said in [
         ("dpo", {}, "did you mean 'dppo'"),
         ("ppo", {"hight": 0.5}, "did you mean 'high'"),
@@ -181,7 +189,7 @@ def test_a_loss_is_found_by_name_or_import_path_and_its_options_are_checked(tmp_
         (f"{__name__}.sharpened", {}, "needs the option 'by'"),
     ]:
         with pytest.raises(ConfigInvalid, match=said):
-            find_loss(id, options)
+            load_loss(id, options)
     with pytest.raises(ValueError, match="no option"):
         LossConfig(id="tis", options={"high": 1.0})
     with pytest.raises(ValueError, match="there is no loss"):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ramify.train.batches import shares
-from ramify.train.build import build_trainer, choose_trainer_dtype, laying_of
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.batch import split_across_ranks
+from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
+from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
-from ramify.train.parallel import Ranks, joined
-from ramify.train.publish import Publisher, gathered
+from ramify.train.distributed import Ranks, init_distributed
+from ramify.train.publisher import WeightPublisher, iter_merged_weights
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 from tests.train.workers import run_ranks
@@ -23,25 +23,25 @@ CONFIG = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 1e-3, "max_norm": 1.
 
 
 def steps_of(trainer, ranks: Ranks, start: int, stop: int) -> list[tuple[float, float, int]]:
-    laying = laying_of(trainer)
+    laying = get_pack_spec(trainer)
     found = []
     for batch in random_batches(stop)[start:]:
-        metrics = trainer.step(shares(batch, laying, ranks.size)[ranks.rank])
+        metrics = trainer.step(split_across_ranks(batch, laying, ranks.world_size)[ranks.rank])
         found.append((metrics.loss, metrics.grad_norm, metrics.sums.tokens))
     return found
 
 
 def as_two(model: Path, folder: Path) -> None:
     config = TrainerConfig.model_validate(CONFIG)
-    with joined(config) as ranks:
+    with init_distributed(config) as ranks:
         trainer = build_trainer(model, config, ranks)
         steps = steps_of(trainer, ranks, 0, SAVED)
-        Checkpoints(folder / "checkpoints", ranks).save(trainer, SAVED, {"ranks": ranks.size})
+        CheckpointManager(folder / "checkpoints", ranks).save(trainer, SAVED, {"ranks": ranks.world_size})
         dtype = choose_trainer_dtype(config, ranks).dtype
-        Publisher(folder / "weights", ranks, policy="p", base=model, dtype=dtype).publish(trainer, 0, SAVED)
+        WeightPublisher(folder / "weights", ranks, policy="p", base_model=model, dtype=dtype).publish(trainer, 0, SAVED)
         steps += steps_of(trainer, ranks, SAVED, STEPS)
-        weights = dict(gathered(trainer))
-        if ranks.first:
+        weights = dict(iter_merged_weights(trainer))
+        if ranks.is_first:
             torch.save({name: value.clone() for name, value in weights.items()}, folder / "final.pt")
             (folder / "steps.json").write_text(json.dumps(steps))
 
@@ -62,11 +62,11 @@ def test_two_ranks_do_what_one_does_and_their_checkpoint_resumes_on_one(shape, t
     for ours, theirs in zip(two, one, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
     final = torch.load(tmp_path / "final.pt")
-    for name, value in gathered(trainer):
+    for name, value in iter_merged_weights(trainer):
         assert (final[name] - value).norm() <= 1e-5 * value.norm(), name
 
     again = build_trainer(model, config, alone)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", alone)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", alone)
     assert checkpoints.load(again, SAVED) == {"ranks": 2}
     for ours, theirs in zip(steps_of(again, alone, SAVED, STEPS), two[SAVED:], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)

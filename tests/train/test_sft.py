@@ -19,16 +19,16 @@ from ramify.render import load_renderer
 from ramify.store import RunStore
 from ramify.store.run_log import RunLog
 from ramify.tasksets.data_files import read_rows
-from ramify.train.batches import Batch
+from ramify.train.batch import Batch
 from ramify.train.metrics import StepMetrics
-from ramify.train.sft import run, train
-from ramify.train.sft.chats import read_chats
-from ramify.train.sft.config import DataConfig, SftConfig
-from ramify.train.sft.display import Quiet
-from ramify.train.sft.examples import forest_of
-from ramify.train.sft.plan import plan_of
-from ramify.train.sft.stream import Stream, held_out
-from ramify.train.step import Running, Trainer
+from ramify.train.sft import run, run_sft
+from ramify.train.sft.config import SftConfig, SftDataConfig
+from ramify.train.sft.conversations import parse_conversations
+from ramify.train.sft.display import NullSftDisplay
+from ramify.train.sft.example_order import ExampleOrder, split_held_out
+from ramify.train.sft.forests import build_forest
+from ramify.train.sft.plan import build_sft_plan
+from ramify.train.trainer import PendingStep, Trainer
 from tests.train.workers import DEADLINE, run_ranks, start_sft, write_model
 
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
@@ -48,40 +48,40 @@ def renderer():
     return load_renderer(resolve_model_path("tiny"))
 
 
-def data(**keys) -> DataConfig:
-    return DataConfig(path="data", **keys)
+def data(**keys) -> SftDataConfig:
+    return SftDataConfig(path="data", **keys)
 
 
 def learned(chat, renderer, roles=("assistant",), seq_len=1000) -> list[str]:
     """What the loss is on, message by message."""
-    forest = forest_of([("a", chat)], renderer, roles, seq_len)
+    forest = build_forest([("a", chat)], renderer, roles, seq_len)
     found = [forest.targets.token[forest.targets.sequence == each] for each in range(len(forest.sequences))]
     return [renderer.tokenizer.decode(tokens) for tokens in found]
 
 
 def test_replies_are_learned_with_their_calls_and_the_token_that_ends_them(renderer):
-    (chat,) = read_chats([{"messages": TALK, "tools": [TOOL]}], data())
+    (chat,) = parse_conversations([{"messages": TALK, "tools": [TOOL]}], data())
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert learned(chat, renderer) == [f"yo{call}<|im_end|>", "it is 2<|im_end|>"]
     assert learned(chat, renderer, roles=("user", "tool")) == ["hi<|im_end|>", "2</tool_response><|im_end|>"]
 
 
 def test_what_is_trained_is_the_template_rendered_once(renderer):
-    (chat,) = read_chats([{"messages": TALK, "tools": [TOOL]}], data())
-    forest = forest_of([("a", chat)], renderer, ["assistant"], 1000)
+    (chat,) = parse_conversations([{"messages": TALK, "tools": [TOOL]}], data())
+    forest = build_forest([("a", chat)], renderer, ["assistant"], 1000)
     whole = renderer.render(chat.messages, chat.tools, generate=False).ids
     np.testing.assert_array_equal(forest.token_ids, whole[: len(forest.token_ids)])
 
 
 def test_shared_prefixes_exist_once_and_a_long_example_loses_its_end(renderer):
     same = [{"messages": [*TALK[:2], {"role": "assistant", "content": text}]} for text in ("one", "two")]
-    chats = read_chats(same, data())
-    forest = forest_of(list(zip("ab", chats)), renderer, ["assistant"], 1000)
+    chats = parse_conversations(same, data())
+    forest = build_forest(list(zip("ab", chats)), renderer, ["assistant"], 1000)
     assert forest.flat_tokens == sum(
-        forest_of([("a", chat)], renderer, ["assistant"], 1000).num_tokens for chat in chats
+        build_forest([("a", chat)], renderer, ["assistant"], 1000).num_tokens for chat in chats
     )
     assert forest.num_tokens < 0.7 * forest.flat_tokens
-    short = forest_of([("a", chats[0])], renderer, ["assistant"], forest.num_tokens // 2 + 3)
+    short = build_forest([("a", chats[0])], renderer, ["assistant"], forest.num_tokens // 2 + 3)
     assert short.dropped.num_truncated_tokens > 0
     assert short.count_by_component()["ce"] + short.dropped.num_truncated_tokens == len("one") + 1
 
@@ -105,9 +105,9 @@ def test_a_template_that_hides_earlier_thinking_makes_the_conversation_a_tree(tm
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "d", "reasoning_content": "so"},
     ]
-    (chat,) = read_chats([{"messages": talk}], data())
+    (chat,) = parse_conversations([{"messages": talk}], data())
     assert learned(chat, renderer) == ["<think>hm</think>b<|im_end|>", "<think>so</think>d<|im_end|>"]
-    forest = forest_of([("a", chat)], renderer, ["assistant"], 1000)
+    forest = build_forest([("a", chat)], renderer, ["assistant"], 1000)
     for at in np.flatnonzero(forest.targets.sequence == 1)[:1]:  # the second reply never saw the first one's thinking
         source = forest.targets.logits_index[at]
         path = forest.token_ids[: source + 1][forest.build_attention_mask()[source, : source + 1]]
@@ -130,7 +130,7 @@ def test_files_in_every_form_say_the_same(tmp_path):
         writer.writeheader()
         writer.writerows(text)
     names = ("a.jsonl", "a.parquet", "hub", "b.jsonl", "a.json", "a.csv")
-    found = [read_chats(read_rows(str(tmp_path / name)), data()) for name in names]
+    found = [parse_conversations(read_rows(str(tmp_path / name)), data()) for name in names]
     assert all(chats == found[0] for chats in found)
 
 
@@ -138,7 +138,7 @@ def test_a_null_that_somebody_wrote_is_learned_and_one_for_nothing_is_not_there(
     call = {"id": None, "function": {"name": "add", "arguments": {"a": None, "b": 1}}}
     said = {"role": "assistant", "content": None, "reasoning": None, "reasoning_content": "hm", "tool_calls": [call]}
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{**said, "tool_call_id": None}]}))
-    (chat,) = read_chats(read_rows(str(tmp_path / "a.jsonl")), data())
+    (chat,) = parse_conversations(read_rows(str(tmp_path / "a.jsonl")), data())
     (message,) = chat.messages
     assert json.loads(message.tool_calls[0].arguments) == {"a": None, "b": 1}
     assert (message.content, message.reasoning, message.tool_call_id) == ("", "hm", None)
@@ -158,7 +158,7 @@ def test_a_null_that_somebody_wrote_is_learned_and_one_for_nothing_is_not_there(
 )
 def test_a_row_that_is_no_conversation_is_named(row):
     with pytest.raises(ConfigInvalid, match="row 2 of data"):
-        read_chats([{"messages": TALK}, row], data())
+        parse_conversations([{"messages": TALK}, row], data())
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
@@ -172,19 +172,19 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
     (tmp_path / "apart.jsonl").write_text("\n".join([json.dumps({"prompt": "hi", "completion": "this"})] * 2))
     said = {"model": {"name": str(model)}, "data": {"path": str(tmp_path / "data.jsonl")}}
     said |= {"validation": {"path": str(tmp_path / "apart.jsonl")}}
-    plan = plan_of(SftConfig.model_validate(said))
+    plan = build_sft_plan(SftConfig.model_validate(said))
     with pytest.raises(TemplateRefused, match=r"row 2 of .*apart\.jsonl: .*not this"):
-        forest_of([("a", plan.validation[1])], plan.renderer, ["assistant"], 100)
+        build_forest([("a", plan.validation[1])], plan.renderer, ["assistant"], 100)
 
 
 def test_every_example_comes_once_an_epoch_whatever_the_batch_size():
-    stream = Stream(7, 3, seed=1)
-    order = [at for start in range(0, 21, 4) for at in stream.take(start, 4)]
-    assert order == [at for start in range(0, 21, 5) for at in stream.take(start, 5)]
+    stream = ExampleOrder(7, 3, seed=1)
+    order = [at for start in range(0, 21, 4) for at in stream.indices_at(start, 4)]
+    assert order == [at for start in range(0, 21, 5) for at in stream.indices_at(start, 5)]
     assert [sorted(order[at : at + 7]) for at in (0, 7, 14)] == [list(range(7))] * 3
     assert order[:7] != order[7:14]
-    assert order != [at for start in range(0, 21, 7) for at in Stream(7, 3, seed=2).take(start, 7)]
-    train, apart = held_out(20, 0.25, 0)
+    assert order != [at for start in range(0, 21, 7) for at in ExampleOrder(7, 3, seed=2).indices_at(start, 7)]
+    train, apart = split_held_out(20, 0.25, 0)
     assert len(apart) == 5
     assert sorted(train + apart) == list(range(20))
 
@@ -298,7 +298,7 @@ def test_a_run_killed_anywhere_goes_on_as_if_nothing_had_happened(world, lora):
     assert finish(config) == (22, 0)  # the same command again says it is finished
 
 
-class Heard(Quiet):
+class Heard(NullSftDisplay):
     """Which steps were begun and told, in their order."""
 
     def __init__(self, order: list[str]) -> None:
@@ -309,18 +309,18 @@ class Heard(Quiet):
 
 
 def test_a_step_begun_before_the_last_one_is_told_changes_nothing(world, monkeypatch):
-    order, begin = [], Trainer.begin
+    order, begin = [], Trainer.start_step
 
-    def begun(trainer: Trainer, batch: Batch) -> Running:
+    def begun(trainer: Trainer, batch: Batch) -> PendingStep:
         order.append(f"begun {batch.step}")
         return begin(trainer, batch)
 
     monkeypatch.setattr(Trainer, "begin", begun)
-    train(SftConfig.model_validate(settings(world, "at-once") | {"max_steps": 4}), display=Heard(order))
+    run_sft(SftConfig.model_validate(settings(world, "at-once") | {"max_steps": 4}), display=Heard(order))
     assert order == [f"{what} {step}" for step in range(4) for what in ("begun", "told")]
     order.clear()
-    monkeypatch.setitem(run.AHEAD, "cpu", 1)
-    train(SftConfig.model_validate(settings(world, "ahead") | {"max_steps": 4}), display=Heard(order))
+    monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
+    run_sft(SftConfig.model_validate(settings(world, "ahead") | {"max_steps": 4}), display=Heard(order))
     saved = ["begun 0", "begun 1", "told 0", "begun 2", "told 1", "told 2"]  # a checkpoint knows all before it
     assert order == [*saved, "begun 3", "told 3"]
     assert curve(world / "runs" / "at-once") == curve(world / "runs" / "ahead")
@@ -340,33 +340,33 @@ def failing(call, step: int, failure: type[Exception] = OSError):
 
 @pytest.mark.parametrize(("owner", "name"), [(run, "shares"), (Trainer, "begin")], ids=["made", "begun"])
 def test_a_step_that_cannot_be_begun_leaves_the_ones_before_it_recorded(world, monkeypatch, owner, name):
-    monkeypatch.setitem(run.AHEAD, "cpu", 1)
+    monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), 2))
     with pytest.raises(OSError, match="the next one fails"):
-        train(SftConfig.model_validate(settings(world, f"before-{name}")))
+        run_sft(SftConfig.model_validate(settings(world, f"before-{name}")))
     found = curve(world / "runs" / f"before-{name}")
     assert found["data/examples"] == [(0, 5), (1, 10)]
     assert [step for step, _ in found["train/loss"]] == [0, 1]
 
 
 def test_a_step_that_cannot_be_told_either_hides_no_failure(world, monkeypatch):
-    def metrics(_: Running) -> StepMetrics:
+    def metrics(_: PendingStep) -> StepMetrics:
         raise ValueError("the GPU is gone")
 
-    monkeypatch.setitem(run.AHEAD, "cpu", 1)
-    monkeypatch.setattr(Trainer, "begin", failing(Trainer.begin, 1))
-    monkeypatch.setattr(Running, "metrics", metrics)
+    monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
+    monkeypatch.setattr(Trainer, "begin", failing(Trainer.start_step, 1))
+    monkeypatch.setattr(PendingStep, "metrics", metrics)
     with pytest.raises(OSError, match="the next one fails") as caught:
-        train(SftConfig.model_validate(settings(world, "untold")))
+        run_sft(SftConfig.model_validate(settings(world, "untold")))
     assert caught.value.__notes__ == ["and step 0, begun before it, cannot be told: ValueError: the GPU is gone"]
 
 
 def as_one_that_fails(config: dict, folder: Path) -> None:
-    run.AHEAD["cpu"] = 1
+    run.STEPS_IN_FLIGHT["cpu"] = 1
     if os.environ["RANK"] == "1":
-        Trainer.begin = failing(Trainer.begin, 2)
+        Trainer.start_step = failing(Trainer.start_step, 2)
     with pytest.raises((OSError, RuntimeError)) as caught:
-        train(SftConfig.model_validate(config))
+        run_sft(SftConfig.model_validate(config))
     (folder / os.environ["RANK"]).write_text(str(caught.value))
 
 
@@ -377,11 +377,11 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others_to_tell(world, tmp
 
 
 def as_one_that_cannot_make_a_step(config: dict, folder: Path) -> None:
-    run.AHEAD["cpu"] = 1
+    run.STEPS_IN_FLIGHT["cpu"] = 1
     if os.environ["RANK"] == "1":
-        run.shares = failing(run.shares, 2, TemplateRefused)
+        run.split_across_ranks = failing(run.split_across_ranks, 2, TemplateRefused)
     with pytest.raises(TemplateRefused) as caught:
-        train(SftConfig.model_validate(config))
+        run_sft(SftConfig.model_validate(config))
     (folder / os.environ["RANK"]).write_text(str(caught.value))
 
 
@@ -391,7 +391,7 @@ def test_a_step_that_one_rank_cannot_make_fails_on_all_and_leaves_the_ones_befor
     assert [step for step, _ in curve(world / "runs" / "unmade")["train/loss"]] == [0, 1]
 
 
-class Listening(Quiet):
+class Listening(NullSftDisplay):
     def __init__(self):
         self.lines = []
 
@@ -403,7 +403,7 @@ def test_conversations_that_lose_all_of_their_end_are_counted(world, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 100, "completion": "bb"}))
     config = settings(world, "long") | {"data": {"path": str(tmp_path / "long.jsonl")}, "validation": {}, "epochs": 1}
     heard = Listening()
-    train(SftConfig.model_validate(config), display=heard)
+    run_sft(SftConfig.model_validate(config), display=heard)
     assert "3 tokens to learn lay beyond seq_len = 64 and were cut off" in heard.lines
 
 
@@ -411,7 +411,7 @@ def test_a_share_that_leaves_nothing_is_refused(world):
     for share, nothing in ((0.99, "none to train on"), (0.01, "none to measure")):
         config = SftConfig.model_validate(settings(world, "share") | {"validation": {"share": share}})
         with pytest.raises(ConfigInvalid, match=nothing):
-            plan_of(config)
+            build_sft_plan(config)
 
 
 def test_a_run_does_not_go_on_with_other_conversations(world, tmp_path, capsys):
@@ -434,6 +434,6 @@ def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, 
     assert "lora.enabled" in capsys.readouterr().err
     from ramify.store import open_run
 
-    open_run(tmp_path / "x", plan_of(SftConfig.model_validate(settings(world, "x"))).identity).close()
+    open_run(tmp_path / "x", build_sft_plan(SftConfig.model_validate(settings(world, "x"))).identity).close()
     assert main(["sft", *flags, "--seed", "3", "--max_steps", "1"]) == 2
     assert "seed: was 0, now 3" in capsys.readouterr().err

@@ -165,7 +165,7 @@ from ramify.model.tree_attention import ATTENTION
 from ramify.trace import Annotation, Message, Sample, Trace, grow
 from ramify.train.losses import find_loss
 from ramify.train.policy import Policy
-from ramify.train.rows import row_of
+from ramify.train.model_inputs import row_of
 
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)

@@ -15,7 +15,7 @@ from ramify.model.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 DEADLINE = 60.0
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["ramify.train.sft.run", "ramify.train.service", "peft"])
+context.set_forkserver_preload(["ramify.train.sft.run", "ramify.train.process", "peft"])
 
 
 def write_model(directory: Path) -> Path:
@@ -60,10 +60,10 @@ class Reporting:
 
 
 def run_sft(settings: dict[str, Any], pipe: Connection) -> None:
-    from ramify.train.sft import SftConfig, train
+    from ramify.train.sft import SftConfig, run_sft
 
-    result = train(SftConfig.model_validate(settings), display=Reporting(pipe))
-    pipe.send(("end", result.steps, result.ran))
+    result = run_sft(SftConfig.model_validate(settings), display=Reporting(pipe))
+    pipe.send(("end", result.steps, result.steps_run))
 
 
 def start_sft(settings: dict[str, Any]):

@@ -176,10 +176,10 @@ def _build(asked: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
     from ramify.recipe.build import build_model  # torch is loaded here, not for help
     from ramify.store import wrap_storage_errors
-    from ramify.train.sft.display import choose
+    from ramify.train.sft.display import choose_display
 
     with wrap_storage_errors(asked.directory):
-        build_model(asked.name, asked.directory, seed=asked.seed, display=choose)
+        build_model(asked.name, asked.directory, seed=asked.seed, display=choose_display)
     return 0
 
 

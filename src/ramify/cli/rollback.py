@@ -18,12 +18,12 @@ def run(args: Sequence[str]) -> int:
     from ramify.cli.runs import run_path  # loaded here, not for help
     from ramify.errors import CheckpointRefused
     from ramify.store import RunStore, wrap_storage_errors
-    from ramify.train.checkpoint_manifest import completed_steps, step_directory, verify_checkpoint
+    from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
 
     path = run_path(asked.run)
-    place = step_directory(path / "checkpoints", asked.step)
+    place = get_step_directory(path / "checkpoints", asked.step)
     if not place.is_dir():
-        steps = ", ".join(map(str, completed_steps(path / "checkpoints")))
+        steps = ", ".join(map(str, list_completed_steps(path / "checkpoints")))
         raise CheckpointRefused(f"{place} does not exist; checkpoints of the run: {steps or 'none'}")
     with RunStore.open(path) as store:
         if verify_checkpoint(place).files is None:
@@ -60,14 +60,14 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
 
 def _set_aside(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
-    from ramify.train.checkpoint_manifest import completed_steps, step_directory
+    from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps
 
     kept: list[Path] = []
-    for newer in (each for each in completed_steps(directory) if each > step):
+    for newer in (each for each in list_completed_steps(directory) if each > step):
         number = 1
-        while (aside := directory / f"rolled_back_{number}.{step_directory(directory, newer).name}").exists():
+        while (aside := directory / f"rolled_back_{number}.{get_step_directory(directory, newer).name}").exists():
             number += 1
-        kept.append(step_directory(directory, newer).rename(aside))
+        kept.append(get_step_directory(directory, newer).rename(aside))
     return kept
 
 

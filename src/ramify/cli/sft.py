@@ -30,17 +30,17 @@ def run(args: Sequence[str]) -> int:
     dry, rest = pop_flag(rest, "--dry-run")
     config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft", command_flags=COMMAND_FLAGS)
     if dry:
-        from ramify.train.sft.plan import lines_of, plan_of
+        from ramify.train.sft.plan import build_sft_plan, describe_plan
 
-        plan = plan_of(config)
-        dry_run(config, plan.path, lines_of(plan, config))
+        plan = build_sft_plan(config)
+        dry_run(config, plan.path, describe_plan(plan, config))
         return 0
-    from ramify.train.sft.display import choose  # torch is loaded here, not for help
-    from ramify.train.sft.run import train
+    from ramify.train.sft.display import choose_display  # torch is loaded here, not for help
+    from ramify.train.sft.run import run_sft
 
     again = shlex.join(["ramify", "sft", *(arg for arg in args if arg != "--fresh")])
     try:
-        result = train(config, fresh=fresh, display=choose())
+        result = run_sft(config, fresh=fresh, display=choose_display())
     except StorageFull as error:
         raise StorageFull(f"{error.message}. Continue with: {again}") from error
     if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, the first one speaks
@@ -48,6 +48,6 @@ def run(args: Sequence[str]) -> int:
     if result.weights is None:
         print(f"stopped after {result.steps} steps; continue with: {again}", file=sys.stderr)
         return 130
-    said = f"{result.path} is finished" if not result.ran else "done"
+    said = f"{result.path} is finished" if not result.steps_run else "done"
     print(f"{said}: {result.steps} steps; the model is {result.weights}")
     return 0

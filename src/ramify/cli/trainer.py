@@ -10,7 +10,7 @@ from ramify.config import dry_run, parse_component, pop_flag
 from ramify.errors import ConfigInvalid
 from ramify.launch.parts import trainer_part
 from ramify.orchestrate.config import RunConfig
-from ramify.train.service_config import ServiceConfig
+from ramify.train.process_config import TrainerProcessConfig
 
 COMMAND_FLAGS = ("--dry-run", "--flat", "--replay", "--record")
 USAGE = """usage: ramify trainer [@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]
@@ -36,7 +36,7 @@ def run(args: Sequence[str]) -> int:
     record, rest = _folder(rest, "--record")
     take = trainer_part if replay is None else (lambda whole: {**trainer_part(whole), "address": None})
     config, whole = parse_component(
-        ServiceConfig, spelled_out(rest), RunConfig, take, prog="ramify trainer", command_flags=COMMAND_FLAGS
+        TrainerProcessConfig, spelled_out(rest), RunConfig, take, prog="ramify trainer", command_flags=COMMAND_FLAGS
     )
     if whole is not None and whole.record and replay is None and record is None:
         record = config.path / "batches"
@@ -53,36 +53,38 @@ def run(args: Sequence[str]) -> int:
         else:  # the resolved configuration there is the run's
             print(said)
         return 0
-    from ramify.train.parallel import joined  # torch is loaded here, not for help
-    from ramify.train.places import held, sweep
-    from ramify.train.remote import RemoteSource
-    from ramify.train.service import Service
-    from ramify.train.source import Recording, ReplaySource
+    from ramify.train.batch_source import BatchRecording, ReplayBatchSource
+    from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
+    from ramify.train.process import TrainerProcess
+    from ramify.train.remote_batch_source import RemoteBatchSource
+    from ramify.train.weights_directory import lock_directory, remove_stale_directories
 
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
-    with joined(config.trainer) as ranks, held(config.weights.directory(config.path)):
+    with init_distributed(config.trainer) as ranks, lock_directory(config.weights.directory_for(config.path)):
         if replay is not None:
-            source = ReplaySource(Recording(replay), flat=flat)
+            source = ReplayBatchSource(BatchRecording(replay), flat=flat)
         else:
             assert config.address is not None
-            kept = Recording(record) if record is not None else None
+            kept = BatchRecording(record) if record is not None else None
             secret = os.environ.get(config.secret_env)
-            source = RemoteSource(
-                config.address, secret=secret, patience=config.patience, recording=kept, stopped=lambda: bool(asked)
+            source = RemoteBatchSource(
+                config.address, secret=secret, timeout=config.patience, recording=kept, should_stop=lambda: bool(asked)
             )
         try:
-            tell = _print if ranks.first else _nothing
+            tell = _print if ranks.is_first else _nothing
             keep = replay is None
-            service = Service(config, source, ranks, keep=keep, flat=flat, tell=tell, stopped=lambda: bool(asked))
+            service = TrainerProcess(
+                config, source, ranks, save_outputs=keep, flat=flat, log=tell, should_stop=lambda: bool(asked)
+            )
             done = service.run()
         finally:
             source.close()
-        if ranks.first:
+        if ranks.is_first:
             print(f"done after step {done}" if not asked else f"stopped after step {done}")
     if asked:  # nobody may be left to do it; a run that goes on publishes again
-        sweep()
+        remove_stale_directories()
     return 0
 
 

@@ -191,12 +191,12 @@ def _audit(path: Path) -> int:
 
 def _audit_checkpoints(path: Path) -> list[str]:
     """Return a line for every checkpoint that is damaged; those that have no checksums cannot be checked."""
-    from ramify.train.checkpoint_manifest import completed_steps, step_directory, verify_checkpoint
+    from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
 
     problems: list[str] = []
-    for step in completed_steps(path / "checkpoints"):
+    for step in list_completed_steps(path / "checkpoints"):
         try:
-            verify_checkpoint(step_directory(path / "checkpoints", step))
+            verify_checkpoint(get_step_directory(path / "checkpoints", step))
         except CheckpointRefused as error:
             problems.append(error.message)
     return problems

@@ -10,7 +10,7 @@ from ramify.errors import WeightsRefused
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.store import wrap_storage_errors
-from ramify.train.places import held, sweep, weights_directory
+from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
 SERVED = "served"
 TRIES = 5  # a version may be removed while it is looked at
@@ -44,19 +44,19 @@ def newest_kept(directory: Path) -> Path | None:
 @contextlib.contextmanager
 def weights_held(config: RunConfig) -> Iterator[None]:
     """The run's weights while it lives: in shared memory they end with it."""
-    directory = config.weights.directory(config.path)
-    sweep()
+    directory = config.weights.directory_for(config.path)
+    remove_stale_directories()
     try:
-        with held(directory):
+        with lock_directory(directory):
             yield
     finally:
         shutil.rmtree(directory / SERVED, ignore_errors=True)
-        sweep()
+        remove_stale_directories()
 
 
 def keep_newest(config: RunConfig) -> None:
     """A finished run leaves its weights on the disk, wherever they travelled. Raises StorageFull or StorageFailed."""
-    found, kept = newest(config.weights.directory(config.path)), weights_directory(config.path, "disk")
+    found, kept = newest(config.weights.directory_for(config.path)), get_weights_directory(config.path, "disk")
     if found is None or found.parent == kept or (kept / found.name).exists():
         return
     part = kept / f".{found.name}"

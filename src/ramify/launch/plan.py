@@ -27,11 +27,11 @@ from ramify.launch.ports import HOST, Reservation, source_addresses
 from ramify.launch.process import Entry, Role
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig, RunSourceConfig
-from ramify.train.service_config import ServiceConfig
+from ramify.train.process_config import TrainerProcessConfig
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
 ENGINE = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")  # what the commands load
-TRAINER = ("ramify.cli.trainer", "ramify.train.remote", "ramify.train.service")
+TRAINER = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
 ENDING = 2.0  # seconds that attempts in flight get when the run stops: they are run again anyway
 
 Source = TypeVar("Source", bound=RunSourceConfig)
@@ -158,7 +158,7 @@ class _Planner:
             table["inference"].setdefault("log", str(self.path / "logs" / "vllm.log"))
         served = ServeConfig(**table)
         file = self._file("inference", served)
-        weights = self.config.weights.directory(self.path)
+        weights = self.config.weights.directory_for(self.path)
 
         def prepare() -> None:
             """A restart serves the newest weights there are."""
@@ -211,7 +211,7 @@ class _Planner:
         )
 
     def _trainer(self) -> Entry:
-        file = self._file("trainer", ServiceConfig(**trainer_part(self.run)))
+        file = self._file("trainer", TrainerProcessConfig(**trainer_part(self.run)))
         kept = ("--record", str(self.path / "batches")) if self.config.record else ()
         words = ("trainer", "@", str(file), *kept)
         gpus = len(self.shares.trainer.gpus)

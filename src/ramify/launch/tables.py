@@ -103,10 +103,10 @@ def _problems_of_first_task(environment: "Environment") -> list[str]:
 
 
 def _problems_of_loss(loss: dict[str, Any]) -> list[tuple[str, str]]:
-    from ramify.train.losses import find_loss
+    from ramify.train.losses import load_loss
 
     try:
-        find_loss(loss["id"], loss["options"])
+        load_loss(loss["id"], loss["options"])
     except ConfigInvalid as error:
         return [("trainer.loss", error.message)]
     return []

@@ -16,7 +16,7 @@ from ramify.errors import BatchCorrupt
 from ramify.store.ledger import BatchRecord
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.trace.forest import LOSS_COMPONENTS
-from ramify.train.batches import Batch, Laying, lay_out, shares
+from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
 
 Read = Callable[[str], Sequence[Trace]]  # a rollout's traces by its id
 
@@ -69,10 +69,10 @@ def members_of(stored: BatchRecord) -> tuple[list[Member], int | None]:
     return members, content.seq_len
 
 
-def rebuild(stored: BatchRecord, read: Read, laying: Laying, *, flat: bool = False) -> Batch:
+def rebuild(stored: BatchRecord, read: Read, laying: PackSpec, *, flat: bool = False) -> Batch:
     """The batch as it is trained, its forest grown from the stored traces; raises BatchCorrupt as `regrow` does."""
     forests = regrow(stored, read)
-    return Batch(stored.step, lay_out(forests, laying.pack_tokens, laying.layout, flat=flat), stored.counts)
+    return Batch(stored.step, pack_forests(forests, laying.pack_tokens, laying.layout, flat=flat), stored.counts)
 
 
 def regrow(stored: BatchRecord, read: Read) -> list[Forest]:
@@ -88,10 +88,10 @@ def regrow(stored: BatchRecord, read: Read) -> list[Forest]:
     return forests
 
 
-def share_out(stored: BatchRecord, forests: Sequence[Forest], laying: Laying, ranks: int) -> list[Batch]:
+def share_out(stored: BatchRecord, forests: Sequence[Forest], laying: PackSpec, ranks: int) -> list[Batch]:
     """What each of `ranks` ranks is given: the same batch however many there are."""
-    batch = Batch(stored.step, lay_out(forests, laying.pack_tokens, laying.layout), stored.counts)
-    return shares(batch, laying, ranks)
+    batch = Batch(stored.step, pack_forests(forests, laying.pack_tokens, laying.layout), stored.counts)
+    return split_across_ranks(batch, laying, ranks)
 
 
 def _counts(forests: Sequence[Forest]) -> dict[str, int]:

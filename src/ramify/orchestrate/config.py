@@ -19,7 +19,7 @@ from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.store.run_name import default_run_name
 from ramify.train.config import CheckpointConfig, TrainerConfig
-from ramify.train.service_config import WeightsConfig
+from ramify.train.process_config import WeightsConfig
 
 CurriculumConfig = Annotated[ShuffleConfig | PoolsConfig, Field(discriminator="type")]
 

@@ -15,8 +15,15 @@ from ramify.orchestrate.batch import share_out
 from ramify.orchestrate.core import Core
 from ramify.orchestrate.progress import Progress
 from ramify.orchestrate.weights import Weights
-from ramify.train.batches import Laying, encode
-from ramify.train.protocol import AskBatch, Checkpointed, Hello, Published, Trained, Welcome
+from ramify.train.batch import PackSpec, encode_batch
+from ramify.train.protocol import (
+    BatchRequest,
+    CheckpointRequest,
+    PublishedRequest,
+    RegisterReply,
+    RegisterRequest,
+    TrainedRequest,
+)
 from ramify.wire import IncomingRequest, WireMessage
 
 KEPT = 4  # batches whose shares are kept encoded
@@ -37,7 +44,7 @@ class TrainerService:
     ) -> None:
         self._core, self._weights, self._progress = core, weights, progress
         self._policy, self._steps, self._replaced = policy, steps, replaced
-        self._laying, self._ranks, self._met = Laying(), 1, False
+        self._laying, self._ranks, self._met = PackSpec(), 1, False
         self._shares: dict[int, list[bytes]] = {}
         self._served: dict[int, float] = {}  # step: when its batch was given out
         self.more = asyncio.Condition()  # told when a batch was cut or the run ends
@@ -67,7 +74,7 @@ class TrainerService:
             self.more.notify_all()
 
     async def hello(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(Hello)
+        asked = request.decode(RegisterRequest)
         if asked.incarnation is not None:
             self._check(asked.incarnation)
         elif self._met or self._core.ledger.served_batches():  # a trainer was here, if only before this process was
@@ -77,14 +84,14 @@ class TrainerService:
         self._met, self._shares = True, {}
         self._laying, self._ranks = asked.laying, asked.ranks
         marks = self._core.marks
-        welcome = Welcome(
+        welcome = RegisterReply(
             committed=marks.committed, incarnation=marks.incarnation, policy=self._policy, steps=self._steps
         )
         return WireMessage.encode(welcome)
 
     async def batch(self, request: IncomingRequest) -> WireMessage:
         """The share of a rank, as soon as there is one; nothing if none will come."""
-        asked = request.decode(AskBatch)
+        asked = request.decode(BatchRequest)
         self._check_met(asked.incarnation)
         self.asking = (asked.step, time.monotonic())
         try:
@@ -99,14 +106,14 @@ class TrainerService:
             stored = await self._core.serve(asked.step)
             assert stored is not None  # `_known` saw it
             found = share_out(stored, self._core.forests(stored), self._laying, self._ranks)
-            self._shares[asked.step] = [encode(share) for share in found]
+            self._shares[asked.step] = [encode_batch(share) for share in found]
             for step in sorted(self._shares)[:-KEPT]:
                 del self._shares[step]
         self._served.setdefault(asked.step, time.monotonic())
         return WireMessage.encode(None, self._shares[asked.step][asked.rank])
 
     async def trained(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(Trained)
+        asked = request.decode(TrainedRequest)
         self._check_met(asked.incarnation)
         await self._core.acknowledge(asked.step)
         served = self._served.pop(asked.step, None)
@@ -116,20 +123,20 @@ class TrainerService:
         return WireMessage.encode(self.leaving)
 
     async def published(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(Published)
+        asked = request.decode(PublishedRequest)
         self._check_met(asked.incarnation)
         self._weights.offer(PolicyVersion(*asked.version), Path(asked.path))
         return WireMessage.encode([tuple(version) for version in self._weights.needed])
 
     async def checkpoint(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(Checkpointed)
+        asked = request.decode(CheckpointRequest)
         self._check_met(asked.incarnation)
         await self._core.commit(asked.step)
         self._progress.record(asked.step, {"committed": float(asked.step)})
         self.committed.set()
         return WireMessage.encode(None)
 
-    def _known(self, asked: AskBatch) -> bool:
+    def _known(self, asked: BatchRequest) -> bool:
         """Whether it is known by now what the answer is."""
         stale = asked.incarnation != self._core.marks.incarnation
         return stale or self.leaving or self._ended(asked.step) or asked.step < self._core.admission.step

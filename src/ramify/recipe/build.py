@@ -12,18 +12,18 @@ from ramify.model.tiny.weights import write_bfloat16_model, write_initial_model
 from ramify.recipe import MODEL_INFO_FILE, RECIPE_VERSION
 from ramify.recipe.metrics import measure_model
 from ramify.recipe.stages import STAGES, build_sft_config, write_stage_data
-from ramify.train.sft import train
-from ramify.train.sft.display import Display, Quiet
+from ramify.train.sft import run_sft
+from ramify.train.sft.display import NullSftDisplay, SftDisplay
 
 
-def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], Display] = Quiet) -> None:
+def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], SftDisplay] = NullSftDisplay) -> None:
     """Build the packaged model `name` into `directory`, in place of what was there; `display` shows each stage."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         staging_dir = Path(scratch) / "model"
         write_bfloat16_model(_train_stages(Path(scratch), seed, display), staging_dir)
-        display().say("measuring")
+        display().print_line("measuring")
         figures = measure_model(staging_dir, seed=seed).to_dict()
         model_info = {
             "name": name,
@@ -37,18 +37,18 @@ def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], 
         if directory.exists():
             shutil.move(directory, Path(scratch) / "old")
         staging_dir.replace(directory)
-    display().say(f"wrote {directory}")
+    display().print_line(f"wrote {directory}")
 
 
-def _train_stages(scratch: Path, seed: int, display: Callable[[], Display]) -> Path:
+def _train_stages(scratch: Path, seed: int, display: Callable[[], SftDisplay]) -> Path:
     """All stages, each from the float32 weights that the one before it wrote."""
     model = scratch / "start"
     write_initial_model(model, seed)
     for stage in STAGES:
-        display().say(f"{stage.name}: {stage.steps} steps")
+        display().print_line(f"{stage.name}: {stage.steps} steps")
         rows = scratch / f"{stage.name}.jsonl"
         write_stage_data(stage, rows, seed)
-        done = train(build_sft_config(stage, rows, model, scratch, seed), display=display())
+        done = run_sft(build_sft_config(stage, rows, model, scratch, seed), display=display())
         if done.weights is None:
             raise KeyboardInterrupt  # ramify sft ends orderly when it is told to stop, and has no weights then
         model = done.weights

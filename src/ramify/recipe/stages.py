@@ -12,7 +12,7 @@ from ramify.recipe.conversation import DrillConversation
 from ramify.recipe.corpus import CorpusMix, draw_conversations
 from ramify.recipe.drills import draw_drills
 from ramify.train.config import CheckpointConfig, OptimConfig, ScheduleConfig, TrainerConfig
-from ramify.train.sft.config import DataConfig, SftConfig
+from ramify.train.sft.config import SftConfig, SftDataConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def build_sft_config(stage: SftStage, data_path: Path, model: Path, output: Path
         name=stage.name,
         output=output,
         model=ModelConfig(name=str(model)),
-        data=DataConfig(path=str(data_path)),
+        data=SftDataConfig(path=str(data_path)),
         batch_size=stage.batch_size,
         seed=seed,
         trainer=TrainerConfig(device="cpu", threads=1, optim=optim),

@@ -1,9 +1,9 @@
-from .batches import Batch as Batch
-from .batches import lay_out as lay_out
+from .batch import Batch as Batch
+from .batch import pack_forests as pack_forests
 from .build import build_trainer as build_trainer
 from .config import TrainerConfig as TrainerConfig
 from .losses import Entries as Entries
-from .losses import Term as Term
-from .losses import find_loss as find_loss
+from .losses import LossTerm as LossTerm
+from .losses import load_loss as load_loss
 from .metrics import StepMetrics as StepMetrics
-from .step import Trainer as Trainer
+from .trainer import Trainer as Trainer

@@ -21,14 +21,14 @@ from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.model.weights import write_safetensors
 from ramify.store import RunStore
 from ramify.store.ledger import Ledger
-from ramify.train.checkpoint import without_single_process_warning
-from ramify.train.checkpoint_manifest import completed_steps, step_directory, verify_checkpoint
+from ramify.train.checkpoint import ignore_single_process_warning
+from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
 from ramify.train.checkpoint_metadata import MetadataReader
 from ramify.train.config import LoraConfig
-from ramify.train.lora import ADAPTER
+from ramify.train.lora import ADAPTER_NAME
 
-WEIGHTS = "adapter_model.safetensors"  # the name peft looks for
-_MATRIX = re.compile(rf"model/model\.(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER}\.weight")
+WEIGHTS_FILE = "adapter_model.safetensors"  # the name peft looks for
+_MATRIX_KEY_PATTERN = re.compile(rf"model/model\.(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER_NAME}\.weight")
 
 
 def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int, Path]:
@@ -39,10 +39,10 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     """
     run = store.path
     name, lora = _read_config(run / "config.toml")
-    step = Ledger.open_readonly(store).progress().committed or max(completed_steps(run / "checkpoints"), default=0)
+    step = Ledger.open_readonly(store).progress().committed or max(list_completed_steps(run / "checkpoints"), default=0)
     if not step:
         raise ConfigInvalid(f"{run} has no checkpoint yet: there is no adapter to export")
-    checkpoint = step_directory(run / "checkpoints", step)
+    checkpoint = get_step_directory(run / "checkpoints", step)
     directory = directory or run / f"adapter-{step:06}"
     if directory.exists():
         raise ConfigInvalid(f"{directory} exists already: remove it, or choose another with -o")
@@ -52,8 +52,8 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        write_safetensors(unfinished / WEIGHTS, tensors)
-        _peft_config(name, lora, tensors).save_pretrained(str(unfinished))
+        write_safetensors(unfinished / WEIGHTS_FILE, tensors)
+        _build_peft_config(name, lora, tensors).save_pretrained(str(unfinished))
         unfinished.rename(directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -79,15 +79,15 @@ def _read_matrices(checkpoint: Path) -> dict[str, Tensor]:
     names: dict[str, str] = {}
     state: dict[str, Any] = {}
     for key, entry in reader.metadata.state_dict_metadata.items():
-        if match := _MATRIX.fullmatch(key):
+        if match := _MATRIX_KEY_PATTERN.fullmatch(key):
             names[key] = f"base_model.model.{match['module']}.{match['side']}.weight"
             state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    with without_single_process_warning():
+    with ignore_single_process_warning():
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     return {names[key]: tensor for key, tensor in state.items()}
 
 
-def _peft_config(name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> Any:
+def _build_peft_config(model_name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> Any:
     try:
         from peft import LoraConfig as PeftConfig
     except ImportError as error:
@@ -100,5 +100,5 @@ def _peft_config(name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> 
         lora_dropout=0.0,
         inference_mode=True,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=name if is_hub_id(name) else str(resolve_model_path(name)),
+        base_model_name_or_path=model_name if is_hub_id(model_name) else str(resolve_model_path(model_name)),
     )

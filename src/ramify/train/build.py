@@ -7,27 +7,27 @@ import torch
 
 from ramify.model.pack_layout import describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
-from ramify.train.batches import Laying
+from ramify.train.batch import PackSpec
 from ramify.train.config import TrainerConfig
+from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.lora import add_adapters
-from ramify.train.losses import find_loss
-from ramify.train.parallel import Ranks, shard
+from ramify.train.losses import load_loss
 from ramify.train.policy import compile_layers, load_policy
-from ramify.train.step import Trainer
+from ramify.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-FLAT = "flat: every branch is computed whole"
+FLAT_DESCRIPTION = "flat: every branch is computed whole"
 
 
 def build_trainer(
-    path: Path,
+    model_path: Path,
     config: TrainerConfig,
     ranks: Ranks,
     *,
-    steps: int | None = None,
+    total_steps: int | None = None,
     seed: int = 0,
     flat: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
     """The trainer of the model directory `path`, this rank's part of it; `tell` hears how it will compute.
 
@@ -35,22 +35,24 @@ def build_trainer(
     """
     cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
     policy = load_policy(
-        path,
-        find_loss(config.loss.id, config.loss.options),
-        device=CPU if ranks.size > 1 else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
+        model_path,
+        load_loss(config.loss.id, config.loss.options),
+        device=CPU
+        if ranks.world_size > 1
+        else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
         checkpoint_activations=config.checkpoint_activations,
     )
-    tell(FLAT if flat else describe_pack_layout(policy.model.config))
-    tell(f"dtype: {choice}")
+    log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
+    log(f"dtype: {choice}")
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)
-        policy.to(ranks.device if ranks.size == 1 else CPU)
+        policy.to(ranks.device if ranks.world_size == 1 else CPU)
     if cuda if config.compile is None else config.compile:
         compile_layers(policy)
-    if ranks.size == 1:
-        return Trainer(policy, config, steps=steps, dtype=choice.dtype)
-    shard(policy, ranks, choice.dtype)
-    return Trainer(policy, config, steps=steps, gather=ranks.gather)
+    if ranks.world_size == 1:
+        return Trainer(policy, config, total_steps=total_steps, dtype=choice.dtype)
+    apply_fsdp(policy, ranks, choice.dtype)
+    return Trainer(policy, config, total_steps=total_steps, merge_sums=ranks.merge_metric_sums)
 
 
 def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
@@ -62,12 +64,12 @@ def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
     return DtypeChoice(torch.bfloat16, "the default on a GPU")
 
 
-def laying_of(trainer: Trainer) -> Laying:
+def get_pack_spec(trainer: Trainer) -> PackSpec:
     """How this trainer wants its packs."""
-    cost = trainer.cost
-    return Laying(
+    cost = trainer.flops_model
+    return PackSpec(
         layout=trainer.policy.layout,
         pack_tokens=trainer.config.pack_tokens,
-        per_token=cost.token,
-        per_pair=cost.pair * len(cost.windows),
+        per_token=cost.per_token,
+        per_pair=cost.per_visible_pair * len(cost.layer_windows),
     )

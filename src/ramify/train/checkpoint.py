@@ -27,69 +27,71 @@ from ramify.train.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
     checksum_files,
-    completed_steps,
     find_intact_step,
-    saved_steps,
-    step_directory,
+    get_step_directory,
+    list_completed_steps,
+    list_saved_steps,
     verify_checkpoint,
 )
-from ramify.train.checkpoint_metadata import METADATA, MetadataReader
-from ramify.train.parallel import Ranks
-from ramify.train.step import Trainer
+from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader
+from ramify.train.distributed import Ranks
+from ramify.train.trainer import Trainer
 
-ROOM = 16 << 20  # bytes; a disk with less left is full
+MIN_FREE_BYTES = 16 << 20  # bytes; a disk with less left is full
 
 T = TypeVar("T")
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of a run. Ranks save and load together; the first of them moves and removes."""
 
     def __init__(self, directory: Path, ranks: Ranks, *, warn: Callable[[str], None] = lambda line: None) -> None:
         self.directory, self.ranks, self.warn = directory, ranks, warn
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """The steps that have a checkpoint, rising."""
-        return saved_steps(self.directory)
+        return list_saved_steps(self.directory)
 
-    def newest(self) -> int:
+    def newest_step(self) -> int:
         """The newest step whose checkpoint was completed, even if it is damaged now; 0 if there is none."""
-        return max(completed_steps(self.directory), default=0)
+        return max(list_completed_steps(self.directory), default=0)
 
-    def path(self, step: int) -> Path:
-        return step_directory(self.directory, step)
+    def path_for(self, step: int) -> Path:
+        return get_step_directory(self.directory, step)
 
     def save(self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None) -> Path:
         """Keep the trainer as it is after `step` steps. Raises StorageFull or StorageFailed, with nothing changed."""
-        place = self.path(step)
-        if self.ranks.told(step in self.steps()):
+        place = self.path_for(step)
+        if self.ranks.broadcast(step in self.list_steps()):
             return place
         aside = place.with_name(f".{place.name}.partial")
         try:
-            with self.ranks.together(), _naming(self.directory):
-                if self.ranks.first:
-                    self.clear()
+            with self.ranks.raise_together(), _translate_storage_errors(self.directory):
+                if self.ranks.is_first:
+                    self.remove_partial()
                     if place.exists():  # a checkpoint without its manifest: somebody has removed a part of it
                         place.rename(place.with_name(f".{place.name}.gone.partial"))
-                        self.clear()
+                        self.remove_partial()
                     aside.mkdir(parents=True)
             records: dict[str, FileRecord] = {}
-            with self.ranks.together(), _naming(self.directory):
+            with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 writer = FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)
-                with without_single_process_warning():
-                    state_dict_saver.save(dict(_tensors(trainer)), storage_writer=writer, no_dist=self.ranks.size == 1)
+                with ignore_single_process_warning():
+                    state_dict_saver.save(
+                        dict(_iter_state_tensors(trainer)), storage_writer=writer, no_dist=self.ranks.world_size == 1
+                    )
                 records = checksum_files(sorted(aside.glob(f"__{self.ranks.rank}_*")))
-            collected = {name: record for share in self.ranks.all(records) for name, record in share.items()}
-            with self.ranks.together(), _naming(self.directory):
-                if self.ranks.first:
-                    files = {**checksum_files([aside / METADATA]), **collected}
+            collected = {name: record for share in self.ranks.all_gather(records) for name, record in share.items()}
+            with self.ranks.raise_together(), _translate_storage_errors(self.directory):
+                if self.ranks.is_first:
+                    files = {**checksum_files([aside / METADATA_FILE]), **collected}
                     _check_complete(aside, files)
                     optimizer = trainer.config.optim.type
                     CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files).write(aside)
                     aside.rename(place)
                     fsync_directory(self.directory)
         except RamifyError:
-            if self.ranks.first:
+            if self.ranks.is_first:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
         return place
@@ -99,35 +101,37 @@ class Checkpoints:
 
         Every file is verified before anything is read. Raises CheckpointRefused, on all ranks alike.
         """
-        place, kind, ranks = self.path(step), trainer.config.optim.type, self.ranks
-        manifest = self._read_or_suggest(step, lambda: verify_checkpoint(place, rank=ranks.rank, ranks=ranks.size))
+        place, kind, ranks = self.path_for(step), trainer.config.optim.type, self.ranks
+        manifest = self._read_or_suggest(
+            step, lambda: verify_checkpoint(place, rank=ranks.rank, world_size=ranks.world_size)
+        )
         if manifest.files is None:
             self.warn(f"{place} was written by a version that made no checksums: it is loaded without verification")
         reader = self._read_or_suggest(step, lambda: MetadataReader(place))
         state: dict[str, Tensor] = {}
-        with ranks.together():
+        with ranks.raise_together():
             if manifest.optimizer != kind:
                 raise CheckpointRefused(f"{place} was written by {manifest.optimizer}, this run has {kind}")
-            state = _wanted(trainer, reader.metadata.state_dict_metadata, place)
+            state = _allocate_state(trainer, reader.metadata.state_dict_metadata, place)
         try:
-            with without_single_process_warning():
-                state_dict_loader.load(state, storage_reader=reader, no_dist=ranks.size == 1)
+            with ignore_single_process_warning():
+                state_dict_loader.load(state, storage_reader=reader, no_dist=ranks.world_size == 1)
         except CheckpointException as error:
             raise CheckpointRefused(
-                f"{place} cannot be read: {_first(error)}; {self._suggest_recovery(step)}"
+                f"{place} cannot be read: {_find_root_cause(error)}; {self._suggest_recovery(step)}"
             ) from error
-        _restore(trainer, state)
+        _restore_state(trainer, state)
         return manifest.note
 
-    def note(self, step: int) -> dict[str, Any]:
+    def read_note(self, step: int) -> dict[str, Any]:
         """What the run wrote down beside the checkpoint of `step`. Raises CheckpointRefused."""
-        return self._read_or_suggest(step, lambda: CheckpointManifest.read(self.path(step))).note
+        return self._read_or_suggest(step, lambda: CheckpointManifest.read(self.path_for(step))).note
 
     def _read_or_suggest(self, step: int, read: Callable[[], T]) -> T:
         """Return what `read` returns. If it raises CheckpointRefused on one rank, raise it on all, with advice."""
         results: list[T] = []
         try:
-            with self.ranks.together():
+            with self.ranks.raise_together():
                 results.append(read())
         except CheckpointRefused as error:
             raise CheckpointRefused(f"{error.message}; {self._suggest_recovery(step)}") from error
@@ -135,23 +139,23 @@ class Checkpoints:
 
     def _suggest_recovery(self, step: int) -> str:
         """Return what to do when the checkpoint of `step` is refused. A collective: every rank must call it."""
-        intact = self.ranks.told(find_intact_step(self.directory, step) if self.ranks.first else None)
+        intact = self.ranks.broadcast(find_intact_step(self.directory, step) if self.ranks.is_first else None)
         if intact is None:
             return "no other checkpoint is intact: restore its files from a copy, or start a new run"
         command = f"ramify rollback {shlex.quote(str(self.directory.parent))} {intact}"
-        return f"the newest intact checkpoint is {self.path(intact)}: '{command}' makes the run continue from there"
+        return f"the newest intact checkpoint is {self.path_for(intact)}: '{command}' makes the run continue from there"
 
-    def discard_after(self, step: int) -> None:
+    def remove_after(self, step: int) -> None:
         """Remove what never became part of the run's history: newer checkpoints, and halves."""
-        self._remove(each for each in self.steps() if each > step)
-        if self.ranks.first:
-            self.clear()
+        self._remove(each for each in self.list_steps() if each > step)
+        if self.ranks.is_first:
+            self.remove_partial()
 
-    def keep_last(self, count: int) -> None:
+    def remove_all_but_last(self, count: int) -> None:
         """Remove all but the newest `count`."""
-        self._remove(self.steps()[:-count])
+        self._remove(self.list_steps()[:-count])
 
-    def clear(self) -> None:
+    def remove_partial(self) -> None:
         """Remove what a save that was interrupted left behind."""
         for half in self.directory.glob(".step_*.partial"):
             shutil.rmtree(half, ignore_errors=True)
@@ -159,12 +163,12 @@ class Checkpoints:
     def _remove(self, steps: Iterable[int]) -> None:
         """By a rename first: a checkpoint is never seen half removed."""
         steps = list(steps)
-        self.ranks.wait()  # nobody still looks at what is there
-        for step in steps if self.ranks.first else ():
-            gone = self.path(step).with_name(f".step_{step:06}.gone.partial")
-            self.path(step).rename(gone)
+        self.ranks.barrier()  # nobody still looks at what is there
+        for step in steps if self.ranks.is_first else ():
+            gone = self.path_for(step).with_name(f".step_{step:06}.gone.partial")
+            self.path_for(step).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
-        self.ranks.wait()
+        self.ranks.barrier()
 
 
 def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
@@ -175,40 +179,40 @@ def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 @contextlib.contextmanager
-def without_single_process_warning() -> Iterator[None]:
+def ignore_single_process_warning() -> Iterator[None]:
     """Silence torch's warning that only a single process saves or loads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+def _iter_state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """Everything that changes from step to step, under names that do not depend on the number of ranks."""
-    for name, master in trainer.masters.named():
+    for name, master in trainer.master_weights.named_parameters():
         yield f"model/{name}", master.detach()
-        for field, value in _part_of(trainer, master).state.get(master, {}).items():
+        for field, value in _find_optimizer(trainer, master).state.get(master, {}).items():
             yield f"optim/{name}/{field}", value
     yield "rng/cpu", torch.get_rng_state()
     if trainer.device.type == "cuda":
         yield "rng/cuda", torch.cuda.get_rng_state(trainer.device)
 
 
-def _part_of(trainer: Trainer, master: Tensor) -> torch.optim.Optimizer:
-    for part in trainer.optimizer.parts:
+def _find_optimizer(trainer: Trainer, master: Tensor) -> torch.optim.Optimizer:
+    for part in trainer.optimizer.optimizers:
         if any(master is each for group in part.param_groups for each in group["params"]):
             return part
     raise ValueError("a master weight that no optimizer updates")
 
 
-def _wanted(trainer: Trainer, found: Mapping[str, Any], place: Path) -> dict[str, Tensor]:
+def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Tensors to read into: the masters themselves, and new ones for what the optimizer keeps."""
-    masters = dict(trainer.masters.named())
-    there = {key.removeprefix("model/") for key in found if key.startswith("model/")}
+    masters = dict(trainer.master_weights.named_parameters())
+    there = {key.removeprefix("model/") for key in saved_metadata if key.startswith("model/")}
     if there != set(masters):
         odd = sorted(there ^ set(masters))
-        raise CheckpointRefused(f"{place} is of another model: {len(odd)} weights differ, such as {odd[0]}")
+        raise CheckpointRefused(f"{path} is of another model: {len(odd)} weights differ, such as {odd[0]}")
     state: dict[str, Tensor] = {}
-    for key, entry in found.items():
+    for key, entry in saved_metadata.items():
         kind, _, rest = key.partition("/")
         if kind == "rng":
             if rest == "cpu" or trainer.device.type == "cuda":
@@ -216,11 +220,11 @@ def _wanted(trainer: Trainer, found: Mapping[str, Any], place: Path) -> dict[str
             continue
         master = masters.get(rest if kind == "model" else rest.rpartition("/")[0])
         if master is None:
-            raise CheckpointRefused(f"{place} is of another model: it has a tensor {key}")
+            raise CheckpointRefused(f"{path} is of another model: it has a tensor {key}")
         if kind == "model":
             if entry.size != master.shape:
                 said = f"{rest} has shape {list(entry.size)}, the model {list(master.shape)}"
-                raise CheckpointRefused(f"{place} is of another model: {said}")
+                raise CheckpointRefused(f"{path} is of another model: {said}")
             state[key] = master.detach()
         elif entry.size == master.shape:
             state[key] = torch.zeros_like(master, dtype=entry.properties.dtype).detach()
@@ -229,45 +233,45 @@ def _wanted(trainer: Trainer, found: Mapping[str, Any], place: Path) -> dict[str
     return state
 
 
-def _restore(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
-    masters = dict(trainer.masters.named())
+def _restore_state(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
+    masters = dict(trainer.master_weights.named_parameters())
     kept: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         if key.startswith("optim/"):
             name, _, field = key.removeprefix("optim/").rpartition("/")
             kept.setdefault(name, {})[field] = value
     for name, master in masters.items():
-        part = _part_of(trainer, master)
+        part = _find_optimizer(trainer, master)
         part.state.pop(master, None)
         if name in kept:
             part.state[master] = kept[name]
-    trainer.masters.sync()
+    trainer.master_weights.copy_to_model()
     torch.set_rng_state(state["rng/cpu"])
     if "rng/cuda" in state:
         torch.cuda.set_rng_state(state["rng/cuda"], trainer.device)
 
 
 @contextlib.contextmanager
-def _naming(directory: Path) -> Iterator[None]:
+def _translate_storage_errors(directory: Path) -> Iterator[None]:
     """A save that fails has a name of ours outside."""
     try:
         yield
     except (OSError, CheckpointException) as error:
-        raise _named(error, directory) from error
+        raise _to_storage_error(error, directory) from error
 
 
-def _named(error: BaseException, directory: Path) -> RamifyError:
+def _to_storage_error(error: BaseException, directory: Path) -> RamifyError:
     """A failed save by name. Torch may hide the reason of a write that failed: then the room that is left tells."""
-    first = _first(error)
+    first = _find_root_cause(error)
     known = to_storage_error(first, directory)
     if isinstance(known, RamifyError):
         return known
     free = shutil.disk_usage(directory).free
-    failure = StorageFull if free < ROOM else StorageFailed
+    failure = StorageFull if free < MIN_FREE_BYTES else StorageFailed
     return failure(f"{directory}: a checkpoint cannot be written: {first} ({free / 2**20:.1f} MiB free)")
 
 
-def _first(error: BaseException) -> BaseException:
+def _find_root_cause(error: BaseException) -> BaseException:
     """What lies under a failure of DCP: the error of the disk if there is one."""
     found = [error]
     if isinstance(error, CheckpointException):

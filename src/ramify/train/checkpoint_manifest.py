@@ -22,11 +22,11 @@ import msgspec
 from ramify.errors import CheckpointRefused
 from ramify.model.manifest import write_and_fsync
 
-MANIFEST = "checkpoint.json"  # the last file to be written
-PIECE = 16 << 20  # bytes under one checksum
-CHUNK = 1 << 20  # bytes read at once
-THREADS = 8  # at most
-_STEP = re.compile(r"step_(\d{6,})")
+MANIFEST_FILE = "checkpoint.json"  # the last file to be written
+PIECE_BYTES = 16 << 20  # bytes under one checksum
+READ_BYTES = 1 << 20  # bytes read at once
+MAX_THREADS = 8  # at most
+_STEP_PATTERN = re.compile(r"step_(\d{6,})")
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     @classmethod
     def read(cls, directory: Path) -> "CheckpointManifest":
         """Read and verify the manifest of a checkpoint. Raises CheckpointRefused."""
-        path = directory / MANIFEST
+        path = directory / MANIFEST_FILE
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
@@ -68,7 +68,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def write(self, directory: Path) -> None:
         """Write the manifest, with its checksum, into `directory`; it is on disk when this returns."""
         complete = msgspec.structs.replace(self, checksum=self._compute_checksum())
-        write_and_fsync(directory / MANIFEST, msgspec.json.encode(complete))
+        write_and_fsync(directory / MANIFEST_FILE, msgspec.json.encode(complete))
 
     def _compute_checksum(self) -> str:
         content = msgspec.json.encode(msgspec.structs.replace(self, checksum=None), order="deterministic")
@@ -83,7 +83,7 @@ class _Piece(NamedTuple):
 
 def checksum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Compute the sizes and checksums of these files, by name. Raises OSError."""
-    with _threads() as pool:
+    with _make_thread_pool() as pool:
         records: dict[str, FileRecord] = {}
         for path in paths:
             size = path.stat().st_size
@@ -92,32 +92,32 @@ def checksum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
         return records
 
 
-def verify_checkpoint(directory: Path, *, rank: int = 0, ranks: int = 1) -> CheckpointManifest:
+def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) -> CheckpointManifest:
     """Verify the manifest, the sizes of all files, and every `ranks`-th piece from `rank` on.
 
     Raises CheckpointRefused.
     """
     manifest = CheckpointManifest.read(directory)
-    pieces = list(_pieces(directory, manifest.files or {}))[rank::ranks]
-    with _threads() as pool:
+    pieces = list(_iter_pieces(directory, manifest.files or {}))[rank::world_size]
+    with _make_thread_pool() as pool:
         for _ in pool.map(_verify_piece, pieces):
             pass
     return manifest
 
 
-def step_directory(directory: Path, step: int) -> Path:
+def get_step_directory(directory: Path, step: int) -> Path:
     """Return the path of a step's checkpoint in the directory of all checkpoints."""
     return directory / f"step_{step:06}"
 
 
-def saved_steps(directory: Path) -> list[int]:
+def list_saved_steps(directory: Path) -> list[int]:
     """Return the steps whose checkpoints have a manifest, in rising order. They may be damaged."""
-    return _steps(path.parent for path in directory.glob(f"step_*/{MANIFEST}"))
+    return _parse_steps(path.parent for path in directory.glob(f"step_*/{MANIFEST_FILE}"))
 
 
-def completed_steps(directory: Path) -> list[int]:
+def list_completed_steps(directory: Path) -> list[int]:
     """Return the steps whose checkpoints were completed, in rising order, even if files are missing now."""
-    return _steps(directory.glob("step_*"))
+    return _parse_steps(directory.glob("step_*"))
 
 
 def find_intact_step(directory: Path, before: int) -> int | None:
@@ -125,21 +125,21 @@ def find_intact_step(directory: Path, before: int) -> int | None:
 
     A checkpoint without checksums cannot be verified and does not count.
     """
-    for step in reversed([step for step in saved_steps(directory) if step < before]):
+    for step in reversed([step for step in list_saved_steps(directory) if step < before]):
         try:
-            if verify_checkpoint(step_directory(directory, step)).files is not None:
+            if verify_checkpoint(get_step_directory(directory, step)).files is not None:
                 return step
         except CheckpointRefused:
             continue
     return None
 
 
-def _steps(paths: Iterable[Path]) -> list[int]:
-    matches = (_STEP.fullmatch(path.name) for path in paths)
+def _parse_steps(paths: Iterable[Path]) -> list[int]:
+    matches = (_STEP_PATTERN.fullmatch(path.name) for path in paths)
     return sorted(int(match[1]) for match in matches if match)
 
 
-def _pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterable[_Piece]:
+def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterable[_Piece]:
     """Check names and sizes, and yield the pieces whose checksums remain to be verified."""
     for name, record in files.items():
         path = directory / name
@@ -160,15 +160,15 @@ def _verify_piece(piece: _Piece) -> None:
     except OSError as error:
         raise CheckpointRefused(f"{piece.path} cannot be read: {error.strerror or error}") from error
     if actual != piece.expected:
-        where = f"the {PIECE >> 20} MiB from byte {piece.index * PIECE} on"
+        where = f"the {PIECE_BYTES >> 20} MiB from byte {piece.index * PIECE_BYTES} on"
         raise CheckpointRefused(f"{piece.path} is damaged: {where} have checksum {actual}, expected {piece.expected}")
 
 
 def _checksum_piece(path: Path, index: int) -> str:
-    value, buffer = 0, memoryview(bytearray(CHUNK))
+    value, buffer = 0, memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
-        file.seek(index * PIECE)
-        remaining = PIECE
+        file.seek(index * PIECE_BYTES)
+        remaining = PIECE_BYTES
         while remaining and (size := file.readinto(buffer[:remaining])):
             value = zlib.crc32(buffer[:size], value)
             remaining -= size
@@ -176,8 +176,8 @@ def _checksum_piece(path: Path, index: int) -> str:
 
 
 def _count_pieces(size: int) -> int:
-    return -(-size // PIECE)
+    return -(-size // PIECE_BYTES)
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="checksum")
+def _make_thread_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="checksum")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ramify.errors import CheckpointRefused
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 
 
 class MetadataReader(FileSystemReader):
@@ -32,7 +32,7 @@ class MetadataReader(FileSystemReader):
 
 def read_metadata(directory: Path) -> Metadata:
     """Read the metadata of a checkpoint. Raises CheckpointRefused, and no code of the file runs."""
-    path = directory / METADATA
+    path = directory / METADATA_FILE
     try:
         content = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
@@ -57,8 +57,8 @@ def _is_valid(content: Any) -> bool:
     )
 
 
-def _is_storage_info(place: Any) -> bool:
-    return isinstance(place, _STORAGE_INFO) and place.relative_path == PurePosixPath(place.relative_path).name
+def _is_storage_info(info: Any) -> bool:
+    return isinstance(info, _STORAGE_INFO) and info.relative_path == PurePosixPath(info.relative_path).name
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -70,7 +70,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-def _strided(name: str) -> torch.layout:
+def _get_strided_layout(name: str) -> torch.layout:
     """Return torch.strided, the only layout that is saved. Replaces a function of torch that looks up any layout."""
     if name != "torch.strided":
         raise pickle.UnpicklingError(f"expected tensors of layout torch.strided, found {name}")
@@ -93,7 +93,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _strided,
+    ("torch.serialization", "_get_layout"): _get_strided_layout,
     # The directory that it was saved in, for information only. Its class has moved within the standard library.
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,

@@ -22,7 +22,7 @@ class ScheduleConfig(Config):
     """The share that is left at the end of the decay."""
 
     @model_validator(mode="after")
-    def _constant_does_not_decay(self) -> "ScheduleConfig":
+    def _decay_keys_require_decaying_schedule(self) -> "ScheduleConfig":
         if self.type == "constant" and (self.decay_steps is not None or self.floor):
             raise ValueError("decay_steps and floor need a schedule that decays: linear, cosine or wsd")
         return self
@@ -54,14 +54,14 @@ class LossConfig(Config):
     """What the loss takes beyond entries, such as `{ high = 0.28 }`."""
 
     @model_validator(mode="after")
-    def _options_fit(self) -> "LossConfig":
-        from ramify.train.losses import LOSSES, check_options
+    def _loss_and_options_exist(self) -> "LossConfig":
+        from ramify.train.losses import LOSSES, check_loss_options
 
         if "." not in self.id and ":" not in self.id and self.id not in LOSSES:
             raise ValueError(f"there is no loss {self.id!r}: {', '.join(LOSSES)}, or an import path")
         if self.id in LOSSES:
             try:
-                check_options(self.id, LOSSES[self.id], self.options)
+                check_loss_options(self.id, LOSSES[self.id], self.options)
             except ConfigInvalid as error:
                 raise ValueError(str(error)) from error
         return self
@@ -78,7 +78,7 @@ class LoraConfig(Config):
     """The linear maps that get one, by the last part of their names; empty is all inside the layers."""
 
     @model_validator(mode="after")
-    def _off_says_nothing(self) -> "LoraConfig":
+    def _options_require_enabled(self) -> "LoraConfig":
         if not self.enabled:
             plain = LoraConfig.model_construct()
             for name in ("rank", "alpha", "targets"):

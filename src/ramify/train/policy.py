@@ -21,68 +21,76 @@ from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.tree_attention import ATTENTION_NAME, get_sliding_windows
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
-from ramify.train.head import score
-from ramify.train.losses import Loss, ce, ref_kl
-from ramify.train.rows import Row, row_of
+from ramify.train.lm_head import compute_logprobs
+from ramify.train.losses import LossFunction, ce, ref_kl
+from ramify.train.model_inputs import ModelInputs, build_model_inputs
 
 
-class Seen(NamedTuple):
+class PolicyOutput(NamedTuple):
     """What a row gave: the loss to differentiate, and per entry what is measured, without gradients."""
 
     loss: Tensor
-    terms: dict[str, Tensor]  # component: its part of the loss
+    component_losses: dict[str, Tensor]  # component: its part of the loss
     logprob: Tensor  # [entries]
     entropy: Tensor
     masked: Tensor | None  # [rl entries]
 
 
-class Policy(nn.Module):
+class PolicyModel(nn.Module):
     """A causal language model with the losses on top."""
 
-    def __init__(self, model: Any, layout: PackLayout, rl: Loss) -> None:
+    def __init__(self, model: Any, layout: PackLayout, rl_loss: LossFunction) -> None:
         super().__init__()
         self.model, self.layout = model, layout
-        self.windows = get_sliding_windows(model.config)
-        self.longest = get_longrope_limit(model.config.get_text_config())
-        self.losses: dict[str, Loss] = {"rl": rl, "ce": ce, "ref_kl": ref_kl}
+        self.sliding_windows = get_sliding_windows(model.config)
+        self.max_positions = get_longrope_limit(model.config.get_text_config())
+        self.losses: dict[str, LossFunction] = {"rl": rl_loss, "ce": ce, "ref_kl": ref_kl}
         self.train()
-        _without_noise(model)
+        _disable_dropout(model)
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers: what is compiled, checkpointed and sharded one by one."""
         return self.model.get_decoder().layers
 
-    def forward(self, row: Row, counts: Mapping[str, int]) -> Seen:
+    def forward(self, inputs: ModelInputs, entry_counts: Mapping[str, int]) -> PolicyOutput:
         """The row's share of the loss of its batch, whose components have `counts` entries in all."""
-        logprob, entropy = self.score(row)
+        logprob, entropy = self.compute_logprobs(inputs)
         terms: dict[str, Tensor] = {}
         masked: Tensor | None = None
-        for name, weight in row.told.weight.items():
-            term = self.losses[name](row.told.entries(name, logprob))
-            terms[name] = (weight * term.loss).sum() / counts[name]
+        for name, weight in inputs.head_inputs.component_weights.items():
+            term = self.losses[name](inputs.head_inputs.select_entries(name, logprob))
+            terms[name] = (weight * term.loss).sum() / entry_counts[name]
             masked = term.masked if name == "rl" else masked
         loss = sum(terms.values(), start=torch.zeros((), device=logprob.device)) if terms else 0.0 * logprob.sum()
         seen = {name: term.detach() for name, term in terms.items()}
-        return Seen(loss, seen, logprob.detach(), entropy.detach(), masked)
+        return PolicyOutput(loss, seen, logprob.detach(), entropy.detach(), masked)
 
-    def score(self, row: Row) -> tuple[Tensor, Tensor]:
+    def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
-        if self.longest is not None and row.forest.position_ids.max(initial=0) >= self.longest:
-            said = f"longrope turns all tokens of a row by other angles where one stands at {self.longest} or beyond"
+        if self.max_positions is not None and inputs.forest.position_ids.max(initial=0) >= self.max_positions:
+            said = (
+                f"longrope turns all tokens of a row by other angles where one stands at {self.max_positions} or beyond"
+            )
             raise ModelUnsupported(f"{said}; lower seq_len")
-        more = {} if row.tree is None else {"tree": row.tree}
-        if more and row.ids.is_cuda:
-            _make_room()
-        found = self.model.get_decoder()(input_ids=row.ids, position_ids=row.position, use_cache=False, **more)
-        told = row.told  # not before the layers were begun
-        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, told.source)
+        more = {} if inputs.tree_mask is None else {"tree": inputs.tree_mask}
+        if more and inputs.input_ids.is_cuda:
+            _set_triton_allocator()
+        found = self.model.get_decoder()(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **more
+        )
+        told = inputs.head_inputs  # not before the layers were begun
+        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, told.hidden_index)
         head = self.model.get_output_embeddings()
-        logprob, entropy = score(hidden, head.weight, getattr(head, "bias", None), told.token, told.temperature)
-        return (logprob[told.pair], entropy[told.pair]) if len(told.pair) else (logprob, entropy)
+        logprob, entropy = compute_logprobs(
+            hidden, head.weight, getattr(head, "bias", None), told.target_ids, told.temperature
+        )
+        return (logprob[told.pair_index], entropy[told.pair_index]) if len(told.pair_index) else (logprob, entropy)
 
 
-def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activations: bool = False) -> Policy:
+def load_policy(
+    path: Path, rl_loss: LossFunction, *, device: torch.device, checkpoint_activations: bool = False
+) -> PolicyModel:
     """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation.
 
     Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU, where
@@ -91,23 +99,27 @@ def load_policy(path: Path, rl: Loss, *, device: torch.device, checkpoint_activa
     config = load_config(path)
     layout = choose_pack_layout(config)
     logging.disable_progress_bar()
-    model = load_hf_model(path, config, torch.float32, attention_for(layout))
-    policy = Policy(model, layout, rl)
+    model = load_hf_model(path, config, torch.float32, get_attention_name(layout))
+    policy = PolicyModel(model, layout, rl_loss)
     _check_agreement(policy)
     policy.to(device)
     if checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), _again())})
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _recompute_context())}
+        )
     return policy
 
 
 @torch.no_grad()
-def _check_agreement(policy: Policy) -> None:
+def _check_agreement(policy: PolicyModel) -> None:
     """Raise ModelUnsupported unless a policy on the CPU scores a few tokens as the model itself does."""
     model = policy.model
     ids = build_check_ids(model.config)
-    expected = compute_reference_logprobs(model, ids, attention_for(policy.layout))
+    expected = compute_reference_logprobs(model, ids, get_attention_name(policy.layout))
     try:
-        actual, _ = policy.score(row_of(_chain(ids), layout=policy.layout, windows=policy.windows))
+        actual, _ = policy.compute_logprobs(
+            build_model_inputs(_build_chain(ids), layout=policy.layout, sliding_windows=policy.sliding_windows)
+        )
     except (RamifyError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that is put together in another way fails anywhere
@@ -117,7 +129,7 @@ def _check_agreement(policy: Policy) -> None:
         raise ModelUnsupported(f"{type(model).__name__} has no list of layers, which the trainer compiles and shards")
 
 
-def _chain(ids: Tensor) -> Forest:
+def _build_chain(ids: Tensor) -> Forest:
     """Return a forest of one path, in which every token but the first is trained."""
     trace = Trace(id="trial")
     first, *rest = ids.tolist()
@@ -127,12 +139,12 @@ def _chain(ids: Tensor) -> Forest:
     return build_forest([AnnotatedTrace(trace, (Annotation("trial", reply, advantage=1.0),))])
 
 
-def attention_for(layout: PackLayout) -> str | None:
+def get_attention_name(layout: PackLayout) -> str | None:
     """The attention a model is loaded with: chains need none of ours, and transformers knows which they can have."""
     return ATTENTION_NAME if layout is PackLayout.FOREST else None
 
 
-def compile_layers(policy: Policy) -> None:
+def compile_layers(policy: PolicyModel) -> None:
     """Compile each layer by itself, and the norm behind them; all layers of a kind share the code, one for each length
     of row. Grids of chains have any size, so theirs is one code for all."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -145,21 +157,21 @@ def compile_layers(policy: Policy) -> None:
 
 
 @contextmanager
-def _again() -> Iterator[None]:
+def _recompute_context() -> Iterator[None]:
     """Around a layer that is computed a second time, in a thread of autograd's."""
     if torch.cuda.is_available():
-        _make_room()
+        _set_triton_allocator()
     yield
 
 
-def _make_room() -> None:
+def _set_triton_allocator() -> None:
     """For the kernels that are launched from here: code compiled by torch 2.13 makes it only where it ran first."""
     from ramify.model.kernels import set_triton_allocator  # needs Triton, which only a torch for CUDA brings
 
     set_triton_allocator()
 
 
-def _without_noise(model: nn.Module) -> None:
+def _disable_dropout(model: nn.Module) -> None:
     """A policy is what was sampled from: it drops nothing, and no router guesses. Only what may be computed again by
     layers is told that it trains, or nothing would be."""
     for module in model.modules():

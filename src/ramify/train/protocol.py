@@ -5,19 +5,19 @@ Each class is the body of the request of that name; `ramify.wire` carries it. Im
 
 import msgspec
 
-from ramify.train.batches import Laying
+from ramify.train.batch import PackSpec
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rank comes. Without an incarnation it is the first rank of a new trainer, and gets the next."""
 
     rank: int
     ranks: int
-    laying: Laying
+    laying: PackSpec
     incarnation: int | None = None
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RegisterReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer to hello: where the history ends, and who the trainer is."""
 
     committed: int = 0  # steps in the history: load this checkpoint, forget newer ones
@@ -26,34 +26,34 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     steps: int | None = None  # of the whole run, where a schedule needs to know
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every later request holds: who asks."""
 
     rank: int
     incarnation: int
 
 
-class AskBatch(Ask, frozen=True, kw_only=True):
+class BatchRequest(RankRequest, frozen=True, kw_only=True):
     """`batch`: answered by a blob, this rank's share; by none if there is no more."""
 
     step: int
 
 
-class Trained(Ask, frozen=True, kw_only=True):
+class TrainedRequest(RankRequest, frozen=True, kw_only=True):
     """`trained`: answered by whether a checkpoint is wanted now."""
 
     step: int
     metrics: dict[str, float]
 
 
-class Published(Ask, frozen=True, kw_only=True):
+class PublishedRequest(RankRequest, frozen=True, kw_only=True):
     """`published`: answered by the versions that engines still need, or null."""
 
     version: tuple[str, int, int]
     path: str
 
 
-class Checkpointed(Ask, frozen=True, kw_only=True):
+class CheckpointRequest(RankRequest, frozen=True, kw_only=True):
     """`checkpoint`: the checkpoint is in its place; answered when it is the end of the history."""
 
     step: int

@@ -17,7 +17,7 @@ from ramify.errors import ConfigInvalid
 from ramify.train.losses.ce import ce
 from ramify.train.losses.cispo import cispo
 from ramify.train.losses.dppo import dppo
-from ramify.train.losses.entries import Entries, Loss, Term
+from ramify.train.losses.entries import Entries, LossFunction, LossTerm
 from ramify.train.losses.gspo import gspo
 from ramify.train.losses.icepop import icepop
 from ramify.train.losses.ppo import ppo
@@ -26,18 +26,18 @@ from ramify.train.losses.tis import tis
 
 LOSSES = {each.__name__: each for each in (dppo, ppo, cispo, gspo, icepop, tis)}
 
-__all__ = ["LOSSES", "Entries", "Loss", "Term", "ce", "check_options", "find_loss", "ref_kl"]
+__all__ = ["LOSSES", "Entries", "LossFunction", "LossTerm", "ce", "check_loss_options", "load_loss", "ref_kl"]
 
 
-def find_loss(id: str, options: Mapping[str, Any] | None = None) -> Loss:
+def load_loss(id: str, options: Mapping[str, Any] | None = None) -> LossFunction:
     """The loss of a built-in name or of an import path (`package.module.function`), with its options set."""
-    function = LOSSES.get(id) or _imported(id)
-    check_options(id, function, options or {})
+    function = LOSSES.get(id) or _import_loss(id)
+    check_loss_options(id, function, options or {})
     loss = partial(function, **(options or {}))
-    return loss if id in LOSSES else partial(_one_each, id, loss)
+    return loss if id in LOSSES else partial(_check_per_entry, id, loss)
 
 
-def check_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
+def check_loss_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
     """Refuse an option the loss does not take, naming the nearest one it does, and the lack of one that it needs."""
     keywords = [each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
     known = [each.name for each in keywords]
@@ -50,7 +50,7 @@ def check_options(id: str, function: Any, options: Mapping[str, Any]) -> None:
             raise ConfigInvalid(f"loss {id!r} has no option {name!r}{hint}")
 
 
-def _imported(id: str) -> Any:
+def _import_loss(id: str) -> Any:
     module, _, name = id.replace(":", ".").rpartition(".")
     if not module:
         near = get_close_matches(id, LOSSES, 1)
@@ -65,10 +65,10 @@ def _imported(id: str) -> Any:
     return found
 
 
-def _one_each(id: str, loss: Loss, entries: Entries) -> Term:
+def _check_per_entry(id: str, loss: LossFunction, entries: Entries) -> LossTerm:
     """What somebody else's loss says. A mean would depend on how a batch was packed."""
     term = loss(entries)
-    said = [each for each in term if each is not None] if isinstance(term, Term) else []
+    said = [each for each in term if each is not None] if isinstance(term, LossTerm) else []
     if not said or any(each.shape != entries.logprob.shape for each in said):
         raise ConfigInvalid(f"loss {id!r} has to return a Term with one number for each entry, and no mean or sum")
     return term

@@ -1,8 +1,8 @@
 """Cross entropy: the loss of supervised training."""
 
-from ramify.train.losses.entries import Entries, Term
+from ramify.train.losses.entries import Entries, LossTerm
 
 
-def ce(entries: Entries) -> Term:
+def ce(entries: Entries) -> LossTerm:
     """−logπ."""
-    return Term(-entries.logprob)
+    return LossTerm(-entries.logprob)

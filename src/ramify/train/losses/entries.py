@@ -19,29 +19,29 @@ class Entries:
     """The entries that one component applies to, by column; logprobs are at each entry's temperature."""
 
     logprob: Tensor  # of the policy that is trained: gradients flow through it
-    sampler: Tensor  # of the policy that sampled; NaN where only ce applies
+    sampler_logprob: Tensor  # of the policy that sampled; NaN where only ce applies
     advantage: Tensor
-    reference: Tensor  # of the reference model; NaN where none is known
-    sequence: Tensor  # which model call an entry belongs to, from 0
-    sequences: int  # how many there are
+    reference_logprob: Tensor  # of the reference model; NaN where none is known
+    sequence_index: Tensor  # which model call an entry belongs to, from 0
+    num_sequences: int  # how many there are
 
     @property
     def log_ratio(self) -> Tensor:
         """lr = logπ − logπ_sampler."""
-        return self.logprob - self.sampler
+        return self.logprob - self.sampler_logprob
 
     def mean_by_sequence(self, values: Tensor) -> Tensor:
         """The mean of `values` over the entries of each entry's model call."""
-        zeros = values.new_zeros(self.sequences)
-        counts = zeros.index_add(0, self.sequence, values.detach() * 0 + 1)
-        return (zeros.index_add(0, self.sequence, values) / counts.clamp(min=1))[self.sequence]
+        zeros = values.new_zeros(self.num_sequences)
+        counts = zeros.index_add(0, self.sequence_index, values.detach() * 0 + 1)
+        return (zeros.index_add(0, self.sequence_index, values) / counts.clamp(min=1))[self.sequence_index]
 
 
-class Term(NamedTuple):
+class LossTerm(NamedTuple):
     """The loss of each entry, and which entries were masked: dropped, or clipped so that no gradient flows."""
 
     loss: Tensor
     masked: Tensor | None = None
 
 
-Loss = Callable[[Entries], Term]
+LossFunction = Callable[[Entries], LossTerm]

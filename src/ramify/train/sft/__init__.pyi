@@ -1,4 +1,4 @@
 from .config import SftConfig as SftConfig
-from .run import Result as Result
+from .run import SftResult as SftResult
+from .run import run_sft as run_sft
 from .run import sft as sft
-from .run import train as train

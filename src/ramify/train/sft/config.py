@@ -12,7 +12,7 @@ from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
 
 
-class DataConfig(Config):
+class SftDataConfig(Config):
     """The conversations to learn from."""
 
     path: str
@@ -31,7 +31,7 @@ class DataConfig(Config):
     """Whose messages are learned."""
 
 
-class ValidationConfig(Config):
+class SftValidationConfig(Config):
     """Conversations that are not trained on, only measured. Give `path`, or hold out a `share` of the data."""
 
     path: str | None = None
@@ -41,7 +41,7 @@ class ValidationConfig(Config):
     """Steps between two measurements; there is one before the first step and one after the last."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> "ValidationConfig":
+    def _path_or_share(self) -> "SftValidationConfig":
         if self.path is not None and self.share:
             raise ValueError("path and share are two ways to the same: give one of them")
         if self.path is None and (self.part is not None or (not self.share and self.interval != 50)):
@@ -63,8 +63,8 @@ class SftConfig(Config):
     model: ModelConfig = ModelConfig()
     """The model to begin with (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
-    data: DataConfig
-    validation: ValidationConfig = ValidationConfig()
+    data: SftDataConfig
+    validation: SftValidationConfig = SftValidationConfig()
     seq_len: int = Field(default=2048, ge=2)
     """Longer conversations lose their end; how much is counted."""
     batch_size: int = Field(default=32, ge=1)
@@ -79,7 +79,7 @@ class SftConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
-    def _no_reinforcement(self) -> "SftConfig":
+    def _loss_is_cross_entropy(self) -> "SftConfig":
         if self.trainer.loss != LossConfig():
             raise ValueError("trainer.loss is the loss of reinforcement learning; here the loss is cross entropy")
         return self

@@ -10,49 +10,51 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ramify.train.metrics import StepMetrics
 
-LINE_EVERY = 5.0  # seconds between two lines
-SMOOTH = 0.9  # of the past in the seconds of a step
+LINE_INTERVAL = 5.0  # seconds between two lines
+EMA_DECAY = 0.9  # of the past in the seconds of a step
 
 
 @dataclass(slots=True)
-class Pace:
+class StepProgress:
     """How far a run is, and how fast."""
 
-    done: int
-    total: int
-    seconds: float | None = None  # of a step, smoothed
+    steps_done: int
+    total_steps: int
+    seconds_per_step: float | None = None  # of a step, smoothed
 
-    def add(self, seconds: float) -> None:
-        self.done += 1
-        self.seconds = seconds if self.seconds is None else SMOOTH * self.seconds + (1 - SMOOTH) * seconds
+    def record_step(self, seconds: float) -> None:
+        self.steps_done += 1
+        self.seconds_per_step = (
+            seconds if self.seconds_per_step is None else EMA_DECAY * self.seconds_per_step + (1 - EMA_DECAY) * seconds
+        )
 
     @property
-    def left(self) -> str:
+    def eta(self) -> str:
         """The time that is left, as people read it."""
-        seconds = round((self.seconds or 0.0) * (self.total - self.done))
+        seconds = round((self.seconds_per_step or 0.0) * (self.total_steps - self.steps_done))
         minutes, rest = divmod(seconds, 60)
         if not minutes:
             return f"{rest}s"
         return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-class Display(Protocol):
+class SftDisplay(Protocol):
     """A front end."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Something worth a line of its own."""
         ...
 
-    def step(self, metrics: StepMetrics, pace: Pace) -> None:
+    def show_step(self, metrics: StepMetrics, progress: StepProgress) -> None:
         """A step is done."""
         ...
 
 
-class Quiet:
+class NullSftDisplay:
     """Shows nothing: for programs, and for all ranks but the first."""
 
     def __enter__(self) -> Self:
@@ -60,27 +62,29 @@ class Quiet:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def say(self, line: str) -> None: ...
+    def print_line(self, line: str) -> None: ...
 
-    def step(self, metrics: StepMetrics, pace: Pace) -> None: ...
+    def show_step(self, metrics: StepMetrics, progress: StepProgress) -> None: ...
 
 
-class Lines(Quiet):
+class LogSftDisplay(NullSftDisplay):
     """One line every few seconds, and one for the last step."""
 
     def __init__(self) -> None:
-        self._next = 0.0
+        self._next_line_at = 0.0
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         print(line, flush=True)
 
-    def step(self, metrics: StepMetrics, pace: Pace) -> None:
-        if time.monotonic() >= self._next or pace.done == pace.total:
-            self._next = time.monotonic() + LINE_EVERY
-            self.say(f"step={pace.done}/{pace.total} {line_of(metrics)} left={pace.left}")
+    def show_step(self, metrics: StepMetrics, progress: StepProgress) -> None:
+        if time.monotonic() >= self._next_line_at or progress.steps_done == progress.total_steps:
+            self._next_line_at = time.monotonic() + LINE_INTERVAL
+            self.print_line(
+                f"step={progress.steps_done}/{progress.total_steps} {format_metrics(metrics)} left={progress.eta}"
+            )
 
 
-class Bar(Quiet):
+class LiveSftDisplay(NullSftDisplay):
     """A bar with the last step's figures behind it."""
 
     def __init__(self) -> None:
@@ -95,15 +99,15 @@ class Bar(Quiet):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._progress.console.print(line, markup=False, highlight=False)
 
-    def step(self, metrics: StepMetrics, pace: Pace) -> None:
-        figures = f"{line_of(metrics)} left={pace.left}"
-        self._progress.update(self._task, completed=pace.done, total=pace.total, figures=figures)
+    def show_step(self, metrics: StepMetrics, progress: StepProgress) -> None:
+        figures = f"{format_metrics(metrics)} left={progress.eta}"
+        self._progress.update(self._task, completed=progress.steps_done, total=progress.total_steps, figures=figures)
 
 
-def line_of(metrics: StepMetrics) -> str:
+def format_metrics(metrics: StepMetrics) -> str:
     """The figures people watch."""
     return (
         f"loss={metrics.loss:.4f} grad_norm={metrics.grad_norm:.3f} lr={metrics.lr:.2e} "
@@ -111,6 +115,6 @@ def line_of(metrics: StepMetrics) -> str:
     )
 
 
-def choose() -> Display:
+def choose_display() -> SftDisplay:
     """The bar where there is a terminal to draw it on, lines where there is none."""
-    return Bar() if sys.stdout.isatty() else Lines()
+    return LiveSftDisplay() if sys.stdout.isatty() else LogSftDisplay()

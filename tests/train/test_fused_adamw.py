@@ -4,14 +4,14 @@ from copy import deepcopy
 
 import pytest
 import torch
+from tests.train.test_step import forests, weights
 from torch import nn
 
-from ramify.train import Batch, Trainer, TrainerConfig, lay_out
+from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.config import OptimConfig
-from ramify.train.masters import Masters
-from ramify.train.optim import Optimizer
+from ramify.train.master_weights import MasterWeights
+from ramify.train.optim import OptimizersContainer
 from tests.train.models import CONFIGS, policy
-from tests.train.test_step import forests, weights
 
 DEVICE = torch.device("cuda")
 CONFIG = OptimConfig(lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, max_norm=1.0)
@@ -26,10 +26,10 @@ class Pair:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.module = nn.ParameterDict({name: torch.randn(shape, device=DEVICE) for name, shape in SHAPES.items()})
-        plain = Masters(deepcopy(self.module))
-        self.plain = dict(plain.named())
-        self.masters = Masters(self.module, torch.bfloat16)
-        self.ours, self.theirs = (Optimizer(masters, CONFIG, None) for masters in (self.masters, plain))
+        plain = MasterWeights(deepcopy(self.module))
+        self.plain = dict(plain.named_parameters())
+        self.masters = MasterWeights(self.module, torch.bfloat16)
+        self.ours, self.theirs = (OptimizersContainer(masters, CONFIG, None) for masters in (self.masters, plain))
         assert self.ours.fused
         assert not self.theirs.fused
 
@@ -44,8 +44,8 @@ class Pair:
                     copy.grad[3, 3] += spoilt
                 before, found = self.plain[name].grad, copy.grad.float()
                 self.plain[name].grad = found if before is None else before + found
-            self.masters.collect()
-        norm = self.masters.norm()
+            self.masters.accumulate_gradients()
+        norm = self.masters.gradient_norm()
         wanted = nn.utils.clip_grad_norm_(self.plain.values(), CONFIG.max_norm or 0.0)
         torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0.0, equal_nan=True)
         self.ours.step(number, norm)
@@ -57,7 +57,10 @@ class Pair:
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Weights and moments by their names, ours and theirs."""
         found = []
-        for (part,), named in ((self.ours.parts, self.masters.named()), (self.theirs.parts, self.plain.items())):
+        for (part,), named in (
+            (self.ours.optimizers, self.masters.named_parameters()),
+            (self.theirs.optimizers, self.plain.items()),
+        ):
             found.append({})
             for name, value in named:
                 found[-1][name] = value.detach()
@@ -111,10 +114,10 @@ def test_the_state_is_that_of_torch():
     second.theirs.load_state_dict(deepcopy(first.ours.state_dict()))
     second.ours.load_state_dict(theirs)
     with torch.no_grad():
-        for name, master in second.masters.named():
+        for name, master in second.masters.named_parameters():
             master.copy_(first.plain[name])
-            second.plain[name].copy_(dict(first.masters.named())[name])
-    second.masters.sync()
+            second.plain[name].copy_(dict(first.masters.named_parameters())[name])
+    second.masters.copy_to_model()
     for number in range(2, 4):
         second.step(number)
         second.check()
@@ -128,21 +131,21 @@ def test_an_update_of_a_trainer_is_the_one_of_several_passes(size, monkeypatch):
     config = TrainerConfig(optim=CONFIG)
     one, several = (Trainer(policy(CONFIGS["qwen3"]).to(DEVICE), config, dtype=torch.bfloat16) for _ in range(2))
     with monkeypatch.context() as patch:
-        patch.setattr(Masters, "fusable", False)
-        several.optimizer = Optimizer(several.masters, CONFIG, None)
+        patch.setattr(MasterWeights, "fusable", False)
+        several.optimizer = OptimizersContainer(several.master_weights, CONFIG, None)
     assert (one.optimizer.fused, several.optimizer.fused) == (True, False)
-    before, batch = weights(one), Batch.of(0, lay_out(forests(), size))
+    before, batch = weights(one), Batch.from_packs(0, pack_forests(forests(), size))
     for pack in batch.packs:
-        one.policy(one.row(pack), batch.counts).loss.backward()
+        one.policy(one.prepare_inputs(pack), batch.entry_counts).loss.backward()
         for mine, other in zip(one.policy.parameters(), several.policy.parameters()):
             other.grad = None if mine.grad is None else mine.grad.clone()
-        one.masters.collect()
-        several.masters.collect()
-    norms = [float(each.update(0)[0]) for each in (one, several)]
+        one.master_weights.accumulate_gradients()
+        several.master_weights.accumulate_gradients()
+    norms = [float(each.optimizer_step(0)[0]) for each in (one, several)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     for name, value in weights(one).items():
         wanted = weights(several)[name]
         assert (value - wanted).norm() <= 1e-4 * (wanted - before[name]).norm(), name
         assert torch.equal(dict(one.policy.named_parameters())[name], value.bfloat16()), name
-    assert not one.masters.gradients()
-    assert not one.step(Batch.of(1, batch.packs)).skipped
+    assert not one.master_weights.gradients()
+    assert not one.step(Batch.from_packs(1, batch.packs)).skipped

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from ramify.train import head
-from ramify.train.head import score
+from ramify.train import lm_head
+from ramify.train.lm_head import compute_logprobs
 
 ROWS, WIDTH, VOCAB = 37, 8, 23
 
 
 @pytest.fixture(params=[1, 10, 1000], ids=lambda rows: f"{rows} rows a chunk")
 def chunked(request, monkeypatch):
-    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", request.param * VOCAB * 4)
+    monkeypatch.setitem(lm_head.CHUNK_BYTES, "cpu", request.param * VOCAB * 4)
 
 
 def columns(bias: bool):
@@ -29,7 +29,7 @@ def test_logprob_entropy_and_gradients_at_each_rows_temperature(chunked, bias):
     logits = torch.nn.functional.linear(hidden, weight, more) / temperature[:, None]
     logs = logits.log_softmax(-1)
     wanted = logs.gather(1, token[:, None])[:, 0]
-    found, entropy = score(hidden, weight, more, token, temperature)
+    found, entropy = compute_logprobs(hidden, weight, more, token, temperature)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(entropy, -(logs.exp() * logs).sum(-1).detach())
     assert not entropy.requires_grad
@@ -41,9 +41,9 @@ def test_logprob_entropy_and_gradients_at_each_rows_temperature(chunked, bias):
 def test_bfloat16_sums_the_weights_gradient_in_float32(chunked):
     hidden, weight, _, token, temperature = columns(False)
     small, rounded = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
-    found, _ = score(small, rounded, None, token, temperature)
+    found, _ = compute_logprobs(small, rounded, None, token, temperature)
     (grad,) = torch.autograd.grad(found.sum(), rounded)
-    exact, _ = score(small.float(), rounded.float().detach().requires_grad_(), None, token, temperature)
+    exact, _ = compute_logprobs(small.float(), rounded.float().detach().requires_grad_(), None, token, temperature)
     assert grad.dtype == torch.bfloat16
     wanted = torch.autograd.grad(
         torch.log_softmax(
@@ -59,7 +59,7 @@ def test_bfloat16_sums_the_weights_gradient_in_float32(chunked):
 
 def test_a_frozen_head_gets_no_gradient(chunked):
     hidden, weight, _, token, temperature = columns(False)
-    found, _ = score(hidden, weight.detach(), None, token, temperature)
+    found, _ = compute_logprobs(hidden, weight.detach(), None, token, temperature)
     found.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None

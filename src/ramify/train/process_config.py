@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from ramify.config import Config, RunName
 from ramify.infer.config import ModelConfig
 from ramify.train.config import CheckpointConfig, TrainerConfig
-from ramify.train.places import weights_directory
+from ramify.train.weights_directory import get_weights_directory
 
 
 class WeightsConfig(Config):
@@ -18,12 +18,12 @@ class WeightsConfig(Config):
     transport: Literal["disk", "shm"] = "disk"
     """`disk`: below the run, for engines anywhere that see it. `shm`: in memory, for engines on the same host."""
 
-    def directory(self, run: Path) -> Path:
+    def directory_for(self, run: Path) -> Path:
         """Where a run's versions lie."""
-        return weights_directory(run, self.transport)
+        return get_weights_directory(run, self.transport)
 
 
-class ServiceConfig(Config):
+class TrainerProcessConfig(Config):
     """`ramify trainer`: trains what an orchestrator, or a directory of recorded batches, gives it."""
 
     name: RunName = "trainer"
@@ -46,7 +46,7 @@ class ServiceConfig(Config):
 
     @field_validator("address")
     @classmethod
-    def _can_be_asked(cls, address: str | None) -> str | None:
+    def _address_is_tcp(cls, address: str | None) -> str | None:
         place = urlsplit(address or "tcp://nobody:1")
         if place.scheme != "tcp" or not place.hostname or not place.port:  # a port that is none raises
             raise ValueError(f"expected tcp://HOST:PORT, got {address!r}")

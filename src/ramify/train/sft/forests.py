@@ -13,27 +13,35 @@ import numpy as np
 from ramify.errors import TemplateRefused
 from ramify.render import RenderedPrompt, Renderer
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
-from ramify.train.sft.chats import Chat
+from ramify.train.sft.conversations import SftConversation
 
-ENV = "sft"
+ENV_NAME = "sft"
 
 
-def forest_of(chats: Sequence[tuple[str, Chat]], renderer: Renderer, roles: Sequence[str], seq_len: int) -> Forest:
+def build_forest(
+    conversations: Sequence[tuple[str, SftConversation]], renderer: Renderer, roles: Sequence[str], seq_len: int
+) -> Forest:
     """Named conversations as one forest; ends beyond `seq_len` are cut off and counted in `dropped`."""
     return build_forest(
-        [sample_of(name, chat, renderer, roles) for name, chat in chats], seq_len=seq_len, overlong="cut"
+        [build_annotated_trace(name, chat, renderer, roles) for name, chat in conversations],
+        seq_len=seq_len,
+        overlong="cut",
     )
 
 
-def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -> AnnotatedTrace:
+def build_annotated_trace(
+    name: str, conversation: SftConversation, renderer: Renderer, roles: Sequence[str]
+) -> AnnotatedTrace:
     """One conversation as a trace, with cross entropy on the messages of `roles`. Raises TemplateRefused."""
-    trace = Trace(id=name, env=ENV)
+    trace = Trace(id=name, env=ENV_NAME)
     known: dict[tuple[int, bytes], int] = {}
     notes: dict[int, Annotation] = {}
     try:
-        paths = list(_paths(chat, renderer, roles))
+        paths = list(_render_paths(conversation, renderer, roles))
     except TemplateRefused as error:
-        raise TemplateRefused(f"{chat.row}: {error.message}" if chat.row else error.message) from error
+        raise TemplateRefused(
+            f"{conversation.location}: {error.message}" if conversation.location else error.message
+        ) from error
     for rendered, learned in paths:
         parent, start = -1, 0
         for number, span in enumerate(rendered.spans):
@@ -44,31 +52,33 @@ def sample_of(name: str, chat: Chat, renderer: Renderer, roles: Sequence[str]) -
                 known[key] = trace.add_node(parent, span.message, tokens, content_span=body)
             node = known[key]
             if number in learned:
-                stop = span.body[1] + _ending(rendered, span.body[1], span.stop, renderer.stop_ids)
+                stop = span.body[1] + _count_stop_tokens(rendered, span.body[1], span.stop, renderer.stop_ids)
                 first = max(span.body[0] - start, 1 if start == 0 else 0)  # nothing predicts the very first token
                 if first < stop - start:
                     notes[node] = Annotation(name, node, (first, stop - start), rl=0.0, ce=1.0)
             parent, start = node, span.stop
-    return AnnotatedTrace(trace, tuple(notes.values()), env=ENV)
+    return AnnotatedTrace(trace, tuple(notes.values()), env=ENV_NAME)
 
 
-def _paths(chat: Chat, renderer: Renderer, roles: Sequence[str]) -> Iterator[tuple[RenderedPrompt, set[int]]]:
+def _render_paths(
+    conversation: SftConversation, renderer: Renderer, roles: Sequence[str]
+) -> Iterator[tuple[RenderedPrompt, set[int]]]:
     """The ways from the root that the conversation needs, and which messages are learned on each."""
-    messages = chat.messages
+    messages = conversation.messages
     wanted = {number for number, message in enumerate(messages) if message.role in roles}
     thought = [number for number in wanted if messages[number].reasoning is not None and number < len(messages) - 1]
-    whole = renderer.render(messages, chat.tools, add_generation_prompt=False)
+    whole = renderer.render(messages, conversation.tools, add_generation_prompt=False)
     apart: set[int] = set()
     if thought:  # what comes before may look different while it is the last turn
         for number in sorted(wanted):
-            alone = renderer.render(messages[: number + 1], chat.tools, add_generation_prompt=False)
+            alone = renderer.render(messages[: number + 1], conversation.tools, add_generation_prompt=False)
             if not np.array_equal(alone.token_ids, whole.token_ids[: len(alone.token_ids)]):
                 apart.add(number)
                 yield alone, {number}
     yield whole, wanted - apart
 
 
-def _ending(rendered: RenderedPrompt, start: int, stop: int, stop_ids: Sequence[int]) -> int:
+def _count_stop_tokens(rendered: RenderedPrompt, start: int, stop: int, stop_ids: Sequence[int]) -> int:
     """How many tokens behind a body belong to what is learned: up to the one that ends a reply."""
     behind = rendered.token_ids[start:stop].tolist()
     return next((at for at, id in enumerate(behind, 1) if id in stop_ids), 0)

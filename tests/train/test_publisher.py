@@ -12,8 +12,8 @@ from ramify.model import Manifest, PolicyVersion
 from ramify.model.manifest import verify_weights
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
-from ramify.train.parallel import Ranks
-from ramify.train.publish import Publisher, gathered
+from ramify.train.distributed import Ranks
+from ramify.train.publisher import WeightPublisher, iter_merged_weights
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 
@@ -31,8 +31,8 @@ def trainer_of(model: Path, dtype: str = "float32"):
     return build_trainer(model, TrainerConfig(pack_tokens=128, dtype=dtype, optim={"lr": 1e-3}), ALONE)
 
 
-def publisher_of(model: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Publisher:
-    return Publisher(folder, ALONE, policy="p", base=model, dtype=dtype)
+def publisher_of(model: Path, folder: Path, dtype: torch.dtype = torch.float32) -> WeightPublisher:
+    return WeightPublisher(folder, ALONE, policy="p", base_model=model, dtype=dtype)
 
 
 def test_a_version_is_the_masters_and_fits_the_model(model, tmp_path):
@@ -40,7 +40,7 @@ def test_a_version_is_the_masters_and_fits_the_model(model, tmp_path):
     trainer.step(random_batches(1)[0])
     published = publisher_of(model, tmp_path, torch.bfloat16).publish(trainer, 2, 1)
     assert published.seconds > 0
-    assert published.bytes == sum(value.nbytes for _, value in gathered(trainer)) // 2
+    assert published.bytes == sum(value.nbytes for _, value in iter_merged_weights(trainer)) // 2
     assert verify_weights(published.path, reference_model=model).version == PolicyVersion("p", 2, 1)
     state = trainer.policy.model.state_dict()  # the rounded copies that the trainer computes with
     from safetensors.torch import load_file
@@ -55,10 +55,10 @@ def test_versions_go_only_when_nobody_needs_them(model, tmp_path):
     for incarnation, step in [(0, 1), (0, 2), (0, 10), (1, 2)]:
         publisher.publish(trainer, incarnation, step)
     publisher.prune([PolicyVersion("p", 0, 2)])
-    assert publisher.versions() == [PolicyVersion("p", 0, 2), PolicyVersion("p", 1, 2)]
+    assert publisher.list_versions() == [PolicyVersion("p", 0, 2), PolicyVersion("p", 1, 2)]
     publisher.prune([])
-    assert publisher.versions() == [PolicyVersion("p", 1, 2)]
-    assert Manifest.read(publisher.path(1, 2)).version == PolicyVersion("p", 1, 2)
+    assert publisher.list_versions() == [PolicyVersion("p", 1, 2)]
+    assert Manifest.read(publisher.path_for(1, 2)).version == PolicyVersion("p", 1, 2)
     publisher_of(model, tmp_path)  # what an interrupted one left is cleared
     assert not list(tmp_path.glob(".*"))
 

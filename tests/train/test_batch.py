@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ramify.errors import BatchCorrupt
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest, Targets, build_forest, make_padding_forest
-from ramify.train.batches import Batch, Laying, decode, encode, laid_again, lay_out, shares
+from ramify.train.batch import Batch, PackSpec, decode_batch, encode_batch, pack_forests, repack, split_across_ranks
 from tests.trace.forests import Size, group
 
 SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=50, logprobs=(-5.0, -0.1))
@@ -23,7 +23,7 @@ SIZE = Size(traces=4, nodes=8, fewest=5, tokens=16, vocab=50, logprobs=(-5.0, -0
 def batch(seed: int, groups: int = 4, budget: int = 128) -> Batch:
     rng = Random(seed)
     forests = [build_forest([each.sample() for each in group(rng, SIZE, f"g{number}-")]) for number in range(groups)]
-    return Batch.of(seed, lay_out(forests, budget))
+    return Batch.from_packs(seed, pack_forests(forests, budget))
 
 
 def columns(forest: Forest) -> dict[str, np.ndarray]:
@@ -48,10 +48,10 @@ def entries(packs) -> Counter:
 @given(st.integers(0, 10_000))
 def test_a_batch_comes_back_as_it_was_as_views_over_its_bytes(seed):
     sent = batch(seed)
-    sent = Batch(sent.step, [*sent.packs, make_padding_forest(8)], sent.counts)
-    data = encode(sent)
-    got = decode(data)
-    assert (got.step, got.counts) == (sent.step, sent.counts)
+    sent = Batch(sent.step, [*sent.packs, make_padding_forest(8)], sent.entry_counts)
+    data = encode_batch(sent)
+    got = decode_batch(data)
+    assert (got.step, got.entry_counts) == (sent.step, sent.entry_counts)
     whole = np.frombuffer(data, np.uint8)
     for ours, theirs in zip(got.packs, sent.packs, strict=True):
         for name, column in columns(theirs).items():
@@ -66,13 +66,13 @@ def test_a_batch_comes_back_as_it_was_as_views_over_its_bytes(seed):
 
 @given(st.integers(0, 100), st.randoms(use_true_random=False))
 def test_bytes_that_changed_are_refused(seed, rng):
-    data = bytearray(encode(batch(seed, groups=1)))
+    data = bytearray(encode_batch(batch(seed, groups=1)))
     if rng.random() < 0.5:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     else:
         del data[rng.randrange(len(data)) :]
     try:
-        got = decode(data)
+        got = decode_batch(data)
     except BatchCorrupt:
         return
     assert entries(got.packs) == entries(batch(seed, groups=1).packs)  # the four bytes of nothing, or padding's end
@@ -81,30 +81,30 @@ def test_bytes_that_changed_are_refused(seed, rng):
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_shares_have_equally_many_packs_and_hold_every_entry_once(seed, ranks):
     whole = batch(seed)
-    parts = shares(whole, Laying(per_token=1.0, per_pair=0.1), ranks)
+    parts = split_across_ranks(whole, PackSpec(per_token=1.0, per_pair=0.1), ranks)
     assert len(parts) == ranks
     assert len({len(part.packs) for part in parts}) == 1
-    assert all(part.counts == whole.counts and part.step == whole.step for part in parts)
+    assert all(part.entry_counts == whole.entry_counts and part.step == whole.step for part in parts)
     assert entries(pack for part in parts for pack in part.packs) == entries(whole.packs)
 
 
 def test_an_empty_batch_keeps_every_rank_busy_with_nothing():
-    parts = shares(Batch.of(3, []), Laying(), 2)
+    parts = split_across_ranks(Batch.from_packs(3, []), PackSpec(), 2)
     assert [sum(map(len, part.packs)) > 0 for part in parts] == [True, True]
-    assert [part.counts["rl"] for part in parts] == [0, 0]
+    assert [part.entry_counts["rl"] for part in parts] == [0, 0]
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_shares_are_put_together_again_as_a_forest_or_flat(flat):
     whole = batch(7)
-    laying = Laying(layout=PackLayout.FOREST, pack_tokens=128, per_token=1.0)
-    again = laid_again(shares(whole, laying, 3), laying, flat=flat)
-    assert again.counts == whole.counts
+    laying = PackSpec(layout=PackLayout.FOREST, pack_tokens=128, per_token=1.0)
+    again = repack(split_across_ranks(whole, laying, 3), laying, flat=flat)
+    assert again.entry_counts == whole.entry_counts
     assert entries(again.packs) == entries(whole.packs)
     tokens = [sum(pack.num_tokens for pack in each.packs) for each in (again, whole)]
     assert tokens[0] > tokens[1] if flat else tokens[0] == tokens[1]
 
 
 def test_cutting_sharing_and_encoding_need_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import ramify.train.remote, ramify.train.sft.plan"
+    code = "import sys; sys.modules['torch'] = None; import ramify.train.remote_batch_source, ramify.train.sft.plan"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

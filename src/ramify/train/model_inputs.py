@@ -19,88 +19,88 @@ from ramify.model.pack_layout import PackLayout
 from ramify.model.tree_attention import BLOCK_SIZE, TreeMask
 from ramify.trace import Forest
 from ramify.trace.forest import LOSS_COMPONENTS, pad_forest
-from ramify.train.head import ROW_STEP
+from ramify.train.lm_head import ROW_MULTIPLE
 from ramify.train.losses import Entries
 
 CPU = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
-class Told:
+class HeadInputs:
     """What the head scores and what each component is told."""
 
-    source: Tensor  # [pairs] flat index of the hidden state that predicts
-    token: Tensor  # [pairs] what it should predict
+    hidden_index: Tensor  # [pairs] flat index of the hidden state that predicts
+    target_ids: Tensor  # [pairs] what it should predict
     temperature: Tensor  # [pairs]
-    pair: Tensor  # [entries] which pair scores the entry
-    chosen: dict[str, Tensor]  # component: the entries it applies to
-    weight: dict[str, Tensor]  # component: their weights
-    columns: Entries  # of all entries; `logprob` is to be filled in
+    pair_index: Tensor  # [entries] which pair scores the entry
+    component_entries: dict[str, Tensor]  # component: the entries it applies to
+    component_weights: dict[str, Tensor]  # component: their weights
+    all_entries: Entries  # of all entries; `logprob` is to be filled in
 
-    def entries(self, component: str, logprob: Tensor) -> Entries:
+    def select_entries(self, component: str, logprob: Tensor) -> Entries:
         """What the loss of a component sees, given the logprob of every entry."""
-        chosen, columns = self.chosen[component], self.columns
+        chosen, columns = self.component_entries[component], self.all_entries
         return Entries(
             logprob[chosen],
-            columns.sampler[chosen],
+            columns.sampler_logprob[chosen],
             columns.advantage[chosen],
-            columns.reference[chosen],
-            columns.sequence[chosen],
-            columns.sequences,
+            columns.reference_logprob[chosen],
+            columns.sequence_index[chosen],
+            columns.num_sequences,
         )
 
 
 @dataclass(eq=False)
-class Row:
+class ModelInputs:
     """One forward and backward: what the model reads, and what is done with what it says."""
 
     forest: Forest
-    ids: Tensor  # [lines, length]
-    position: Tensor  # [lines, length], or [3, lines, length]
-    tree: TreeMask | None  # None where lines are plain causal chains
-    places: np.ndarray | None  # of tokens in lines, where there are several
+    input_ids: Tensor  # [lines, length]
+    position_ids: Tensor  # [lines, length], or [3, lines, length]
+    tree_mask: TreeMask | None  # None where lines are plain causal chains
+    token_index: np.ndarray | None  # of tokens in lines, where there are several
 
     @cached_property
-    def told(self) -> Told:
+    def head_inputs(self) -> HeadInputs:
         """Made when it is asked for: a GPU is in its layers by then, and does not wait for it."""
-        return _told(self.forest, self.places, self.ids.device)
+        return _build_head_inputs(self.forest, self.token_index, self.input_ids.device)
 
 
-def bucket(length: int, budget: int) -> int:
+def bucket_length(length: int, pack_tokens: int) -> int:
     """The padded length of a compiled row: quarters of the budget, and whole budgets for a path that is over it."""
-    step = budget if length > budget else -(-budget // (4 * BLOCK_SIZE)) * BLOCK_SIZE
+    step = pack_tokens if length > pack_tokens else -(-pack_tokens // (4 * BLOCK_SIZE)) * BLOCK_SIZE
     padded = -(-length // step) * step
-    return padded if length > budget else min(padded, budget)
+    return padded if length > pack_tokens else min(padded, pack_tokens)
 
 
-def row_of(
+def build_model_inputs(
     forest: Forest,
     *,
     layout: PackLayout = PackLayout.FOREST,
     device: torch.device = CPU,
-    windows: frozenset[int] = frozenset({0}),
-    length: int | None = None,
-) -> Row:
+    sliding_windows: frozenset[int] = frozenset({0}),
+    padded_length: int | None = None,
+) -> ModelInputs:
     """The row of a pack, padded to `length`, on the device."""
     if forest.media:
         raise ModelUnsupported("images are not trained yet: a pack holds media")
-    if length and length > len(forest):
-        forest = pad_forest(forest, length)
+    if padded_length and padded_length > len(forest):
+        forest = pad_forest(forest, padded_length)
     if layout is PackLayout.CHAINS:
-        ids, position, places = _grid(forest)
+        ids, position, places = _build_chain_grid(forest)
         tree = None
     else:
         ids, position, places = forest.token_ids[None], forest.position_ids[..., None, :], None
-        tree = TreeMask(forest.subtree_end, forest.position_ids, device, windows)
+        tree = TreeMask(forest.subtree_end, forest.position_ids, device, sliding_windows)
     there = copy_to_device([each.astype(np.int64) for each in (ids, position)], device)
-    return Row(forest, there[0], there[1], tree, places)
+    return ModelInputs(forest, there[0], there[1], tree, places)
 
 
-def _told(forest: Forest, places: np.ndarray | None, device: torch.device) -> Told:
-    source, token, temperature, pair = _pairs(forest)
-    source = source if places is None else places[source]
-    step = ROW_STEP if device.type == "cuda" else 1
-    source, token, temperature = (_padded(each, step) for each in (source, token, temperature))
+def _build_head_inputs(forest: Forest, token_index: np.ndarray | None, device: torch.device) -> HeadInputs:
+    source, token, temperature, pair = _list_scored_pairs(forest)
+    source = source if token_index is None else token_index[source]
+    step = ROW_MULTIPLE if device.type == "cuda" else 1
+    source, token, temperature = (_pad_pairs(each, step) for each in (source, token, temperature))
     targets = forest.targets
     chosen = {name: np.flatnonzero(getattr(targets, name) != 0) for name in LOSS_COMPONENTS}
     chosen = {name: index for name, index in chosen.items() if len(index)}
@@ -110,18 +110,18 @@ def _told(forest: Forest, places: np.ndarray | None, device: torch.device) -> To
     columns = [*(each.astype(np.int64) for each in (source, token)), temperature, *entries]
     there = iter(copy_to_device(columns, device))
     source, token, temperature, logprob, advantage, reference, sequence, pair = islice(there, 8)
-    return Told(
-        source=source,
-        token=token,
+    return HeadInputs(
+        hidden_index=source,
+        target_ids=token,
         temperature=temperature,
-        pair=pair,
-        chosen=dict(zip(chosen, there)),
-        weight=dict(zip(chosen, there)),
-        columns=Entries(torch.empty(0), logprob, advantage, reference, sequence, len(forest.sequences)),
+        pair_index=pair,
+        component_entries=dict(zip(chosen, there)),
+        component_weights=dict(zip(chosen, there)),
+        all_entries=Entries(torch.empty(0), logprob, advantage, reference, sequence, len(forest.sequences)),
     )
 
 
-def _pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _list_scored_pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Source, token and temperature of what the head must score, and for each entry which of them is its own."""
     source, token, pair = forest.unique_head_inputs()
     degree = forest.sequences["temperature"]
@@ -132,13 +132,13 @@ def _pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
     return source[split // len(degrees)], token[split // len(degrees)], degrees[split % len(degrees)], pair
 
 
-def _padded(column: np.ndarray, step: int) -> np.ndarray:
+def _pad_pairs(column: np.ndarray, multiple: int) -> np.ndarray:
     """Up to a multiple of the head's step, with pairs that no entry points at; at least one, so that a row without
     targets takes part in every collective of the backward pass."""
-    return np.concatenate([column, np.ones(-len(column) % step if len(column) else step, column.dtype)])
+    return np.concatenate([column, np.ones(-len(column) % multiple if len(column) else multiple, column.dtype)])
 
 
-def _grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _build_chain_grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids and positions of chains, one a line, and the flat place of each token."""
     starts = forest.segments["start"][forest.segments["parent"] < 0]
     lengths = np.diff(np.append(starts, forest.num_tokens))

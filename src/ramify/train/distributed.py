@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.train.config import TrainerConfig
-from ramify.train.metrics import Sums
-from ramify.train.policy import Policy
+from ramify.train.metrics import MetricSums
+from ramify.train.policy import PolicyModel
 
-DEADLINE = timedelta(minutes=10)  # for one collective
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # for one collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,53 +31,53 @@ class Ranks:
 
     device: torch.device
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the rank that writes, prints and speaks."""
         return self.rank == 0
 
-    def gather(self, sums: Sums) -> Sums:
+    def merge_metric_sums(self, sums: MetricSums) -> MetricSums:
         """The sums of all ranks together."""
-        return Sums.merged(self.all(sums)) if self.size > 1 else sums
+        return MetricSums.merge(self.all_gather(sums)) if self.world_size > 1 else sums
 
-    def all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """What every rank says here, in their order."""
-        if self.size == 1:
+        if self.world_size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value)
         return found
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the first rank says here."""
-        if self.size == 1:
+        if self.world_size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_together(self) -> Iterator[None]:
         """What fails by name on one rank fails on all, by the same name."""
         problem: RamifyError | None = None
         try:
             yield
         except RamifyError as error:
             problem = error
-        for said in self.all(problem):
+        for said in self.all_gather(problem):
             if said is not None:
                 raise said
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all are here."""
-        if self.size > 1:
+        if self.world_size > 1:
             dist.barrier()
 
 
 @contextlib.contextmanager
-def joined(config: TrainerConfig) -> Iterator[Ranks]:
+def init_distributed(config: TrainerConfig) -> Iterator[Ranks]:
     """Meet the other ranks that torchrun started, and part from them in the end."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -91,16 +91,16 @@ def joined(config: TrainerConfig) -> Iterator[Ranks]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=DEADLINE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         yield Ranks(device, dist.get_rank(), size)
     finally:
         dist.destroy_process_group()
 
 
-def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype) -> None:
+def apply_fsdp(policy: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> None:
     """Spread the policy's weights over the ranks, layer by layer, in place; masters stay float32."""
-    mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (ranks.size,))
+    mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
@@ -111,7 +111,7 @@ def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be spread over ranks; every rank must ask."""
     full: Any = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor

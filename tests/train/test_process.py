@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from ramify.cli import main
 from ramify.errors import BatchCorrupt, ConfigInvalid, DeadlineExceeded, PeerRefused
 from ramify.model import Manifest, PolicyVersion
-from ramify.train import remote
-from ramify.train.batches import Batch, Laying, encode, shares
-from ramify.train.remote import RemoteSource
-from ramify.train.source import Recording, ReplaySource
+from ramify.train import remote_batch_source
+from ramify.train.batch import Batch, PackSpec, encode_batch, split_across_ranks
+from ramify.train.batch_source import BatchRecording, ReplayBatchSource
+from ramify.train.remote_batch_source import RemoteBatchSource
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 from tests.train.orchestrator import Orchestrator
@@ -139,11 +139,11 @@ def test_a_version_is_kept_while_an_engine_needs_it_and_lies_in_memory_if_asked(
 
 
 def test_a_recording_replays_forest_and_flat_with_the_same_gradients(model, tmp_path, capsys):
-    laying = Laying(pack_tokens=128, per_token=1.0)
-    recording = Recording(tmp_path / "recorded")
+    laying = PackSpec(pack_tokens=128, per_token=1.0)
+    recording = BatchRecording(tmp_path / "recorded")
     for batch in random_batches(2):
-        for rank, share in enumerate(shares(batch, laying, 2)):
-            recording.add(batch.step, rank, encode(share), 2)
+        for rank, share in enumerate(split_across_ranks(batch, laying, 2)):
+            recording.write_share(batch.step, rank, encode_batch(share), 2)
     found = []
     for flat in ([], ["--flat"]):
         args = ["--replay", str(recording.directory), *flat, "--trainer.optim.lr", "1e-9"]
@@ -164,28 +164,28 @@ def test_a_recording_replays_forest_and_flat_with_the_same_gradients(model, tmp_
 
 def test_a_recording_with_a_hole_or_without_batches_is_refused(tmp_path):
     with pytest.raises(ConfigInvalid, match="no recorded batches"):
-        ReplaySource(Recording(tmp_path))
+        ReplayBatchSource(BatchRecording(tmp_path))
     for step in (0, 2):
-        Recording(tmp_path).add(step, 0, b"", 1)
+        BatchRecording(tmp_path).write_share(step, 0, b"", 1)
     with pytest.raises(ConfigInvalid, match="no batch of step 1"):
-        ReplaySource(Recording(tmp_path))
+        ReplayBatchSource(BatchRecording(tmp_path))
 
 
 def test_shares_that_are_not_one_batch_are_never_replayed(tmp_path):
-    recording, laying = Recording(tmp_path), Laying(pack_tokens=128)
+    recording, laying = BatchRecording(tmp_path), PackSpec(pack_tokens=128)
     batch = random_batches(1)[0]
     for ranks in (2, 1):  # a trainer with fewer ranks is given the step again
-        for rank, share in enumerate(shares(batch, laying, ranks)):
-            recording.add(0, rank, encode(share), ranks)
-    (whole,) = recording.shares(0)
-    assert Batch.of(0, whole.packs).counts == batch.counts
-    first, second = shares(batch, laying, 2)
-    recording.add(0, 0, encode(first), 2)  # and the other rank was killed before it had its own
+        for rank, share in enumerate(split_across_ranks(batch, laying, ranks)):
+            recording.write_share(0, rank, encode_batch(share), ranks)
+    (whole,) = recording.read_shares(0)
+    assert Batch.from_packs(0, whole.packs).entry_counts == batch.entry_counts
+    first, second = split_across_ranks(batch, laying, 2)
+    recording.write_share(0, 0, encode_batch(first), 2)  # and the other rank was killed before it had its own
     with pytest.raises(BatchCorrupt, match=r"the shares of step 0 .* one is missing"):
-        recording.shares(0)
-    recording.add(0, 1, encode(second)[:-9], 2)
+        recording.read_shares(0)
+    recording.write_share(0, 1, encode_batch(second)[:-9], 2)
     with pytest.raises(BatchCorrupt, match=r"rank_1\.batch"):
-        recording.shares(0)
+        recording.read_shares(0)
 
 
 def test_checkpoints_stay_when_the_end_of_the_history_cannot_be_loaded(model, tmp_path, capsys):
@@ -218,18 +218,18 @@ def test_a_schedule_that_needs_an_end_is_refused_before_the_first_step(model, tm
 
 def test_questions_may_be_repeated_and_a_replaced_trainer_is_told_to_go():
     with Orchestrator(random_batches(2)) as orchestrator:
-        old, new = (RemoteSource(orchestrator.address, patience=5.0) for _ in range(2))
+        old, new = (RemoteBatchSource(orchestrator.address, timeout=5.0) for _ in range(2))
         try:
-            assert old.hello(0, 1, Laying(pack_tokens=128), None).incarnation == 0
-            first, again = (old.batch(0, lambda: False) for _ in range(2))
-            assert encode(first) == encode(again)
-            assert old.batch(2, lambda: False) is None
-            old.checkpoint(1)
-            old.checkpoint(1)
-            assert new.hello(0, 1, Laying(pack_tokens=128), None).committed == 1
-            assert old.batch(1, lambda: True) is None  # whoever stops waits for nothing
+            assert old.register(0, 1, PackSpec(pack_tokens=128), None).incarnation == 0
+            first, again = (old.get_batch(0, lambda: False) for _ in range(2))
+            assert encode_batch(first) == encode_batch(again)
+            assert old.get_batch(2, lambda: False) is None
+            old.commit_checkpoint(1)
+            old.commit_checkpoint(1)
+            assert new.register(0, 1, PackSpec(pack_tokens=128), None).committed == 1
+            assert old.get_batch(1, lambda: True) is None  # whoever stops waits for nothing
             with pytest.raises(PeerRefused, match="replaced by 1"):
-                old.batch(1, lambda: False)
+                old.get_batch(1, lambda: False)
         finally:
             old.close()
             new.close()
@@ -238,15 +238,15 @@ def test_questions_may_be_repeated_and_a_replaced_trainer_is_told_to_go():
 def test_an_orchestrator_that_was_started_again_is_greeted_again_and_nothing_rolls_back():
     batches = random_batches(2)
     with Orchestrator(batches) as first:
-        source = RemoteSource(first.address, patience=60.0)
-        source.hello(0, 1, Laying(pack_tokens=128), None)
-        before = source.batch(0, lambda: False)
-        source.published(PolicyVersion("p", 0, 1), Path("/weights/0-000001"))
+        source = RemoteBatchSource(first.address, timeout=60.0)
+        source.register(0, 1, PackSpec(pack_tokens=128), None)
+        before = source.get_batch(0, lambda: False)
+        source.report_published(PolicyVersion("p", 0, 1), Path("/weights/0-000001"))
     try:
         again = Orchestrator(batches, first.address)
         again.incarnation = first.incarnation  # its ledger remembers
         with again:
-            assert encode(source.batch(0, lambda: False)) == encode(before)
+            assert encode_batch(source.get_batch(0, lambda: False)) == encode_batch(before)
             assert (again.ranks, again.incarnation) == (1, 0)
             assert again.published == [(("p", 0, 1), "/weights/0-000001")]  # the engines may not have it yet
     finally:
@@ -254,20 +254,20 @@ def test_an_orchestrator_that_was_started_again_is_greeted_again_and_nothing_rol
 
 
 def test_an_orchestrator_that_is_not_there_is_named_in_time():
-    source = RemoteSource("tcp://127.0.0.1:9", patience=0.2)
+    source = RemoteBatchSource("tcp://127.0.0.1:9", timeout=0.2)
     try:
         with pytest.raises(DeadlineExceeded, match="hello was not answered"):
-            source.hello(0, 1, Laying(), None)
+            source.register(0, 1, PackSpec(), None)
     finally:
         source.close()
 
 
 def test_whoever_is_asked_to_stop_waits_for_nobody_who_does_not_answer(monkeypatch):
-    monkeypatch.setattr(remote, "PARTING", 0.2)
-    source = RemoteSource("tcp://127.0.0.1:9", patience=3600.0, stopped=lambda: True)
+    monkeypatch.setattr(remote_batch_source, "PARTING", 0.2)
+    source = RemoteBatchSource("tcp://127.0.0.1:9", timeout=3600.0, should_stop=lambda: True)
     try:
         with pytest.raises(DeadlineExceeded, match="asked to stop"):
-            source.hello(0, 1, Laying(), None)
+            source.register(0, 1, PackSpec(), None)
     finally:
         source.close()
 

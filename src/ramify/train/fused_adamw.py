@@ -15,76 +15,79 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 from ramify.model.device_copy import copy_to_device
-from ramify.train.masters import Masters
+from ramify.train.master_weights import MasterWeights
 
-BLOCK, WARPS = 2048, 8  # numbers of a program; few for a thread, so that many are under way at once
-_ADD: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+BLOCK_SIZE, NUM_WARPS = 2048, 8  # numbers of a program; few for a thread, so that many are under way at once
+_foreach_add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 
 
 @triton.jit
-def _places(row, column, start, BLOCK: tl.constexpr, kind: tl.constexpr):
+def _block_pointers(table_row, column, start, BLOCK: tl.constexpr, dtype: tl.constexpr):
     """Where the block lies of the tensor whose address is in the table; four numbers, of any kind, are an access."""
-    address = tl.load(row + column).to(tl.pointer_type(kind)) + start
-    return tl.multiple_of(address + tl.arange(0, BLOCK), 4 * kind.primitive_bitwidth // 8)
+    address = tl.load(table_row + column).to(tl.pointer_type(dtype)) + start
+    return tl.multiple_of(address + tl.arange(0, BLOCK), 4 * dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
-def _update(
-    masters, copies, first, second, gradients, mask, scale, rate, root, decay,
+def _update_block(
+    masters, model_params, exp_avg, exp_avg_sq, gradients, mask, scale, lr, inv_sqrt_correction2, decay,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    p, m, v = tl.load(masters, mask), tl.load(first, mask), tl.load(second, mask)
+    p, m, v = tl.load(masters, mask), tl.load(exp_avg, mask), tl.load(exp_avg_sq, mask)
     g = tl.load(gradients, mask).to(tl.float32) * scale
     m = BETA1 * m + (1 - BETA1) * g
     v = BETA2 * v + (1 - BETA2) * g * g
     p -= decay * p
-    p -= rate * m / (tl.sqrt(v) * root + EPS)
+    p -= lr * m / (tl.sqrt(v) * inv_sqrt_correction2 + EPS)
     tl.store(masters, p, mask)
-    tl.store(copies, p.to(tl.bfloat16), mask)
-    tl.store(first, m, mask)
-    tl.store(second, v, mask)
+    tl.store(model_params, p.to(tl.bfloat16), mask)
+    tl.store(exp_avg, m, mask)
+    tl.store(exp_avg_sq, v, mask)
 
 
 @triton.jit
-def _adamw(
-    BLOCKS, TABLE, RATE, ROOT, DECAY, SCALE, BROKEN,
+def _adamw_kernel(
+    BLOCKS, TABLE, LR, INV_SQRT_CORRECTION2, DECAY, SCALE, FOUND_INF,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry = BLOCKS + 2 * tl.program_id(0)
     tensor, start = tl.load(entry), tl.load(entry + 1).to(tl.int64) * BLOCK
     row = TABLE + 6 * tensor
-    masters, copies = _places(row, 0, start, BLOCK, tl.float32), _places(row, 1, start, BLOCK, tl.bfloat16)
-    first, second = _places(row, 2, start, BLOCK, tl.float32), _places(row, 3, start, BLOCK, tl.float32)
-    gradients = _places(row, 4, start, BLOCK, GRADIENT)
-    scale, rate = tl.load(SCALE), tl.load(RATE + tensor)
-    root, decay = tl.load(ROOT + tensor), tl.load(DECAY + tensor)
-    left = tl.where(tl.load(BROKEN) == 0, tl.load(row + 5) - start, 0)
+    masters, copies = (
+        _block_pointers(row, 0, start, BLOCK, tl.float32),
+        _block_pointers(row, 1, start, BLOCK, tl.bfloat16),
+    )
+    first, second = _block_pointers(row, 2, start, BLOCK, tl.float32), _block_pointers(row, 3, start, BLOCK, tl.float32)
+    gradients = _block_pointers(row, 4, start, BLOCK, GRADIENT)
+    scale, rate = tl.load(SCALE), tl.load(LR + tensor)
+    root, decay = tl.load(INV_SQRT_CORRECTION2 + tensor), tl.load(DECAY + tensor)
+    left = tl.where(tl.load(FOUND_INF) == 0, tl.load(row + 5) - start, 0)
     if left >= BLOCK:
-        _update(masters, copies, first, second, gradients, None, scale, rate, root, decay, BETA1, BETA2, EPS)
+        _update_block(masters, copies, first, second, gradients, None, scale, rate, root, decay, BETA1, BETA2, EPS)
     elif left > 0:  # with a mask, which makes accesses narrow
         mask = tl.arange(0, BLOCK) < left.to(tl.int32)
-        _update(masters, copies, first, second, gradients, mask, scale, rate, root, decay, BETA1, BETA2, EPS)
+        _update_block(masters, copies, first, second, gradients, mask, scale, rate, root, decay, BETA1, BETA2, EPS)
 
 
-class AdamW(torch.optim.AdamW):
+class FusedAdamW(torch.optim.AdamW):
     """torch's fused AdamW, with its state, of masters and the gradients they hold. As there, gradients are divided by
     `grad_scale`, and a `found_inf` that is not 0 changes nothing; both are read on the device."""
 
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, groups: list[dict[str, Any]], masters: Masters, **settings: Any) -> None:
-        super().__init__(groups, **settings)
-        self._masters, self._copies = masters, masters.copies()
-        self._blocks: dict[torch.dtype, tuple[list[int], Tensor]] = {}
+    def __init__(self, param_groups: list[dict[str, Any]], master_weights: MasterWeights, **settings: Any) -> None:
+        super().__init__(param_groups, **settings)
+        self._master_weights, self._model_copies = master_weights, master_weights.model_copies()
+        self._block_tables: dict[torch.dtype, tuple[list[int], Tensor]] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        found = self._masters.gradients()
+        found = self._master_weights.gradients()
         for dtype in {each.dtype for each in found.values()}:
-            self._step({master: each for master, each in found.items() if each.dtype == dtype}, dtype)
+            self._step_dtype({master: each for master, each in found.items() if each.dtype == dtype}, dtype)
 
-    def _step(self, gradients: dict[nn.Parameter, Tensor], dtype: torch.dtype) -> None:
+    def _step_dtype(self, gradients: dict[nn.Parameter, Tensor], dtype: torch.dtype) -> None:
         """Of gradients that have one dtype."""
         rows: list[tuple[int, ...]] = []
         decays: list[float] = []
@@ -95,18 +98,18 @@ class AdamW(torch.optim.AdamW):
                     continue
                 if gradient.data_ptr() % 16:  # a view into something larger
                     gradient = gradients[master] = gradient.clone()
-                state = self._state(master)
-                tensors = (master, self._copies[master], state["exp_avg"], state["exp_avg_sq"], gradient)
+                state = self._get_state(master)
+                tensors = (master, self._model_copies[master], state["exp_avg"], state["exp_avg_sq"], gradient)
                 rows.append((*(each.data_ptr() for each in tensors), master.numel()))
                 decays.append(group["lr"] * group["weight_decay"])
                 steps.append(state["step"])
         group, device = self.param_groups[0], steps[0].device
         table, decay = copy_to_device([np.array(rows, np.int64), np.array(decays, np.float32)], device)
-        blocks = self._of_blocks([row[-1] for row in rows], dtype, device)
-        _ADD(steps, [1 - self.found_inf] * len(steps))  # a list: for a number it would wait
+        blocks = self._get_block_table([row[-1] for row in rows], dtype, device)
+        _foreach_add(steps, [1 - self.found_inf] * len(steps))  # a list: for a number it would wait
         count, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
         rate, root = group["lr"] / (1 - beta1**count), (1 - beta2**count).rsqrt()
-        _adamw[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+        _adamw_kernel[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
             blocks,
             table,
             rate.float(),
@@ -118,24 +121,24 @@ class AdamW(torch.optim.AdamW):
             BETA2=beta2,
             EPS=group["eps"],
             GRADIENT=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            BLOCK=BLOCK_SIZE,
+            num_warps=NUM_WARPS,
         )
 
-    def _state(self, master: nn.Parameter) -> dict[str, Tensor]:
+    def _get_state(self, master: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[master]
         if not state:
             state["step"] = torch.zeros((), device=master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
         return state
 
-    def _of_blocks(self, sizes: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _get_block_table(self, sizes: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Which tensor each block is of, and its number there; the same from step to step."""
-        known, blocks = self._blocks.get(dtype, (None, None))
+        known, blocks = self._block_tables.get(dtype, (None, None))
         if blocks is None or known != sizes:
-            counts = [triton.cdiv(size, BLOCK) for size in sizes]
+            counts = [triton.cdiv(size, BLOCK_SIZE) for size in sizes]
             tensor = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
             number = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
             (blocks,) = copy_to_device([np.stack([tensor, number], 1)], device)
-            self._blocks[dtype] = sizes, blocks
+            self._block_tables[dtype] = sizes, blocks
         return blocks
