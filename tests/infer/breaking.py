@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
-from ramify.infer.request import Request
+from ramify.infer.request import EngineRequest
 from ramify.infer.server import serve
 from tests.infer.llama import build_core
 
@@ -19,7 +19,7 @@ def main(model: Path) -> None:
     core = build_core(model, kv_tokens=8192)
     told, step = threading.Event(), core.step
 
-    def breaking() -> list[Request]:
+    def breaking() -> list[EngineRequest]:
         if told.wait(SLOW):
             raise RuntimeError("the device is gone")
         return step()

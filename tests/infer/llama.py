@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from ramify.infer.config import EngineConfig
-from ramify.infer.core import Core
-from ramify.infer.request import Request
+from ramify.infer.engine_core import EngineCore
+from ramify.infer.request import EngineRequest
 from ramify.model.load import load_model
 from ramify.model.version import PolicyVersion
 from ramify.model.weights import get_untied_tensors, publish_weights
@@ -56,17 +56,17 @@ def publish_as(directory: Path, source: Path, version: PolicyVersion) -> Path:
     return publish_weights(directory, get_untied_tensors(reference(source)), version, base_model=source)
 
 
-def build_core(directory: Path, version: PolicyVersion = PolicyVersion("llama"), **settings) -> Core:  # noqa: B008
+def build_core(directory: Path, version: PolicyVersion = PolicyVersion("llama"), **settings) -> EngineCore:  # noqa: B008
     defaults = {"device": DEVICE, "dtype": "float32", "block_size": 4, "max_batch_tokens": 64, "max_running": 16}
     config = {**defaults, **settings}
     model = load_model(directory, dtype=config["dtype"], device=config["device"])
-    return Core(model, EngineConfig(**config), version)
+    return EngineCore(model, EngineConfig(**config), version)
 
 
-def run(core: Core, *requests: Request) -> list[Request]:
+def run(core: EngineCore, *requests: EngineRequest) -> list[EngineRequest]:
     for request in requests:
-        core.add(request)
-    while core.busy:
+        core.add_request(request)
+    while core.has_unfinished_requests:
         core.step()
     return list(requests)
 

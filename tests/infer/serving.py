@@ -5,11 +5,11 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
+from ramify.infer.chat_renderer import ChatPrompt
 from ramify.infer.config import ServerConfig
-from ramify.infer.core import Core
 from ramify.infer.engine import Engine
-from ramify.infer.rendering import Prompt
-from ramify.infer.server import build_app, serving
+from ramify.infer.engine_core import EngineCore
+from ramify.infer.server import build_app, run_http_server
 
 
 class ByteRenderer:
@@ -27,16 +27,16 @@ class ByteRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(token + 28) for token in ids if token >= 4)
 
-    def render(self, messages, tools) -> Prompt:
+    def render(self, messages, tools) -> ChatPrompt:
         text = [[1, *self.encode(str(message["content"])), 2] for message in messages]
-        return Prompt([token for part in text for token in part] + ([3] if tools else []) + [1])
+        return ChatPrompt([token for part in text for token in part] + ([3] if tools else []) + [1])
 
-    def parse(self, ids: Sequence[int], prompt: Prompt) -> dict[str, object]:
+    def parse(self, ids: Sequence[int], prompt: ChatPrompt) -> dict[str, object]:
         return {"content": self.decode(ids)}
 
 
 @contextlib.contextmanager
-def served(core: Core, name: str = "llama", renderer: ByteRenderer | None = None) -> Iterator[tuple[str, Engine]]:
+def served(core: EngineCore, name: str = "llama", renderer: ByteRenderer | None = None) -> Iterator[tuple[str, Engine]]:
     """The address of a running server, and the engine behind it."""
     engine = Engine(core).start()
     ready, address, stop = threading.Event(), [], asyncio.Event()
@@ -44,7 +44,9 @@ def served(core: Core, name: str = "llama", renderer: ByteRenderer | None = None
 
     async def main() -> None:
         app = build_app(engine, name=name, renderer=renderer or ByteRenderer(), timeout=60.0)
-        async with serving(app, ServerConfig(port=0, shutdown=2, allowed_hosts=["engine.lab.example"])) as server:
+        async with run_http_server(
+            app, ServerConfig(port=0, shutdown=2, allowed_hosts=["engine.lab.example"])
+        ) as server:
             address.append(server.address)
             ready.set()
             await stop.wait()

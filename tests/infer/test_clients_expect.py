@@ -6,8 +6,8 @@ import httpx
 import msgspec
 import pytest
 
-from ramify.infer import openai, tokens
-from ramify.infer.chat import TemplateChat
+from ramify.infer import openai_api, tokenize_api
+from ramify.infer.template_chat_renderer import TemplateChatRenderer
 from ramify.model.resolve import resolve_model_path
 from ramify.model.version import PolicyVersion
 from ramify.render import load_renderer
@@ -200,17 +200,17 @@ def test_text_becomes_the_tokens_that_a_completion_would_use_and_back(http):
     assert answer == {"count": 5, "max_model_len": 256, "tokens": ids, "token_strs": [*"hello"]}
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert chat["tokens"] == ByteRenderer().render([{"content": "hi"}], None).ids
+    assert chat["tokens"] == ByteRenderer().render([{"content": "hi"}], None).token_ids
     assert http.get("/tokenizer_info").json()["eos_token"] == "<2>"
 
 
 def test_unknown_roles_are_refused_by_name():
     from ramify.errors import RequestInvalid
 
-    chat = TemplateChat(load_renderer(resolve_model_path("tiny")))
+    chat = TemplateChatRenderer(load_renderer(resolve_model_path("tiny")))
     with pytest.raises(RequestInvalid, match=r"messages\.1\.role: expected .*, got 'wizard'"):
         chat.render([{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}], None)
-    assert chat.spell(chat.render([{"role": "user", "content": "x"}], None).ids[0]).startswith("<")
+    assert chat.decode_token(chat.render([{"role": "user", "content": "x"}], None).token_ids[0]).startswith("<")
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_the_tokens_of_a_large_prompt_are_spelled_beside_the_event_loop(http, mo
             threads.add(threading.current_thread().name)
         return spell(self, ids)
 
-    monkeypatch.setattr(openai, "LARGE_TOKENS", 5)
-    monkeypatch.setattr(tokens, "LARGE_TOKENS", 5)
+    monkeypatch.setattr(openai_api, "LARGE_TOKENS", 5)
+    monkeypatch.setattr(tokenize_api, "LARGE_TOKENS", 5)
     monkeypatch.setattr(ByteRenderer, method, record_thread)
     http.post(path, json={"prompt": "hello", **fields}).raise_for_status()
     assert threads and "test-server" not in threads

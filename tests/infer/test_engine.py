@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from ramify.errors import ConfigInvalid, ContextOverflow, ProviderError, QueueFull, RequestInvalid
-from ramify.infer.core import Core
-from ramify.infer.request import Request, Sampling
-from ramify.infer.sampler import uniforms
+from ramify.infer.engine_core import EngineCore
+from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.infer.sampler import uniform_noise
 from ramify.model.version import PolicyVersion
 from ramify.model.weights import stage_weights
 from tests.infer.llama import (
@@ -55,28 +55,30 @@ def cores(world):
     return {fused: build_core(published[A], A, fused=fused, **settings) for fused in (True, False)}
 
 
-def mixed_scores(models, request: Request, runs, version: PolicyVersion) -> torch.Tensor:
+def mixed_scores(models, request: EngineRequest, runs, version: PolicyVersion) -> torch.Tensor:
     """Like `scores`, reusing the keys and values that older versions computed for the first tokens."""
     cache, start, parts = DynamicCache(), 0, []
-    for owner, stop in [*runs, (version, len(request.tokens))]:
+    for owner, stop in [*runs, (version, len(request.token_ids))]:
         if stop > start:
             with torch.no_grad():
-                out = models[owner](torch.tensor([request.tokens[start:stop]]), past_key_values=cache, use_cache=True)
+                out = models[owner](
+                    torch.tensor([request.token_ids[start:stop]]), past_key_values=cache, use_cache=True
+                )
             parts.append(out.logits[0])
             start = stop
-    return torch.log_softmax(torch.cat(parts).float() / (request.sampling.temperature or 1.0), -1)
+    return torch.log_softmax(torch.cat(parts).float() / (request.sampling_params.temperature or 1.0), -1)
 
 
 class Drive:
     """Runs a core step by step and remembers under which weights, and over whose keys, each token was sampled."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.requests: list[Request] = []
-        self.seen: dict[Request, list[tuple[tuple[tuple[PolicyVersion, int], ...], PolicyVersion]]] = {}
+        self.requests: list[EngineRequest] = []
+        self.seen: dict[EngineRequest, list[tuple[tuple[tuple[PolicyVersion, int], ...], PolicyVersion]]] = {}
 
-    def submit(self, request: Request) -> None:
-        self.core.add(request)
+    def submit(self, request: EngineRequest) -> None:
+        self.core.add_request(request)
         self.requests.append(request)
         self.seen[request] = []
 
@@ -90,8 +92,10 @@ class Drive:
         theirs: list[float] = []
         for request in self.requests:
             by_state: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
-            first = len(request.prompt)
-            for index, (state, token, found) in enumerate(zip(self.seen[request], request.sampled, request.logprobs)):
+            first = len(request.prompt_token_ids)
+            for index, (state, token, found) in enumerate(
+                zip(self.seen[request], request.output_token_ids, request.logprobs)
+            ):
                 if state not in by_state:
                     exact = mixed_scores(models, request, *state)
                     by_state[state] = exact, exact if DTYPE == "float32" else mixed_scores(rounded, request, *state)
@@ -99,7 +103,7 @@ class Drive:
                 ours.append(abs(exact - found))
                 theirs.append(abs(exact - other))
                 if DTYPE == "float32":
-                    assert ours[-1] <= CLOSE, (request.arrival, index, exact, found, state)
+                    assert ours[-1] <= CLOSE, (request.arrival_index, index, exact, found, state)
         return ours, theirs
 
 
@@ -137,7 +141,7 @@ def test_logprobs_are_those_of_a_plain_forward_through_everything_the_engine_doe
             match action:
                 case "submit":
                     for prompt, temperature, tokens, salt in detail:
-                        sampling = Sampling(temperature=temperature, max_tokens=tokens, seed=len(drive.requests))
+                        sampling = SamplingParams(temperature=temperature, max_tokens=tokens, seed=len(drive.requests))
                         drive.submit(core.request(prompt, sampling, salt=salt))
                 case "step":
                     for _ in range(detail):
@@ -171,15 +175,15 @@ def core(world):
     return build_core(world[0][A], A, kv_tokens=2048)
 
 
-def ask(core, prompt, **sampling) -> Request:
-    return core.request(list(prompt), Sampling(**{"seed": 7, "max_tokens": 12, **sampling}))
+def ask(core, prompt, **sampling) -> EngineRequest:
+    return core.request(list(prompt), SamplingParams(**{"seed": 7, "max_tokens": 12, **sampling}))
 
 
 def test_a_request_samples_the_same_tokens_alone_and_in_company(core):
     (alone,) = run(core, ask(core, range(3, 20)))
     company = [ask(core, range(5, 5 + size), seed=size) for size in range(1, 12)]
     crowded, *_ = run(core, ask(core, range(3, 20)), *company)
-    assert alone.sampled == crowded.sampled
+    assert alone.output_token_ids == crowded.output_token_ids
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(32, "float32"), (80, "float32"), (32, "bfloat16")])
@@ -189,7 +193,7 @@ def test_batch_invariant_mode_gives_the_same_bits_in_any_company(world, tokens, 
     (alone,) = run(core, ask(core, range(3, 90)))
     company = [ask(core, range(5, 5 + 3 * size), seed=size) for size in range(1, 12)]
     *_, crowded = run(core, *company, ask(core, range(3, 90)))
-    assert (alone.sampled, alone.logprobs) == (crowded.sampled, crowded.logprobs)
+    assert (alone.output_token_ids, alone.logprobs) == (crowded.output_token_ids, crowded.logprobs)
     assert core.counters.prefix_hit_tokens > 0  # the second time the prompt came from the cache
     assert core.counters.prefill_chunks > 0
 
@@ -209,9 +213,9 @@ def test_few_requests_in_bfloat16_are_as_exact_as_by_the_models_own_code(world):
     for fused in off:
         core = build_core(published[A], A, kv_tokens=2048, dtype="bfloat16", fused=fused, max_batch_tokens=16)
         for request in run(core, ask(core, range(3, 20)), ask(core, range(5, 9), max_tokens=40)):
-            exact = scores(models[A], request.tokens, 1.0)
-            for place, logprob in enumerate(request.logprobs, len(request.prompt)):
-                off[fused].append(abs(logprob - exact[place - 1, request.tokens[place]].item()))
+            exact = scores(models[A], request.token_ids, 1.0)
+            for place, logprob in enumerate(request.logprobs, len(request.prompt_token_ids)):
+                off[fused].append(abs(logprob - exact[place - 1, request.token_ids[place]].item()))
         assert core.counters.prefill_chunks > 0
     assert mean(off[True]) < 1.5 * mean(off[False])
 
@@ -220,11 +224,11 @@ def test_seeds_differ_and_no_seed_is_random(core):
     first, second, third, fourth = run(
         core, *(ask(core, range(3, 9), seed=seed, max_tokens=40) for seed in (1, 2, None, None))
     )
-    assert len({tuple(request.sampled) for request in (first, second, third, fourth)}) == 4
+    assert len({tuple(request.output_token_ids) for request in (first, second, third, fourth)}) == 4
 
 
 def test_uniforms_are_uniform_and_depend_on_seed_and_position():
-    noise = uniforms([seed for seed in range(100) for _ in range(100)], list(range(100)) * 100)
+    noise = uniform_noise([seed for seed in range(100) for _ in range(100)], list(range(100)) * 100)
     assert len(set(noise.tolist())) == 10_000
     assert abs(noise.mean() - 0.5) < 0.01
     assert abs(noise.std() - 12**-0.5) < 0.01
@@ -237,7 +241,7 @@ def test_sampled_frequencies_follow_the_distribution(world):
     prompt, temperature = [5, 9, 31], 1.5
     requests = run(core, *(ask(core, prompt, seed=seed, max_tokens=1, temperature=temperature) for seed in range(4000)))
     expected = scores(models[A], prompt, temperature)[-1].exp()
-    counts = torch.bincount(torch.tensor([request.sampled[0] for request in requests]), minlength=VOCAB)
+    counts = torch.bincount(torch.tensor([request.output_token_ids[0] for request in requests]), minlength=VOCAB)
     likely = expected > 5 / 4000
     chi = ((counts - 4000 * expected) ** 2 / (4000 * expected))[likely].sum() / likely.sum()
     assert chi < 1.6
@@ -257,11 +261,11 @@ def test_filters_narrow_what_is_drawn_but_not_the_logprobs(world, core, sampling
     settings = {"temperature": 1.3, **sampling}
     requests = run(core, *(ask(core, [4, 8, 15], max_tokens=1, **{**settings, "seed": seed}) for seed in range(60)))
     expected = scores(models[A], [4, 8, 15], settings["temperature"])[-1]
-    drawn = {request.sampled[0] for request in requests}
+    drawn = {request.output_token_ids[0] for request in requests}
     assert drawn <= allowed(expected.exp())
     assert len(drawn) == len(allowed(expected.exp())) or len(drawn) > 1
     for request in requests:
-        assert abs(request.logprobs[0] - expected[request.sampled[0]].item()) < CLOSE
+        assert abs(request.logprobs[0] - expected[request.output_token_ids[0]].item()) < CLOSE
 
 
 def nucleus(probabilities: torch.Tensor, mass: float) -> set[int]:
@@ -271,22 +275,22 @@ def nucleus(probabilities: torch.Tensor, mass: float) -> set[int]:
 
 def test_the_most_likely_token_stays_whatever_is_left_out(core):
     (greedy, narrow) = run(core, ask(core, [4, 8, 15], temperature=0.0), ask(core, [4, 8, 15], top_p=1e-300))
-    assert narrow.sampled == greedy.sampled
+    assert narrow.output_token_ids == greedy.output_token_ids
 
 
 def test_a_bias_moves_the_distribution(core):
     (request,) = run(core, ask(core, [4, 8], temperature=0.0, logit_bias=((42, 1000.0),)))
-    assert set(request.sampled) == {42}
+    assert set(request.output_token_ids) == {42}
     assert request.logprobs == pytest.approx([0.0] * 12)
 
 
 def test_a_stop_id_ends_the_reply_and_is_part_of_it(core):
     (free,) = run(core, ask(core, [9, 10, 11]))
-    stop = free.sampled[4]
+    stop = free.output_token_ids[4]
     (stopped,) = run(core, ask(core, [9, 10, 11], stop_ids=frozenset([stop])))
-    assert stopped.sampled == free.sampled[: free.sampled.index(stop) + 1]
-    assert len(stopped.logprobs) == len(stopped.sampled)
-    assert (free.finish, stopped.finish) == ("length", "stop")
+    assert stopped.output_token_ids == free.output_token_ids[: free.output_token_ids.index(stop) + 1]
+    assert len(stopped.logprobs) == len(stopped.output_token_ids)
+    assert (free.finish_reason, stopped.finish_reason) == ("length", "stop")
 
 
 def test_prompt_logprobs_cover_a_chunked_prompt(world):
@@ -304,8 +308,8 @@ def test_prompt_logprobs_cover_a_chunked_prompt(world):
 def test_top_logprobs_are_the_most_likely_tokens(world, core):
     (request,) = run(core, ask(core, [9, 10, 11], top_logprobs=5, max_tokens=1))
     expected = scores(world[1][A], [9, 10, 11], 1.0)[-1].topk(5)
-    assert [token for token, _ in request.top[0]] == expected.indices.tolist()
-    assert [value for _, value in request.top[0]] == pytest.approx(expected.values.tolist(), abs=CLOSE)
+    assert [token for token, _ in request.top_logprobs[0]] == expected.indices.tolist()
+    assert [value for _, value in request.top_logprobs[0]] == pytest.approx(expected.values.tolist(), abs=CLOSE)
 
 
 # -- the queue --------------------------------------------------------------------------------------------------------
@@ -313,9 +317,9 @@ def test_top_logprobs_are_the_most_likely_tokens(world, core):
 
 def test_priority_goes_first(world):
     core = build_core(world[0][A], A, kv_tokens=512, max_running=1)
-    late, early = (core.request([3, 4], Sampling(max_tokens=2), priority=priority) for priority in (1, 0))
-    core.add(late)
-    core.add(early)
+    late, early = (core.create_request([3, 4], SamplingParams(max_tokens=2), priority=priority) for priority in (1, 0))
+    core.add_request(late)
+    core.add_request(early)
     core.step()
     assert (len(early.logprobs), len(late.logprobs)) == (1, 0)
 
@@ -323,9 +327,9 @@ def test_priority_goes_first(world):
 def test_a_full_queue_refuses_and_counts(world):
     core = build_core(world[0][A], A, kv_tokens=512, queue=2)
     for _ in range(2):
-        core.add(ask(core, [3]))
+        core.add_request(ask(core, [3]))
     with pytest.raises(QueueFull, match="2 requests wait already, the limit is 2"):
-        core.add(ask(core, [3]))
+        core.add_request(ask(core, [3]))
     assert core.counters.rejected == 1
 
 
@@ -363,7 +367,7 @@ def test_blocks_of_one_token_do_as_well(world, core):
     small = build_core(world[0][A], A, kv_tokens=512, block_size=1)
     asked = [(range(3, 12), 1), (range(3, 9), 2)]
     found, expected = (run(each, *(ask(each, prompt, seed=seed) for prompt, seed in asked)) for each in (small, core))
-    assert [request.sampled for request in found] == [request.sampled for request in expected]
+    assert [request.output_token_ids for request in found] == [request.output_token_ids for request in expected]
     assert small.counters.prefix_hit_tokens >= 5
 
 
@@ -377,7 +381,7 @@ def test_a_cache_without_room_for_a_request_is_refused_at_the_start(world, setti
 def test_a_salt_for_every_request_leaves_nothing_behind(world):
     core = build_core(world[0][A], A, kv_tokens=64)
     for salt in range(50):
-        run(core, core.request([3], Sampling(max_tokens=2), salt=str(salt)))
+        run(core, core.create_request([3], SamplingParams(max_tokens=2), cache_salt=str(salt)))
     assert not core.pool.roots
 
 
@@ -385,7 +389,7 @@ def test_what_others_leave_behind_does_not_keep_a_request_from_sharing(world):
     core = build_core(world[0][A], A, kv_tokens=512)
     short, long = ask(core, [3], max_tokens=1), ask(core, [3], max_tokens=12)
     run(core, short, long)
-    run(core, core.request(long.tokens, Sampling(max_tokens=1)))
+    run(core, core.create_request(long.token_ids, SamplingParams(max_tokens=1)))
     assert core.counters.prefix_hit_tokens == 12
 
 
@@ -403,5 +407,5 @@ def test_a_salt_keeps_prefixes_apart(world):
     core = build_core(world[0][A], A, kv_tokens=2048)
     prompt = list(range(3, 40))
     for salt in ("one", "two"):
-        run(core, core.request(prompt, Sampling(max_tokens=1), salt=salt))
+        run(core, core.create_request(prompt, SamplingParams(max_tokens=1), cache_salt=salt))
     assert core.counters.prefix_hit_tokens == 0

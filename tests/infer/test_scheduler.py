@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.infer.blocks import BlockPool
-from ramify.infer.metrics import Counters
-from ramify.infer.request import Request, Sampling
+from ramify.infer.block_pool import BlockPool
+from ramify.infer.metrics import EngineCounters
+from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.scheduler import Scheduler
 
 
@@ -22,18 +22,18 @@ class Counting(Scheduler):
     times = 0
 
     def _go_on(self) -> bool:
-        gone_on = super()._go_on()
+        gone_on = super()._advance_decodes()
         self.times += gone_on
         return gone_on
 
 
 def scheduler(kind: type[Scheduler], blocks: int, size: int = 4) -> Scheduler:
-    counters = Counters()
+    counters = EngineCounters()
     return kind(BlockPool(blocks + 1, size, counters), counters, max_running=5, max_batch_tokens=12)
 
 
-def request(length: int, tokens: int) -> Request:
-    return Request(list(range(length)), Sampling(max_tokens=tokens, seed=0), tokens)
+def request(length: int, tokens: int) -> EngineRequest:
+    return EngineRequest(list(range(length)), SamplingParams(max_tokens=tokens, seed=0), tokens)
 
 
 def step(each: Scheduler) -> list[tuple[int, int, int, bool, list[int]]]:
@@ -41,13 +41,13 @@ def step(each: Scheduler) -> list[tuple[int, int, int, bool, list[int]]]:
     told = []
     for chunk in each.schedule():
         sampled, blocks = chunk.request, [block.number for block in chunk.request.blocks]
-        told.append((len(sampled.prompt), chunk.start, chunk.stop, chunk.last, blocks))
-        assert len(blocks) * each.pool.size >= chunk.stop
-        sampled.computed = chunk.stop
-        if chunk.last:
-            sampled.append(len(sampled.tokens) % 7, 0.0, None)  # pyright: ignore[reportArgumentType]
-            if sampled.finish:
-                each.finish(sampled)
+        told.append((len(sampled.prompt_token_ids), chunk.start, chunk.stop, chunk.samples_next, blocks))
+        assert len(blocks) * each.pool.block_size >= chunk.stop
+        sampled.num_computed_tokens = chunk.stop
+        if chunk.samples_next:
+            sampled.append_token(len(sampled.token_ids) % 7, 0.0, None)  # pyright: ignore[reportArgumentType]
+            if sampled.finish_reason:
+                each.finish_request(sampled)
     return told
 
 
@@ -60,10 +60,10 @@ def test_going_on_is_planning_the_same(arrivals, tokens, size):
     for now in range(400):
         for when, length, tokens in arrivals:
             if when == now:
-                one.add(request(length, tokens))
-                other.add(request(length, tokens))
+                one.add_request(request(length, tokens))
+                other.add_request(request(length, tokens))
         assert step(one) == step(other)
-        assert one.pool.free == other.pool.free
+        assert one.pool.num_free_blocks == other.pool.num_free_blocks
         if now > 12 and not one.running and not one.waiting:
             return
     raise AssertionError("not all requests have finished")
@@ -72,7 +72,7 @@ def test_going_on_is_planning_the_same(arrivals, tokens, size):
 def test_requests_that_only_decode_are_not_planned_again():
     each = scheduler(Counting, 40)
     for length in (3, 5, 2):
-        each.add(request(length, 9))
+        each.add_request(request(length, 9))
     while each.running or each.waiting:
         step(each)
     assert isinstance(each, Counting)

@@ -16,7 +16,7 @@ import httpx
 import msgspec
 import pytest
 
-from ramify.infer.text import TextStream
+from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.model.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
 from tests.infer.serving import ByteRenderer, served
@@ -280,12 +280,14 @@ def test_a_stream_whose_engine_fails_says_so_by_name_as_an_answer_would(breaking
 
 
 def test_text_streams_hold_back_what_is_not_certain():
-    spoken = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
-    said = [spoken.feed([byte]) for byte in "é STOPPED".encode()]
+    spoken = IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
+    said = [spoken.decode_new([byte]) for byte in "é STOPPED".encode()]
     assert said == ["", "é", " ", "", "", "", "", "", "", ""]
     assert spoken.text == "é " and spoken.stopped
-    open_end = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
-    assert open_end.feed(b"a ST") + open_end.feed(b"X") + open_end.feed(b"S", last=True) == "a STXS"
+    open_end = IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
+    assert (
+        open_end.decode_new(b"a ST") + open_end.decode_new(b"X") + open_end.decode_new(b"S", is_last=True) == "a STXS"
+    )
 
 
 def test_a_text_stream_decodes_a_bounded_number_of_tokens_per_part():
@@ -295,8 +297,8 @@ def test_a_text_stream_decodes_a_bounded_number_of_tokens_per_part():
         decoded.append(len(ids))
         return bytes(ids).decode("utf-8", "replace")
 
-    stream = TextStream(decode)
-    text = "".join(stream.feed([0xFF]) for _ in range(1000)) + stream.feed([], last=True)
+    stream = IncrementalDetokenizer(decode)
+    text = "".join(stream.decode_new([0xFF]) for _ in range(1000)) + stream.decode_new([], is_last=True)
     assert text == "\ufffd" * 1000
     assert sum(decoded) < 100 * 1000
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ramify.errors import ModelUnsupported, RamifyError, WeightsRefused
-from ramify.infer.request import Sampling
+from ramify.infer.request import SamplingParams
 from ramify.model.load import load_model
 from tests.infer.llama import build_core, reference, run, scores, write_llama
 
@@ -69,10 +69,12 @@ def test_a_model_that_the_paged_attention_would_compute_wrongly_is_named_at_the_
 @pytest.mark.parametrize("kind", ["afmoe", "phi3", "opt"])
 def test_a_model_of_another_family_runs_its_own_code(kind, tmp_path):
     core = build_core(write(kind, tmp_path), max_batch_tokens=16)
-    asked = [core.request([5, 6, 7 + number] * 5, Sampling(max_tokens=5, seed=number)) for number in range(3)]
+    asked = [
+        core.create_request([5, 6, 7 + number] * 5, SamplingParams(max_tokens=5, seed=number)) for number in range(3)
+    ]
     for request in run(core, *asked):
-        plain = scores(reference(tmp_path), request.tokens, 1.0)
-        expected = [plain[15 + number - 1, token].item() for number, token in enumerate(request.sampled)]
+        plain = scores(reference(tmp_path), request.token_ids, 1.0)
+        expected = [plain[15 + number - 1, token].item() for number, token in enumerate(request.output_token_ids)]
         assert request.logprobs == pytest.approx(expected, abs=1e-4)
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ramify.errors import ModelUnsupported
-from ramify.infer.request import Sampling
+from ramify.infer.request import SamplingParams
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
@@ -72,7 +72,7 @@ def test_a_model_that_counts_positions_in_its_own_way_is_not_served(models):
 @pytest.mark.parametrize("kind", ["bert", "electra", "modernbert-decoder"])
 def test_the_engine_serves_a_head_with_layers_as_it_is(models, kind):
     core = build_core(models[kind])
-    (request,) = run(core, core.request([5, 6, 7], Sampling(max_tokens=4, seed=0)))
-    plain = scores(reference(models[kind]), request.tokens, 1.0)
-    expected = [plain[2 + number, token].item() for number, token in enumerate(request.sampled)]
+    (request,) = run(core, core.create_request([5, 6, 7], SamplingParams(max_tokens=4, seed=0)))
+    plain = scores(reference(models[kind]), request.token_ids, 1.0)
+    expected = [plain[2 + number, token].item() for number, token in enumerate(request.output_token_ids)]
     assert request.logprobs == pytest.approx(expected, abs=1e-4)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ramify.infer.request import Request, Sampling
-from ramify.infer.sampler import sample
+from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.infer.sampler import sample_tokens
 from ramify.model import native, operators
 from ramify.model.native import CLibraryUnavailable
 from ramify.model.operators import (
@@ -168,9 +168,9 @@ def test_the_same_tokens_are_drawn_in_c(vocab):
     _, in_c = both(SHAPES[0], made_up(SHAPES[0]))
     torch.manual_seed(0)
     logits = 4 * torch.randn(200, vocab)
-    asked = [Sampling(temperature=0.5 + row % 3, seed=row - 9) for row in range(200)]
-    requests = [Request([1] * (1 + row % 5), each, 9) for row, each in enumerate(asked)]
-    expected, found = sample(logits, requests), sample(logits, requests, in_c.sample_tokens)
+    asked = [SamplingParams(temperature=0.5 + row % 3, seed=row - 9) for row in range(200)]
+    requests = [EngineRequest([1] * (1 + row % 5), each, 9) for row, each in enumerate(asked)]
+    expected, found = sample_tokens(logits, requests), sample_tokens(logits, requests, in_c.sample_tokens)
     assert found[0] == expected[0]
     assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
@@ -179,10 +179,10 @@ def test_what_is_drawn_does_not_depend_on_what_others_ask_for():
     _, in_c = both(SHAPES[0], made_up(SHAPES[0]))
     torch.manual_seed(0)
     logits = torch.randn(6, 288)
-    asked = [Sampling(seed=row, top_k=3 * (row % 2), top_logprobs=row % 3) for row in range(6)]
-    requests = [Request([1], each, 9) for each in asked]
-    together = list(zip(*sample(logits, requests, in_c.sample_tokens)))
-    alone = [next(zip(*sample(logits[row : row + 1], [requests[row]], in_c.sample_tokens))) for row in range(6)]
+    asked = [SamplingParams(seed=row, top_k=3 * (row % 2), top_logprobs=row % 3) for row in range(6)]
+    requests = [EngineRequest([1], each, 9) for each in asked]
+    together = list(zip(*sample_tokens(logits, requests, in_c.sample_tokens)))
+    alone = [next(zip(*sample_tokens(logits[row : row + 1], [requests[row]], in_c.sample_tokens))) for row in range(6)]
     assert together == alone
 
 
@@ -190,9 +190,9 @@ def test_what_is_drawn_does_not_depend_on_what_others_ask_for():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_no_numbers_draw_some_token(vocab, bad):
     _, in_c = both(SHAPES[0], made_up(SHAPES[0]))
-    requests = [Request([1], Sampling(seed=row), 9) for row in range(5)]
+    requests = [EngineRequest([1], SamplingParams(seed=row), 9) for row in range(5)]
     for draw in (None, in_c.sample_tokens):
-        tokens, _ = sample(torch.full((5, vocab), bad), requests, draw)
+        tokens, _ = sample_tokens(torch.full((5, vocab), bad), requests, draw)
         assert all(0 <= token < vocab for token in tokens)
 
 

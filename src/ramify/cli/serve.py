@@ -16,7 +16,7 @@ from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
 
 if TYPE_CHECKING:
-    from ramify.infer.vllm import VLLMServer
+    from ramify.infer.vllm_server import VLLMServer
 
 USAGE = """usage: ramify serve [@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]
 
@@ -50,14 +50,14 @@ def run(args: Sequence[str]) -> int:
         print(f"would serve {config.model.name} from {resolve_model_path(config.model.name)}")
         print(f"at http://{config.server.host}:{config.server.port}, {config.inference}")
         return 0
-    from ramify.infer.chat import TemplateChat
     from ramify.infer.engine import Engine  # torch is loaded here, not for help
     from ramify.infer.server import serve
+    from ramify.infer.template_chat_renderer import TemplateChatRenderer
 
     directory = resolve_model_path(config.model.name)
     renderer = None
     if (directory / "tokenizer.json").exists():
-        renderer = TemplateChat(load_renderer(directory, config.renderer))
+        renderer = TemplateChatRenderer(load_renderer(directory, config.renderer))
     else:
         print(f"{directory} has no tokenizer.json: serving token ids alone, no chat", flush=True)
     engine = Engine.load(config.model.name, config.inference)
@@ -68,12 +68,12 @@ def run(args: Sequence[str]) -> int:
 
 
 def _vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
-    from ramify.infer.vllm import VLLMServer
+    from ramify.infer.vllm_server import VLLMServer
 
     server = VLLMServer(config.model.name, inference, config.server)
     if dry:
-        print(f"would serve {config.model.name} ({server.version}) at {server.url}, output in {server.log}")
-        print(shlex.join(server.command()))
+        print(f"would serve {config.model.name} ({server.version}) at {server.url}, output in {server.log_path}")
+        print(shlex.join(server.build_command()))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_supervised(server))
@@ -88,5 +88,5 @@ async def _supervised(server: "VLLMServer") -> None:
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         async with server:
-            print(f"serving {server.name} ({server.version}) at {server.url}", flush=True)
+            print(f"serving {server.model_name} ({server.version}) at {server.url}", flush=True)
             await server.wait()

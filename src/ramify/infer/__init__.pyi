@@ -1,11 +1,11 @@
+from .chat_renderer import ChatRenderer as ChatRenderer
 from .config import EngineConfig as EngineConfig
 from .config import ExternalConfig as ExternalConfig
 from .config import ServeConfig as ServeConfig
 from .config import ServerConfig as ServerConfig
 from .config import VLLMConfig as VLLMConfig
-from .connect import open_client as open_client
 from .engine import Engine as Engine
-from .rendering import ChatRenderer as ChatRenderer
-from .request import Completion as Completion
-from .request import Sampling as Sampling
-from .vllm import VLLMServer as VLLMServer
+from .inference_client import build_inference_client as build_inference_client
+from .request import RequestOutput as RequestOutput
+from .request import SamplingParams as SamplingParams
+from .vllm_server import VLLMServer as VLLMServer

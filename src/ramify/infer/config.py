@@ -45,7 +45,7 @@ class EngineConfig(Config):
     some of them are compiled at the start, where there is a C compiler."""
 
     @model_validator(mode="after")
-    def _a_step_holds_every_running_request(self) -> "EngineConfig":
+    def _batch_tokens_cover_max_running(self) -> "EngineConfig":
         if self.max_batch_tokens < self.max_running:
             found = f"{self.max_batch_tokens} < {self.max_running}"
             raise ValueError(f"max_batch_tokens must be at least max_running, so that every request advances ({found})")
@@ -89,7 +89,7 @@ class ExternalConfig(Config):
 
     @field_validator("base_url")
     @classmethod
-    def _roots_of_different_servers(cls, urls: list[str]) -> list[str]:
+    def _urls_are_distinct_roots(cls, urls: list[str]) -> list[str]:
         roots = [url.rstrip("/") for url in urls]
         for root in roots:
             if not root.startswith(("http://", "https://")) or root.endswith("/v1"):
@@ -99,7 +99,7 @@ class ExternalConfig(Config):
         return roots
 
 
-ServedConfig = Annotated[EngineConfig | VLLMConfig, Field(discriminator="engine")]
+ManagedInferenceConfig = Annotated[EngineConfig | VLLMConfig, Field(discriminator="engine")]
 InferenceConfig = Annotated[EngineConfig | VLLMConfig | ExternalConfig, Field(discriminator="engine")]
 
 
@@ -125,12 +125,12 @@ class ServeConfig(Config):
 
     model: ModelConfig = ModelConfig()
     renderer: RendererConfig = TemplateRendererConfig()
-    inference: ServedConfig = EngineConfig()
+    inference: ManagedInferenceConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _something_to_serve(cls, data: Any) -> Any:
+    def _inference_is_not_external(cls, data: Any) -> Any:
         """A run's own file may name servers that run already; such a run needs no `ramify serve`."""
         inference = data.get("inference") if isinstance(data, dict) else None
         if isinstance(inference, dict) and (inference.get("engine") == "external" or "base_url" in inference):
@@ -139,7 +139,7 @@ class ServeConfig(Config):
         return data
 
     @model_validator(mode="after")
-    def _vllm_brings_its_own(self) -> "ServeConfig":
+    def _vllm_rejects_native_options(self) -> "ServeConfig":
         """What vLLM does by itself cannot be set here; a key that does nothing is an error."""
         if self.inference.engine == "vllm":
             if self.server.timeout != ServerConfig().timeout:

@@ -20,8 +20,8 @@ import torch
 
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import EngineConfig
-from ramify.infer.core import KV, Core
-from ramify.infer.request import Completion, Request, Sampling
+from ramify.infer.engine_core import EngineCore, KVSwapMode
+from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.model.load import load_model
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
 from ramify.model.resolve import resolve_model_path
@@ -29,78 +29,78 @@ from ramify.model.version import PolicyVersion
 from ramify.model.weights import stage_weights
 
 T = TypeVar("T")
-COMMAND_DEADLINE = 120.0  # seconds; a command waits for one step at most
-IDLE_WAIT = 0.2  # seconds after which an idle thread looks at the deadlines
+COMMAND_TIMEOUT = 120.0  # seconds; a command waits for one step at most
+IDLE_WAIT_SECONDS = 0.2  # seconds after which an idle thread looks at the deadlines
 
 
-class Stream:
+class RequestStream:
     """A request seen from an event loop: its tokens as they come, or all of them at the end."""
 
-    def __init__(self, engine: "Engine", request: Request, *, incremental: bool) -> None:
+    def __init__(self, engine: "Engine", request: EngineRequest, *, incremental: bool) -> None:
         self.request = request
         self.incremental = incremental
         self.loop = asyncio.get_running_loop()
-        self.news = asyncio.Event()
+        self.updated = asyncio.Event()
         self._engine = engine
-        self._seen = 0
+        self._num_read = 0
 
-    async def parts(self) -> AsyncIterator[Completion]:
+    async def iter_outputs(self) -> AsyncIterator[RequestOutput]:
         """New tokens whenever there are some; the last part has a finish reason."""
         while True:
-            await self.news.wait()
-            self.news.clear()
-            part = self._read()
-            if part.tokens or part.finish:
+            await self.updated.wait()
+            self.updated.clear()
+            part = self._read_output()
+            if part.token_ids or part.finish_reason:
                 yield part
-            if part.finish:
+            if part.finish_reason:
                 return
 
-    async def result(self) -> Completion:
+    async def result(self) -> RequestOutput:
         """Everything, when it has finished."""
-        while self.request.finish is None:
-            await self.news.wait()
-            self.news.clear()
-        return self._read()
+        while self.request.finish_reason is None:
+            await self.updated.wait()
+            self.updated.clear()
+        return self._read_output()
 
     def cancel(self) -> None:
         """Stop computing; nothing happens if it has finished."""
-        if self.request.finish is None:
+        if self.request.finish_reason is None:
             self._engine.cancel(self.request)
 
-    def _read(self) -> Completion:
-        request, start = self.request, self._seen
-        finish, error = request.finish, request.error  # first: what follows is then complete
+    def _read_output(self) -> RequestOutput:
+        request, start = self.request, self._num_read
+        finish, error = request.finish_reason, request.error  # first: what follows is then complete
         stop = len(request.logprobs)
         if error is not None:
             raise error
-        self._seen = stop
-        begin = len(request.prompt)
-        return Completion(
-            tokens=request.tokens[begin + start : begin + stop],
+        self._num_read = stop
+        begin = len(request.prompt_token_ids)
+        return RequestOutput(
+            token_ids=request.token_ids[begin + start : begin + stop],
             logprobs=request.logprobs[start:stop],
-            versions=_runs(request.versions, start, stop),
-            finish=finish,
-            top=request.top[start:stop],
+            version_runs=_version_runs(request.version_starts, start, stop),
+            finish_reason=finish,
+            top_logprobs=request.top_logprobs[start:stop],
             prompt_logprobs=request.prompt_logprobs if start == 0 else [],
-            prompt_top=request.prompt_top if start == 0 else [],
-            cached=request.cached,
+            prompt_top_logprobs=request.prompt_top_logprobs if start == 0 else [],
+            num_cached_tokens=request.num_cached_tokens,
         )
 
 
 class Engine:
     """Owns the thread and the core in it. Start it once, close it once."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.paused = False
         self.failure: ProviderError | None = None
         self.swap_seconds = 0.0  # how long the last weight swap held up decoding
-        self._arrivals: deque[Request] = deque()
+        self._new_requests: deque[EngineRequest] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
         self._closing = False
-        self._streams: dict[Request, Stream] = {}
-        self._staging = threading.Lock()
+        self._streams: dict[EngineRequest, RequestStream] = {}
+        self._staging_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ramify-engine", daemon=True)
 
     @classmethod
@@ -112,126 +112,128 @@ class Engine:
         published = (path / MANIFEST_FILE).is_file()
         version = verify_weights(path).version if published else PolicyVersion(Path(name).name)
 
-        def core() -> Core:
-            return Core(load_model(path, dtype=config.dtype, device=config.device), config, version)
+        def build_core() -> EngineCore:
+            return EngineCore(load_model(path, dtype=config.dtype, device=config.device), config, version)
 
-        return cls(_aside(core).result())
+        return cls(_run_in_new_thread(build_core).result())
 
     def start(self) -> "Engine":
         """Start the thread."""
         self._thread.start()
         return self
 
-    def close(self, deadline: float = 30.0) -> None:
+    def close(self, timeout: float = 30.0) -> None:
         """End the thread; streams that have not finished fail by name."""
         with self._wakeup:
             self._closing = True
             self._wakeup.notify()
-        self._thread.join(deadline)
+        self._thread.join(timeout)
         if self._thread.is_alive():
-            raise DeadlineExceeded(f"the engine thread did not end within {deadline:.0f} s; a step is still running")
+            raise DeadlineExceeded(f"the engine thread did not end within {timeout:.0f} s; a step is still running")
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
     def submit(
         self,
-        prompt: list[int],
-        sampling: Sampling,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
         *,
-        salt: str = "",
+        cache_salt: str = "",
         priority: int = 0,
         timeout: float | None = None,
         incremental: bool = False,
-    ) -> Stream:
+    ) -> RequestStream:
         """Queue a request. Raises at once what is wrong with it, or QueueFull. To be called from an event loop."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = self.core.request(prompt, sampling, salt=salt, priority=priority, deadline=deadline)
-        self.core.make_sure_of_room(arriving=len(self._arrivals))
-        stream = Stream(self, request, incremental=incremental)
+        request = self.core.create_request(
+            prompt_token_ids, sampling_params, cache_salt=cache_salt, priority=priority, deadline=deadline
+        )
+        self.core.check_capacity(num_arriving=len(self._new_requests))
+        stream = RequestStream(self, request, incremental=incremental)
 
         with self._wakeup:
             if self.failure is not None or self._closing:
-                raise self._over()
-            self._arrivals.append(request)
+                raise self._closed_error()
+            self._new_requests.append(request)
             self._streams[request] = stream
             self._wakeup.notify()
         return stream
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: EngineRequest) -> None:
         """Stop a request; its stream ends with the finish reason `abort`. Safe from any thread."""
 
-        def stop() -> None:
+        def cancel_and_notify() -> None:
             if request in self._streams:
                 self.core.cancel(request)
-                self._deliver([request])
+                self._notify_streams([request])
 
-        self._command(stop)
+        self._enqueue_command(cancel_and_notify)
 
     async def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
         """Stop stepping. Requests stay where they are (`keep`) or are cancelled (`abort`); new ones wait."""
 
-        def hold() -> None:
+        def set_paused() -> None:
             self.paused = True
             if mode == "abort":
-                everyone = self.core.everyone()
+                everyone = self.core.list_unfinished_requests()
                 for request in everyone:
                     self.core.cancel(request)
-                self._deliver(everyone)
+                self._notify_streams(everyone)
 
-        await self._ask(hold)
+        await self._run_command(set_paused)
 
     async def resume(self) -> None:
         """Go on."""
 
-        def go() -> None:
+        def clear_paused() -> None:
             self.paused = False
 
-        await self._ask(go)
+        await self._run_command(clear_paused)
 
-    async def update_weights(self, directory: Path, kv: KV = "recompute") -> PolicyVersion:
+    async def update_weights(self, directory: Path, kv_mode: KVSwapMode = "recompute") -> PolicyVersion:
         """Verify the published weights beside the running engine, then swap them in between two steps."""
 
-        def prepare() -> Any:
-            with self._staging:
+        def stage() -> Any:
+            with self._staging_lock:
                 return stage_weights(directory, self.core.model.module)
 
         try:
-            staged = await asyncio.wrap_future(_aside(prepare))
+            staged = await asyncio.wrap_future(_run_in_new_thread(stage))
         except Exception:
             self.core.counters.swaps_refused += 1
             raise
 
         def swap() -> None:
             start = time.perf_counter()
-            self.core.swap(staged, kv)
+            self.core.swap_weights(staged, kv_mode)
             self.swap_seconds = time.perf_counter() - start
 
-        await self._ask(swap)
+        await self._run_command(swap)
         return staged.version
 
-    def metrics(self) -> str:
+    def format_metrics(self) -> str:
         """Counters and gauges, as Prometheus reads them."""
         gauges = {**self.core.gauges(), "paused": float(self.paused), "last_swap_seconds": self.swap_seconds}
-        return self.core.counters.text(gauges)
+        return self.core.counters.to_prometheus(gauges)
 
-    async def _ask(self, function: Callable[[], T]) -> T:
-        future = asyncio.wrap_future(self._command(function))
+    async def _run_command(self, function: Callable[[], T]) -> T:
+        future = asyncio.wrap_future(self._enqueue_command(function))
         try:
-            return await asyncio.wait_for(future, COMMAND_DEADLINE)
+            return await asyncio.wait_for(future, COMMAND_TIMEOUT)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the engine thread ran no command for {COMMAND_DEADLINE:.0f} s") from error
+            raise DeadlineExceeded(f"the engine thread ran no command for {COMMAND_TIMEOUT:.0f} s") from error
 
-    def _command(self, function: Callable[[], T]) -> "Future[T]":
+    def _enqueue_command(self, function: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
         with self._wakeup:
             if self.failure is not None or self._closing:
-                future.set_exception(self._over())
+                future.set_exception(self._closed_error())
                 return future
             self._commands.append((function, future))
             self._wakeup.notify()
         return future
 
-    def _over(self) -> ProviderError:
+    def _closed_error(self) -> ProviderError:
         return self.failure or ProviderError("the engine is closing")
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -239,25 +241,25 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._carry_out()
-                if self.core.busy and not self.paused:
-                    self._deliver(self.core.step())
+                self._drain_queues()
+                if self.core.has_unfinished_requests and not self.paused:
+                    self._notify_streams(self.core.step())
                 else:
-                    self._deliver(self.core.expire())
+                    self._notify_streams(self.core.expire_requests())
                     with self._wakeup:
-                        if not self._arrivals and not self._commands and not self._closing:
-                            self._wakeup.wait(IDLE_WAIT)
-            self._end(ProviderError("the engine was closed"))
+                        if not self._new_requests and not self._commands and not self._closing:
+                            self._wakeup.wait(IDLE_WAIT_SECONDS)
+            self._fail_all(ProviderError("the engine was closed"))
         except Exception as error:  # noqa: BLE001 - whatever it was, every stream has to hear of it
             failure = ProviderError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._end(failure)
+            self._fail_all(failure)
 
-    def _carry_out(self) -> None:
+    def _drain_queues(self) -> None:
         """Take what has arrived, then do as told: a command is about requests that were there before it."""
         commands = len(self._commands)
-        while self._arrivals:
-            self.core.enqueue(self._arrivals.popleft())
+        while self._new_requests:
+            self.core.enqueue(self._new_requests.popleft())
         for _ in range(commands):
             function, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():
@@ -267,21 +269,21 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
                 future.set_exception(error)
 
-    def _deliver(self, requests: Sequence[Request]) -> None:
+    def _notify_streams(self, requests: Sequence[EngineRequest]) -> None:
         """Wake the streams of these requests, with one call into each event loop."""
-        awake: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
+        awake: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         for request in requests:
             stream = self._streams.get(request)
-            if stream is None or not (stream.incremental or request.finish):
+            if stream is None or not (stream.incremental or request.finish_reason):
                 continue
-            if request.finish:
+            if request.finish_reason:
                 del self._streams[request]
             awake.setdefault(stream.loop, []).append(stream)
         for loop, streams in awake.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_wake, streams)
+                loop.call_soon_threadsafe(_set_updated, streams)
 
-    def _end(self, failure: ProviderError) -> None:
+    def _fail_all(self, failure: ProviderError) -> None:
         with self._wakeup:
             self.failure = failure
             pending = list(self._commands)
@@ -292,11 +294,11 @@ class Engine:
         orphans = list(self._streams)
         for request in orphans:
             request.error = failure
-            request.finish = request.finish or "abort"
-        self._deliver(orphans)
+            request.finish_reason = request.finish_reason or "abort"
+        self._notify_streams(orphans)
 
 
-def _aside(work: Callable[[], T]) -> "Future[T]":
+def _run_in_new_thread(work: Callable[[], T]) -> "Future[T]":
     """Work in a thread that ends with it.
 
     Torch keeps helpers for every thread it has computed in. Where there are more of them than cores they no longer wait
@@ -308,13 +310,17 @@ def _aside(work: Callable[[], T]) -> "Future[T]":
     return future
 
 
-def _wake(streams: list[Stream]) -> None:
+def _set_updated(streams: list[RequestStream]) -> None:
     for stream in streams:
-        stream.news.set()
+        stream.updated.set()
 
 
-def _runs(versions: list[tuple[PolicyVersion, int]], start: int, stop: int) -> list[tuple[PolicyVersion, int]]:
+def _version_runs(
+    version_starts: list[tuple[PolicyVersion, int]], start: int, stop: int
+) -> list[tuple[PolicyVersion, int]]:
     """How many of the sampled tokens [start, stop) each version is for."""
-    ends = [begin for _, begin in versions[1:]]
-    runs = [(version, min(end, stop) - max(begin, start)) for (version, begin), end in zip(versions, [*ends, stop])]
+    ends = [begin for _, begin in version_starts[1:]]
+    runs = [
+        (version, min(end, stop) - max(begin, start)) for (version, begin), end in zip(version_starts, [*ends, stop])
+    ]
     return [(version, count) for version, count in runs if count > 0]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
-class Counters:
+class EngineCounters:
     """Totals since the start."""
 
     requests: int = 0
@@ -28,7 +28,7 @@ class Counters:
     recomputes: int = 0  # requests sent back by a swap
     kept: int = 0  # requests that went on with older keys and values
 
-    def text(self, gauges: dict[str, float]) -> str:
+    def to_prometheus(self, gauges: dict[str, float]) -> str:
         """The counters and `gauges` in the format Prometheus reads."""
         lines: list[str] = []
         for item in fields(self):

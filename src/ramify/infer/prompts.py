@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.errors import RequestInvalid
-from ramify.infer.core import context_overflow
+from ramify.infer.chat_renderer import ChatPrompt, ChatRenderer
 from ramify.infer.engine import Engine
-from ramify.infer.rendering import ChatRenderer, Prompt
+from ramify.infer.engine_core import context_overflow_error
 from ramify.render.offload import OFFLOAD_MIN_CHARS, offload
 
 
@@ -17,7 +17,7 @@ async def render_chat(
     tools: Sequence[Mapping[str, Any]] | None,
     engine: Engine,
     renderer: ChatRenderer,
-) -> Prompt:
+) -> ChatPrompt:
     """Return the prompt for the next assistant turn. Raises RequestInvalid or ContextOverflow."""
     if not messages:
         raise RequestInvalid("messages: at least one is needed")
@@ -32,7 +32,7 @@ async def encode_text(text: str, engine: Engine, renderer: ChatRenderer) -> list
     return await offload(len(text) >= OFFLOAD_MIN_CHARS, renderer.encode, text)
 
 
-async def read_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
+async def encode_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
     """Return the prompts of `/v1/completions` as token ids: one text or list of token ids, or a list of either."""
     if isinstance(prompt, str) or (prompt and all(isinstance(entry, int) for entry in prompt)):
         prompt = [prompt]
@@ -67,4 +67,4 @@ def _check_length(characters: int, engine: Engine, renderer: ChatRenderer) -> No
     """
     fewest, limit = characters // renderer.longest_token, engine.core.max_model_len
     if fewest >= limit:
-        raise context_overflow(f"at least {fewest}", limit)
+        raise context_overflow_error(f"at least {fewest}", limit)

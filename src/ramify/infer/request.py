@@ -22,15 +22,15 @@ from ramify.model.version import PolicyVersion
 if TYPE_CHECKING:
     import numpy as np
 
-    from ramify.infer.blocks import Block
+    from ramify.infer.block_pool import Block
 
-COLDEST = 1e-6  # temperature
-HEAVIEST = 1e6  # bias; over the coldest temperature it is still a number in float32
+MIN_TEMPERATURE = 1e-6  # temperature
+MAX_LOGIT_BIAS = 1e6  # bias; over the coldest temperature it is still a number in float32
 FinishReason = Literal["stop", "length", "abort"]
-_arrivals = count()
+_arrival_counter = count()
 
 
-class State(Enum):
+class RequestStatus(Enum):
     """Where a request is."""
 
     WAITING = "waiting"
@@ -38,16 +38,16 @@ class State(Enum):
     FINISHED = "finished"
 
 
-ALLOWED = {
-    (State.WAITING, State.RUNNING),
-    (State.RUNNING, State.WAITING),
-    (State.WAITING, State.FINISHED),
-    (State.RUNNING, State.FINISHED),
+TRANSITIONS = {
+    (RequestStatus.WAITING, RequestStatus.RUNNING),
+    (RequestStatus.RUNNING, RequestStatus.WAITING),
+    (RequestStatus.WAITING, RequestStatus.FINISHED),
+    (RequestStatus.RUNNING, RequestStatus.FINISHED),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How the next token is chosen. Temperature 0 is greedy."""
 
     temperature: float = 1.0
@@ -63,11 +63,11 @@ class Sampling:
     prompt_top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        cold = f"0, which is greedy, or a number of at least {COLDEST:g}"
+        cold = f"0, which is greedy, or a number of at least {MIN_TEMPERATURE:g}"
         bounds = [
             (
                 "temperature",
-                self.temperature == 0 or COLDEST <= self.temperature < float("inf"),
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
                 cold,
                 self.temperature,
             ),
@@ -77,105 +77,112 @@ class Sampling:
             ("max_tokens", self.max_tokens >= 1, "at least 1", self.max_tokens),
             ("prompt_top_logprobs", 0 <= self.prompt_top_logprobs <= 20, "0 to 20", self.prompt_top_logprobs),
             ("top_logprobs", 0 <= self.top_logprobs <= 20, "0 to 20", self.top_logprobs),
-            *(("logit_bias", abs(by) <= HEAVIEST, f"-{HEAVIEST:g} to {HEAVIEST:g}", by) for _, by in self.logit_bias),
+            *(
+                ("logit_bias", abs(by) <= MAX_LOGIT_BIAS, f"-{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}", by)
+                for _, by in self.logit_bias
+            ),
         ]
         for name, good, expected, found in bounds:
             if not good:
                 raise RequestInvalid(f"{name}: expected {expected}, got {found}")
 
     @property
-    def filtered(self) -> bool:
+    def has_filters(self) -> bool:
         """Whether only a part of the vocabulary may be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether a token is drawn from the distribution as it is, and nothing else is asked for."""
-        return self.temperature > 0 and not (self.filtered or self.logit_bias or self.top_logprobs)
+        return self.temperature > 0 and not (self.has_filters or self.logit_bias or self.top_logprobs)
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class EngineRequest:
     """One sequence: the prompt, and the tokens sampled so far."""
 
-    prompt: list[int]
-    sampling: Sampling
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
     max_tokens: int  # as asked, within the model's length
-    salt: str = ""
+    cache_salt: str = ""
     priority: int = 0  # lower goes first
     deadline: float | None = None  # monotonic
-    arrival: int = field(default_factory=lambda: next(_arrivals))
-    state: State = State.WAITING
-    tokens: list[int] = field(default_factory=list)  # prompt and sampled
+    arrival_index: int = field(default_factory=lambda: next(_arrival_counter))
+    status: RequestStatus = RequestStatus.WAITING
+    token_ids: list[int] = field(default_factory=list)  # prompt and sampled
     logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)  # and the sampled token each begins at
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    version_starts: list[tuple[PolicyVersion, int]] = field(
+        default_factory=list
+    )  # and the sampled token each begins at
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
-    computed: int = 0  # tokens whose keys and values are in the cache
-    cached: int = 0  # tokens found there when it was first admitted
+    prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
+    num_cached_tokens: int = 0  # tokens found there when it was first admitted
     blocks: list["Block"] = field(default_factory=list)
-    published: int = 0  # leading blocks that others may share
-    node: "Block | None" = None  # where the next block is published; None if this request must not share
+    num_shared_blocks: int = 0  # leading blocks that others may share
+    cache_node: "Block | None" = None  # where the next block is published; None if this request must not share
     kv_runs: list[tuple[PolicyVersion, int]] = field(
         default_factory=list
     )  # versions older than the current one, up to where
-    table: "np.ndarray | None" = None  # the numbers of `blocks`, as far as they were written down
-    tabled: int = 0
-    finish: FinishReason | None = None
+    block_table: "np.ndarray | None" = None  # the numbers of `blocks`, as far as they were written down
+    block_table_len: int = 0
+    finish_reason: FinishReason | None = None
     error: RamifyError | None = None
     seed: int = 0
-    plain: bool = False
-    created: float = field(default_factory=time.monotonic)
+    is_plain: bool = False
+    created_at: float = field(default_factory=time.monotonic)
     first_token: float | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-        self.seed = random.getrandbits(64) if self.sampling.seed is None else self.sampling.seed & (1 << 64) - 1
-        self.plain = self.sampling.plain
-        if self.sampling.prompt_logprobs:
-            self.prompt_logprobs, self.prompt_top = [None], [[]]
+        self.token_ids = list(self.prompt_token_ids)
+        self.seed = (
+            random.getrandbits(64) if self.sampling_params.seed is None else self.sampling_params.seed & (1 << 64) - 1
+        )
+        self.is_plain = self.sampling_params.is_plain
+        if self.sampling_params.prompt_logprobs:
+            self.prompt_logprobs, self.prompt_top_logprobs = [None], [[]]
 
     @property
-    def order(self) -> tuple[int, int]:
+    def scheduling_key(self) -> tuple[int, int]:
         """Who goes first: by priority, then by arrival."""
-        return (self.priority, self.arrival)
+        return (self.priority, self.arrival_index)
 
     @property
-    def sampled(self) -> list[int]:
+    def output_token_ids(self) -> list[int]:
         """The tokens sampled so far."""
-        return self.tokens[len(self.prompt) :]
+        return self.token_ids[len(self.prompt_token_ids) :]
 
-    def move(self, state: State) -> None:
+    def set_status(self, status: RequestStatus) -> None:
         """Change the state; an illegal change raises."""
-        if (self.state, state) not in ALLOWED:
-            raise AssertionError(f"request {self.arrival} cannot go from {self.state.name} to {state.name}")
-        self.state = state
+        if (self.status, status) not in TRANSITIONS:
+            raise AssertionError(f"request {self.arrival_index} cannot go from {self.status.name} to {status.name}")
+        self.status = status
 
-    def append(self, token: int, logprob: float, version: PolicyVersion) -> None:
+    def append_token(self, token: int, logprob: float, version: PolicyVersion) -> None:
         """Take a sampled token, and finish if it was the last.
 
         The logprob comes last: a reader in another thread counts those first, and then finds the rest.
         """
-        self.tokens.append(token)
-        if not self.versions or self.versions[-1][0] is not version:
-            self.versions.append((version, len(self.logprobs)))
+        self.token_ids.append(token)
+        if not self.version_starts or self.version_starts[-1][0] is not version:
+            self.version_starts.append((version, len(self.logprobs)))
         self.logprobs.append(logprob)
-        if token in self.sampling.stop_ids:
-            self.finish = "stop"
+        if token in self.sampling_params.stop_ids:
+            self.finish_reason = "stop"
         elif len(self.logprobs) >= self.max_tokens:
-            self.finish = "length"
+            self.finish_reason = "length"
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class RequestOutput:
     """What a request produced. Without a prompt it is a part of one, as a stream delivers them."""
 
-    tokens: list[int]
+    token_ids: list[int]
     logprobs: list[float]
-    versions: list[tuple[PolicyVersion, int]]
-    finish: FinishReason | None
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    version_runs: list[tuple[PolicyVersion, int]]
+    finish_reason: FinishReason | None
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
-    cached: int = 0
+    prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    num_cached_tokens: int = 0

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.infer.request import Request
+from ramify.infer.request import EngineRequest
 
-Draw = Callable[[Tensor, list[float], list[int], list[int]], tuple[list[int], list[float]]]
-GROUP = 64  # tokens of the vocabulary summed at once
-FEW = 2048  # vocabularies up to this size are summed in one stage
+DrawFn = Callable[[Tensor, list[float], list[int], list[int]], tuple[list[int], list[float]]]
+VOCAB_CHUNK = 64  # tokens of the vocabulary summed at once
+MAX_SINGLE_STAGE_VOCAB = 2048  # vocabularies up to this size are summed in one stage
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+def uniform_noise(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """One float64 in [0, 1) for each (seed, position), by the finalizer of SplitMix64 applied to both."""
     seed, position = np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)
     mixed = _mix(_mix(seed) + position * np.uint64(0x9E3779B97F4A7C15))
@@ -35,115 +35,117 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def sample(logits: Tensor, requests: Sequence[Request], draw: Draw | None = None) -> tuple[list[int], list[float]]:
+def sample_tokens(
+    logits: Tensor, requests: Sequence[EngineRequest], draw: DrawFn | None = None
+) -> tuple[list[int], list[float]]:
     """The next token of each request and its logprob. `logits` is [requests, vocab] of any float type.
 
     With `draw` the requests that take the distribution as it is are answered by it, whoever else is in the batch.
     """
-    plain = [row for row, request in enumerate(requests) if request.plain] if draw else []
+    plain = [row for row, request in enumerate(requests) if request.is_plain] if draw else []
     if draw is None or not plain:
-        return _sample(logits, requests)
+        return _sample_torch(logits, requests)
     if len(plain) == len(requests):
-        seeds, positions = _places(requests)
-        return draw(logits, [request.sampling.temperature for request in requests], seeds, positions)
+        seeds, positions = _seeds_and_positions(requests)
+        return draw(logits, [request.sampling_params.temperature for request in requests], seeds, positions)
     tokens, logprobs = [0] * len(requests), [0.0] * len(requests)
-    for rows in (plain, [row for row, request in enumerate(requests) if not request.plain]):
-        part = sample(logits[rows], [requests[row] for row in rows], draw)
+    for rows in (plain, [row for row, request in enumerate(requests) if not request.is_plain]):
+        part = sample_tokens(logits[rows], [requests[row] for row in rows], draw)
         for row, token, logprob in zip(rows, *part):
             tokens[row], logprobs[row] = token, logprob
     return tokens, logprobs
 
 
-def _sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
-    scores = _scores(logits, requests)
+def _sample_torch(logits: Tensor, requests: Sequence[EngineRequest]) -> tuple[list[int], list[float]]:
+    scores = _scale_logits(logits, requests)
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp_()
     normalizer = weights.sum(-1, keepdim=True).log_().add_(peak)
-    filtered = [row for row, request in enumerate(requests) if request.sampling.filtered]
-    drawable = _filter(weights, filtered, requests) if filtered else weights
-    greedy = [request.sampling.temperature == 0 for request in requests]
+    filtered = [row for row, request in enumerate(requests) if request.sampling_params.has_filters]
+    drawable = _apply_top_k_top_p_min_p(weights, filtered, requests) if filtered else weights
+    greedy = [request.sampling_params.temperature == 0 for request in requests]
     if all(greedy):
         tokens = scores.argmax(-1)
     else:
-        noise = uniforms(*_places(requests))
-        tokens = _draw(drawable, torch.from_numpy(noise).to(scores.device))
+        noise = uniform_noise(*_seeds_and_positions(requests))
+        tokens = _sample_inverse_cdf(drawable, torch.from_numpy(noise).to(scores.device))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=scores.device), scores.argmax(-1), tokens)
     chosen = scores.gather(-1, tokens.unsqueeze(-1))
     logprobs = (chosen - normalizer).squeeze(-1)
-    _keep_top(scores, normalizer, requests)
+    _record_top_logprobs(scores, normalizer, requests)
     return tokens.tolist(), logprobs.tolist()
 
 
-def _places(requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+def _seeds_and_positions(requests: Sequence[EngineRequest]) -> tuple[list[int], list[int]]:
     """Seed and position of the tokens to come: all that chance depends on."""
-    return [request.seed for request in requests], [len(request.tokens) for request in requests]
+    return [request.seed for request in requests], [len(request.token_ids) for request in requests]
 
 
-def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
+def compute_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """`log softmax(logits)[target]` of each row, in float32."""
     scores = logits.float()
     return scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)
 
 
-def top_logprobs_of(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+def compute_top_logprobs(logits: Tensor, num_top: int) -> list[list[tuple[int, float]]]:
     """Return the `count` likeliest tokens of each row with their logprobs, which equal those of `logprobs_of`."""
-    if not count:
+    if not num_top:
         return [[] for _ in range(len(logits))]
     scores = logits.float()
-    values, tokens = (scores - scores.logsumexp(-1, keepdim=True)).topk(count)
+    values, tokens = (scores - scores.logsumexp(-1, keepdim=True)).topk(num_top)
     return [list(zip(*row)) for row in zip(tokens.tolist(), values.tolist())]
 
 
-def _scores(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def _scale_logits(logits: Tensor, requests: Sequence[EngineRequest]) -> Tensor:
     """Biased logits over temperature, float32, never the caller's own memory."""
     scores = logits.to(torch.float32, copy=True)
     for row, request in enumerate(requests):
-        if request.sampling.logit_bias:
-            for token, bias in request.sampling.logit_bias:
+        if request.sampling_params.logit_bias:
+            for token, bias in request.sampling_params.logit_bias:
                 scores[row, token] += bias
-    scales = [request.sampling.temperature or 1.0 for request in requests]
+    scales = [request.sampling_params.temperature or 1.0 for request in requests]
     if any(scale != 1.0 for scale in scales):
         scores.div_(torch.tensor(scales, device=scores.device).unsqueeze(-1))
     return scores
 
 
-def _draw(weights: Tensor, noise: Tensor) -> Tensor:
+def _sample_inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     """Invert the cumulative distribution of each row at `noise`."""
     rows, vocab = weights.shape
-    if vocab <= FEW:
-        return _invert(weights, noise.unsqueeze(-1), None).squeeze(-1)
-    if vocab % GROUP:
-        weights = torch.nn.functional.pad(weights, (0, GROUP - vocab % GROUP))
-    groups = weights.view(rows, -1, GROUP)
+    if vocab <= MAX_SINGLE_STAGE_VOCAB:
+        return _search_cumulative(weights, noise.unsqueeze(-1), None).squeeze(-1)
+    if vocab % VOCAB_CHUNK:
+        weights = torch.nn.functional.pad(weights, (0, VOCAB_CHUNK - vocab % VOCAB_CHUNK))
+    groups = weights.view(rows, -1, VOCAB_CHUNK)
     sums = groups.sum(-1)
     outer = sums.cumsum(-1, dtype=torch.float64)
     aim = noise.unsqueeze(-1) * outer[:, -1:]
-    group = _invert(sums, aim, outer)
+    group = _search_cumulative(sums, aim, outer)
     below = outer.gather(-1, group) - sums.gather(-1, group)
-    inside = groups.gather(1, group.unsqueeze(-1).expand(-1, -1, GROUP)).squeeze(1)
-    token = _invert(inside, aim - below, inside.cumsum(-1, dtype=torch.float64))
-    return (group * GROUP + token).squeeze(-1)
+    inside = groups.gather(1, group.unsqueeze(-1).expand(-1, -1, VOCAB_CHUNK)).squeeze(1)
+    token = _search_cumulative(inside, aim - below, inside.cumsum(-1, dtype=torch.float64))
+    return (group * VOCAB_CHUNK + token).squeeze(-1)
 
 
-def _invert(weights: Tensor, aim: Tensor, cumulative: Tensor | None) -> Tensor:
+def _search_cumulative(weights: Tensor, target: Tensor, cumulative: Tensor | None) -> Tensor:
     """The entry of each row whose share holds `aim` (a fraction of the row, if the sums are not given), [rows, 1].
 
     Sums round, so the aim may lie just beyond the last entry that has a share; then it is that one.
     """
     if cumulative is None:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
-        aim = aim * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, aim, right=True)
+        target = target * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(found, last).clamp_(max=weights.shape[-1] - 1)  # NaN lies beyond everything
 
 
-def _filter(weights: Tensor, rows: list[int], requests: Sequence[Request]) -> Tensor:
+def _apply_top_k_top_p_min_p(weights: Tensor, rows: list[int], requests: Sequence[EngineRequest]) -> Tensor:
     """`weights` with 0 where a row's top-k, top-p or min-p leaves a token out. The most likely token always stays."""
     weights = weights.clone()
     for row in rows:
-        sampling = requests[row].sampling
+        sampling = requests[row].sampling_params
         values, order = weights[row].sort(descending=True, stable=True)
         keep = torch.ones_like(values, dtype=torch.bool)
         if sampling.top_k > 0:
@@ -158,9 +160,9 @@ def _filter(weights: Tensor, rows: list[int], requests: Sequence[Request]) -> Te
     return weights
 
 
-def _keep_top(scores: Tensor, normalizer: Tensor, requests: Sequence[Request]) -> None:
+def _record_top_logprobs(scores: Tensor, normalizer: Tensor, requests: Sequence[EngineRequest]) -> None:
     """Record the most likely tokens for the requests that asked for them."""
     for row, request in enumerate(requests):
-        if request.sampling.top_logprobs:
-            values, tokens = (scores[row] - normalizer[row]).topk(request.sampling.top_logprobs)
-            request.top.append(list(zip(tokens.tolist(), values.tolist())))
+        if request.sampling_params.top_logprobs:
+            values, tokens = (scores[row] - normalizer[row]).topk(request.sampling_params.top_logprobs)
+            request.top_logprobs.append(list(zip(tokens.tolist(), values.tolist())))

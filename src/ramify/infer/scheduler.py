@@ -12,22 +12,22 @@ import heapq
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from ramify.infer.blocks import BlockPool
-from ramify.infer.metrics import Counters
-from ramify.infer.request import Request, State
+from ramify.infer.block_pool import BlockPool
+from ramify.infer.metrics import EngineCounters
+from ramify.infer.request import EngineRequest, RequestStatus
 
 
 @dataclass(slots=True)
-class Chunk:
+class ScheduledChunk:
     """Tokens [start, stop) of a request, computed in this step."""
 
-    request: Request
+    request: EngineRequest
     start: int
     stop: int
-    last: bool  # whether the next token is sampled from it
+    samples_next: bool  # whether the next token is sampled from it
 
     @property
-    def new(self) -> int:
+    def num_tokens(self) -> int:
         """How many they are."""
         return self.stop - self.start
 
@@ -35,109 +35,109 @@ class Chunk:
 class Scheduler:
     """The queue and the running requests."""
 
-    def __init__(self, pool: BlockPool, counters: Counters, *, max_running: int, max_batch_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, counters: EngineCounters, *, max_running: int, max_batch_tokens: int) -> None:
         self.pool = pool
         self.counters = counters
         self.max_running, self.max_batch_tokens = max_running, max_batch_tokens
         self.version: Hashable = None
-        self.waiting: list[tuple[tuple[int, int], Request]] = []
-        self.running: list[Request] = []  # in order
-        self._chunks: list[Chunk] = []
-        self._steady = False  # whether all that run have sampled since, and nobody has come or gone
+        self.waiting: list[tuple[tuple[int, int], EngineRequest]] = []
+        self.running: list[EngineRequest] = []  # in order
+        self._chunks: list[ScheduledChunk] = []
+        self._decode_only = False  # whether all that run have sampled since, and nobody has come or gone
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: EngineRequest) -> None:
         """Put a request in the queue, by priority and arrival."""
-        self._steady = False
-        heapq.heappush(self.waiting, (request.order, request))
+        self._decode_only = False
+        heapq.heappush(self.waiting, (request.scheduling_key, request))
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> list[ScheduledChunk]:
         """The chunks of the next step."""
-        if not self._steady or not self._go_on():
-            self._chunks = self._plan()
-            decoding = len(self._chunks) == len(self.running) and all(chunk.last for chunk in self._chunks)
-            self._steady = decoding and not self.waiting
+        if not self._decode_only or not self._advance_decodes():
+            self._chunks = self._schedule_step()
+            decoding = len(self._chunks) == len(self.running) and all(chunk.samples_next for chunk in self._chunks)
+            self._decode_only = decoding and not self.waiting
         return self._chunks
 
-    def _go_on(self) -> bool:
+    def _advance_decodes(self) -> bool:
         """Move the last step's chunks on by a token, which is all there is to do in most steps; False without room."""
-        size = self.pool.size
+        size = self.pool.block_size
         for chunk in self._chunks:
             chunk.start, chunk.stop = chunk.stop, chunk.stop + 1
         for chunk in self._chunks:
-            if chunk.start % size == 0 and not self.pool.extend(chunk.request, chunk.stop):
+            if chunk.start % size == 0 and not self.pool.allocate_slots(chunk.request, chunk.stop):
                 return False
         for chunk in self._chunks:
             if chunk.stop % size == 0:
-                self.pool.share(chunk.request, chunk.stop)
+                self.pool.cache_full_blocks(chunk.request, chunk.stop)
         return True
 
-    def _plan(self) -> list[Chunk]:
+    def _schedule_step(self) -> list[ScheduledChunk]:
         """Decoding first, then prefill under way, then new requests."""
-        decoding = [request for request in self.running if len(request.tokens) - request.computed == 1]
-        prefilling = [request for request in self.running if len(request.tokens) - request.computed > 1]
-        chunks: dict[int, Chunk] = {}
-        budget, size = self.max_batch_tokens, self.pool.size
+        decoding = [request for request in self.running if len(request.token_ids) - request.num_computed_tokens == 1]
+        prefilling = [request for request in self.running if len(request.token_ids) - request.num_computed_tokens > 1]
+        chunks: dict[int, ScheduledChunk] = {}
+        budget, size = self.max_batch_tokens, self.pool.block_size
         for request in [*decoding, *prefilling]:
-            if request.state is not State.RUNNING or not budget:
+            if request.status is not RequestStatus.RUNNING or not budget:
                 continue
-            stop = min(request.computed + budget, len(request.tokens))
-            if stop <= len(request.blocks) * size or self._make_room(request, stop, chunks):
-                chunks[request.arrival] = _chunk(request, budget)
-                budget -= stop - request.computed
+            stop = min(request.num_computed_tokens + budget, len(request.token_ids))
+            if stop <= len(request.blocks) * size or self._allocate_or_preempt(request, stop, chunks):
+                chunks[request.arrival_index] = _next_chunk(request, budget)
+                budget -= stop - request.num_computed_tokens
         for chunk in chunks.values():
-            if chunk.stop >= (chunk.request.published + 1) * size:
-                self.pool.share(chunk.request, chunk.stop)
-        return [*chunks.values(), *self._admit(budget)]
+            if chunk.stop >= (chunk.request.num_shared_blocks + 1) * size:
+                self.pool.cache_full_blocks(chunk.request, chunk.stop)
+        return [*chunks.values(), *self._admit_waiting(budget)]
 
-    def _make_room(self, request: Request, length: int, chunks: dict[int, Chunk]) -> bool:
-        while not self.pool.extend(request, length):
-            victim = max(self.running, key=lambda candidate: candidate.order)
-            chunks.pop(victim.arrival, None)
+    def _allocate_or_preempt(self, request: EngineRequest, num_tokens: int, chunks: dict[int, ScheduledChunk]) -> bool:
+        while not self.pool.allocate_slots(request, num_tokens):
+            victim = max(self.running, key=lambda candidate: candidate.scheduling_key)
+            chunks.pop(victim.arrival_index, None)
             self.counters.preemptions += 1
             self.requeue(victim)
             if victim is request:
                 return False
         return True
 
-    def _admit(self, budget: int) -> Iterable[Chunk]:
-        while self.waiting and budget and len(self.running) < self.max_running:
+    def _admit_waiting(self, token_budget: int) -> Iterable[ScheduledChunk]:
+        while self.waiting and token_budget and len(self.running) < self.max_running:
             request = self.waiting[0][1]
             reserve = len(self.running)  # a block each for those that run, or they would be preempted at once
-            scope = (self.version, request.salt)
-            if not self.pool.admit(request, scope, reserve=reserve, budget=budget):
+            scope = (self.version, request.cache_salt)
+            if not self.pool.allocate(request, scope, reserved_blocks=reserve, token_budget=token_budget):
                 return
             heapq.heappop(self.waiting)
-            request.move(State.RUNNING)
+            request.set_status(RequestStatus.RUNNING)
             if not request.logprobs:
-                request.cached = request.computed
-            bisect.insort(self.running, request, key=lambda each: each.order)
-            chunk = _chunk(request, budget)
-            self.pool.share(request, chunk.stop)
-            budget -= chunk.new
+                request.num_cached_tokens = request.num_computed_tokens
+            bisect.insort(self.running, request, key=lambda each: each.scheduling_key)
+            chunk = _next_chunk(request, token_budget)
+            self.pool.cache_full_blocks(request, chunk.stop)
+            token_budget -= chunk.num_tokens
             yield chunk
 
-    def requeue(self, request: Request) -> None:
+    def requeue(self, request: EngineRequest) -> None:
         """Take a running request's blocks and let it wait again, with the tokens it has."""
-        self.pool.release(request)
+        self.pool.free(request)
         self.running.remove(request)
-        request.move(State.WAITING)
+        request.set_status(RequestStatus.WAITING)
         request.kv_runs.clear()
-        self.add(request)
+        self.add_request(request)
 
-    def finish(self, request: Request) -> None:
+    def finish_request(self, request: EngineRequest) -> None:
         """Take a request out, wherever it is."""
-        self._steady = False
-        if request.state is State.RUNNING:
-            self.pool.release(request)
+        self._decode_only = False
+        if request.status is RequestStatus.RUNNING:
+            self.pool.free(request)
             self.running.remove(request)
-        elif request.state is State.WAITING:
+        elif request.status is RequestStatus.WAITING:
             self.waiting = [entry for entry in self.waiting if entry[1] is not request]
             heapq.heapify(self.waiting)
-        request.move(State.FINISHED)
+        request.set_status(RequestStatus.FINISHED)
 
 
-def _chunk(request: Request, budget: int) -> Chunk:
+def _next_chunk(request: EngineRequest, token_budget: int) -> ScheduledChunk:
     """The next tokens of a request, as many as there are or may be."""
-    length = len(request.tokens)
-    stop = min(request.computed + budget, length)
-    return Chunk(request, request.computed, stop, stop == length)
+    length = len(request.token_ids)
+    stop = min(request.num_computed_tokens + token_budget, length)
+    return ScheduledChunk(request, request.num_computed_tokens, stop, stop == length)

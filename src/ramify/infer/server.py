@@ -22,13 +22,13 @@ from starlette.routing import Route
 
 from ramify import __version__
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError, RequestInvalid
-from ramify.infer import openai, tokens
+from ramify.infer import openai_api, tokenize_api
+from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
-from ramify.infer.exchange import ClientGone, refusal, status_of
-from ramify.infer.generate import generate
-from ramify.infer.rendering import ChatRenderer
-from ramify.infer.schema import PauseBody, UpdateBody, read
+from ramify.infer.generate_api import generate
+from ramify.infer.request_bodies import PauseBody, UpdateWeightsBody, parse_body
+from ramify.infer.streaming import ClientDisconnected, build_error_body, get_http_status
 from ramify.wire.browser_guard import BrowserGuard
 from ramify.wire.http_server import HttpServer
 
@@ -49,7 +49,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
     def card() -> dict[str, Any]:
         policy, incarnation, step = engine.core.version
         version = {"policy": policy, "incarnation": incarnation, "step": step}
-        length, operators = engine.core.max_model_len, engine.core.runner.operators
+        length, operators = engine.core.max_model_len, engine.core.runner.ops_description
         model = {"id": name, "object": "model", "created": started, "owned_by": "ramify", "max_model_len": length}
         return {**model, "version": version, "operators": operators}
 
@@ -65,19 +65,19 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         return JSONResponse({"version": __version__})
 
     async def tokenize(http: HttpRequest) -> Response:
-        return await tokens.tokenize(http, engine, renderer)
+        return await tokenize_api.tokenize(http, engine, renderer)
 
     async def detokenize(http: HttpRequest) -> Response:
-        return await tokens.detokenize(http, renderer)
+        return await tokenize_api.detokenize(http, renderer)
 
     async def tokenizer_info(_: HttpRequest) -> Response:
-        return await tokens.tokenizer_info(engine, renderer)
+        return await tokenize_api.tokenizer_info(engine, renderer)
 
     async def metrics(_: HttpRequest) -> Response:
-        return PlainTextResponse(engine.metrics(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(engine.format_metrics(), media_type="text/plain; version=0.0.4")
 
     async def pause(http: HttpRequest) -> Response:
-        mode = http.query_params.get("mode") or read(await http.body(), PauseBody).mode
+        mode = http.query_params.get("mode") or parse_body(await http.body(), PauseBody).mode
         if mode != "keep" and mode != "abort":
             raise RequestInvalid(f"mode: expected keep or abort, got {mode!r}")
         await engine.pause(mode)
@@ -88,7 +88,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         return JSONResponse({"status": "ok"})
 
     async def update_weights(http: HttpRequest) -> Response:
-        body = read(await http.body(), UpdateBody)
+        body = parse_body(await http.body(), UpdateWeightsBody)
         if body.kv != "recompute" and body.kv != "keep":
             raise RequestInvalid(f"kv: expected recompute or keep, got {body.kv!r}")
         policy, incarnation, step = await engine.update_weights(Path(body.path), body.kv)
@@ -99,10 +99,10 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         return await generate(http, engine, timeout=timeout)
 
     async def completions(http: HttpRequest) -> Response:
-        return await openai.completions(http, engine, renderer, timeout=timeout)
+        return await openai_api.create_completion(http, engine, renderer, timeout=timeout)
 
     async def chat(http: HttpRequest) -> Response:
-        return await openai.chat(http, engine, renderer, timeout=timeout)
+        return await openai_api.create_chat_completion(http, engine, renderer, timeout=timeout)
 
     gets: dict[str, Handler] = {
         "/health": health,
@@ -125,32 +125,32 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]  # most wanted first
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
     handlers: dict[Any, Any] = {
-        RamifyError: _refused,
-        ClientGone: _gone,
-        ClientDisconnect: _gone,
-        HTTPException: _unknown,
-        Exception: _failed,
+        RamifyError: _handle_ramify_error,
+        ClientDisconnected: _handle_disconnect,
+        ClientDisconnect: _handle_disconnect,
+        HTTPException: _handle_http_exception,
+        Exception: _handle_unexpected,
     }
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-async def _refused(_: HttpRequest, error: RamifyError) -> Response:
-    status = status_of(error)
-    return JSONResponse(refusal(error), status, headers={"Retry-After": "1"} if status == 503 else None)
+async def _handle_ramify_error(_: HttpRequest, error: RamifyError) -> Response:
+    status = get_http_status(error)
+    return JSONResponse(build_error_body(error), status, headers={"Retry-After": "1"} if status == 503 else None)
 
 
-async def _gone(_: HttpRequest, __: ClientGone | ClientDisconnect) -> Response:
+async def _handle_disconnect(_: HttpRequest, __: ClientDisconnected | ClientDisconnect) -> Response:
     return Response(status_code=499)
 
 
-async def _unknown(http: HttpRequest, error: HTTPException) -> Response:
+async def _handle_http_exception(http: HttpRequest, error: HTTPException) -> Response:
     """Answer for an unknown path, method or model."""
     kind = ERROR_TYPES.get(error.status_code, "invalid_request_error")
     body = {"message": f"{http.method} {http.url.path}: {error.detail}", "type": kind, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, headers=error.headers)
 
 
-async def _failed(http: HttpRequest, error: Exception) -> Response:
+async def _handle_unexpected(http: HttpRequest, error: Exception) -> Response:
     """Answer for an unexpected exception. Starlette raises it again for the log, and uvicorn closes the connection."""
     reason = f"{type(error).__name__}: {error}; the server's log has the traceback"
     message = f"{http.method} {http.url.path} failed: {reason}"
@@ -160,7 +160,7 @@ async def _failed(http: HttpRequest, error: Exception) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Starlette, config: ServerConfig) -> AsyncIterator[HttpServer]:
+async def run_http_server(app: Starlette, config: ServerConfig) -> AsyncIterator[HttpServer]:
     """The server while it answers. A port that is taken is one that cannot be used: ConfigInvalid."""
     hosts = [config.host, *config.allowed_hosts]
     guarded = BrowserGuard(app, paths=CONTROL_PATHS, hosts=hosts, config_key="server.allowed_hosts")
@@ -185,9 +185,9 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Ch
     engine.start()
     try:
         app = build_app(engine, name=name, renderer=renderer, timeout=config.timeout)
-        async with serving(app, config) as server:
+        async with run_http_server(app, config) as server:
             print(f"dtype: {engine.core.model.dtype_choice}")
-            print(f"operators: {engine.core.runner.operators}")
+            print(f"operators: {engine.core.runner.ops_description}")
             print(f"serving {name} ({engine.core.version}) at {server.address}", flush=True)
             waits = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait())]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -16,7 +16,7 @@ from ramify.client import ClientConfig, InferenceClient
 from ramify.client.engine_load import EngineLoad as EngineLoad
 from ramify.errors import ConfigInvalid, TokenizerMismatch
 from ramify.infer.config import ExternalConfig
-from ramify.infer.connect import open_client
+from ramify.infer.inference_client import build_inference_client
 from ramify.model.resolve import resolve_model_path
 from ramify.model.version import PolicyVersion
 from ramify.orchestrate.concurrency import Concurrency
@@ -73,7 +73,9 @@ class Run:
         self.progress = Progress(self.journal, self._log)
         patience = config.launch.start_deadline
         self.client: InferenceClient = await stack.enter_async_context(
-            open_client(self.inference, config=ClientConfig(patience=patience), version=PolicyVersion(self.policy))
+            build_inference_client(
+                self.inference, config=ClientConfig(patience=patience), version=PolicyVersion(self.policy)
+            )
         )
         known = {"patience": patience, "secret": config.secret}
         train = {source.source_name: await meet(source, stack, **known) for source in config.train}

@@ -15,7 +15,7 @@ from ramify.client.stall_clock import StallClock
 from ramify.gateway.config import SamplingConfig
 from ramify.gateway.policy import TokenPolicy
 from ramify.infer import Engine, EngineConfig
-from ramify.infer import Sampling as Wanted
+from ramify.infer import SamplingParams as Wanted
 from ramify.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Trace, Usage
@@ -49,9 +49,9 @@ class LocalModel:
         )
         stream = self._engine.submit(list(prompt), wanted, timeout=timeout)
         done = await stream.result()
-        ids, logprobs = np.array(done.tokens, np.int32), np.array(done.logprobs, np.float32)
-        usage = Usage(len(prompt), len(ids), done.cached)
-        return Completion(ids, logprobs, done.finish or "abort", (), usage, self._name)
+        ids, logprobs = np.array(done.token_ids, np.int32), np.array(done.logprobs, np.float32)
+        usage = Usage(len(prompt), len(ids), done.num_cached_tokens)
+        return Completion(ids, logprobs, done.finish_reason or "abort", (), usage, self._name)
 
     async def sample_replies(self, prompts: Sequence[RenderedPrompt], sampling: ClientSampling) -> list[ParsedReply]:
         """One reply to each prompt, seeded by its place."""

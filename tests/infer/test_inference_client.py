@@ -8,7 +8,7 @@ from ramify.client import ClientConfig, ClientSampling
 from ramify.config import Config, dump_toml, parse
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, ExternalConfig, InferenceConfig, ServeConfig
-from ramify.infer.connect import open_client
+from ramify.infer.inference_client import build_inference_client
 from tests.client.fake import Fake
 
 URL = "http://10.0.0.1:8000"
@@ -26,7 +26,7 @@ def test_the_client_uses_the_servers_that_are_named_or_those_that_were_started(e
         async with Fake() as one, Fake() as two:
             urls = [one.url, two.url]
             inference = ExternalConfig(base_url=urls) if external else EngineConfig()
-            async with open_client(inference, () if external else urls, ClientConfig(patience=5)) as client:
+            async with build_inference_client(inference, () if external else urls, ClientConfig(patience=5)) as client:
                 await asyncio.gather(*(client.generate([1], ClientSampling(max_tokens=2)) for _ in range(4)))
             assert len(one.asked) == len(two.asked) == 2
 
@@ -35,7 +35,7 @@ def test_the_client_uses_the_servers_that_are_named_or_those_that_were_started(e
 
 def test_servers_are_either_named_or_started():
     with pytest.raises(ConfigInvalid, match=r"inference\.base_url names the servers"):
-        open_client(ExternalConfig(base_url=[URL]), ["http://127.0.0.1:8000"])
+        build_inference_client(ExternalConfig(base_url=[URL]), ["http://127.0.0.1:8000"])
 
 
 def test_a_run_names_its_servers_in_a_file_or_by_flags(tmp_path):

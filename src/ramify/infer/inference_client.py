@@ -12,9 +12,9 @@ from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.model.version import PolicyVersion
 
 
-def open_client(
+def build_inference_client(
     inference: EngineConfig | VLLMConfig | ExternalConfig,
-    started: Sequence[str] = (),
+    server_urls: Sequence[str] = (),
     config: ClientConfig | None = None,
     *,
     version: PolicyVersion | None = None,
@@ -24,7 +24,7 @@ def open_client(
     `version` names the weights that engines without versions of their own (vLLM) start with.
     """
     if isinstance(inference, ExternalConfig):
-        if started:
-            raise ConfigInvalid(f"inference.base_url names the servers, and yet {', '.join(started)} was started")
+        if server_urls:
+            raise ConfigInvalid(f"inference.base_url names the servers, and yet {', '.join(server_urls)} was started")
         return InferenceClient(inference.base_url, config, version=version)
-    return InferenceClient(started, config, version=version)
+    return InferenceClient(server_urls, config, version=version)

@@ -12,56 +12,58 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ramify.errors import RequestInvalid
+from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.engine import Engine
 from ramify.infer.prompts import encode_text, render_chat
-from ramify.infer.rendering import ChatRenderer
-from ramify.infer.schema import DetokenizeBody, TokenizeBody, read
+from ramify.infer.request_bodies import DetokenizeBody, TokenizeBody, parse_body
 from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 
 
 async def tokenize(http: HttpRequest, engine: Engine, renderer: ChatRenderer | None) -> Response:
     """Return the tokens of a text, or of the prompt for a conversation."""
-    body = read(await http.body(), TokenizeBody)
-    tokenizer = _require(renderer)
+    body = parse_body(await http.body(), TokenizeBody)
+    tokenizer = _require_renderer(renderer)
     if body.add_special_tokens:
         raise RequestInvalid("add_special_tokens: this server adds none to a text, so only false is supported")
     if body.messages is not None:
-        ids = (await render_chat(body.messages, body.tools, engine, tokenizer)).ids
+        ids = (await render_chat(body.messages, body.tools, engine, tokenizer)).token_ids
     elif body.prompt is not None:
         ids = await encode_text(body.prompt, engine, tokenizer)
     else:
         raise RequestInvalid("prompt or messages: one of them is needed")
-    strings = await offload(len(ids) >= OFFLOAD_MIN_TOKENS, _spell, ids, tokenizer) if body.return_token_strs else None
+    strings = (
+        await offload(len(ids) >= OFFLOAD_MIN_TOKENS, _decode_each, ids, tokenizer) if body.return_token_strs else None
+    )
     length = engine.core.max_model_len
-    return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
+    return _json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
 
 async def detokenize(http: HttpRequest, renderer: ChatRenderer | None) -> Response:
     """Return the text of token ids."""
-    body = read(await http.body(), DetokenizeBody)
-    tokenizer = _require(renderer)
+    body = parse_body(await http.body(), DetokenizeBody)
+    tokenizer = _require_renderer(renderer)
     if any(not 0 <= token < 2**31 for token in body.tokens):
         raise RequestInvalid("tokens: expected token ids")
     text = await offload(len(body.tokens) >= OFFLOAD_MIN_TOKENS, tokenizer.decode, body.tokens)
-    return _json({"prompt": text})
+    return _json_response({"prompt": text})
 
 
 async def tokenizer_info(engine: Engine, renderer: ChatRenderer | None) -> Response:
     """Return the token that ends a text; evaluation tools ask for it."""
-    tokenizer = _require(renderer)
+    tokenizer = _require_renderer(renderer)
     ends = sorted(engine.core.model.eos_ids) or sorted(tokenizer.stop_ids)
-    return _json({"eos_token": tokenizer.spell(ends[0]) if ends else None})
+    return _json_response({"eos_token": tokenizer.decode_token(ends[0]) if ends else None})
 
 
-def _spell(ids: list[int], renderer: ChatRenderer) -> list[str]:
-    return [renderer.spell(id) for id in ids]
+def _decode_each(token_ids: list[int], renderer: ChatRenderer) -> list[str]:
+    return [renderer.decode_token(id) for id in token_ids]
 
 
-def _require(renderer: ChatRenderer | None) -> ChatRenderer:
+def _require_renderer(renderer: ChatRenderer | None) -> ChatRenderer:
     if renderer is None:
         raise RequestInvalid("this server has no tokenizer for its model, so it takes no text; send token ids")
     return renderer
 
 
-def _json(body: dict[str, Any]) -> Response:
+def _json_response(body: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")

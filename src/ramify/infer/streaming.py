@@ -14,94 +14,96 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from ramify.errors import ContextOverflow, DeadlineExceeded, QueueFull, RamifyError, RequestInvalid, WeightsRefused
-from ramify.infer.engine import Engine, Stream
-from ramify.infer.request import Completion, Sampling
+from ramify.infer.engine import Engine, RequestStream
+from ramify.infer.request import RequestOutput, SamplingParams
 
 T = TypeVar("T")
-STATUS: dict[type[RamifyError], int] = {
+HTTP_STATUS: dict[type[RamifyError], int] = {
     RequestInvalid: 400,
     ContextOverflow: 400,
     WeightsRefused: 409,
     QueueFull: 503,
     DeadlineExceeded: 504,
 }
-DONE = b"data: [DONE]\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SampleRequest:
     """One sample to take."""
 
-    prompt: list[int]
-    sampling: Sampling
-    salt: str = ""
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str = ""
     priority: int = 0
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client hung up; there is nobody to answer."""
 
 
-def submit(engine: Engine, jobs: Sequence[Job], *, timeout: float, incremental: bool) -> list[Stream]:
+def submit_all(
+    engine: Engine, sample_requests: Sequence[SampleRequest], *, timeout: float, incremental: bool
+) -> list[RequestStream]:
     """All jobs in the queue, or none."""
-    streams: list[Stream] = []
+    streams: list[RequestStream] = []
     try:
-        for job in jobs:
+        for job in sample_requests:
             stream = engine.submit(
-                job.prompt,
-                job.sampling,
-                salt=job.salt,
+                job.prompt_token_ids,
+                job.sampling_params,
+                cache_salt=job.cache_salt,
                 priority=job.priority,
                 timeout=timeout,
                 incremental=incremental,
             )
             streams.append(stream)
     except BaseException:
-        cancel(streams)
+        cancel_all(streams)
         raise
     return streams
 
 
-async def gather(http: HttpRequest, streams: Sequence[Stream]) -> list[Completion]:
+async def gather_results(http: HttpRequest, streams: Sequence[RequestStream]) -> list[RequestOutput]:
     """The results of all streams."""
-    return await watched(http, _results(streams), streams)
+    return await cancel_on_disconnect(http, _collect_results(streams), streams)
 
 
-async def watched(http: HttpRequest, work: Coroutine[Any, Any, T], streams: Sequence[Stream]) -> T:
+async def cancel_on_disconnect(http: HttpRequest, work: Coroutine[Any, Any, T], streams: Sequence[RequestStream]) -> T:
     """The outcome of `work`, which ends with the streams; they are cancelled if the client hangs up: ClientGone."""
-    gone = asyncio.ensure_future(_hang_up(http, streams))
+    gone = asyncio.ensure_future(_wait_for_disconnect(http, streams))
     try:
         outcome = await work
     finally:
         gone.cancel()
-        cancel(streams)
+        cancel_all(streams)
     if gone.done():
-        raise ClientGone
+        raise ClientDisconnected
     return outcome
 
 
-async def _hang_up(http: HttpRequest, streams: Sequence[Stream]) -> None:
+async def _wait_for_disconnect(http: HttpRequest, streams: Sequence[RequestStream]) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    cancel(streams)
+    cancel_all(streams)
 
 
-async def _results(streams: Sequence[Stream]) -> list[Completion]:
+async def _collect_results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
     return [await stream.result() for stream in streams]
 
 
-async def merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Completion]]:
+async def merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """The parts of all streams as they come, with the stream's number; all are cancelled when the reader stops."""
-    queue: asyncio.Queue[tuple[int, Completion | BaseException]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException]] = asyncio.Queue()
 
-    async def pump(number: int, stream: Stream) -> None:
+    async def forward_outputs(number: int, stream: RequestStream) -> None:
         try:
-            async for part in stream.parts():
+            async for part in stream.iter_outputs():
                 queue.put_nowait((number, part))
         except Exception as error:  # noqa: BLE001 - raised again where the parts are read
             queue.put_nowait((number, error))
 
-    pumps = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
+    pumps = [asyncio.ensure_future(forward_outputs(number, stream)) for number, stream in enumerate(streams)]
     try:
         left = len(streams)
         while left:
@@ -109,30 +111,30 @@ async def merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Completio
             if isinstance(part, BaseException):
                 raise part
             yield number, part
-            left -= part.finish is not None
+            left -= part.finish_reason is not None
     finally:
         for task in pumps:
             task.cancel()
-        cancel(streams)
+        cancel_all(streams)
 
 
-def cancel(streams: Sequence[Stream]) -> None:
+def cancel_all(streams: Sequence[RequestStream]) -> None:
     """Stop what has not finished."""
     for stream in streams:
         stream.cancel()
 
 
-def event(data: dict[str, Any]) -> bytes:
+def format_sse_event(data: dict[str, Any]) -> bytes:
     """A part of a streamed answer."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def status_of(error: RamifyError) -> int:
+def get_http_status(error: RamifyError) -> int:
     """Return the HTTP status of a failure."""
-    return STATUS.get(type(error), 500)
+    return HTTP_STATUS.get(type(error), 500)
 
 
-def refusal(error: RamifyError) -> dict[str, Any]:
+def build_error_body(error: RamifyError) -> dict[str, Any]:
     """Return the body for a failure. Its code is the status, or OpenAI's word for a prompt that is too long."""
-    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else status_of(error)
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else get_http_status(error)
     return {"error": {"message": error.message, "type": error.name, "code": code}}

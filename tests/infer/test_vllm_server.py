@@ -13,7 +13,7 @@ import pytest
 from ramify.config import parse
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMConfig
-from ramify.infer.vllm import State, VLLMServer
+from ramify.infer.vllm_server import VLLMServer, VLLMServerState
 from tests.processes import runs
 
 SERVES = """
@@ -58,7 +58,7 @@ def launch(tmp_path):
 
 
 def child_of(server: VLLMServer) -> int:
-    return next(int(line.split()[1]) for line in server.tail().splitlines() if line.startswith("child"))
+    return next(int(line.split()[1]) for line in server.read_log_tail().splitlines() if line.startswith("child"))
 
 
 def ends(pid: int) -> bool:
@@ -74,13 +74,13 @@ def test_a_server_is_started_labelled_and_stopped_with_its_children(launch):
 
     async def main():
         async with server:
-            assert server.state is State.READY
+            assert server.state is VLLMServerState.READY
             posted = next(line for line in server.tail().splitlines() if line.startswith("posted"))
             assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
             assert runs(child_of(server))
 
     asyncio.run(asyncio.wait_for(main(), 30))
-    assert server.state is State.STOPPED
+    assert server.state is VLLMServerState.STOPPED
     assert ends(child_of(server))  # it ignores SIGTERM
 
 
@@ -88,7 +88,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(launch):
     server = launch("print('loading'); raise SystemExit('No module named vllm')")
     with pytest.raises(ProviderError, match=r"(?s)exit code 1.*loading.*No module named vllm"):
         asyncio.run(asyncio.wait_for(server.start(), 30))
-    assert server.state is State.STOPPED
+    assert server.state is VLLMServerState.STOPPED
 
 
 def test_a_server_that_never_answers_is_ended_at_the_deadline(launch):

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from ramify.errors import RequestInvalid
-from ramify.infer.request import Sampling
+from ramify.infer.request import SamplingParams
 
 B = TypeVar("B")
-CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+CONSTRAINT_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
-class Knobs(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True):
     """What all ways to ask for tokens have in common."""
 
     can_echo: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Knobs(msgspec.Struct, kw_only=True):
     suffix: str | None = None
 
     @property
-    def stops(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
         """The stop strings."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if any(not stop for stop in stops):
@@ -57,38 +57,40 @@ class Knobs(msgspec.Struct, kw_only=True):
         return stops
 
     @property
-    def copies(self) -> int:
+    def num_samples(self) -> int:
         """How many samples are asked for."""
         copies = 1 if self.n is None else self.n
         if not 1 <= copies <= 128:
             raise RequestInvalid(f"n: expected 1 to 128, got {copies}")
         return copies
 
-    def sampling(self, *, eos: Iterable[int], max_tokens: int, top_logprobs: int = 0, copy: int = 0) -> Sampling:
+    def to_sampling_params(
+        self, *, eos_ids: Iterable[int], max_tokens: int, top_logprobs: int = 0, sample_index: int = 0
+    ) -> SamplingParams:
         """The engine's form of it; `copy` tells the samples of one request apart."""
-        self._refuse_unsupported()
-        ids = frozenset(self.stop_token_ids or ()) | (frozenset() if self.ignore_eos else frozenset(eos))
-        return Sampling(
+        self._reject_unsupported()
+        ids = frozenset(self.stop_token_ids or ()) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
+        return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if self.top_k is None else self.top_k,
             min_p=0.0 if self.min_p is None else self.min_p,
-            seed=None if self.seed is None else self.seed + 0x9E3779B97F4A7C15 * copy,
+            seed=None if self.seed is None else self.seed + 0x9E3779B97F4A7C15 * sample_index,
             max_tokens=max_tokens,
             stop_ids=ids,
-            logit_bias=tuple((_token(key), bias) for key, bias in (self.logit_bias or {}).items()),
+            logit_bias=tuple((_parse_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
             top_logprobs=top_logprobs,
             prompt_logprobs=self.prompt_logprobs is not None,
         )
 
-    def _refuse_unsupported(self) -> None:
+    def _reject_unsupported(self) -> None:
         off = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "best_of": 1}
         for name, neutral in off.items():
             if getattr(self, name) not in (None, neutral):
                 raise RequestInvalid(f"{name}: only {neutral} is supported, got {getattr(self, name)}")
         if self.response_format not in (None, {"type": "text"}):
             raise RequestInvalid("response_format: only text is supported")
-        for name in CONSTRAINTS:
+        for name in CONSTRAINT_FIELDS:
             if getattr(self, name) is not None:
                 raise RequestInvalid(f"{name}: constrained decoding is not supported; leave it out, or use vLLM")
         if self.suffix or (self.echo and not self.can_echo):
@@ -99,7 +101,7 @@ class Knobs(msgspec.Struct, kw_only=True):
             )
 
 
-class GenerateKnobs(Knobs, kw_only=True):
+class GenerateSamplingFields(SamplingFields, kw_only=True):
     """`sampling_params` of the generate endpoint."""
 
     logprobs: int | None = None
@@ -109,7 +111,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """`POST /inference/v1/generate`: token ids in, token ids out."""
 
     token_ids: list[int]
-    sampling_params: GenerateKnobs = msgspec.field(default_factory=GenerateKnobs)
+    sampling_params: GenerateSamplingFields = msgspec.field(default_factory=GenerateSamplingFields)
     request_id: str | None = None
     model: str | None = None
     stream: bool = False
@@ -117,7 +119,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     priority: int = 0
 
 
-class TalkBody(Knobs, kw_only=True):
+class OpenAIBody(SamplingFields, kw_only=True):
     """What both endpoints for people have in common."""
 
     model: str | None = None
@@ -127,8 +129,8 @@ class TalkBody(Knobs, kw_only=True):
     cache_salt: str | None = None
     priority: int = 0
 
-    def _refuse_unsupported(self) -> None:
-        super()._refuse_unsupported()
+    def _reject_unsupported(self) -> None:
+        super()._reject_unsupported()
         for name, is_set in (("echo", self.echo), ("prompt_logprobs", self.prompt_logprobs is not None)):
             if self.stream and is_set:
                 raise RequestInvalid(f"{name}: not supported in a stream; ask with stream = false")
@@ -139,7 +141,7 @@ class TalkBody(Knobs, kw_only=True):
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
 
-class CompletionBody(TalkBody, kw_only=True):
+class CompletionBody(OpenAIBody, kw_only=True):
     """`POST /v1/completions`."""
 
     can_echo: ClassVar[bool] = True
@@ -147,7 +149,7 @@ class CompletionBody(TalkBody, kw_only=True):
     logprobs: int | None = None
 
 
-class ChatBody(TalkBody, kw_only=True):
+class ChatBody(OpenAIBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -180,24 +182,24 @@ class PauseBody(msgspec.Struct):
     mode: str = "keep"
 
 
-class UpdateBody(msgspec.Struct):
+class UpdateWeightsBody(msgspec.Struct):
     """`POST /update_weights`: a published directory, and what becomes of the running requests' keys and values."""
 
     path: str
     kv: str = "recompute"
 
 
-def read(data: bytes, kind: type[B]) -> B:
+def parse_body(data: bytes, body_type: type[B]) -> B:
     """The body as `kind`, or what is wrong with it."""
     try:
-        return msgspec.json.decode(data or b"{}", type=kind)
+        return msgspec.json.decode(data or b"{}", type=body_type)
     except RecursionError as error:
         raise RequestInvalid("the body cannot be used: it is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError names the field
         raise RequestInvalid(f"the body cannot be used: {error}") from error
 
 
-def _token(key: str) -> int:
+def _parse_token_id(key: str) -> int:
     try:
         return int(key)
     except ValueError:

@@ -12,8 +12,8 @@ block first. A taken block leaves the tree; children it may still have can no lo
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from ramify.infer.metrics import Counters
-from ramify.infer.request import Request
+from ramify.infer.metrics import EngineCounters
+from ramify.infer.request import EngineRequest
 
 
 class Block:
@@ -32,142 +32,152 @@ class Block:
 class BlockPool:
     """All blocks. Number 0 is kept back: padding writes there."""
 
-    def __init__(self, blocks: int, block_size: int, counters: Counters, *, sharing: bool = True) -> None:
-        self.size = block_size
-        self.capacity = blocks - 1
-        self.sharing = sharing
+    def __init__(
+        self, num_blocks: int, block_size: int, counters: EngineCounters, *, enable_prefix_cache: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.num_usable_blocks = num_blocks - 1
+        self.enable_prefix_cache = enable_prefix_cache
         self.counters = counters
         self.roots: dict[Hashable, Block] = {}
-        self.idle: OrderedDict[int, Block] = OrderedDict((number, Block(number)) for number in range(1, blocks))
+        self.free_blocks: OrderedDict[int, Block] = OrderedDict(
+            (number, Block(number)) for number in range(1, num_blocks)
+        )
 
     @property
-    def free(self) -> int:
+    def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
-        return len(self.idle)
+        return len(self.free_blocks)
 
-    def admit(self, request: Request, scope: Hashable, *, reserve: int, budget: int) -> bool:
+    def allocate(self, request: EngineRequest, scope: Hashable, *, reserved_blocks: int, token_budget: int) -> bool:
         """Give a waiting request the blocks of its cached prefix and of its first chunk; False if they do not fit.
 
         One token at least is left to compute, since the next token comes from the last one's logits.
         """
-        path = self._match(scope, request.tokens[:-1]) if self.sharing and not _needs_every_row(request) else []
-        start = len(path) * self.size
-        needed = self._needed(min(start + budget, len(request.tokens))) - len(path)
-        if needed + sum(block.holders == 0 for block in path) + reserve > self.free:
+        path = (
+            self._match_prefix(scope, request.token_ids[:-1])
+            if self.enable_prefix_cache and not _needs_prompt_logprobs(request)
+            else []
+        )
+        start = len(path) * self.block_size
+        needed = self._num_blocks_for(min(start + token_budget, len(request.token_ids))) - len(path)
+        if needed + sum(block.holders == 0 for block in path) + reserved_blocks > self.num_free_blocks:
             return False
         for block in path:
             if block.holders == 0:
-                del self.idle[block.number]
+                del self.free_blocks[block.number]
             block.holders += 1
         request.blocks = path
-        request.computed = start
-        request.published = len(path)
-        request.node = (path[-1] if path else self._root(scope)) if self.sharing else None
-        self.counters.prefix_query_tokens += len(request.tokens)
+        request.num_computed_tokens = start
+        request.num_shared_blocks = len(path)
+        request.cache_node = (
+            (path[-1] if path else self._get_or_create_root(scope)) if self.enable_prefix_cache else None
+        )
+        self.counters.prefix_query_tokens += len(request.token_ids)
         self.counters.prefix_hit_tokens += start
-        self.extend(request, start + min(budget, len(request.tokens) - start))
+        self.allocate_slots(request, start + min(token_budget, len(request.token_ids) - start))
         return True
 
-    def extend(self, request: Request, length: int) -> bool:
+    def allocate_slots(self, request: EngineRequest, num_tokens: int) -> bool:
         """Make room for the first `length` tokens of a running request; False, and nothing taken, if it cannot."""
-        missing = self._needed(length) - len(request.blocks)
-        if missing > len(self.idle):
+        missing = self._num_blocks_for(num_tokens) - len(request.blocks)
+        if missing > len(self.free_blocks):
             return False
         for _ in range(missing):
-            request.blocks.append(self._take())
+            request.blocks.append(self._pop_free_block())
         return True
 
-    def share(self, request: Request, length: int) -> None:
+    def cache_full_blocks(self, request: EngineRequest, num_tokens: int) -> None:
         """Enter the full blocks among the first `length` tokens into the tree.
 
         This happens when they are scheduled, before they are computed: a layer writes all keys and values of a step
         before it reads any, so a request admitted to the same step may already build on them. Where another request
         was first with the same tokens, this one shares no further: what it does not hold it cannot build on.
         """
-        size, node = self.size, request.node
+        size, node = self.block_size, request.cache_node
         if node is not None and node.number == -1:
             node = self.roots.setdefault(node.key, node)  # it may have been dropped, or be another by now
-        for index in range(request.published, length // size):
+        for index in range(request.num_shared_blocks, num_tokens // size):
             if node is None:
                 break
-            key = tuple(request.tokens[index * size : (index + 1) * size])
+            key = tuple(request.token_ids[index * size : (index + 1) * size])
             if key in node.children:
                 node = None
             else:
                 block = request.blocks[index]
                 block.parent, block.key = node, key
                 node.children[key] = node = block
-        request.node = node
-        request.published = max(request.published, length // size)
+        request.cache_node = node
+        request.num_shared_blocks = max(request.num_shared_blocks, num_tokens // size)
 
-    def release(self, request: Request) -> None:
+    def free(self, request: EngineRequest) -> None:
         """Let go of everything a request holds; what it shared stays in the tree until its memory is needed."""
         for block in reversed(request.blocks):
             block.holders -= 1
             if block.holders == 0:
-                self.idle[block.number] = block
+                self.free_blocks[block.number] = block
                 if block.parent is None:
-                    self.idle.move_to_end(block.number, last=False)  # known for nothing: take it first
-        if request.node is not None:
-            self._drop_if_bare(request.node)
+                    self.free_blocks.move_to_end(block.number, last=False)  # known for nothing: take it first
+        if request.cache_node is not None:
+            self._drop_empty_root(request.cache_node)
         request.blocks = []
-        request.computed = request.published = request.tabled = 0
-        request.node = None
+        request.num_computed_tokens = request.num_shared_blocks = request.block_table_len = 0
+        request.cache_node = None
 
-    def forget(self, holders: Sequence[Request]) -> None:
+    def reset_prefix_cache(self, running_requests: Sequence[EngineRequest]) -> None:
         """Empty the tree: the weights have changed. Blocks stay with `holders`, which share no more."""
         for root in self.roots.values():
             pending = [root]
             while pending:
                 block = pending.pop()
                 pending.extend(block.children.values())
-                self._leave(block)
+                self._detach(block)
         self.roots = {}
-        for request in holders:
-            request.node = None
+        for request in running_requests:
+            request.cache_node = None
             for block in request.blocks:
-                self._leave(block)
+                self._detach(block)
 
-    def _match(self, scope: Hashable, tokens: list[int]) -> list[Block]:
+    def _match_prefix(self, scope: Hashable, token_ids: list[int]) -> list[Block]:
         node = self.roots.get(scope)
         path: list[Block] = []
-        for start in range(0, len(tokens) - self.size + 1, self.size):
-            node = node.children.get(tuple(tokens[start : start + self.size])) if node is not None else None
+        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+            node = node.children.get(tuple(token_ids[start : start + self.block_size])) if node is not None else None
             if node is None:
                 break
             path.append(node)
         return path
 
-    def _root(self, scope: Hashable) -> Block:
+    def _get_or_create_root(self, scope: Hashable) -> Block:
         if scope not in self.roots:
             self.roots[scope] = Block(-1)
             self.roots[scope].key = scope
         return self.roots[scope]
 
-    def _drop_if_bare(self, root: Block) -> None:
+    def _drop_empty_root(self, root: Block) -> None:
         """Forget a root that leads nowhere: there may be a scope for every request."""
         if root.number == -1 and not root.children and self.roots.get(root.key) is root:
             del self.roots[root.key]
 
-    def _take(self) -> Block:
-        _, block = self.idle.popitem(last=False)
+    def _pop_free_block(self) -> Block:
+        _, block = self.free_blocks.popitem(last=False)
         if block.parent is not None:
             self.counters.evictions += 1
             parent = block.parent
             if parent.children.get(block.key) is block:
                 del parent.children[block.key]
-            self._drop_if_bare(parent)
-        self._leave(block)
+            self._drop_empty_root(parent)
+        self._detach(block)
         block.holders = 1
         return block
 
-    def _needed(self, length: int) -> int:
-        return -(-length // self.size)
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     @staticmethod
-    def _leave(block: Block) -> None:
+    def _detach(block: Block) -> None:
         block.parent, block.key, block.children = None, None, {}
 
 
-def _needs_every_row(request: Request) -> bool:
-    return request.sampling.prompt_logprobs and len(request.prompt_logprobs) < len(request.prompt)
+def _needs_prompt_logprobs(request: EngineRequest) -> bool:
+    return request.sampling_params.prompt_logprobs and len(request.prompt_logprobs) < len(request.prompt_token_ids)

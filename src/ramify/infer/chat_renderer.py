@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ChatPrompt:
     """A rendered conversation. `source` is the renderer's own, for `parse` to look at."""
 
-    ids: list[int]
-    source: object = None
+    token_ids: list[int]
+    rendered: object = None
 
 
 class ChatRenderer(Protocol):
@@ -30,11 +30,11 @@ class ChatRenderer(Protocol):
         """Characters of the longest token: a text of n characters has at least n / this many tokens."""
         ...
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:
         """The prompt for the next assistant turn."""
         ...
 
-    def parse(self, ids: Sequence[int], prompt: Prompt) -> dict[str, Any]:
+    def parse(self, token_ids: Sequence[int], prompt: ChatPrompt) -> dict[str, Any]:
         """Sampled ids as an assistant message: `content`, and `tool_calls` or `reasoning_content` if there are any."""
         ...
 
@@ -42,10 +42,10 @@ class ChatRenderer(Protocol):
         """Plain text as token ids, special tokens recognised."""
         ...
 
-    def spell(self, token: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         """Return the text of one token, also of a special one."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, without special tokens."""
         ...

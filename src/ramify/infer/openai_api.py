@@ -1,0 +1,248 @@
+"""`/v1/completions` and `/v1/chat/completions` for people and tools, in OpenAI's shape.
+
+Both are the same work: prompts become jobs, each sample's tokens become text up to a stop string, and the answer is
+built once, or in parts while it grows. An endpoint only reads its own fields, and picks the form of the answer.
+"""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from ramify.errors import RamifyError, RequestInvalid
+from ramify.infer.chat_renderer import ChatRenderer
+from ramify.infer.detokenizer import IncrementalDetokenizer
+from ramify.infer.engine import Engine, RequestStream
+from ramify.infer.generate_api import format_prompt_logprobs
+from ramify.infer.prompts import encode_prompts, render_chat
+from ramify.infer.request import RequestOutput
+from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody, parse_body
+from ramify.infer.response_formatters import (
+    ChatFormatter,
+    CompletionFormatter,
+    DecodeFn,
+    ResponseFormatter,
+    ShownTokens,
+    StreamedSample,
+)
+from ramify.infer.streaming import (
+    SSE_DONE,
+    SampleRequest,
+    build_error_body,
+    cancel_on_disconnect,
+    format_sse_event,
+    gather_results,
+    merge_streams,
+    submit_all,
+)
+from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAICall:
+    """What one HTTP request asks for, and how its answer is written."""
+
+    id: str
+    model: str
+    body: OpenAIBody
+    formatter: ResponseFormatter
+    sample_requests: list[SampleRequest]
+    samples: list[StreamedSample]
+    with_logprobs: bool
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the choices show so many tokens that building them would hold up the event loop."""
+        shows_prompt = self.body.echo or self.body.prompt_logprobs is not None
+        lengths = (
+            len(sample.token_ids) + (len(sample.prompt_token_ids) if shows_prompt else 0) for sample in self.samples
+        )
+        return sum(lengths) >= OFFLOAD_MIN_TOKENS
+
+    def format_choices(self) -> list[dict[str, Any]]:
+        """Return all choices; every sample has finished."""
+        return [self.format_choice(index) for index in range(len(self.samples))]
+
+    def format_choice(self, index: int) -> dict[str, Any]:
+        """A choice that has finished."""
+        sample = self.samples[index]
+        ids = sample.token_ids[: self.formatter.count_shown_samples(sample)]
+        written = {
+            "index": index,
+            **self.formatter.format_choice(sample),
+            **self._token_fields(self.formatter.select_shown_tokens(sample), ids),
+        }
+        if self.body.prompt_logprobs is not None and self.formatter.prompt_logprobs_in_choice:
+            written["prompt_logprobs"] = format_prompt_logprobs(sample.prompt_token_ids, sample.prompt_logprobs)
+        return {**written, "prompt_token_ids": sample.prompt_token_ids} if self.body.return_token_ids else written
+
+    def format_delta(self, index: int, new_text: str, output: RequestOutput) -> dict[str, Any]:
+        """What a choice has grown by."""
+        sample = self.samples[index]
+        first = len(sample.token_ids) == len(output.token_ids)
+        return {
+            "index": index,
+            **self.formatter.format_delta(sample, new_text, is_first=first),
+            **self._token_fields(output, output.token_ids),
+        }
+
+    def _token_fields(self, shown: ShownTokens | RequestOutput, token_ids: list[int]) -> dict[str, Any]:
+        spelled = (
+            self.formatter.format_logprobs(shown.token_ids, shown.logprobs, shown.top_logprobs)
+            if self.with_logprobs
+            else None
+        )
+        return {"logprobs": spelled, "token_ids": token_ids} if self.body.return_token_ids else {"logprobs": spelled}
+
+
+async def create_completion(
+    http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float
+) -> Response:
+    """Continue text or token ids."""
+    body = parse_body(await http.body(), CompletionBody)
+    prompts = await encode_prompts(body.prompt, engine, renderer)
+    limit = 16 if body.max_tokens is None else body.max_tokens
+    only_prompt = body.echo and limit == 0  # the engine samples at least one token; it is left out of the answer
+    form = CompletionFormatter(_get_decoder(renderer, body.stop_strings), body.echo, only_prompt)
+    eos = _get_stop_token_ids(engine, renderer)
+    talk = _build_call(engine, body, form, prompts, eos, 1 if only_prompt else limit, body.logprobs)
+    return await _respond(http, engine, talk, timeout)
+
+
+async def create_chat_completion(
+    http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float
+) -> Response:
+    """The next assistant turn of a conversation."""
+    body = parse_body(await http.body(), ChatBody)
+    if renderer is None:
+        raise RequestInvalid("this server has no renderer for its model, so it cannot chat; send token ids instead")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
+    tools = None if body.tool_choice == "none" else body.tools
+    prompt = await render_chat(body.messages, tools, engine, renderer)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit = asked if asked is not None else max(1, engine.core.max_model_len - len(prompt.token_ids))
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    form, eos = ChatFormatter(renderer, prompt, bool(tools)), _get_stop_token_ids(engine, renderer)
+    return await _respond(http, engine, _build_call(engine, body, form, [prompt.token_ids], eos, limit, top), timeout)
+
+
+def _build_call(
+    engine: Engine,
+    body: OpenAIBody,
+    formatter: ResponseFormatter,
+    prompts: list[list[int]],
+    stop_token_ids: frozenset[int],
+    max_tokens: int,
+    num_top_logprobs: int | None,
+) -> OpenAICall:
+    """All samples that are asked for; with logprobs, and those of `top` rivals, unless that is None."""
+    copies = range(body.num_samples)
+    samplings = [
+        body.to_sampling_params(
+            eos_ids=stop_token_ids, max_tokens=max_tokens, top_logprobs=num_top_logprobs or 0, sample_index=copy
+        )
+        for copy in copies
+    ]
+    if body.echo and num_top_logprobs is not None:
+        samplings = [
+            replace(sampling, prompt_logprobs=True, prompt_top_logprobs=num_top_logprobs) for sampling in samplings
+        ]
+    salt = body.cache_salt or ""
+    jobs = [SampleRequest(prompt, sampling, salt, body.priority) for prompt in prompts for sampling in samplings]
+    samples = [
+        StreamedSample(job.prompt_token_ids, IncrementalDetokenizer(formatter.decode, body.stop_strings))
+        for job in jobs
+    ]
+    model = body.model or engine.core.version.policy
+    return OpenAICall(
+        f"{formatter.id_prefix}-{uuid4().hex}", model, body, formatter, jobs, samples, num_top_logprobs is not None
+    )
+
+
+async def _respond(http: HttpRequest, engine: Engine, call: OpenAICall, timeout: float) -> Response:
+    stops = any(sample.detokenizer.has_stop_strings for sample in call.samples)
+    streams = submit_all(engine, call.sample_requests, timeout=timeout, incremental=call.body.stream or stops)
+    if call.body.stream:
+        return StreamingResponse(_stream_events(streams, call), media_type="text/event-stream")
+    if stops:  # watch the text as it grows, so that nothing is computed after a stop string
+        await cancel_on_disconnect(http, _collect_until_stop(streams, call.samples), streams)
+        for index, sample in enumerate(call.samples):
+            sample.finish_reason = sample.finish_reason or streams[index].request.finish_reason
+    else:
+        for sample, result in zip(call.samples, await gather_results(http, streams)):
+            sample.append(result)
+    choices = await offload(call.is_large, call.format_choices)
+    answer = {
+        **_build_envelope(call, call.formatter.object_type),
+        "choices": choices,
+        "usage": _count_usage(call, streams),
+    }
+    if call.body.prompt_logprobs is not None and not call.formatter.prompt_logprobs_in_choice:
+        first = call.samples[0]
+        answer["prompt_logprobs"] = format_prompt_logprobs(first.prompt_token_ids, first.prompt_logprobs)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _collect_until_stop(streams: list[RequestStream], samples: list[StreamedSample]) -> None:
+    async for index, piece in merge_streams(streams):
+        if samples[index].finish_reason is None:
+            samples[index].append(piece)
+            if samples[index].detokenizer.stopped:
+                streams[index].cancel()
+
+
+async def _stream_events(streams: list[RequestStream], call: OpenAICall) -> AsyncIterator[bytes]:
+    envelope = _build_envelope(call, call.formatter.chunk_object_type)
+    try:
+        async for index, piece in merge_streams(streams):
+            sample = call.samples[index]
+            if sample.finish_reason is not None:
+                continue  # the tail of a sample that a stop string has ended
+            new = sample.append(piece)
+            if sample.detokenizer.stopped:
+                streams[index].cancel()
+            large = sample.finish_reason is not None and len(sample.token_ids) >= OFFLOAD_MIN_TOKENS
+            part = await offload(large, call.format_delta, index, new, piece)
+            yield format_sse_event({**envelope, "choices": [part]})
+        if call.body.wants_usage:
+            yield format_sse_event({**envelope, "choices": [], "usage": _count_usage(call, streams)})
+    except RamifyError as error:  # the status is sent already; the stream has to say it
+        yield format_sse_event(build_error_body(error))
+    yield SSE_DONE
+
+
+def _build_envelope(call: OpenAICall, object_type: str) -> dict[str, Any]:
+    return {"id": call.id, "object": object_type, "created": int(time.time()), "model": call.model}
+
+
+def _count_usage(call: OpenAICall, streams: list[RequestStream]) -> dict[str, Any]:
+    prompt = sum(
+        len(prompt)
+        for prompt in {id(job.prompt_token_ids): job.prompt_token_ids for job in call.sample_requests}.values()
+    )
+    sampled = sum(call.formatter.count_shown_samples(sample) for sample in call.samples)
+    cached = {"cached_tokens": max((stream.request.num_cached_tokens for stream in streams), default=0)}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": cached,
+    }
+
+
+def _get_stop_token_ids(engine: Engine, renderer: ChatRenderer | None) -> frozenset[int]:
+    return engine.core.model.eos_ids | (renderer.stop_ids if renderer is not None else frozenset())
+
+
+def _get_decoder(renderer: ChatRenderer | None, stop_strings: Sequence[str]) -> DecodeFn:
+    if renderer is not None:
+        return renderer.decode
+    if stop_strings:
+        raise RequestInvalid("stop: this server has no tokenizer for its model; give stop_token_ids")
+    return lambda ids: ""
