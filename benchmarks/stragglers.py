@@ -31,7 +31,7 @@ from ramify.envserver.messages import (
 )
 from ramify.model.version import PolicyVersion
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.process import Orchestrator
+from ramify.orchestrate.orchestrator import Orchestrator
 from ramify.store import RunStore
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger

@@ -17,7 +17,7 @@ from ramify.envserver import EnvServer, EnvServerConfig, env_worker
 from ramify.envserver.env_worker import TaskPager
 from ramify.errors import ConfigInvalid, RequestInvalid
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
-from ramify.orchestrate.meeting import meet
+from ramify.orchestrate.connected_source import connect_source
 from ramify.wire import WireMessage
 from tests.envserver.stage import configured, task, until
 
@@ -176,7 +176,7 @@ def test_a_server_without_any_reward_is_refused_before_it_is_trained_on(engine, 
         served = configured(engine.url, tmp_path, cls="Unrewarded", pool={"type": "static", "workers": 1})
         async with EnvServer(served) as server, contextlib.AsyncExitStack() as stack:
             source = kind(name="silent", taskset={"id": "elsewhere"}, address=server.address)
-            await meet(source, stack, patience=60.0, secret=None)
+            await connect_source(source, stack, timeout=60.0, secret=None)
 
     asyncio.run(connect(EvalSourceConfig))
     with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):

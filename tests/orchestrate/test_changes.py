@@ -15,7 +15,7 @@ from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import EnvironmentChanged
 from ramify.launch.finished import steps_of
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.run import Run
+from ramify.orchestrate.run_context import RunContext
 from ramify.store import Ledger, RunLog, RunStore
 from ramify.store.audit import audit
 from ramify.store.environments import ACCEPT_CHANGES_KEY
@@ -97,7 +97,7 @@ class Story:
         async with self.server() as server, AsyncExitStack() as stack:
             config = self.config(server.address)
             assert steps_of(config, accept_changes=accept) is None
-            run = Run(config)
+            run = RunContext(config)
             await run.open(stack)
             before = len(run.store.rollouts())
             sampling = asyncio.create_task(run.sampling.run())
@@ -143,7 +143,7 @@ def test_a_changed_reward_weight_and_an_edited_task_are_refused_by_name_and_can_
 
 
 def test_of_tasks_without_end_those_that_were_issued_are_compared(story, monkeypatch):
-    monkeypatch.setattr("ramify.orchestrate.meeting.MANY", 10)
+    monkeypatch.setattr("ramify.orchestrate.connected_source.MANY", 10)
     story.write(finite=False)
     story.start()
     story.data.write_text(WORDS.replace("word-0", "other"))
@@ -154,7 +154,7 @@ def test_of_tasks_without_end_those_that_were_issued_are_compared(story, monkeyp
 def test_a_worker_that_would_load_other_code_than_those_before_it_is_refused(story):
     async def play() -> None:
         async with story.server() as server, AsyncExitStack() as stack:
-            run = Run(story.config(server.address))
+            run = RunContext(story.config(server.address))
             await run.open(stack)
             story.write(weight=0.5)
             for worker in server.pool.workers.values():
@@ -173,7 +173,7 @@ def test_a_server_that_was_started_again_with_other_code_gets_no_rollout_of_the_
     async def play() -> None:
         async with story.server() as server, AsyncExitStack() as stack:
             config = story.config(server.address)
-            run = Run(config)
+            run = RunContext(config)
             await run.open(stack)
             await server.close()
             story.write(weight=0.5)

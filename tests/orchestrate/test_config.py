@@ -7,8 +7,8 @@ import pytest
 
 from ramify.config import dump_toml, parse
 from ramify.errors import ConfigInvalid
-from ramify.orchestrate import RunConfig, Shape
-from ramify.orchestrate.parts import load_mix, load_parts
+from ramify.orchestrate import AdmissionLimits, RunConfig
+from ramify.orchestrate.plugins import build_source_mix, load_plugins
 
 RUN = """
 name = "reverse-text"
@@ -58,7 +58,7 @@ def read(tmp_path):
 def test_the_example_of_the_design_is_read(read):
     config = read("--train.0.sampling.temperature", "0.7")
     assert config.path.name == "reverse-text"
-    assert config.orchestrator.shape == Shape.of(8, 8)
+    assert config.orchestrator.shape == AdmissionLimits.from_max_staleness(8, 8)
     assert config.train[0].sampling.temperature == 0.7
     assert config.train[0].algorithm == {"id": "grpo"}
     assert config.group_size(config.train[0]) == 16
@@ -122,17 +122,17 @@ def test_every_wrong_plugin_table_is_named_by_its_key(read):
     config = read("--train.0.algorithm.normalise", "true")
     config.orchestrator.filters[0] = {"id": "gibbering"}
     with pytest.raises(ConfigInvalid) as caught:
-        load_parts(config)
+        load_plugins(config)
     assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in caught.value.message
     assert "orchestrator.filters.0.id: unknown filter 'gibbering'; did you mean 'gibberish'?" in caught.value.message
 
 
 def test_the_parts_of_a_run_are_built(read):
     config = read()
-    parts = load_parts(config)
+    parts = load_plugins(config)
     assert type(parts.algorithms["reverse"]).__name__ == "Grpo"
     assert [each.config.id for each in parts.filters] == ["gibberish", "repetition", "zero_advantage"]
-    chosen = load_mix(config, {"reverse": 3}).next()
+    chosen = build_source_mix(config, {"reverse": 3}).next_task()
     assert (chosen.source, chosen.epoch) == ("reverse", 0)
 
 

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from ramify.env import plugin
 from ramify.envserver.messages import GroupScores
 from ramify.errors import ConfigInvalid, Failure, RequestInvalid, TransitionRefused
-from ramify.orchestrate import sampling as sampling_module
-from ramify.orchestrate.admission import Shape
-from ramify.orchestrate.batch import regrow
-from ramify.orchestrate.core import Core
-from ramify.orchestrate.curriculum import Curriculum, Pools, PoolsConfig, Shuffle, ShuffleConfig
-from ramify.orchestrate.groups import Standing
-from ramify.orchestrate.judging import Rules, Source
-from ramify.orchestrate.progress import Progress
-from ramify.orchestrate.sampling import Sampling, Served
-from ramify.orchestrate.sources import Mix
-from ramify.orchestrate.tasks import TaskBook
+from ramify.orchestrate import attempt_dispatcher as sampling_module
+from ramify.orchestrate.admission import AdmissionLimits
+from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher, ConnectedSource
+from ramify.orchestrate.batches import rebuild_forests
+from ramify.orchestrate.core import OrchestratorCore
+from ramify.orchestrate.curriculum import Curriculum, PoolsConfig, PoolsCurriculum, ShuffleConfig, ShuffleCurriculum
+from ramify.orchestrate.group_tracker import GroupProgress
+from ramify.orchestrate.progress import RunProgress
+from ramify.orchestrate.scoring import ScoringRules, SourceSpec
+from ramify.orchestrate.source_mix import SourceMix
+from ramify.orchestrate.task_cache import TaskCache
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
@@ -71,66 +71,68 @@ class World:
     bombs: list[tuple[int, bool]] = field(default_factory=list)
 
 
-def sources(world: World, **more) -> dict[str, Source]:
+def sources(world: World, **more) -> dict[str, SourceSpec]:
     algorithm = plugin.build_plugin("algorithm", {"id": "grpo"})
     sizes = {"reverse": world.size, "wordle": world.size + 1}
     return {
-        name: Source(name=name, algorithm=algorithm, size=sizes[name], tries=2, epoch=count, **more)
+        name: SourceSpec(
+            name=name, algorithm=algorithm, group_size=sizes[name], max_tries=2, tasks_per_epoch=count, **more
+        )
         for name, count in TASKS.items()
     }
 
 
-async def opened(ledger: Ledger, world: World, **more) -> Core:
-    curricula = {name: Shuffle(ShuffleConfig(), count, f"0:{name}") for name, count in TASKS.items()}
-    mix = Mix({"reverse": 3.0, "wordle": 1.0}, curricula)
+async def opened(ledger: Ledger, world: World, **more) -> OrchestratorCore:
+    curricula = {name: ShuffleCurriculum(ShuffleConfig(), count, f"0:{name}") for name, count in TASKS.items()}
+    mix = SourceMix({"reverse": 3.0, "wordle": 1.0}, curricula)
     filters = (plugin.build_plugin("filter", {"id": "zero_advantage", "mode": "enforce"}),)
-    rules = Rules(1000, seq_len=64, filters=filters)
-    shape = Shape.of(world.batch, world.bound)
-    return await Core.open(ledger, mix, sources(world, **more), rules, shape, world.steps)
+    rules = ScoringRules(1000, seq_len=64, filters=filters)
+    shape = AdmissionLimits.from_max_staleness(world.batch, world.bound)
+    return await OrchestratorCore.open(ledger, mix, sources(world, **more), rules, shape, world.steps)
 
 
-async def live(core: Core, world: World, rng: Random) -> None:
+async def live(core: OrchestratorCore, world: World, rng: Random) -> None:
     """Everything around the core: an env server, a trainer, an engine."""
     await core.restart_trainer()
-    version = core.marks.committed
+    version = core.ledger_progress.committed
     out = []
     turns = 0
     while version < world.steps:
         turns += 1
         assert turns < 3000, "the run stands still"
-        for number in core.complete():
-            await core.settle(number)
-        await core.issue()
-        while taken := core.take(6):
+        for number in core.get_groups_to_score():
+            await core.score_group(number)
+        await core.issue_groups()
+        while taken := core.next_attempt(6):
             out.append(taken)
         if out:
             group, order = out.pop(rng.randrange(len(out)))
             number, attempt = order.group, order.attempt
             if rng.random() < world.failing:
-                standing = await core.failed(number, attempt, DIED)
+                standing = await core.record_failure(number, attempt, DIED)
             else:
                 name = f"{number}.{attempt}"
                 trace = rollout(name, float(rng.randrange(2)), (10, 11 + attempt), version=group.version)
-                standing = await core.back(number, attempt, [trace], {"stop": "done"})
-            if standing is Standing.TOO_FEW:
+                standing = await core.record_attempt(number, attempt, [trace], {"stop": "done"})
+            if standing is GroupProgress.TOO_FEW:
                 out = [each for each in out if each[1].group != number]
-            if standing is Standing.COMPLETE:
-                await core.settle(number)
-        await core.cut()
-        if rng.random() < 0.5 and (batch := await core.serve(version)):
-            again = regrow(batch, core.ledger.store.read_traces)
-            assert [each.token_ids.tolist() for each in core.forests(batch)] == [
+            if standing is GroupProgress.COMPLETE:
+                await core.score_group(number)
+        await core.form_batches()
+        if rng.random() < 0.5 and (batch := await core.serve_batch(version)):
+            again = rebuild_forests(batch, core.ledger.store.read_traces)
+            assert [each.token_ids.tolist() for each in core.get_forests(batch)] == [
                 each.token_ids.tolist() for each in again
             ]
-            await core.acknowledge(version)
+            await core.acknowledge_step(version)
             version += 1
             if rng.random() < world.kills:
                 version = (await core.restart_trainer()).committed
                 continue
             if version % 2 == 0 or version == world.steps:
-                await core.commit(version)
-            core.applied(core.marks.incarnation, version)
-    await core.finish()
+                await core.commit_version(version)
+            core.record_applied_version(core.ledger_progress.incarnation, version)
+    await core.drop_open_groups()
 
 
 def run(world: World) -> None:
@@ -199,11 +201,11 @@ def test_a_run_goes_on_with_fewer_slots_than_it_has_groups(ledger, fewer):
 
     async def before():
         core = await opened(ledger, world)
-        await core.issue()
+        await core.issue_groups()
 
     asyncio.run(before())
     smaller = replace(world, **fewer)
-    assert ledger.issued() > Shape.of(smaller.batch, smaller.bound).slots
+    assert ledger.issued() > AdmissionLimits.from_max_staleness(smaller.batch, smaller.bound).slots
     asyncio.run(whole(ledger, smaller, rng))
     assert audit(ledger) == []
     assert ledger.marks().committed == world.steps
@@ -218,14 +220,14 @@ def ledger(tmp_path):
 def test_only_missing_attempts_are_sent_out_again(ledger):
     async def before():
         core = await opened(ledger, World(size=3))
-        (first, *_) = await core.issue()
+        (first, *_) = await core.issue_groups()
         assert first.size == 3
-        taken = [core.take(99)[1] for _ in range(3)]
-        await core.back(0, taken[1].attempt, [rollout("0.1", 1.0)])
+        taken = [core.next_attempt(99)[1] for _ in range(3)]
+        await core.record_attempt(0, taken[1].attempt, [rollout("0.1", 1.0)])
 
     async def after():
         core = await opened(ledger, World(size=3))
-        return [(order.group, order.attempt) for _, order in iter(lambda: core.take(99), None)]
+        return [(order.group, order.attempt) for _, order in iter(lambda: core.next_attempt(99), None)]
 
     asyncio.run(before())
     sent = asyncio.run(after())
@@ -237,14 +239,14 @@ def test_only_missing_attempts_are_sent_out_again(ledger):
 def test_a_group_with_a_missing_group_reward_is_dropped_by_that_name(ledger):
     async def story():
         core = await opened(ledger, World(), group_rewards=frozenset({"ranked"}))
-        await core.issue()
+        await core.issue_groups()
         for attempt in range(2):
-            core.take(9)
+            core.next_attempt(9)
             trace = rollout(f"0.{attempt}", float(attempt))
             trace.rewards["ranked"] = None
-            standing = await core.back(0, attempt, [trace])
-        assert standing is Standing.COMPLETE
-        assert (await core.settle(0)).member is None
+            standing = await core.record_attempt(0, attempt, [trace])
+        assert standing is GroupProgress.COMPLETE
+        assert (await core.score_group(0)).batch_group is None
         return ledger.group(0)
 
     group = asyncio.run(story())
@@ -254,15 +256,15 @@ def test_a_group_with_a_missing_group_reward_is_dropped_by_that_name(ledger):
 def test_rewards_of_the_group_reach_the_stored_traces(ledger):
     async def story():
         core = await opened(ledger, World(), group_rewards=frozenset({"ranked"}))
-        await core.issue()
+        await core.issue_groups()
         for attempt in range(2):
-            core.take(9)
+            core.next_attempt(9)
             trace = rollout(f"0.{attempt}", 0.0)
             trace.rewards["ranked"] = None
-            await core.back(0, attempt, [trace])
-        for place, trace in enumerate(core.traces(0)):
+            await core.record_attempt(0, attempt, [trace])
+        for place, trace in enumerate(core.get_traces(0)):
             trace.rewards["ranked"] = (float(place), 1.0)
-        assert (await core.settle(0, {0: {}, 1: {"ranked": 1}})).member is not None
+        assert (await core.score_group(0, {0: {}, 1: {"ranked": 1}})).batch_group is not None
 
     asyncio.run(story())
     assert ledger.store.read("0.1")[0].reward == 1.0
@@ -274,13 +276,13 @@ def test_rewards_of_the_group_reach_the_stored_traces(ledger):
 def test_an_attempt_that_fails_for_good_takes_a_small_group_with_it(ledger):
     async def story():
         core = await opened(ledger, World(size=2))
-        await core.issue()
-        core.take(9), core.take(9)
-        found = [await core.failed(0, 0, DIED) for _ in range(2)]
-        assert core.dispatch.out == 0
-        return [*found, await core.back(0, 1, [rollout("0.1", 1.0)])]
+        await core.issue_groups()
+        core.next_attempt(9), core.next_attempt(9)
+        found = [await core.record_failure(0, 0, DIED) for _ in range(2)]
+        assert core.attempt_queue.num_in_flight == 0
+        return [*found, await core.record_attempt(0, 1, [rollout("0.1", 1.0)])]
 
-    assert asyncio.run(story()) == [Standing.OPEN, Standing.TOO_FEW, Standing.TOO_FEW]
+    assert asyncio.run(story()) == [GroupProgress.OPEN, GroupProgress.TOO_FEW, GroupProgress.TOO_FEW]
     group = ledger.group(0)
     assert (group.reason, group.detail) == (DropReason.TOO_FEW, "1 of 2 attempts failed: WorkerDied")
 
@@ -290,23 +292,23 @@ def test_everything_may_happen_at_once(ledger):
 
     async def story():
         core = await opened(ledger, World(batch=3, bound=3, steps=4))
-        issued = await asyncio.gather(core.issue(), core.issue())
-        assert sorted(group.number for groups in issued for group in groups) == list(range(core.admission.active))
-        taken = [order for _, order in iter(lambda: core.take(99), None)]
+        issued = await asyncio.gather(core.issue_groups(), core.issue_groups())
+        assert sorted(group.number for groups in issued for group in groups) == list(range(core.admission.num_active))
+        taken = [order for _, order in iter(lambda: core.next_attempt(99), None)]
 
         async def come_back(order):
             if order.group == 0:
                 failure = Failure("TokensRequired", "no token ids", "system", False)
-                return order.group, await core.failed(order.group, order.attempt, failure)
+                return order.group, await core.record_failure(order.group, order.attempt, failure)
             trace = rollout(f"{order.group}.{order.attempt}", float(order.attempt))
-            return order.group, await core.back(order.group, order.attempt, [trace])
+            return order.group, await core.record_attempt(order.group, order.attempt, [trace])
 
         found = await asyncio.gather(*map(come_back, taken))
-        complete = [group for group, standing in found if standing is Standing.COMPLETE]
-        assert sorted(complete) == list(range(1, core.admission.active + 1))
-        assert [standing for group, standing in found if group == 0] == [Standing.TOO_FEW] * 2
-        await asyncio.gather(*(core.settle(group) for group in (*complete, *complete, 0)))
-        batches = [batch for cut in await asyncio.gather(core.cut(), core.cut()) for batch in cut]
+        complete = [group for group, standing in found if standing is GroupProgress.COMPLETE]
+        assert sorted(complete) == list(range(1, core.admission.num_active + 1))
+        assert [standing for group, standing in found if group == 0] == [GroupProgress.TOO_FEW] * 2
+        await asyncio.gather(*(core.score_group(group) for group in (*complete, *complete, 0)))
+        batches = [batch for cut in await asyncio.gather(core.form_batches(), core.form_batches()) for batch in cut]
         assert [batch.step for batch in batches] == list(range(len(batches)))
         assert len(batches) > 1
         assert audit(ledger, finished=False) == []
@@ -318,10 +320,10 @@ def test_weights_of_an_earlier_incarnation_free_no_slot(ledger):
     async def story():
         core = await opened(ledger, World())
         marks = await core.restart_trainer()
-        core.applied(marks.incarnation - 1, 3)
-        assert core.admission.applied == 0
-        core.applied(marks.incarnation, 3)
-        assert core.admission.applied == 3
+        core.record_applied_version(marks.incarnation - 1, 3)
+        assert core.admission.applied_version == 0
+        core.record_applied_version(marks.incarnation, 3)
+        assert core.admission.applied_version == 3
 
     asyncio.run(story())
 
@@ -330,7 +332,7 @@ def test_a_run_cannot_end_before_its_last_batch(ledger):
     async def story():
         core = await opened(ledger, World())
         with pytest.raises(TransitionRefused, match="batch 0 is still to be cut"):
-            await core.finish()
+            await core.drop_open_groups()
 
     asyncio.run(story())
 
@@ -338,7 +340,7 @@ def test_a_run_cannot_end_before_its_last_batch(ledger):
 @pytest.mark.parametrize("count", [2, 5])
 def test_an_epoch_is_not_gone_on_with_when_its_tasks_are_others(ledger, monkeypatch, count):
     async def before():
-        await (await opened(ledger, World())).issue()
+        await (await opened(ledger, World())).issue_groups()
 
     asyncio.run(before())
     monkeypatch.setitem(TASKS, "reverse", count)
@@ -362,17 +364,20 @@ class Judge:
 
 def test_a_run_may_go_on_with_a_curriculum_that_has_epochs(ledger):
     """What was chosen without any is in none of them."""
-    (source, *_), rules = sources(World()).values(), Rules(1000, seq_len=64, filters=())
+    (source, *_), rules = sources(World()).values(), ScoringRules(1000, seq_len=64, filters=())
 
     async def issue(curriculum: Curriculum, epoch: int | None) -> None:
-        mix, known = Mix({source.name: 1.0}, {source.name: curriculum}), {source.name: replace(source, epoch=epoch)}
-        core = await Core.open(ledger, mix, known, rules, Shape.of(4, 0), None)
+        mix, known = (
+            SourceMix({source.name: 1.0}, {source.name: curriculum}),
+            {source.name: replace(source, epoch=epoch)},
+        )
+        core = await OrchestratorCore.open(ledger, mix, known, rules, AdmissionLimits.from_max_staleness(4, 0), None)
         for _ in range(2):
-            for group in await core.issue():
-                await core.drop(group.number, DropReason.CANCELLED)
+            for group in await core.issue_groups():
+                await core.drop_group(group.number, DropReason.CANCELLED)
 
-    asyncio.run(issue(Pools(PoolsConfig(), 3, "0"), None))
-    asyncio.run(issue(Shuffle(ShuffleConfig(), 3, "0"), 3))
+    asyncio.run(issue(PoolsCurriculum(PoolsConfig(), 3, "0"), None))
+    asyncio.run(issue(ShuffleCurriculum(ShuffleConfig(), 3, "0"), 3))
     assert ledger.issued() == 16
     assert audit(ledger) == []
 
@@ -384,21 +389,21 @@ def test_a_group_reward_that_raises_is_asked_for_again_and_its_failure_is_told(l
 
     async def story():
         core = await opened(ledger, World(size=2), group_rewards=frozenset(["best"]))
-        await core.issue()
+        await core.issue_groups()
         for attempt in range(2):
-            core.take(99)
+            core.next_attempt(99)
             trace = rollout(f"0.{attempt}", 0.0, (10, 11 + attempt))
             trace.rewards["best"] = None
-            await core.back(0, attempt, [trace])
+            await core.record_attempt(0, attempt, [trace])
         client, told = Judge([asleep] * times), []
-        served = Served("reverse", client, TaskBook("reverse", client), True, 9.0, 2, 9.0)  # type: ignore[arg-type]
-        sampling = Sampling(
+        served = ConnectedSource("reverse", client, TaskCache("reverse", client), True, 9.0, 2, 9.0)  # type: ignore[arg-type]
+        sampling = AttemptDispatcher(
             core,
             {"reverse": served},
             seed=0,
-            limit=lambda: 0,
-            settled=lambda *_: None,
-            failed=lambda where, failure: told.append(failure.name),
+            get_limit=lambda: 0,
+            on_group_scored=lambda *_: None,
+            on_failure=lambda where, failure: told.append(failure.name),
         )
         await settled(core, sampling)
         assert told == ["JudgeError"] * times
@@ -411,11 +416,11 @@ def test_a_group_reward_that_raises_is_asked_for_again_and_its_failure_is_told(l
         assert (group.reason, group.detail) == (DropReason.UNSCORED, "JudgeError: the judge sleeps")
 
 
-async def settled(core: Core, sampling: Sampling) -> None:
+async def settled(core: OrchestratorCore, sampling: AttemptDispatcher) -> None:
     """Run it until no group is left to be judged."""
     running = asyncio.create_task(sampling.run())
     async with asyncio.timeout(30):
-        while core.complete() and not running.done():
+        while core.get_groups_to_score() and not running.done():
             await asyncio.sleep(0.01)
     assert not running.done(), running.exception()
     running.cancel()
@@ -426,34 +431,34 @@ async def settled(core: Core, sampling: Sampling) -> None:
 class Comparing:
     """An env server that cannot compare a group; the run has dropped all others when it says so."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: OrchestratorCore) -> None:
         self.core = core
         self.asked = 0
 
     async def score_group(self, task, traces, **_) -> None:
         self.asked += 1
-        for number in self.core.complete()[1:]:
-            await self.core.drop(number, DropReason.RUN_ENDED)
+        for number in self.core.get_groups_to_score()[1:]:
+            await self.core.drop_group(number, DropReason.RUN_ENDED)
         raise RequestInvalid("it cannot")
 
 
 def test_a_run_may_end_while_groups_of_an_earlier_process_are_settled(ledger):
     async def story():
         core = await opened(ledger, World())
-        await core.issue()
-        while (taken := core.take(99)) is not None:
+        await core.issue_groups()
+        while (taken := core.next_attempt(99)) is not None:
             _, order = taken
-            await core.back(order.group, order.attempt, [rollout(f"{order.group}.{order.attempt}", 1.0)])
-        assert len(core.complete()) > 1
+            await core.record_attempt(order.group, order.attempt, [rollout(f"{order.group}.{order.attempt}", 1.0)])
+        assert len(core.get_groups_to_score()) > 1
         client = Comparing(core)
-        served = Served("reverse", client, TaskBook("reverse", client), True, 9.0, 1, 9.0)  # type: ignore[arg-type]
-        sampling = Sampling(
+        served = ConnectedSource("reverse", client, TaskCache("reverse", client), True, 9.0, 1, 9.0)  # type: ignore[arg-type]
+        sampling = AttemptDispatcher(
             core,
             {name: replace(served, name=name) for name in TASKS},
             seed=0,
-            limit=lambda: 0,
-            settled=lambda *_: None,
-            failed=lambda *_: None,
+            get_limit=lambda: 0,
+            on_group_scored=lambda *_: None,
+            on_failure=lambda *_: None,
         )
         await settled(core, sampling)
         assert client.asked == 1
@@ -467,28 +472,30 @@ def test_how_often_a_filter_fires_is_a_number_of_the_step(ledger, mode):
     async def story():
         core = await opened(ledger, World())
         tables = [{"id": "gibberish"}, {"id": "zero_advantage", "mode": mode}]
-        core.rules = replace(core.rules, filters=tuple(plugin.build_plugin("filter", table) for table in tables))
-        await core.issue()
-        out = [order for _, order in iter(lambda: core.take(99), None)]
+        core.scoring_rules = replace(
+            core.scoring_rules, filters=tuple(plugin.build_plugin("filter", table) for table in tables)
+        )
+        await core.issue_groups()
+        out = [order for _, order in iter(lambda: core.next_attempt(99), None)]
         for order in out:
             reward = 1.0 if order.group == 0 else float(order.attempt == 0)
-            await core.back(order.group, order.attempt, [rollout(f"{order.group}.{order.attempt}", reward)])
-        served = Served("", Judge([]), TaskBook("", Judge([])), False, 9.0, 1, 9.0)  # type: ignore[arg-type]
-        progress = Progress(RunLog(ledger.store))
-        sampling = Sampling(
+            await core.record_attempt(order.group, order.attempt, [rollout(f"{order.group}.{order.attempt}", reward)])
+        served = ConnectedSource("", Judge([]), TaskCache("", Judge([])), False, 9.0, 1, 9.0)  # type: ignore[arg-type]
+        progress = RunProgress(RunLog(ledger.store))
+        sampling = AttemptDispatcher(
             core,
             dict.fromkeys(TASKS, served),
             seed=0,
-            limit=lambda: 0,
-            settled=progress.settled,
-            failed=progress.trouble,
+            get_limit=lambda: 0,
+            on_group_scored=progress.record_group,
+            on_failure=progress.record_failure,
         )
         await settled(core, sampling)
-        progress.cut({0: [0]})
+        progress.record_batches({0: [0]})
         same = [order for order in out if order.group == 0]
-        assert progress.last["rollouts"] == len(out) > len(same) == 2
-        assert progress.last["filter/zero_advantage"] == pytest.approx(len(same) / len(out))
-        assert progress.last["filter/gibberish"] == 0.0
+        assert progress.latest_metrics["rollouts"] == len(out) > len(same) == 2
+        assert progress.latest_metrics["filter/zero_advantage"] == pytest.approx(len(same) / len(out))
+        assert progress.latest_metrics["filter/gibberish"] == 0.0
 
     asyncio.run(story())
     assert ledger.group(0).state is (GroupState.DROPPED if mode == "enforce" else GroupState.BATCHED)

@@ -7,13 +7,13 @@ import warnings
 import pytest
 
 from ramify.env import plugin
-from ramify.orchestrate.admission import Shape
-from ramify.orchestrate.core import Core
-from ramify.orchestrate.curriculum import Pools, PoolsConfig
-from ramify.orchestrate.groups import Standing
-from ramify.orchestrate.judging import Rules, Source
-from ramify.orchestrate.progress import Progress
-from ramify.orchestrate.sources import Mix
+from ramify.orchestrate.admission import AdmissionLimits
+from ramify.orchestrate.core import OrchestratorCore
+from ramify.orchestrate.curriculum import PoolsConfig, PoolsCurriculum
+from ramify.orchestrate.group_tracker import GroupProgress
+from ramify.orchestrate.progress import RunProgress
+from ramify.orchestrate.scoring import ScoringRules, SourceSpec
+from ramify.orchestrate.source_mix import SourceMix
 from ramify.store import RunLog, RunStore
 from ramify.store.audit import audit
 from ramify.store.group_state import DropReason, GroupState
@@ -30,19 +30,21 @@ def ledger(tmp_path):
         yield Ledger.open(store)
 
 
-async def opened(ledger: Ledger, algorithm: dict) -> Core:
-    mix = Mix({"it": 1.0}, {"it": Pools(PoolsConfig(), 4, "0")})
-    sources = {"it": Source(name="it", algorithm=plugin.build_plugin("algorithm", algorithm), size=2)}
-    return await Core.open(ledger, mix, sources, Rules(1000, seq_len=64), Shape.of(1, 2), 4)
+async def opened(ledger: Ledger, algorithm: dict) -> OrchestratorCore:
+    mix = SourceMix({"it": 1.0}, {"it": PoolsCurriculum(PoolsConfig(), 4, "0")})
+    sources = {"it": SourceSpec(name="it", algorithm=plugin.build_plugin("algorithm", algorithm), group_size=2)}
+    return await OrchestratorCore.open(
+        ledger, mix, sources, ScoringRules(1000, seq_len=64), AdmissionLimits.from_max_staleness(1, 2), 4
+    )
 
 
-async def sample(core: Core, number: int, rewards: tuple[float, float], logprobs: list[float]) -> None:
+async def sample(core: OrchestratorCore, number: int, rewards: tuple[float, float], logprobs: list[float]) -> None:
     """Two attempts at a task come back; the second is an ordinary one."""
     for attempt, reward in enumerate(rewards):
-        core.take(9)
+        core.next_attempt(9)
         trace = rollout(f"{number}.{attempt}", reward, logprobs=TYPICAL if attempt else logprobs)
-        standing = await core.back(number, attempt, [trace])
-    assert standing is Standing.COMPLETE
+        standing = await core.record_attempt(number, attempt, [trace])
+    assert standing is GroupProgress.COMPLETE
 
 
 def play(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs: list[float]) -> None:
@@ -50,19 +52,19 @@ def play(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs
 
     async def before() -> None:
         core = await opened(ledger, algorithm)
-        await core.issue()
+        await core.issue_groups()
         await sample(core, 0, rewards, logprobs)
         await sample(core, 1, (0.0, 1.0), TYPICAL)
 
     async def after() -> None:
         core = await opened(ledger, algorithm)
-        progress = Progress(RunLog(ledger.store))
-        for number in core.complete():
-            group, traces = core.group(number), core.traces(number)
-            judged = await core.settle(number)
-            progress.settled(group, traces, judged.member is not None, judged.fired)
-        await core.cut()
-        progress.cut({0: [0]})
+        progress = RunProgress(RunLog(ledger.store))
+        for number in core.get_groups_to_score():
+            group, traces = core.get_group(number), core.get_traces(number)
+            judged = await core.score_group(number)
+            progress.record_group(group, traces, judged.batch_group is not None, judged.fired_by_filter)
+        await core.form_batches()
+        progress.record_batches({0: [0]})
 
     asyncio.run(before())
     with warnings.catch_warnings():

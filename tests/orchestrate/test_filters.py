@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ramify.env import plugin
-from ramify.orchestrate.filters import Rollout, sift
+from ramify.orchestrate.filters import FilterInput, apply_filters
 from ramify.trace import Annotation
 from tests.orchestrate.rollouts import rollout
 
@@ -58,7 +58,7 @@ def build(case: str, **more):
 def test_a_filter_fires_on_its_rollout_and_not_on_the_neighbour(case):
     for (trace, advantage), fires in zip(CASES[case][1:], (True, False)):
         notes = tuple(Annotation(trace.id, node, advantage=advantage) for node in trace.calls)
-        assert build(case).fires(Rollout(trace, notes, VOCABULARY)) is fires
+        assert build(case).fires(FilterInput(trace, notes, VOCABULARY)) is fires
 
 
 @pytest.mark.parametrize("mode", ["monitor", "enforce"])
@@ -66,17 +66,17 @@ def test_a_filter_fires_on_its_rollout_and_not_on_the_neighbour(case):
 def test_firing_is_told_and_acts_only_when_enforced(case, mode):
     group = [trace for trace, _ in CASES[case][1:]]
     notes = [Annotation(trace.id, node, advantage=a) for trace, a in CASES[case][1:] for node in trace.calls]
-    found = sift([build(case, mode=mode)], group, notes, VOCABULARY)
+    found = apply_filters([build(case, mode=mode)], group, notes, VOCABULARY)
     id = case.partition(":")[0]
-    assert found.verdicts == {"bad": (id,)}
+    assert found.filters_by_trace == {"bad": (id,)}
     assert {note.trace_id for note in found.annotations} == ({"good"} if mode == "enforce" else {"good", "bad"})
-    assert found.detail == (id if mode == "enforce" else "")
+    assert found.describe_enforced == (id if mode == "enforce" else "")
 
 
 def test_a_rollout_that_is_trained_for_something_else_has_no_zero_advantage():
     trace = rollout("t")
     only_ce = (Annotation("t", 1, rl=0.0, ce=1.0),)
-    assert not plugin.build_plugin("filter", {"id": "zero_advantage"}).fires(Rollout(trace, only_ce, VOCABULARY))
+    assert not plugin.build_plugin("filter", {"id": "zero_advantage"}).fires(FilterInput(trace, only_ce, VOCABULARY))
 
 
 def test_all_filters_see_all_rollouts_and_each_is_named():
@@ -86,12 +86,14 @@ def test_all_filters_see_all_rollouts_and_each_is_named():
         plugin.build_plugin("filter", {"id": "repetition", "tokens": 2}),
         plugin.build_plugin("filter", {"id": "zero_advantage", "mode": "enforce"}),
     ]
-    found = sift(filters, [trace], [Annotation("t", 1, advantage=0.0)], VOCABULARY)
-    assert found.verdicts == {"t": ("gibberish", "zero_advantage")}
+    found = apply_filters(filters, [trace], [Annotation("t", 1, advantage=0.0)], VOCABULARY)
+    assert found.filters_by_trace == {"t": ("gibberish", "zero_advantage")}
     assert found.annotations == ()
-    assert found.detail == "zero_advantage"
+    assert found.describe_enforced == "zero_advantage"
 
 
 def test_what_another_model_said_is_not_the_policys_fault():
     trace = rollout("t", reply=(10, 901), logprobs=(-0.1, LIMIT - 1), trainable=False)
-    assert not plugin.build_plugin("filter", {"id": "gibberish", "token": 800}).fires(Rollout(trace, (), VOCABULARY))
+    assert not plugin.build_plugin("filter", {"id": "gibberish", "token": 800}).fires(
+        FilterInput(trace, (), VOCABULARY)
+    )

@@ -13,8 +13,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.orchestrate.admission import Admission, Shape
-from ramify.orchestrate.dispatch import Dispatch, Order
+from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
+from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
 
 
 @dataclass
@@ -61,9 +61,9 @@ class Simulation:
 
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, Random(world.seed)
-        self.shape = Shape.of(world.batch, world.bound)
-        self.admission = Admission(self.shape, last_step=world.steps)
-        self.dispatch = Dispatch()
+        self.shape = AdmissionLimits.from_max_staleness(world.batch, world.bound)
+        self.admission = AdmissionControl(self.shape, max_steps=world.steps)
+        self.dispatch = AttemptQueue()
         self.now, self.clock = 0.0, []
         self.events = 0
         self.issued = 0
@@ -93,46 +93,50 @@ class Simulation:
 
     @property
     def over(self) -> bool:
-        return self.admission.finished and self.version == self.admission.step
+        return self.admission.is_finished and self.version == self.admission.next_step
 
     def settle(self) -> None:
         """Everything that may be done now is done."""
-        while self.admission.room:
+        while self.admission.num_free_slots:
             if self.world.tasks is not None and self.issued == self.world.tasks:
                 self.admission.exhausted = True
                 break
             group, self.issued = self.issued, self.issued + 1
-            self.admission.issue(group)
-            self.started[group], self.sent[group], self.left[group] = self.admission.applied, [], self.world.size
+            self.admission.issue_group(group)
+            self.started[group], self.sent[group], self.left[group] = (
+                self.admission.applied_version,
+                [],
+                self.world.size,
+            )
             for attempt in range(self.world.size):
-                self.dispatch.add(group, attempt)
-        assert self.admission.active <= self.shape.slots or self.incarnation
-        while order := self.dispatch.take(self.world.limit, self.admission.may_dispatch):
-            self.sent[order.group].append(self.admission.applied)
+                self.dispatch.push(group, attempt)
+        assert self.admission.num_active <= self.shape.slots or self.incarnation
+        while order := self.dispatch.pop(self.world.limit, self.admission.can_dispatch):
+            self.sent[order.group].append(self.admission.applied_version)
             slow = 50 if self.rng.random() < self.world.slow else 1
             self.later(self.rng.expovariate(1) * self.world.latency * slow, self.back, order)
-        while groups := self.admission.ready():
-            self.overtaken |= any(group < groups[-1] for group in self.admission.waiting_for())
-            self.batches[self.admission.cut(groups)] = groups
+        while groups := self.admission.next_batch():
+            self.overtaken |= any(group < groups[-1] for group in self.admission.get_blocking_groups())
+            self.batches[self.admission.record_batch(groups)] = groups
         if not self.training and self.version in self.batches:
             self.training = True
             self.later(1.0, self.step_done, self.incarnation, self.version)
 
-    def back(self, order: Order) -> None:
-        self.dispatch.back(order.group, order.attempt)
+    def back(self, order: QueuedAttempt) -> None:
+        self.dispatch.mark_done(order.group, order.attempt)
         if order.group in self.dropped:
             return
         if self.rng.random() < self.world.failing and order.again < 20:
-            self.dispatch.add(order.group, order.attempt, order.again + 1)
+            self.dispatch.push(order.group, order.attempt, order.again + 1)
             return
         self.left[order.group] -= 1
         if self.left[order.group]:
             return
         if self.rng.random() < self.world.dropping:
             self.dropped.add(order.group)
-            self.admission.drop(order.group)
+            self.admission.drop_group(order.group)
         else:
-            self.admission.score(order.group)
+            self.admission.mark_scored(order.group)
 
     def step_done(self, incarnation: int, step: int) -> None:
         if incarnation != self.incarnation:
@@ -149,13 +153,13 @@ class Simulation:
             self.incarnation += 1
             self.version = self.committed
             again = {step: groups for step, groups in self.batches.items() if step >= self.committed}
-            self.admission.go_back(self.committed, again)
+            self.admission.rewind(self.committed, again)
         else:
             self.later(self.rng.random() * self.world.swap, self.swapped, self.incarnation, self.version)
 
     def swapped(self, incarnation: int, version: int) -> None:
         if incarnation == self.incarnation:
-            self.admission.apply(version)
+            self.admission.apply_version(version)
 
 
 @settings(max_examples=5000 if os.environ.get("RAMIFY_FULL") else 300)

@@ -27,9 +27,9 @@ from ramify.errors import (
 )
 from ramify.launch.status import StatusClient
 from ramify.model.version import PolicyVersion
-from ramify.orchestrate import watching
+from ramify.orchestrate import background
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.process import Orchestrator
+from ramify.orchestrate.orchestrator import Orchestrator
 from ramify.store import RunStore
 from ramify.store.group_state import GroupState
 from ramify.store.ledger import GroupRecord, Ledger
@@ -101,7 +101,7 @@ class Stage:
         }
         began, answers = time.monotonic(), more.pop("answers", None)
         try:
-            return self.runner.run(Orchestrator(RunConfig.model_validate(config), answers=answers).run())
+            return self.runner.run(Orchestrator(RunConfig.model_validate(config), on_status_address=answers).run())
         finally:
             self.engine.behaviour = self._answers
             self.gate.unlink(missing_ok=True)
@@ -218,7 +218,7 @@ def judged(path: Path) -> list[GroupRecord]:
 
 
 def test_an_environment_whose_code_is_broken(stage, monkeypatch, capsys):
-    monkeypatch.setattr(watching, "FAULTS", 6)
+    monkeypatch.setattr(background, "FAULTS", 6)
     stage.gate.write_text("broken")
     with pytest.raises(
         EnvironmentFault, match=r"plain: \d+ attempts failed and none came through; .*no such thing"

@@ -12,7 +12,7 @@ from ramify.errors import ConfigInvalid
 from ramify.evals.trace_view import render_trace_tree
 from ramify.gateway import Gateway
 from ramify.harness import Harness
-from ramify.orchestrate.algorithms.base import trained_nodes
+from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.trace import Trace, decode_trace, encode_trace
 from tests.rollout.stage import TASK, OneTask, attempted, call, environment
 
@@ -71,7 +71,7 @@ def rollout(taskset: type[rf.Taskset], script: list[str], **source: Any) -> Trac
 
 
 def trained(trace: Trace) -> list[str]:
-    return [trace.nodes[node].message.text for node in trained_nodes(trace)]
+    return [trace.nodes[node].message.text for node in get_trainable_nodes(trace)]
 
 
 def reasons(trace: Trace) -> dict[str, str]:

@@ -69,7 +69,7 @@ def _alone(config: RunConfig, *, accept: bool) -> int:
     from ramify.launch.finished import finish, steps_of, told
     from ramify.launch.record import Record, read_record
     from ramify.monitor import open_monitors, samples_of
-    from ramify.orchestrate.process import Orchestrator
+    from ramify.orchestrate.orchestrator import Orchestrator
 
     def show(step: int, shown: Mapping[str, list[tuple[Trace, float | None]]]) -> None:
         rollouts = ((source, *rollout) for source, several in shown.items() for rollout in several)
@@ -87,7 +87,9 @@ def _alone(config: RunConfig, *, accept: bool) -> int:
     whole_lines()
     monitors = open_monitors(config, lambda line: print(line, flush=True))
     try:
-        code = asyncio.run(Orchestrator(config, log=monitors.log, show=show, answers=answers).run())
+        code = asyncio.run(
+            Orchestrator(config, on_metrics=monitors.log, on_samples=show, on_status_address=answers).run()
+        )
     except (TokensRequired, TokenizerMismatch) as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)
         return 2

@@ -78,7 +78,11 @@ def _dtype(run: RunConfig, gpus: list[Gpu] | None) -> str:
 
 def _source(run: RunConfig, source: RunSourceConfig, address: str | None) -> Table:
     table = {name: value for name, value in _said(source).items() if name in ServedSourceConfig.model_fields}
-    table |= {"name": source.source_name, "seq_len": run.limited(source).seq_len, "pool": _said(source.pool)}
+    table |= {
+        "name": source.source_name,
+        "seq_len": run.with_default_seq_len(source).seq_len,
+        "pool": _said(source.pool),
+    }
     return table if address is None else {**table, "address": address}
 
 

@@ -14,7 +14,7 @@ from ramify.config import Config, RunName
 from ramify.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.errors import ConfigInvalid
 from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig
-from ramify.orchestrate.admission import Shape
+from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.render.config import RendererConfig, TemplateRendererConfig
 from ramify.store.run_name import default_run_name
@@ -42,7 +42,7 @@ class RunSourceConfig(ServedSourceConfig):
     """Where its agents' model calls go; by default to the run's inference."""
 
     @model_validator(mode="after")
-    def _a_server_of_ones_own_has_its_pool(self) -> "RunSourceConfig":
+    def _pool_requires_managed_server(self) -> "RunSourceConfig":
         if self.address is not None and self.pool != ElasticPoolConfig():
             raise ValueError("pool needs a server that the run starts; the one at `address` has its own")
         return self
@@ -61,11 +61,11 @@ class TrainSourceConfig(RunSourceConfig):
 
     @field_validator("algorithm")
     @classmethod
-    def _grpo_unless_named(cls, table: dict[str, Any]) -> dict[str, Any]:
+    def _default_algorithm_to_grpo(cls, table: dict[str, Any]) -> dict[str, Any]:
         return {"id": "grpo", **table}
 
     @model_validator(mode="after")
-    def _sampled_as_it_is_trained(self) -> "TrainSourceConfig":
+    def _sampling_must_be_trainable(self) -> "TrainSourceConfig":
         try:
             self.sampling.check_trainable()
         except ConfigInvalid as error:
@@ -88,7 +88,7 @@ class EvalSourceConfig(RunSourceConfig):
     """Delay new weights until the eval's calls are done; by default where the run's engines serve it."""
 
     @model_validator(mode="after")
-    def _only_our_weights_can_be_held(self) -> "EvalSourceConfig":
+    def _hold_weights_requires_run_inference(self) -> "EvalSourceConfig":
         if self.hold_weights and self.endpoint is not None:
             raise ValueError("hold_weights needs the run's own inference; `endpoint` serves other weights")
         return self
@@ -128,15 +128,15 @@ class OrchestratorConfig(Config):
     without a dot and this machine's own name."""
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> "OrchestratorConfig":
+    def _batch_size_is_multiple_of_group_size(self) -> "OrchestratorConfig":
         if self.batch_size % self.group_size:
             raise ValueError(f"batch_size must be a multiple of group_size: {self.batch_size}, {self.group_size}")
         return self
 
     @property
-    def shape(self) -> Shape:
+    def admission_limits(self) -> AdmissionLimits:
         """Groups of a batch, slots and window."""
-        return Shape.of(self.batch_size // self.group_size, self.max_off_policy)
+        return AdmissionLimits.from_max_staleness(self.batch_size // self.group_size, self.max_off_policy)
 
 
 class LaunchConfig(Config):
@@ -182,7 +182,7 @@ class TensorboardConfig(Config):
 SinkConfig = Annotated[WandbConfig | TrackioConfig | TensorboardConfig, Field(discriminator="type")]
 
 
-class SamplesConfig(Config):
+class RolloutSamplesConfig(Config):
     """Rollouts that are shown as they are."""
 
     interval: int = Field(default=20, ge=1)
@@ -195,7 +195,7 @@ class MonitorConfig(Config):
     """Where metrics go besides the run's own tables."""
 
     sinks: list[SinkConfig] = []
-    samples: SamplesConfig = SamplesConfig()
+    samples: RolloutSamplesConfig = RolloutSamplesConfig()
 
 
 class RunConfig(Config):
@@ -229,7 +229,7 @@ class RunConfig(Config):
     monitor: MonitorConfig = MonitorConfig()
 
     @model_validator(mode="after")
-    def _sources_fit_together(self) -> "RunConfig":
+    def _source_names_must_be_unique(self) -> "RunConfig":
         for kind, sources in (("train", self.train), ("eval", self.eval)):
             names = [source.source_name for source in sources]
             for number, (source, name) in enumerate(zip(sources, names)):
@@ -240,11 +240,11 @@ class RunConfig(Config):
                     raise ValueError(f"{kind}.{number}.seq_len: {said}")
         return self
 
-    def group_size(self, source: TrainSourceConfig) -> int:
+    def get_group_size(self, source: TrainSourceConfig) -> int:
         """Attempts at each task of a source."""
         return source.group_size or self.orchestrator.group_size
 
-    def limited(self, source: RunSourceConfig) -> RunSourceConfig:
+    def with_default_seq_len(self, source: RunSourceConfig) -> RunSourceConfig:
         """The source with the run's own limit where it has none."""
         return source if source.seq_len is not None else source.model_copy(update={"seq_len": self.seq_len})
 

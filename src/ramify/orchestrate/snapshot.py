@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FILE = "status.json"
+SNAPSHOT_FILE = "status.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Snapshot:
 def write_snapshot(path: Path, status: dict[str, Any], waits: Sequence[dict[str, Any]] = (), dropped: str = "") -> None:
     """Replace the snapshot of the run at `path`. If the disk cannot be written, the old snapshot stays."""
     snapshot = Snapshot(time.time(), platform.node(), os.getpid(), status, list(waits), dropped)
-    part = path / f".{FILE}.{os.getpid()}"
+    part = path / f".{SNAPSHOT_FILE}.{os.getpid()}"
     with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
         part.write_text(json.dumps(asdict(snapshot)), encoding="utf-8")
-        part.replace(path / FILE)
+        part.replace(path / SNAPSHOT_FILE)
 
 
 def read_snapshot(path: Path) -> Snapshot | None:
     """Return the last snapshot of the run at `path`; None if there is none that can be read."""
     try:
-        return Snapshot(**json.loads((path / FILE).read_text(encoding="utf-8")))
+        return Snapshot(**json.loads((path / SNAPSHOT_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

@@ -4,6 +4,6 @@ Each is one short file. An algorithm writes annotations, and nothing behind it k
 `Algorithm` and is named in the configuration as every plugin is.
 """
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, sampled_tokens, trained_nodes
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, count_sampled_tokens, get_trainable_nodes
 
-__all__ = ["Algorithm", "AlgorithmConfig", "sampled_tokens", "trained_nodes"]
+__all__ = ["Algorithm", "AlgorithmConfig", "count_sampled_tokens", "get_trainable_nodes"]

@@ -14,7 +14,7 @@ from ramify.config import Config
 from ramify.errors import TraceInvalid
 from ramify.trace import Annotation, Trace
 
-Numbers = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
 
 class AlgorithmConfig(Config):
@@ -31,7 +31,7 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
 
-    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """How much better each rollout was than expected, one number each.
 
         The traces are those of one agent in all attempts at one task; `rewards` are theirs, in the same order.
@@ -49,30 +49,30 @@ class Algorithm:
             agents[trace.agent].append(trace)
         found: list[Annotation] = []
         for traces in agents.values():
-            numbers = self.advantages(_rewards(traces), traces)
+            numbers = self.advantages(_collect_rewards(traces), traces)
             for trace, advantage in zip(traces, numbers.tolist(), strict=True):
-                found += [Annotation(trace.id, node, advantage=advantage) for node in trained_nodes(trace)]
+                found += [Annotation(trace.id, node, advantage=advantage) for node in get_trainable_nodes(trace)]
         return found
 
 
-def trained_nodes(trace: Trace) -> list[int]:
+def get_trainable_nodes(trace: Trace) -> list[int]:
     """The nodes that the policy sampled, not another model."""
     trainable = trace.graph.nodes.view["trainable"]
     return [node for node in trace.sampled_nodes if trainable[node]]
 
 
-def sampled_tokens(trace: Trace) -> int:
+def count_sampled_tokens(trace: Trace) -> int:
     """How many tokens the policy sampled."""
     table = trace.graph.nodes.view
     return int(((table["sampled_stop"] - table["sampled_start"]) * (table["trainable"] != 0)).sum())
 
 
-def centered(values: Numbers) -> Numbers:
+def subtract_mean(values: FloatArray) -> FloatArray:
     """The values without their mean; exactly zero where all are equal."""
     return values - values.mean() if np.ptp(values) > 0 else np.zeros_like(values)
 
 
-def _rewards(traces: Sequence[Trace]) -> Numbers:
+def _collect_rewards(traces: Sequence[Trace]) -> FloatArray:
     missing = [trace.id for trace in traces if trace.reward is None]
     if missing:
         raise TraceInvalid(f"traces {missing} lack a reward: they cannot be compared with the others of their group")

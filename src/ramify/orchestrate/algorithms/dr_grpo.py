@@ -7,7 +7,7 @@ the same weight.
 
 from collections.abc import Sequence
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, FloatArray, subtract_mean
 from ramify.trace import Trace
 
 
@@ -16,5 +16,5 @@ class DrGrpo(Algorithm):
 
     config: AlgorithmConfig
 
-    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
-        return centered(rewards)
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        return subtract_mean(rewards)

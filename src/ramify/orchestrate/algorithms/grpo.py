@@ -5,7 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered, sampled_tokens
+from ramify.orchestrate.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    FloatArray,
+    count_sampled_tokens,
+    subtract_mean,
+)
 from ramify.trace import Trace
 
 EPSILON = 1e-6
@@ -25,16 +31,16 @@ class Grpo(Algorithm):
 
     config: GrpoConfig
 
-    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         if self.config.length_penalty:
-            rewards = rewards - self.config.length_penalty * _stretch(traces)
-        above = centered(rewards)
-        if not self.config.normalize or len(above) < 2:
-            return above
-        return above / (above.std(ddof=1) + EPSILON)
+            rewards = rewards - self.config.length_penalty * _compute_relative_lengths(traces)
+        centered_rewards = subtract_mean(rewards)
+        if not self.config.normalize or len(centered_rewards) < 2:
+            return centered_rewards
+        return centered_rewards / (centered_rewards.std(ddof=1) + EPSILON)
 
 
-def _stretch(traces: Sequence[Trace]) -> Numbers:
+def _compute_relative_lengths(traces: Sequence[Trace]) -> FloatArray:
     """Where between the shortest (0) and the longest (1) of the group each rollout lies."""
-    lengths = np.array([sampled_tokens(trace) for trace in traces], np.float64)
+    lengths = np.array([count_sampled_tokens(trace) for trace in traces], np.float64)
     return (lengths - lengths.min()) / max(1.0, np.ptp(lengths))

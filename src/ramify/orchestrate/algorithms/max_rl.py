@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, FloatArray, subtract_mean
 from ramify.trace import Trace
 
 
@@ -17,6 +17,6 @@ class MaxRl(Algorithm):
 
     config: AlgorithmConfig
 
-    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         mean = rewards.mean()
-        return centered(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+        return subtract_mean(rewards) / mean if mean > 0 else np.zeros_like(rewards)

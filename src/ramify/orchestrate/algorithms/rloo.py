@@ -5,7 +5,7 @@ The baseline does not hold the rollout's own reward, so it leaves the gradient's
 
 from collections.abc import Sequence
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, Numbers, centered
+from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, FloatArray, subtract_mean
 from ramify.trace import Trace
 
 
@@ -14,6 +14,6 @@ class Rloo(Algorithm):
 
     config: AlgorithmConfig
 
-    def advantages(self, rewards: Numbers, traces: Sequence[Trace]) -> Numbers:
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         count = len(rewards)
-        return centered(rewards) * (count / (count - 1) if count > 1 else 0.0)
+        return subtract_mean(rewards) * (count / (count - 1) if count > 1 else 0.0)

@@ -4,6 +4,6 @@ In `monitor` mode a filter only counts; in `enforce` mode what it fires on loses
 none left is dropped. A plugin derives from `Filter` and is named in the configuration as every plugin is.
 """
 
-from ramify.orchestrate.filters.base import Filter, FilterConfig, Rollout, Sifted, sift
+from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput, FilterResult, apply_filters
 
-__all__ = ["Filter", "FilterConfig", "Rollout", "Sifted", "sift"]
+__all__ = ["Filter", "FilterConfig", "FilterInput", "FilterResult", "apply_filters"]

@@ -18,12 +18,12 @@ class FilterConfig(Config):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rollout:
+class FilterInput:
     """What a filter looks at: a trace, what the algorithm said about it, and how many tokens the model knows."""
 
     trace: Trace
     annotations: tuple[Annotation, ...]
-    vocabulary: int
+    vocab_size: int
 
 
 class Filter:
@@ -34,29 +34,29 @@ class Filter:
     def __init__(self, config: FilterConfig) -> None:
         self.config = config
 
-    def fires(self, rollout: Rollout) -> bool:
+    def fires(self, rollout: FilterInput) -> bool:
         """Whether the rollout is one that this filter looks for."""
         raise NotImplementedError(f"{type(self).__qualname__} must define `fires`")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sifted:
+class FilterResult:
     """What is left of a group's annotations, and for each trace the filters that fired on it."""
 
     annotations: tuple[Annotation, ...]
-    verdicts: dict[str, tuple[str, ...]]
-    enforced: tuple[str, ...]  # the filters that left something out
-    fired: dict[str, list[bool]]  # by filter, of each trace whether it did
+    filters_by_trace: dict[str, tuple[str, ...]]
+    enforced_filters: tuple[str, ...]  # the filters that left something out
+    fired_by_filter: dict[str, list[bool]]  # by filter, of each trace whether it did
 
     @property
-    def detail(self) -> str:
+    def describe_enforced(self) -> str:
         """Who left it out, for the ledger."""
-        return ", ".join(self.enforced)
+        return ", ".join(self.enforced_filters)
 
 
-def sift(
-    filters: Sequence[Filter], group: Sequence[Trace], annotations: Sequence[Annotation], vocabulary: int
-) -> Sifted:
+def apply_filters(
+    filters: Sequence[Filter], group: Sequence[Trace], annotations: Sequence[Annotation], vocab_size: int
+) -> FilterResult:
     """Show every rollout of a group to every filter."""
     by_trace: defaultdict[str, list[Annotation]] = defaultdict(list)
     for note in annotations:
@@ -65,7 +65,7 @@ def sift(
     enforced: list[str] = []
     out: set[str] = set()
     for trace in group:
-        rollout = Rollout(trace, tuple(by_trace[trace.id]), vocabulary)
+        rollout = FilterInput(trace, tuple(by_trace[trace.id]), vocab_size)
         fired = [each.config for each in filters if each.fires(rollout)]
         if fired:
             verdicts[trace.id] = tuple(config.id for config in fired)
@@ -76,4 +76,4 @@ def sift(
     left = tuple(note for note in annotations if note.trace_id not in out)
     names = [each.config.id for each in filters]
     fired = {name: [name in verdicts.get(trace.id, ()) for trace in group] for name in names}
-    return Sifted(left, verdicts, tuple(dict.fromkeys(enforced)), fired)
+    return FilterResult(left, verdicts, tuple(dict.fromkeys(enforced)), fired)

@@ -5,8 +5,8 @@ import math
 import numpy as np
 from pydantic import Field
 
-from ramify.orchestrate.algorithms.base import trained_nodes
-from ramify.orchestrate.filters.base import Filter, FilterConfig, Rollout
+from ramify.orchestrate.algorithms.base import get_trainable_nodes
+from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 
 
 class GibberishConfig(FilterConfig):
@@ -23,10 +23,10 @@ class Gibberish(Filter):
 
     config: GibberishConfig
 
-    def fires(self, rollout: Rollout) -> bool:
-        limit = -math.log(rollout.vocabulary) - self.config.margin
+    def fires(self, rollout: FilterInput) -> bool:
+        limit = -math.log(rollout.vocab_size) - self.config.margin
         nodes = rollout.trace.nodes
-        for node in map(nodes.__getitem__, trained_nodes(rollout.trace)):
+        for node in map(nodes.__getitem__, get_trainable_nodes(rollout.trace)):
             rare = node.token_ids[slice(*node.sampled_span)] > self.config.token
             if np.any(rare & (node.logprobs < limit)):
                 return True

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ramify.orchestrate.algorithms.base import trained_nodes
-from ramify.orchestrate.filters.base import Filter, FilterConfig, Rollout
+from ramify.orchestrate.algorithms.base import get_trainable_nodes
+from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 
 
 class RepetitionConfig(FilterConfig):
@@ -24,14 +24,14 @@ class Repetition(Filter):
 
     config: RepetitionConfig
 
-    def fires(self, rollout: Rollout) -> bool:
+    def fires(self, rollout: FilterInput) -> bool:
         limit = math.log(self.config.probability)
         nodes = rollout.trace.nodes
-        runs = (_longest(nodes[node].logprobs > limit) for node in trained_nodes(rollout.trace))
+        runs = (_longest_run(nodes[node].logprobs > limit) for node in get_trainable_nodes(rollout.trace))
         return max(runs, default=0) >= self.config.tokens
 
 
-def _longest(sure: npt.NDArray[np.bool_]) -> int:
+def _longest_run(is_confident: npt.NDArray[np.bool_]) -> int:
     """The longest run of True."""
-    edges = np.flatnonzero(np.diff(sure, prepend=False, append=False))
+    edges = np.flatnonzero(np.diff(is_confident, prepend=False, append=False))
     return int((edges[1::2] - edges[::2]).max(initial=0))

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ramify.orchestrate.filters.base import Filter, FilterConfig, Rollout
+from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 
-NOTHING = 1e-8
+ZERO_TOLERANCE = 1e-8
 
 
 class ZeroAdvantage(Filter):
@@ -12,8 +12,8 @@ class ZeroAdvantage(Filter):
 
     config: FilterConfig
 
-    def fires(self, rollout: Rollout) -> bool:
+    def fires(self, rollout: FilterInput) -> bool:
         return not any(
-            np.any(np.abs(note.advantage) > NOTHING) or np.any(note.ce) or np.any(note.ref_kl)
+            np.any(np.abs(note.advantage) > ZERO_TOLERANCE) or np.any(note.ce) or np.any(note.ref_kl)
             for note in rollout.annotations
         )

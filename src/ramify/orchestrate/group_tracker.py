@@ -14,18 +14,18 @@ from enum import Enum
 from ramify.errors import Failure
 from ramify.trace import Trace
 
-UNSCORED = Failure("EnvironmentFault", "a reward was due and did not run", "system", True)
+MISSING_REWARD = Failure("EnvironmentFault", "a reward was due and did not run", "system", True)
 
 
-class Fate(Enum):
+class AttemptOutcome(Enum):
     """What becomes of an attempt that came back."""
 
     KEPT = "kept"
-    AGAIN = "again"
-    LOST = "lost"
+    RETRY = "again"
+    DROPPED = "lost"
 
 
-class Standing(Enum):
+class GroupProgress(Enum):
     """Where a group stands."""
 
     OPEN = "open"
@@ -33,7 +33,7 @@ class Standing(Enum):
     TOO_FEW = "too_few"
 
 
-class GroupRun:
+class GroupTracker:
     """The attempts of one group: which are out, which came back, how often each was run.
 
     `tries` is how often an attempt is run at most; `group_rewards` are those that only the whole group can have.
@@ -44,66 +44,73 @@ class GroupRun:
         number: int,
         size: int,
         *,
-        tries: int = 3,
+        max_tries: int = 3,
         min_group: int = 2,
         group_rewards: frozenset[str] = frozenset(),
     ) -> None:
         self.number, self.size = number, size
         self.rollouts: dict[int, tuple[Trace, ...]] = {}
-        self.lost: dict[int, Failure] = {}
-        self._tries, self._group_rewards = tries, group_rewards
-        self._least = min(min_group, size)
-        self._runs = dict.fromkeys(range(size), 1)
+        self.failed_attempts: dict[int, Failure] = {}
+        self._max_tries, self._group_rewards = max_tries, group_rewards
+        self._min_attempts = min(min_group, size)
+        self._num_tries = dict.fromkeys(range(size), 1)
 
     @property
-    def missing(self) -> list[int]:
+    def pending_attempts(self) -> list[int]:
         """Attempts that have not come back for good."""
-        return [attempt for attempt in self._runs if attempt not in self.rollouts and attempt not in self.lost]
+        return [
+            attempt
+            for attempt in self._num_tries
+            if attempt not in self.rollouts and attempt not in self.failed_attempts
+        ]
 
     @property
-    def standing(self) -> Standing:
-        if self.size - len(self.lost) < self._least:
-            return Standing.TOO_FEW
-        return Standing.OPEN if self.missing else Standing.COMPLETE
+    def progress(self) -> GroupProgress:
+        if self.size - len(self.failed_attempts) < self._min_attempts:
+            return GroupProgress.TOO_FEW
+        return GroupProgress.OPEN if self.pending_attempts else GroupProgress.COMPLETE
 
     @property
     def traces(self) -> list[Trace]:
         """All traces that are left, in the order of the attempts."""
         return [trace for attempt in sorted(self.rollouts) for trace in self.rollouts[attempt]]
 
-    def runs(self, attempt: int) -> int:
+    def get_num_tries(self, attempt: int) -> int:
         """How often an attempt was sent out."""
-        return self._runs[attempt]
+        return self._num_tries[attempt]
 
-    def back(self, attempt: int, traces: Sequence[Trace]) -> Fate:
+    def record_episode(self, attempt: int, traces: Sequence[Trace]) -> AttemptOutcome:
         """An attempt came back with its episode."""
-        failures = filter(None, (system_failure(trace, self._group_rewards) for trace in traces))
-        failure = next(failures, None) if traces else UNSCORED
+        failures = filter(None, (find_system_failure(trace, self._group_rewards) for trace in traces))
+        failure = next(failures, None) if traces else MISSING_REWARD
         if failure is not None:
-            return self.failed(attempt, failure)
+            return self.record_failure(attempt, failure)
         self.rollouts[attempt] = tuple(traces)
-        return Fate.KEPT
+        return AttemptOutcome.KEPT
 
-    def failed(self, attempt: int, failure: Failure) -> Fate:
+    def record_failure(self, attempt: int, failure: Failure) -> AttemptOutcome:
         """An attempt came back with nothing that could be used."""
-        if failure.retryable and self._runs[attempt] < self._tries:
-            self._runs[attempt] += 1
-            return Fate.AGAIN
-        self.lost[attempt] = failure
-        return Fate.LOST
+        if failure.retryable and self._num_tries[attempt] < self._max_tries:
+            self._num_tries[attempt] += 1
+            return AttemptOutcome.RETRY
+        self.failed_attempts[attempt] = failure
+        return AttemptOutcome.DROPPED
 
     def restore(
-        self, kept: Mapping[int, Sequence[Trace]], lost: Mapping[int, Failure], runs: Mapping[int, int]
+        self,
+        rollouts: Mapping[int, Sequence[Trace]],
+        failed_attempts: Mapping[int, Failure],
+        num_tries: Mapping[int, int],
     ) -> None:
         """Go on from what the ledger knows: only `missing` attempts have to be sent out again."""
-        self.rollouts = {attempt: tuple(traces) for attempt, traces in kept.items()}
-        self.lost = dict(lost)
-        self._runs |= runs
+        self.rollouts = {attempt: tuple(traces) for attempt, traces in rollouts.items()}
+        self.failed_attempts = dict(failed_attempts)
+        self._num_tries |= num_tries
 
 
-def system_failure(trace: Trace, group_rewards: frozenset[str]) -> Failure | None:
+def find_system_failure(trace: Trace, group_rewards: frozenset[str]) -> Failure | None:
     """What keeps a trace from counting: a failure that was not the policy's, or a reward of its own that is due."""
     found = next((error for error in trace.errors if error.blame == "system"), None)
     if found is None and any(trace.rewards[name] is None for name in trace.rewards if name not in group_rewards):
-        return UNSCORED
+        return MISSING_REWARD
     return found

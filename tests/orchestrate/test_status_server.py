@@ -4,14 +4,14 @@ import asyncio
 
 import httpx
 
-from ramify.orchestrate.status import status_server
+from ramify.orchestrate.status_server import build_status_server
 
 
 def test_a_web_page_cannot_stop_a_run():
     stops: list[None] = []
 
     async def main():
-        server = status_server(
+        server = build_status_server(
             "http://127.0.0.1:0",
             {"/status": lambda _: {"step": 3}},
             lambda: stops.append(None),

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ramify.envserver.messages import TaskItem, TaskPage
-from ramify.orchestrate import tasks as module
-from ramify.orchestrate.tasks import PAGE, TaskBook
+from ramify.orchestrate import task_cache as module
+from ramify.orchestrate.task_cache import PAGE_SIZE, TaskCache
 
 
 class Endless:
@@ -16,7 +16,7 @@ class Endless:
         self.asked: list[int] = []
 
     async def tasks(self, start: int, count: int, *, deadline: float) -> TaskPage:
-        self.asked.append(start // PAGE)
+        self.asked.append(start // PAGE_SIZE)
         found = [TaskItem(str(number), {"prompt": str(number)}) for number in range(start, start + count)]
         return TaskPage(found, end=False)
 
@@ -26,9 +26,9 @@ def test_a_source_without_end_does_not_fill_the_memory(monkeypatch):
 
     async def story() -> SimpleNamespace:
         client: Any = Endless()
-        book = TaskBook("it", client)
-        for number in (*range(0, 6 * PAGE, 50), 0, 1, 6 * PAGE - 1):
-            assert await book.get(number) == {"prompt": str(number)}
+        book = TaskCache("it", client)
+        for number in (*range(0, 6 * PAGE_SIZE, 50), 0, 1, 6 * PAGE_SIZE - 1):
+            assert await book.get_task(number) == {"prompt": str(number)}
         return SimpleNamespace(asked=client.asked, kept=len(book._pages))
 
     found = asyncio.run(story())

@@ -10,8 +10,8 @@ import pytest
 from ramify.client.engine_adapter import WeightUpdateAck
 from ramify.errors import ProviderError, WeightsRefused
 from ramify.model.version import PolicyVersion
-from ramify.orchestrate import weights as module
-from ramify.orchestrate.weights import Weights
+from ramify.orchestrate import weight_updates as module
+from ramify.orchestrate.weight_updates import WeightUpdater
 
 
 class Engines:
@@ -41,7 +41,7 @@ def version(step: int, incarnation: int = 0) -> PolicyVersion:
 class Stage:
     def __init__(self) -> None:
         self.engines, self.applied, self.told = Engines(), list[PolicyVersion](), asyncio.Event()
-        self.weights = Weights(self.engines, self._applied)  # type: ignore[arg-type]
+        self.weights = WeightUpdater(self.engines, self._applied)  # type: ignore[arg-type]
 
     def _applied(self, found: PolicyVersion, seconds: float) -> None:
         self.applied.append(found)
@@ -49,11 +49,11 @@ class Stage:
 
     def offer(self, *found: PolicyVersion) -> None:
         for each in found:
-            self.weights.offer(each, Path(str(each.step)))
+            self.weights.request_update(each, Path(str(each.step)))
 
     async def until_serving(self, wanted: PolicyVersion) -> None:
         async with asyncio.timeout(10):
-            while self.weights.serving != wanted:
+            while self.weights.served_version != wanted:
                 await self.told.wait()
                 self.told.clear()
 
@@ -94,10 +94,10 @@ def test_a_version_that_is_being_applied_is_needed_though_a_newer_one_waits(monk
         stage.offer(version(1))
         await stage.until_called()
         stage.offer(version(2))
-        assert stage.weights.needed == [version(1), version(2)]
+        assert stage.weights.versions_in_use == [version(1), version(2)]
         stage.engines.let.set()
         await stage.until_serving(version(2))
-        assert stage.weights.needed == [version(2)]
+        assert stage.weights.versions_in_use == [version(2)]
 
     played(monkeypatch, story)
 
@@ -145,7 +145,7 @@ def test_an_eval_holds_the_weights_after_what_was_begun(monkeypatch):
             async with stage.weights.hold():
                 stage.offer(version(2))
                 await asyncio.sleep(0)
-                return stage.weights.serving
+                return stage.weights.served_version
 
         evaluating = asyncio.create_task(evaluate())
         await asyncio.sleep(0)
@@ -161,7 +161,7 @@ def test_what_a_replaced_trainer_offered_is_forgotten(monkeypatch):
         async with stage.weights.hold():
             stage.offer(version(7))
             await asyncio.sleep(0)
-            stage.weights.forget()
+            stage.weights.discard_pending()
         stage.offer(version(4, incarnation=1))
         await stage.until_serving(version(4, incarnation=1))
         assert stage.engines.asked == [4]
@@ -180,12 +180,12 @@ def test_engines_that_failed_a_replaced_trainer_have_all_their_time_for_the_next
         stage.offer(version(7))
         await stage.until_called()
         if late:
-            stage.weights.forget()
+            stage.weights.discard_pending()
         stage.engines.let.set()
         while stage.engines.failures:
             await asyncio.sleep(0)
-        stage.weights.forget()
-        clock.now = module.PATIENCE + 2
+        stage.weights.discard_pending()
+        clock.now = module.UPDATE_TIMEOUT + 2
         stage.engines.failures = [ProviderError("still none")]
         stage.offer(version(4, incarnation=1))
         await stage.until_serving(version(4, incarnation=1))
@@ -197,7 +197,7 @@ def test_what_the_engines_began_with_is_not_given_to_them_again(monkeypatch):
     async def story(stage: Stage) -> None:
         stage.engines.versions = {"http://engine": version(0)}
         stage.offer(version(0))
-        assert (stage.weights.serving, stage.applied, stage.engines.asked) == (version(0), [version(0)], [])
+        assert (stage.weights.served_version, stage.applied, stage.engines.asked) == (version(0), [version(0)], [])
         stage.offer(version(0, incarnation=1))  # of a trainer that began again
         await stage.until_serving(version(0, incarnation=1))
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ramify.errors import RunStalled
-from ramify.orchestrate.process import unless
+from ramify.orchestrate.orchestrator import run_unless_stopped
 
 
 async def story(leave: bool, work) -> bool:
@@ -13,7 +13,7 @@ async def story(leave: bool, work) -> bool:
     if leave:
         asyncio.get_running_loop().call_later(0.01, leaving.set)
     async with asyncio.timeout(10):
-        return await unless(leaving, work)
+        return await run_unless_stopped(leaving, work)
 
 
 def test_whoever_leaves_does_not_wait_for_the_last_evals_and_they_have_ended():

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from ramify.envserver.messages import GroupScores
-from ramify.orchestrate import watching
-from ramify.orchestrate.evaluating import Evaluating
-from ramify.orchestrate.sampling import Served
+from ramify.orchestrate import background
+from ramify.orchestrate.attempt_dispatcher import ConnectedSource
+from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.store import RunStore
 from ramify.store.run_log import MetricPoint
 from tests.orchestrate.rollouts import rollout
 
 
-class Slow(Evaluating):
+class Slow(OnlineEvaluator):
     """Evals of one source every ten steps that end when they are let."""
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ def test_an_eval_that_outlasts_its_interval_is_followed_by_one_and_not_by_one_fo
         run = SimpleNamespace(evaluating=evaluating, due=due, sampling=SimpleNamespace(open=asyncio.Event()))
 
         def applied(step: int) -> None:
-            if names := evaluating.due(step):
+            if names := evaluating.get_due_sources(step):
                 due.put_nowait((step, names))
 
-        following = asyncio.create_task(watching.evaluate(run))  # type: ignore[arg-type]
+        following = asyncio.create_task(background.run_due_evals(run))  # type: ignore[arg-type]
         applied(0)
         while not evaluating.ran:
             await asyncio.sleep(0)
@@ -56,8 +56,8 @@ def test_what_an_earlier_process_measured_is_not_measured_again():
     evaluating._sources["envs/mine.py"] = evaluating._sources["it"]
     known = [MetricPoint(10, "eval/it/avg", 0.5), MetricPoint(10, "eval/envs/mine.py/avg", 0.5)]
     evaluating.restore(known)
-    assert evaluating.due(12) == []
-    assert evaluating.due(20) == ["it", "envs/mine.py"]
+    assert evaluating.get_due_sources(12) == []
+    assert evaluating.get_due_sources(20) == ["it", "envs/mine.py"]
 
 
 class Env:
@@ -81,18 +81,20 @@ def test_rollouts_are_compared_where_the_taskset_does_that_and_what_the_system_f
     told: list[tuple[str, str]] = []
     values: dict[str, float] = {}
     env: Any = Env()
-    served = Served("it", env, env, compares=True, deadline=9.0, tries=1, patience=9.0)
+    served = ConnectedSource(
+        "it", env, env, has_group_rewards=True, attempt_timeout=9.0, max_tries=1, server_timeout=9.0
+    )
     config: Any = SimpleNamespace(endpoint=None, hold_weights=False, num_tasks=3, repetitions=2, threshold=1.0)
     weights: Any = None
     with RunStore.open(tmp_path) as store:
-        evaluating = Evaluating(
+        evaluating = OnlineEvaluator(
             {"it": (config, served)},
             weights,
             store,
             seed=0,
-            report=lambda _, found: values.update(found),
-            failed=lambda where, failure: told.append((where, failure.name)),
-            moved=lambda: None,
+            on_result=lambda _, found: values.update(found),
+            on_failure=lambda where, failure: told.append((where, failure.name)),
+            on_progress=lambda: None,
         )
         asyncio.run(evaluating.run(4, ["it"]))
         rows = {row.id: (row.reward, row.failure) for row in store.rollouts(source="eval/it")}

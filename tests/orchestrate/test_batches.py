@@ -8,7 +8,14 @@ import pytest
 
 from ramify.env import plugin
 from ramify.errors import BatchCorrupt
-from ramify.orchestrate.batch import Member, decide, members_of, rebuild, regrow, share_out
+from ramify.orchestrate.batches import (
+    BatchGroup,
+    decode_batch,
+    encode_batch,
+    rebuild_batch,
+    rebuild_forests,
+    split_by_rank,
+)
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.ledger import GroupRecord, Ledger
 from ramify.trace import Annotation, encode_trace
@@ -26,11 +33,11 @@ def groups():
         notes = plugin.build_plugin("algorithm", {"id": "grpo"}).annotate(traces)
         if number == 1:
             notes = [note for note in notes if note.trace != "1-0"]
-        yield Member(number, env, temperature, tuple(f"r{trace.id}" for trace in traces), tuple(notes)), traces
+        yield BatchGroup(number, env, temperature, tuple(f"r{trace.id}" for trace in traces), tuple(notes)), traces
 
 
 STORED = {f"r{trace.id}": [trace] for _, traces in groups() for trace in traces}
-BATCH = decide(7, [(member, member.grow(traces, SEQ_LEN)) for member, traces in groups()], SEQ_LEN)
+BATCH = encode_batch(7, [(member, member.build_forest(traces, SEQ_LEN)) for member, traces in groups()], SEQ_LEN)
 LAYING = PackSpec(pack_tokens=128)
 
 
@@ -55,13 +62,13 @@ def test_a_batch_has_its_groups_in_order_and_counts_its_entries():
 
 
 def test_a_path_beyond_seq_len_has_no_entry_and_stays_so_when_rebuilt():
-    short = decide(7, [(member, member.grow(traces, 12)) for member, traces in groups()], 12)
+    short = encode_batch(7, [(member, member.build_forest(traces, 12)) for member, traces in groups()], 12)
     assert short.counts["rl"] == 2 * (1 + 2) + 2 * 2  # the third rollouts have 14 tokens
-    assert rebuild(short, STORED.__getitem__, LAYING).entry_counts == short.counts
+    assert rebuild_batch(short, STORED.__getitem__, LAYING).entry_counts == short.counts
 
 
 def test_it_is_rebuilt_as_it_was_decided():
-    batch = rebuild(BATCH, STORED.__getitem__, LAYING)
+    batch = rebuild_batch(BATCH, STORED.__getitem__, LAYING)
     assert (batch.step, batch.entry_counts) == (7, BATCH.counts)
     assert sum(len(pack.targets) for pack in batch.packs) == BATCH.counts["rl"]
     assert {row[4] for row in entries([batch])} == {"reverse", "wordle"}
@@ -71,16 +78,16 @@ def test_it_is_rebuilt_as_it_was_decided():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_number_of_ranks_is_given_the_same_entries(ranks):
-    parts = share_out(BATCH, regrow(BATCH, STORED.__getitem__), PackSpec(pack_tokens=16), ranks)
+    parts = split_by_rank(BATCH, rebuild_forests(BATCH, STORED.__getitem__), PackSpec(pack_tokens=16), ranks)
     assert len(parts) == ranks
     assert len({len(part.packs) for part in parts}) == 1
     assert all(part.entry_counts == BATCH.counts for part in parts)
-    assert entries(parts) == entries([rebuild(BATCH, STORED.__getitem__, LAYING)])
+    assert entries(parts) == entries([rebuild_batch(BATCH, STORED.__getitem__, LAYING)])
 
 
 def test_flat_packs_hold_the_same_entries():
-    flat = rebuild(BATCH, STORED.__getitem__, LAYING, flat=True)
-    assert entries([flat]) == entries([rebuild(BATCH, STORED.__getitem__, LAYING)])
+    flat = rebuild_batch(BATCH, STORED.__getitem__, LAYING, flat=True)
+    assert entries([flat]) == entries([rebuild_batch(BATCH, STORED.__getitem__, LAYING)])
 
 
 def test_everything_an_annotation_can_say_survives():
@@ -89,10 +96,10 @@ def test_everything_an_annotation_can_say_survives():
         Annotation("b", 2, None, 2.0, np.array([0, 1, 1], np.float32), np.array([1, 0, 0], np.float32)),
         Annotation("a", 3),
     )
-    member = Member(3, "env", 0.5, ("r1", "r2"), notes)
+    member = BatchGroup(3, "env", 0.5, ("r1", "r2"), notes)
     empty = rollout("x")
-    forest = Member(3, "env", 1.0, (), ()).grow([empty], None)
-    found, seq_len = members_of(decide(0, [(member, forest)], None))
+    forest = BatchGroup(3, "env", 1.0, (), ()).build_forest([empty], None)
+    found, seq_len = decode_batch(encode_batch(0, [(member, forest)], None))
     assert seq_len is None
     (same,) = found
     assert (same.group, same.env, same.temperature, same.rollouts) == (3, "env", 0.5, ("r1", "r2"))
@@ -104,17 +111,17 @@ def test_everything_an_annotation_can_say_survives():
 def test_traces_that_changed_are_noticed():
     other = STORED | {"r4-2": [rollout("4-2", 1.0, (10, 11, 12), turns=3)]}
     with pytest.raises(BatchCorrupt, match="batch 7 was cut with"):
-        rebuild(BATCH, other.__getitem__, LAYING)
+        rebuild_batch(BATCH, other.__getitem__, LAYING)
     with pytest.raises(BatchCorrupt, match=r"annotations of traces \['4-2'\]"):
-        rebuild(BATCH, (STORED | {"r4-2": []}).__getitem__, LAYING)
+        rebuild_batch(BATCH, (STORED | {"r4-2": []}).__getitem__, LAYING)
 
 
 def test_bytes_that_are_no_annotations_are_refused():
     for data in (b"", BATCH.annotations[:-3], b"\x00" * 20):
         with pytest.raises(BatchCorrupt, match="batch 7 cannot be read"):
-            members_of(replace(BATCH, annotations=data))
+            decode_batch(replace(BATCH, annotations=data))
     with pytest.raises(BatchCorrupt, match=r"has groups \[4\], its annotations are of \[4, 1\]"):
-        members_of(replace(BATCH, groups=(4,)))
+        decode_batch(replace(BATCH, groups=(4,)))
 
 
 def test_a_batch_goes_through_ledger_and_store(tmp_path):
@@ -127,16 +134,17 @@ def test_a_batch_goes_through_ledger_and_store(tmp_path):
                 await ledger.record_sampled(number, attempt, RolloutRecord(rollout_id, "task"), [trace])
             await ledger.record_scored(number)
         members = [
-            (replace(member, group=i), member.grow(traces, SEQ_LEN)) for i, (member, traces) in enumerate(groups())
+            (replace(member, group=i), member.build_forest(traces, SEQ_LEN))
+            for i, (member, traces) in enumerate(groups())
         ]
-        await ledger.record_batch(decide(0, members, SEQ_LEN))
+        await ledger.record_batch(encode_batch(0, members, SEQ_LEN))
 
     with RunStore.open(tmp_path) as store:
         asyncio.run(write(store))
     with RunStore.open(tmp_path) as store:
         (stored,) = Ledger.open(store).batches()
-        batch = rebuild(stored, store.read_traces, LAYING)
-        assert entries([batch]) == entries([rebuild(BATCH, STORED.__getitem__, LAYING)])
+        batch = rebuild_batch(stored, store.read_traces, LAYING)
+        assert entries([batch]) == entries([rebuild_batch(BATCH, STORED.__getitem__, LAYING)])
         assert encode_trace(store.read_traces("r4-1")[0]) == encode_trace(STORED["r4-1"][0])
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ramify.orchestrate import watching
+from ramify.orchestrate import background
 from ramify.store import Ledger, RunStore
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord
@@ -15,7 +15,7 @@ from ramify.store.ledger import GroupRecord
     [(10, "2 × filtered: zero_advantage, 1 × unscored"), (2, "2 × filtered: zero_advantage (the last 2 of 3)")],
 )
 def test_a_snapshot_reads_only_the_groups_that_were_dropped_last(tmp_path, monkeypatch, limit, text):
-    monkeypatch.setattr(watching, "RECENT_DROPS", limit)
+    monkeypatch.setattr(background, "RECENT_DROPS", limit)
 
     async def drop(ledger: Ledger) -> None:
         await ledger.declare_source("reverse", 100)
@@ -26,4 +26,4 @@ def test_a_snapshot_reads_only_the_groups_that_were_dropped_last(tmp_path, monke
     with RunStore.open(tmp_path / "run") as store:
         ledger = Ledger.open(store)
         asyncio.run(drop(ledger))
-        assert watching.describe_recent_drops(ledger, ledger.count_by_state()["dropped"]) == text
+        assert background.describe_recent_drops(ledger, ledger.count_by_state()["dropped"]) == text

@@ -9,26 +9,26 @@ from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import MAX_COUNTED_TASKS
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
-PAGE = 256
-PAGES = -(
-    -MAX_COUNTED_TASKS // PAGE
+PAGE_SIZE = 256
+MAX_CACHED_PAGES = -(
+    -MAX_COUNTED_TASKS // PAGE_SIZE
 )  # that are remembered: all of a source that has an end, the last ones of any other
 
 
-class TaskBook:
+class TaskCache:
     """What the numbers of a source's tasks stand for."""
 
-    def __init__(self, name: str, client: EnvClient, *, deadline: float = 300.0) -> None:
-        self.name, self._client, self._deadline = name, client, deadline
+    def __init__(self, name: str, client: EnvClient, *, timeout: float = 300.0) -> None:
+        self.name, self._client, self._timeout = name, client, timeout
         self._pages: dict[int, list[dict[str, Any]]] = {}
-        self._turning = asyncio.Lock()
+        self._fetch_lock = asyncio.Lock()
 
-    async def count(self, most: int = MAX_COUNTED_TASKS) -> int | None:
+    async def count_tasks(self, limit: int = MAX_COUNTED_TASKS) -> int | None:
         """How many tasks there are; None if there are more than `most`."""
         start = 0
-        while start < most:
-            page = await self._client.tasks(start, PAGE, timeout=self._deadline)
-            self._pages[start // PAGE] = [entry.task for entry in page.tasks]
+        while start < limit:
+            page = await self._client.tasks(start, PAGE_SIZE, timeout=self._timeout)
+            self._pages[start // PAGE_SIZE] = [entry.task for entry in page.tasks]
             start += len(page.tasks)
             if page.end:
                 if not start:
@@ -36,7 +36,7 @@ class TaskBook:
                 return start
         return None
 
-    async def contents(self, numbers: Iterable[int]) -> tuple[dict[int, str], dict[int, str]]:
+    async def get_content_digests(self, numbers: Iterable[int]) -> tuple[dict[int, str], dict[int, str]]:
         """Return the content digest of tasks by their number, and the keys of those that have one.
 
         A number that the source does not have any more is left out.
@@ -45,7 +45,7 @@ class TaskBook:
         keys: dict[int, str] = {}
         for number in numbers:
             try:
-                task = await self.get(number)
+                task = await self.get_task(number)
             except EnvironmentFault:
                 continue
             contents[number] = compute_content_digest(task)
@@ -53,15 +53,15 @@ class TaskBook:
                 keys[number] = str(task["key"])
         return contents, keys
 
-    async def get(self, number: int) -> dict[str, Any]:
+    async def get_task(self, number: int) -> dict[str, Any]:
         """The wire form of a task."""
-        page, place = divmod(number, PAGE)
+        page, place = divmod(number, PAGE_SIZE)
         if page not in self._pages:
-            async with self._turning:
+            async with self._fetch_lock:
                 if page not in self._pages:
-                    found = await self._client.tasks(page * PAGE, PAGE, timeout=self._deadline)
+                    found = await self._client.tasks(page * PAGE_SIZE, PAGE_SIZE, timeout=self._timeout)
                     self._pages[page] = [entry.task for entry in found.tasks]
-                    while len(self._pages) > PAGES:
+                    while len(self._pages) > MAX_CACHED_PAGES:
                         del self._pages[next(iter(self._pages))]  # the one that came first
         tasks = self._pages[page]
         if place >= len(tasks):

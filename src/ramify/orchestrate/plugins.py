@@ -8,20 +8,20 @@ from ramify.env import plugin
 from ramify.errors import ConfigInvalid
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.curriculum import build
+from ramify.orchestrate.curriculum import build_curriculum
 from ramify.orchestrate.filters import Filter
-from ramify.orchestrate.sources import Mix
+from ramify.orchestrate.source_mix import SourceMix
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RunPlugins:
     """What turns groups into annotations."""
 
     algorithms: dict[str, Algorithm]  # by the name of the source
     filters: tuple[Filter, ...]
 
 
-def load_parts(config: RunConfig) -> Parts:
+def load_plugins(config: RunConfig) -> RunPlugins:
     """Find and check every algorithm and filter; raises ConfigInvalid naming the key that is wrong."""
     tables: list[tuple[str, str, dict[str, Any]]] = [
         ("algorithm", f"train.{number}.algorithm", source.algorithm) for number, source in enumerate(config.train)
@@ -38,13 +38,15 @@ def load_parts(config: RunConfig) -> Parts:
     if problems:
         raise_config_invalid([("", problem.strip()) for problem in problems])
     algorithms = dict(zip([source.source_name for source in config.train], found))
-    return Parts(algorithms, tuple(found[len(config.train) :]))
+    return RunPlugins(algorithms, tuple(found[len(config.train) :]))
 
 
-def load_mix(config: RunConfig, tasks: dict[str, int | None]) -> Mix:
+def build_source_mix(config: RunConfig, task_counts: dict[str, int | None]) -> SourceMix:
     """The sources of a run, given how many tasks each has (None: no end)."""
     curricula = {
-        source.source_name: build(source.curriculum, tasks[source.source_name], f"{config.seed}:{source.source_name}")
+        source.source_name: build_curriculum(
+            source.curriculum, task_counts[source.source_name], f"{config.seed}:{source.source_name}"
+        )
         for source in config.train
     }
-    return Mix({source.source_name: source.ratio for source in config.train}, curricula)
+    return SourceMix({source.source_name: source.ratio for source in config.train}, curricula)

@@ -1,0 +1,144 @@
+"""Tasks are chosen fairly, from the seed alone, and a run that goes on chooses what it would have chosen."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.orchestrate.curriculum import (
+    PoolsConfig,
+    PoolsCurriculum,
+    ShuffleConfig,
+    ShuffleCurriculum,
+    build_curriculum,
+)
+from ramify.orchestrate.source_mix import SourceMix
+
+
+def through_the_ledger(state):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+
+
+def under(kept):
+    """What a ledger gives back: what it keeps under names that begin so."""
+    return lambda prefix: {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
+
+
+def shuffle(tasks, seed="0", **more) -> ShuffleCurriculum:
+    return ShuffleCurriculum(ShuffleConfig(**more), tasks, seed)
+
+
+@given(st.integers(1, 30), st.integers(1, 4), st.text(max_size=3))
+def test_every_task_of_an_epoch_is_chosen_once(tasks, epochs, seed):
+    curriculum = shuffle(tasks, seed, epochs=epochs)
+    picks = [curriculum.next_task() for _ in range(tasks * epochs)]
+    assert curriculum.next_task() is None
+    for epoch in range(epochs):
+        assert sorted(pick.task for pick in picks if pick.epoch == epoch) == list(range(tasks))
+
+
+def test_epochs_have_orders_of_their_own_that_come_from_the_seed():
+    def orders(seed):
+        curriculum = shuffle(20, seed)
+        return [[curriculum.next_task().task for _ in range(20)] for _ in range(2)]
+
+    assert orders("1") == orders("1")
+    assert orders("1")[0] != orders("1")[1]
+    assert orders("1") != orders("2")
+
+
+def test_a_source_without_end_is_taken_in_its_own_order():
+    curriculum = shuffle(None)
+    assert [curriculum.next_task() for _ in range(3)] == [(0, 0), (1, 0), (2, 0)]
+    assert not curriculum.has_epochs
+
+
+@given(st.integers(0, 40))
+def test_a_shuffle_goes_on_where_it_was(before):
+    first, again = shuffle(7), shuffle(7)
+    for _ in range(before):
+        first.next_task()
+    again.restore(through_the_ledger(first.take_changes()))
+    assert [first.next_task() for _ in range(20)] == [again.next_task() for _ in range(20)]
+
+
+@given(st.integers(0, 20))
+def test_an_epoch_that_has_begun_is_gone_through_once_whatever_the_seed_is_by_then(before):
+    first, again, picks = shuffle(7, "0"), shuffle(7, "1"), []
+    for _ in range(before):
+        picks.append(first.next_task())
+    again.restore(through_the_ledger(first.take_changes()))
+    picks += [again.next_task() for _ in range(28 - before)]
+    for epoch in range(4):
+        assert sorted(pick.task for pick in picks if pick.epoch == epoch) == list(range(7))
+
+
+def test_a_ratio_is_held_at_every_moment():
+    mix = SourceMix({"often": 3.0, "seldom": 1.0}, {"often": shuffle(50), "seldom": shuffle(50)})
+    chosen = [mix.next_task().source for _ in range(2000)]
+    assert abs(chosen.count("often") / 2000 - 0.75) <= 0.02 * 0.75
+    for end in range(4, 2000, 4):
+        assert abs(chosen[:end].count("often") - 0.75 * end) <= 1
+
+
+def test_a_source_that_is_over_leaves_the_rest_to_the_others():
+    mix = SourceMix({"a": 1, "b": 1}, {"a": shuffle(2, epochs=1), "b": shuffle(3, epochs=2)})
+    chosen = [found.source for found in iter(mix.next_task, None)]
+    assert (chosen.count("a"), chosen.count("b")) == (2, 6)
+
+
+@given(st.integers(0, 30))
+def test_a_mix_goes_on_where_it_was(before):
+    def make():
+        pools = PoolsCurriculum(PoolsConfig(recent=2), 6, "7")
+        return SourceMix({"a": 2, "b": 1, "p": 1}, {"a": shuffle(4), "b": shuffle(3), "p": pools})
+
+    first, again, kept = make(), make(), {}
+    for number in range(before):
+        chosen = first.next_task()
+        kept |= through_the_ledger(chosen.state_updates)
+        kept |= through_the_ledger(first.record_reward(chosen.source, chosen.task, (number % 3) / 2))
+    again.restore(under(kept))
+    for number in range(30):
+        one, other = first.next_task(), again.next_task()
+        assert one == other
+        assert first.record_reward(one.source, one.task, number % 2) == again.record_reward(
+            one.source, one.task, number % 2
+        )
+
+
+def test_pools_draw_tasks_by_what_they_earned_of_late():
+    pools = PoolsCurriculum(PoolsConfig(easy=0.1, hard=0.2, recent=2), 30, "3")
+    for task in range(10):
+        pools.record_reward(task, 1.0)
+        pools.record_reward(10 + task, 0.0)
+        pools.record_reward(20 + task, 0.5)
+    drawn = [pools.next_task().task // 10 for _ in range(2000)]
+    assert [pytest.approx(drawn.count(pool) / 2000, abs=0.03) for pool in range(3)] == [0.1, 0.2, 0.7]
+    assert pools.get_pool(0) == "easy"
+    pools.record_reward(0, 0.5)
+    assert pools.get_pool(0) == "normal"  # 0.75 over the last two
+    pools.record_reward(0, 0.0)
+    pools.record_reward(0, 0.0)
+    assert pools.get_pool(0) == "hard"
+
+
+def test_a_pool_without_tasks_gives_its_share_to_the_others():
+    pools = PoolsCurriculum(PoolsConfig(easy=1.0, hard=0.0), 5, "0")
+    assert {pools.next_task().task for _ in range(100)} == set(range(5))
+
+
+def test_pools_need_tasks_that_can_be_counted():
+    with pytest.raises(ValueError, match="counted"):
+        build_curriculum(PoolsConfig(), None, "0")
+
+
+def test_pools_go_on_without_tasks_that_are_gone():
+    before = PoolsCurriculum(PoolsConfig(), 6, "7")
+    for task in range(6):
+        before.record_reward(task, 1.0)
+    after = PoolsCurriculum(PoolsConfig(), 4, "7")
+    after.restore(before.take_changes())
+    after.record_reward(5, 0.0)
+    assert [after.get_pool(task) for task in range(4)] == ["easy"] * 4
+    assert {after.next_task().task for _ in range(100)} == {0, 1, 2, 3}
