@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ramify.errors import ProviderError
-from ramify.launch.asking import live, metrics_of
-from ramify.launch.status import StatusClient
+from ramify.launch.run_queries import connect_if_running, read_metrics
+from ramify.launch.status_client import StatusClient
 
 LOOK = 0.1  # seconds between two questions
 LEAVING = 150.0  # seconds for a last checkpoint
@@ -67,7 +67,7 @@ def watch(
             while run.poll() is None and not (stop and seen.reached is not None):
                 if time.monotonic() - started > deadline:
                     break
-                if client := client or live(path):
+                if client := client or connect_if_running(path):
                     _look(client, seen, started, enough)
                 time.sleep(LOOK)
             if run.poll() is None:
@@ -79,7 +79,7 @@ def watch(
     if code not in (0, LEFT):
         raise SystemExit(f"ramify rl exited with {code}:\n{log.read_text()[-3000:]}")
     found: dict[str, list[float]] = defaultdict(list)
-    for metric in metrics_of(path):
+    for metric in read_metrics(path):
         found[metric.name].append(metric.value)
     seen.numbers, seen.rewards = dict(found), found["reward/all/mean"]
     return seen
@@ -87,7 +87,7 @@ def watch(
 
 def _look(client: StatusClient, seen: Watched, started: float, enough: Callable[[list[float]], bool]) -> None:
     try:
-        status, passed = client.ask("/status"), time.monotonic() - started
+        status, passed = client.get("/status"), time.monotonic() - started
     except ProviderError:
         return
     seen.startup = seen.startup or passed

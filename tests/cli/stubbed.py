@@ -5,19 +5,19 @@ import sys
 from pathlib import Path
 
 from ramify.cli.app import main
-from ramify.launch import run
-from ramify.launch.process import Role
+from ramify.launch import api
+from ramify.launch.process import ProcessRole
 from tests.launch.scripts import FOR_EVER, entry
 
 if __name__ == "__main__":
     folder, code, *args = sys.argv[1:]
-    planned = run.plan_of
-    run.plan_of = lambda config: dataclasses.replace(
+    planned = api.build_plan
+    api.build_plan = lambda config: dataclasses.replace(
         planned(config),
         entries=(
-            entry(Path(folder), "trainer", FOR_EVER, Role.FOLLOWER),
-            entry(Path(folder), "orchestrator", code, Role.LEADER),
+            entry(Path(folder), "trainer", FOR_EVER, ProcessRole.FOLLOWER),
+            entry(Path(folder), "orchestrator", code, ProcessRole.LEADER),
         ),
     )
-    run.check_tables = lambda config: {}
+    api.check_plugin_tables = lambda config: {}
     sys.exit(main(["rl", *args]))

@@ -12,7 +12,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.cli.runs import describe_resume
 from ramify.errors import RunBusy
-from ramify.launch.carrying import claim
+from ramify.launch.execution import lock_run
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
@@ -136,9 +136,9 @@ def test_a_run_in_use_names_a_process_that_reads_it_and_not_the_last_writer(tmp_
 
 def test_a_run_that_another_supervisor_runs_names_its_process():
     with (
-        holder("from ramify.launch.carrying import claim", "claim(Path('outputs/run'))") as pid,
+        holder("from ramify.launch.execution import claim", "claim(Path('outputs/run'))") as pid,
         pytest.raises(RunBusy, match=rf"by another `ramify rl`, process {pid}\b"),
-        claim(Path("outputs/run")),
+        lock_run(Path("outputs/run")),
     ):
         pass
 

@@ -10,9 +10,9 @@ from ramify.config import parse, parse_component
 from ramify.envserver.config import EnvServerConfig, StaticPoolConfig
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.launch.devices import Gpu
-from ramify.launch.parts import env_part, serve_part, trainer_part
-from ramify.launch.plan import plan_of
-from ramify.launch.ports import source_addresses
+from ramify.launch.plan import build_plan
+from ramify.launch.ports import build_source_addresses
+from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
 from ramify.orchestrate.config import RunConfig
 from ramify.train.process_config import TrainerProcessConfig
 
@@ -61,7 +61,7 @@ def file(tmp_path, monkeypatch):
 
 
 def test_an_engine_has_the_runs_model_and_length_and_its_own_flags(file):
-    config, whole = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, serve_part)
+    config, whole = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, build_serve_config)
     assert (config.inference.max_running, config.inference.max_model_len) == (8, 300)
     assert (config.server.port, config.server.model_name) == (81, "tiny")
     assert whole == parse(RunConfig, ["@", file])
@@ -70,7 +70,7 @@ def test_an_engine_has_the_runs_model_and_length_and_its_own_flags(file):
 def test_an_engine_listens_where_the_run_expects_it(file, capsys):
     outside = ["@", file, "--inference.engine", "vllm"]
     run = parse(RunConfig, ["@", file, '--inference={"engine": "external", "base_url": ["http://127.0.0.2:8123"]}'])
-    assert serve_part(run)["server"] == {"model_name": "tiny", "host": "127.0.0.2", "port": 8123}
+    assert build_serve_config(run)["server"] == {"model_name": "tiny", "host": "127.0.0.2", "port": 8123}
     assert main(["serve", *outside, "--inference.max_running", "2", "--dry-run"]) == 0  # flags are the part's own
     assert "max_running" not in capsys.readouterr().err
     several = RUN.replace("max_running = 8", 'engine = "external"\nbase_url = ["http://a:1", "http://b:2"]')
@@ -85,18 +85,18 @@ def test_an_engine_listens_where_the_run_expects_it(file, capsys):
 @pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
 def test_an_engine_computes_in_the_type_that_a_run_on_one_machine_would_give_it(file, gpus, said, monkeypatch):
     """With the type of the files, what was trained was not what was sampled."""
-    monkeypatch.setattr("ramify.launch.parts.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("ramify.launch.process_configs.visible_gpus", lambda: gpus)
     Path("run.toml").write_text(f"{RUN}[trainer]\n{said}\n")
     run = parse(RunConfig, ["@", file])
-    planned = plan_of(run, gpus=gpus).files[run.path / "configs" / "inference.toml"].inference.dtype
+    planned = build_plan(run, gpus=gpus).config_files[run.path / "configs" / "inference.toml"].inference.dtype
     outside = run.model_copy(update={"inference": ExternalConfig(base_url=["http://127.0.0.2:8123"])})
-    assert {serve_part(each)["inference"]["dtype"] for each in (run, outside)} == {planned}
-    mine, _ = parse_component(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, serve_part)
+    assert {build_serve_config(each)["inference"]["dtype"] for each in (run, outside)} == {planned}
+    mine, _ = parse_component(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, build_serve_config)
     assert mine.inference.dtype == "bfloat16"
 
 
 def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys):
-    config, _ = parse_component(TrainerProcessConfig, ["@", file], RunConfig, trainer_part)
+    config, _ = parse_component(TrainerProcessConfig, ["@", file], RunConfig, build_trainer_config)
     assert (str(config.path), config.address, config.seed) == ("outputs/whole", "tcp://127.0.0.1:5100", 5)
     assert (config.trainer.optim.lr, config.checkpoint.interval) == (0.5, 3)
     assert main(["trainer", "@", file, "--dry-run"]) == 0
@@ -109,7 +109,9 @@ def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys
 
 def test_an_env_server_has_one_source_of_the_run_with_the_runs_limits(file, capsys):
     words = ["@", file, "--source", "train/one", "--inference.base_url", "http://127.0.0.1:8"]
-    config, _ = parse_component(EnvServerConfig, words, RunConfig, lambda whole: env_part(whole, "train/one"))
+    config, _ = parse_component(
+        EnvServerConfig, words, RunConfig, lambda whole: build_env_server_config(whole, "train/one")
+    )
     picked = config.select_source()
     assert (picked.key, picked.config.seq_len, picked.config.address) == ("train/one", 300, "tcp://127.0.0.1:0")
     assert picked.config.pool == StaticPoolConfig(workers=3)
@@ -123,14 +125,14 @@ def test_an_env_server_has_one_source_of_the_run_with_the_runs_limits(file, caps
 
 
 def test_a_source_with_an_endpoint_of_its_own_asks_that(file):
-    table = env_part(parse(RunConfig, ["@", file]), "train/two")
+    table = build_env_server_config(parse(RunConfig, ["@", file]), "train/two")
     assert (table["inference"], table["model"]) == ({"base_url": ["http://127.0.0.1:9"]}, {"name": "other"})
 
 
 def test_the_secret_is_the_runs_where_there_is_one(file, monkeypatch):
     monkeypatch.setenv("RAMIFY_SECRET", "x")
     run = parse(RunConfig, ["@", file])
-    assert (run.secret, env_part(run, "train/one")["secret_env"]) == ("x", "RAMIFY_SECRET")
+    assert (run.secret, build_env_server_config(run, "train/one")["secret_env"]) == ("x", "RAMIFY_SECRET")
 
 
 def test_an_address_that_others_can_reach_needs_a_secret(file, monkeypatch, capsys):
@@ -144,9 +146,9 @@ def test_an_address_that_others_can_reach_needs_a_secret(file, monkeypatch, caps
 def test_ports_are_fixed_by_the_base_and_by_nothing_else(file):
     run = parse(RunConfig, ["@", file, "--launch.base_port", "7000"])
     fixed = {"train/one": "tcp://127.0.0.1:7000", "train/two": "tcp://127.0.0.1:7001"}
-    assert source_addresses(run) == {**fixed, "eval/one": "tcp://127.0.0.1:8000"}
-    assert env_part(run, "train/two")["train"][1]["address"] == "tcp://127.0.0.1:7001"
-    assert set(source_addresses(parse(RunConfig, ["@", file])).values()) == {"tcp://127.0.0.1:0"}
+    assert build_source_addresses(run) == {**fixed, "eval/one": "tcp://127.0.0.1:8000"}
+    assert build_env_server_config(run, "train/two")["train"][1]["address"] == "tcp://127.0.0.1:7001"
+    assert set(build_source_addresses(parse(RunConfig, ["@", file])).values()) == {"tcp://127.0.0.1:0"}
 
 
 def test_a_taken_port_is_a_named_failure_of_every_part(file, capsys):

@@ -13,7 +13,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.cli.rl import spelled_out
 from ramify.config import parse
-from ramify.launch.plan import plan_of
+from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 from tests.launch.scripts import FOR_EVER, alive, pids, until
 
@@ -139,7 +139,7 @@ def test_a_taskset_and_a_model_are_enough(tmp_path):
     assert config.eval[0].taskset == {"id": "reverse-text", "split": "eval", "max_chars": 6}
     assert config.train[0].sampling.temperature == 0.7
     assert config.inference.base_url == ["http://127.0.0.1:9"]
-    assert [entry.name for entry in plan_of(config).entries][-2:] == ["orchestrator", "trainer"]
+    assert [entry.name for entry in build_plan(config).process_specs][-2:] == ["orchestrator", "trainer"]
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.launch.liveness import process_state
+from ramify.launch.liveness import get_process_state
 from ramify.monitor.figure import smooth
 from ramify.store import RunStore
 from ramify.store.group_state import DropReason
@@ -170,7 +170,7 @@ def test_why_shows_the_last_state_of_an_orchestrator_that_does_not_answer(run, c
         assert main(["why", "run"]) == 0
         assert f"does not answer at its status address: process {holder.pid}, running\n" in capsys.readouterr().out
         holder.send_signal(signal.SIGSTOP)
-        until(lambda: process_state(holder.pid) == "stopped")
+        until(lambda: get_process_state(holder.pid) == "stopped")
         assert main(["why", "run"]) == 0
         said = capsys.readouterr().out
         assert f"process {holder.pid}, stopped\ncontinue it with: kill -CONT {holder.pid}\nits last state, " in said

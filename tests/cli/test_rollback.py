@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from ramify.launch.finished import FINISHED
+from ramify.launch.completion import FINISHED_KEY
 from ramify.store import RunStore
 from ramify.store.audit import audit
 from ramify.store.ledger import Ledger, LedgerProgress
@@ -34,7 +34,7 @@ def run(tmp_path) -> Path:
             cut(ledger, step, step)
             train(ledger, step)
         do(ledger.commit_version(4))
-        store.set_fact(FINISHED, 4)
+        store.set_fact(FINISHED_KEY, 4)
     save(tmp_path / "run", 2)
     (save(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
     return tmp_path / "run"
@@ -51,7 +51,7 @@ def test_the_history_ends_where_it_is_told_and_the_steps_after_it_are_trained_ag
         ledger = Ledger.open(store)
         assert ledger.progress() == LedgerProgress(committed=2, acknowledged=2, incarnation=1)
         assert audit(ledger, finished=False) == []
-        assert store.get_fact(FINISHED) is None
+        assert store.get_fact(FINISHED_KEY) is None
         assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
     assert main(["rollback", str(run), "2"]) == 0  # a second time changes nothing more
     with RunStore.open(run, write=False) as store:

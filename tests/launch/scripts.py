@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ramify.launch.process import Entry, Role
+from ramify.launch.process import ProcessRole, ProcessSpec
 from tests.processes import runs
 
 FOR_EVER = "import signal; signal.pause()"
@@ -14,10 +14,10 @@ STUBBORN = (
 )
 
 
-def entry(folder: Path, name: str, code: str, role: Role = Role.SERVICE, **more) -> Entry:
+def entry(folder: Path, name: str, code: str, role: ProcessRole = ProcessRole.SERVICE, **more) -> ProcessSpec:
     """A process that runs `code`; `DIR` in it is the folder, and it writes its id to `NAME.pids` when it begins."""
     begin = f"import os, sys; DIR = {str(folder)!r}; open(DIR + '/{name}.pids', 'a').write(str(os.getpid()) + chr(10))"
-    return Entry(name, (sys.executable, "-S", "-c", f"{begin}\n{code}"), folder / f"{name}.log", role, **more)
+    return ProcessSpec(name, (sys.executable, "-S", "-c", f"{begin}\n{code}"), folder / f"{name}.log", role, **more)
 
 
 def pids(folder: Path, name: str) -> list[int]:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from ramify.launch.process import Role
+from ramify.launch.process import ProcessRole
 from ramify.launch.supervisor import Supervisor
 from tests.launch.scripts import FOR_EVER, STUBBORN, entry
 
@@ -30,10 +30,10 @@ def main(folder: Path) -> int:
     entries = [
         entry(folder, "inference", FOR_EVER),
         entry(folder, "env", DAEMON),
-        entry(folder, "trainer", STUBBORN, Role.FOLLOWER),
-        entry(folder, "orchestrator", CHECKPOINTS, Role.LEADER),
+        entry(folder, "trainer", STUBBORN, ProcessRole.FOLLOWER),
+        entry(folder, "orchestrator", CHECKPOINTS, ProcessRole.LEADER),
     ]
-    return asyncio.run(Supervisor(entries, restarts=1, grace=5.0, patience=1.0).run()).value
+    return asyncio.run(Supervisor(entries, max_restarts=1, grace_period=5.0, stop_timeout=1.0).run()).value
 
 
 if __name__ == "__main__":

@@ -6,19 +6,22 @@ import pytest
 from rich.console import Console
 
 from ramify.errors import ProviderError
-from ramify.launch.asking import live
-from ramify.launch.dashboard import Lines, Page, line_of, page_of, sparkline
-from ramify.launch.process import State
-from ramify.launch.status import StatusClient
-from ramify.launch.supervisor import Seen
+from ramify.launch.dashboard import LiveRunDisplay, LogRunDisplay, format_status_line, render_dashboard, sparkline
+from ramify.launch.process import ProcessState
+from ramify.launch.run_queries import connect_if_running
+from ramify.launch.status_client import StatusClient
+from ramify.launch.supervisor import ProcessStatus
 from tests.launch.status import STATUS, answering
 
-PROCESSES = [Seen("inference", State.READY, 11, 0, 5.0), Seen("trainer", State.WAITING, 0, 2, 1.0)]
+PROCESSES = [
+    ProcessStatus("inference", ProcessState.READY, 11, 0, 5.0),
+    ProcessStatus("trainer", ProcessState.WAITING, 0, 2, 1.0),
+]
 
 
 def printed(status, processes=PROCESSES) -> str:
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    console.print(page_of(status, processes))
+    console.print(render_dashboard(status, processes))
     return console.file.getvalue()
 
 
@@ -49,7 +52,7 @@ def test_a_run_that_is_starting_has_a_page_too():
 
 
 def test_a_line_is_fields():
-    fields = dict(field.split("=") for field in line_of(STATUS).split())
+    fields = dict(field.split("=") for field in format_status_line(STATUS).split())
     assert fields["step"] == "7/20"
     assert fields["reward"] == "0.625"
     assert fields["trainable"] == "96/128"
@@ -58,12 +61,12 @@ def test_a_line_is_fields():
 
 
 def test_lines_are_said_once_for_a_step_and_once_for_an_error(capsys):
-    lines = Lines()
+    lines = LogRunDisplay()
     with lines:
-        lines.look(None, PROCESSES)
-        lines.look(None, PROCESSES)
+        lines.refresh(None, PROCESSES)
+        lines.refresh(None, PROCESSES)
         for step in (7, 7, 8):
-            lines.look({**STATUS, "step": step}, PROCESSES)
+            lines.refresh({**STATUS, "step": step}, PROCESSES)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "inference ready, trainer waiting"
     assert [line.split()[0] for line in said[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
@@ -71,10 +74,10 @@ def test_lines_are_said_once_for_a_step_and_once_for_an_error(capsys):
 
 def test_the_page_is_drawn_on_a_terminal():
     file = io.StringIO()
-    page = Page(Console(file=file, width=100, force_terminal=True))
+    page = LiveRunDisplay(Console(file=file, width=100, force_terminal=True))
     with page:
-        page.look(STATUS, PROCESSES)
-        page.say("trainer was ended by SIGKILL")
+        page.refresh(STATUS, PROCESSES)
+        page.print_line("trainer was ended by SIGKILL")
     assert "step 7/20" in file.getvalue()
     assert "SIGKILL" in file.getvalue()
 
@@ -87,11 +90,11 @@ def test_a_curve_has_as_many_places_as_it_needs():
 
 
 def test_only_the_run_itself_answers_for_itself(tmp_path):
-    assert live(tmp_path / "nowhere") is None
+    assert connect_if_running(tmp_path / "nowhere") is None
     with answering(tmp_path / "run") as address:
-        assert live(tmp_path / "run").ask("/status")["step"] == 7
+        assert connect_if_running(tmp_path / "run").get("/status")["step"] == 7
         with pytest.raises(ProviderError, match="/nothing does not answer"):
-            StatusClient(address).ask("/nothing")
-    assert live(tmp_path / "run") is None
+            StatusClient(address).get("/nothing")
+    assert connect_if_running(tmp_path / "run") is None
     with answering(tmp_path / "run", run="another"):
-        assert live(tmp_path / "run") is None
+        assert connect_if_running(tmp_path / "run") is None

@@ -12,12 +12,12 @@ from ramify.config import parse
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import ConfigInvalid, EnvironmentFault, PortTaken
 from ramify.infer.config import ExternalConfig, ServeConfig
-from ramify.launch.devices import Gpu, share
-from ramify.launch.estimate import Model
-from ramify.launch.newest import newest
-from ramify.launch.plan import plan_of
-from ramify.launch.process import Role
-from ramify.launch.tables import check_tables
+from ramify.launch.devices import Gpu, allocate_devices
+from ramify.launch.memory import ModelSize
+from ramify.launch.plan import build_plan
+from ramify.launch.plugin_check import check_plugin_tables
+from ramify.launch.process import ProcessRole
+from ramify.launch.published_weights import find_newest_weights
 from ramify.model.manifest import Manifest
 from ramify.model.resolve import resolve_model_path
 from ramify.model.version import PolicyVersion
@@ -40,10 +40,10 @@ def gpu(number: int, size: float = 80) -> Gpu:
 
 
 def test_each_process_gets_a_configuration_that_its_command_can_read(tmp_path):
-    plan = plan_of(config(tmp_path), gpus=[])
+    plan = build_plan(config(tmp_path), gpus=[])
     plan.write()
     names = ["inference", "env/train/reverse", "env/eval/reverse-text", "orchestrator", "trainer"]
-    assert [entry.name for entry in plan.entries] == names
+    assert [entry.name for entry in plan.process_specs] == names
     folder = tmp_path / "run" / "configs"
     serve = parse(ServeConfig, ["@", str(folder / "inference.toml")])
     env = parse(EnvServerConfig, ["@", str(folder / "env-train-reverse.toml")])
@@ -58,81 +58,85 @@ def test_each_process_gets_a_configuration_that_its_command_can_read(tmp_path):
     assert run.inference == ExternalConfig(base_url=[url])
     assert run.train[0].address == env.train[0].address
     assert trainer.address == run.orchestrator.address
-    assert run.orchestrator.status == plan.status
+    assert run.orchestrator.status == plan.status_address
     assert parse(RunConfig, ["@", str(tmp_path / "run" / "config.toml")]) == plan.config
 
 
 def test_what_leads_what_follows_and_what_is_forked(tmp_path):
-    entries = {entry.name: entry for entry in plan_of(config(tmp_path), gpus=[]).entries}
-    assert entries["orchestrator"].role is Role.LEADER
-    assert entries["trainer"].role is Role.FOLLOWER
-    assert entries["inference"].role is Role.SERVICE
+    entries = {entry.name: entry for entry in build_plan(config(tmp_path), gpus=[]).process_specs}
+    assert entries["orchestrator"].role is ProcessRole.LEADER
+    assert entries["trainer"].role is ProcessRole.FOLLOWER
+    assert entries["inference"].role is ProcessRole.SERVICE
     assert {name for name, entry in entries.items() if entry.loads} == {"inference", "trainer"}
-    on_gpu = plan_of(config(tmp_path), gpus=[gpu(0)]).entries
+    on_gpu = build_plan(config(tmp_path), gpus=[gpu(0)]).process_specs
     assert not any(entry.loads for entry in on_gpu)
 
 
 def test_what_runs_already_is_not_started(tmp_path):
     train = [{**TRAIN, "address": "tcp://127.0.0.1:5001"}]
     inference = {"engine": "external", "base_url": ["http://127.0.0.1:9"]}
-    plan = plan_of(config(tmp_path, train=train, eval=[], inference=inference), gpus=[])
-    assert [entry.name for entry in plan.entries] == ["orchestrator", "trainer"]
-    said = "\n".join(plan.lines())
+    plan = build_plan(config(tmp_path, train=train, eval=[], inference=inference), gpus=[])
+    assert [entry.name for entry in plan.process_specs] == ["orchestrator", "trainer"]
+    said = "\n".join(plan.format_lines())
     assert "inference: http://127.0.0.1:9, which is neither started nor stopped" in said
     assert "env/train/reverse: tcp://127.0.0.1:5001" in said
 
 
 def test_an_endpoint_of_its_own_is_asked_instead(tmp_path):
     evals = [{**EVAL, "endpoint": {"base_url": "http://127.0.0.1:9", "model": "other"}}]
-    plan = plan_of(config(tmp_path, eval=evals), gpus=[])
-    env = plan.files[tmp_path / "run" / "configs" / "env-eval-reverse-text.toml"]
+    plan = build_plan(config(tmp_path, eval=evals), gpus=[])
+    env = plan.config_files[tmp_path / "run" / "configs" / "env-eval-reverse-text.toml"]
     assert (env.inference.base_url, env.model.name) == (["http://127.0.0.1:9"], "other")
 
 
 def test_fixed_ports_and_one_that_is_taken(tmp_path, free_port):
     base = free_port if free_port < 50000 else 30000
-    plan = plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
-    addresses = [entry.address for entry in plan.entries if entry.name.startswith("env/")]
+    plan = build_plan(config(tmp_path, launch={"base_port": base}), gpus=[])
+    addresses = [entry.address for entry in plan.process_specs if entry.name.startswith("env/")]
     assert addresses == [f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1000}"]
     plan.reservation.close()
     with socket.create_server(("127.0.0.1", base)):
         with pytest.raises(PortTaken, match=f"train/reverse: tcp://127.0.0.1:{base} cannot be listened on"):
-            plan_of(config(tmp_path, launch={"base_port": base}), gpus=[])
+            build_plan(config(tmp_path, launch={"base_port": base}), gpus=[])
         mine = [{**TRAIN, "address": f"tcp://127.0.0.1:{base}"}]  # a server of one's own may well be there already
-        plan_of(config(tmp_path, train=mine, launch={"base_port": base}), gpus=[])
+        build_plan(config(tmp_path, train=mine, launch={"base_port": base}), gpus=[])
 
 
 @pytest.mark.skipif(not EPHEMERAL.exists(), reason="only Linux says which ports it gives away")
 def test_a_port_that_any_may_be_is_none_that_the_system_gives_to_an_outgoing_connection(tmp_path):
     """It was taken while the env server was down, and each of its ten restarts found it so."""
     lowest = int(EPHEMERAL.read_text().split()[0])
-    servers = [entry for entry in plan_of(config(tmp_path), gpus=[]).entries if entry.name.startswith("env/")]
+    servers = [entry for entry in build_plan(config(tmp_path), gpus=[]).process_specs if entry.name.startswith("env/")]
     ports = [int(entry.address.rpartition(":")[2]) for entry in servers]
     assert len(ports) == len(set(ports)) == 2 and max(ports) < lowest
 
 
 def test_an_orchestrator_that_has_an_address_keeps_it(tmp_path, free_port):
     told = {"address": f"tcp://127.0.0.1:{free_port}"}
-    plan = plan_of(config(tmp_path, orchestrator=told), gpus=[])
-    assert plan.orchestrator == plan.files[tmp_path / "run" / "configs" / "trainer.toml"].address == told["address"]
+    plan = build_plan(config(tmp_path, orchestrator=told), gpus=[])
+    assert (
+        plan.orchestrator_address
+        == plan.config_files[tmp_path / "run" / "configs" / "trainer.toml"].address
+        == told["address"]
+    )
     plan.reservation.close()
     with socket.create_server(("127.0.0.1", free_port)), pytest.raises(PortTaken, match=r"orchestrator\.address"):
-        plan_of(config(tmp_path, orchestrator=told), gpus=[])
+        build_plan(config(tmp_path, orchestrator=told), gpus=[])
 
 
 @pytest.mark.parametrize("transport", ["disk", "shm"])
 def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path, monkeypatch, transport):
     monkeypatch.setattr(weights_directory, "SHARED", tmp_path)
-    plan = plan_of(config(tmp_path, weights={"transport": transport}), gpus=[])
+    plan = build_plan(config(tmp_path, weights={"transport": transport}), gpus=[])
     weights = weights_directory.get_weights_directory(tmp_path / "run", transport)
-    engine, file = plan.entries[0], tmp_path / "run" / "configs" / "inference.toml"
+    engine, file = plan.process_specs[0], tmp_path / "run" / "configs" / "inference.toml"
     engine.prepare()
     assert parse(ServeConfig, ["@", str(file)]).model.name == "tiny"
     for incarnation, step in ((0, 9), (1, 4), (1, 3)):
         folder = weights / f"{incarnation}-{step:06}"
         folder.mkdir(parents=True)
         Manifest(PolicyVersion("tiny", incarnation, step), {}).write(folder)
-    assert newest(weights).name == "1-000004"
+    assert find_newest_weights(weights).name == "1-000004"
     engine.prepare()
     served = parse(ServeConfig, ["@", str(file)])
     assert served.model.name.endswith("1-000004")
@@ -145,15 +149,15 @@ def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path, monkeyp
 
 
 def test_two_cores_are_one_thread_each_with_passive_waits():
-    shares = share(2, [], inference="auto", trainer="auto", mode="auto")
+    shares = allocate_devices(2, [], inference="auto", trainer="auto", mode="auto")
     assert shares.inference.env == {
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "RAYON_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    assert shares.trainer.threads == shares.rest.threads == 1
-    assert share(16, [], inference="auto", trainer="auto", mode="auto").trainer.threads == 8
+    assert shares.trainer.threads == shares.other.threads == 1
+    assert allocate_devices(16, [], inference="auto", trainer="auto", mode="auto").trainer.threads == 8
 
 
 @pytest.mark.parametrize(
@@ -167,16 +171,16 @@ def test_two_cores_are_one_thread_each_with_passive_waits():
     ],
 )
 def test_gpus_are_split_or_shared(gpus, mode, engine, trainer):
-    shares = share(8, [gpu(number) for number in range(gpus)], inference="auto", trainer="auto", mode=mode)
+    shares = allocate_devices(8, [gpu(number) for number in range(gpus)], inference="auto", trainer="auto", mode=mode)
     assert shares.inference.env["CUDA_VISIBLE_DEVICES"] == engine
     assert shares.trainer.env["CUDA_VISIBLE_DEVICES"] == trainer
-    assert shares.shared == (gpus > 0 and engine == trainer)
+    assert shares.is_colocated == (gpus > 0 and engine == trainer)
 
 
 def test_several_gpus_of_the_trainer_are_several_processes(tmp_path):
     several = config(tmp_path, launch={"gpus": "split", "trainer_gpus": 2})
-    plan = plan_of(several, gpus=[gpu(0), gpu(1), gpu(2)])
-    trainer = plan.entries[-1]
+    plan = build_plan(several, gpus=[gpu(0), gpu(1), gpu(2)])
+    trainer = plan.process_specs[-1]
     assert trainer.env["CUDA_VISIBLE_DEVICES"] == "1,2"
     assert "--nproc-per-node" in trainer.command
 
@@ -191,24 +195,26 @@ def test_several_gpus_of_the_trainer_are_several_processes(tmp_path):
 )
 def test_gpus_that_are_not_there_are_refused(tmp_path, launch, gpus, said):
     with pytest.raises(ConfigInvalid, match=said):
-        plan_of(config(tmp_path, launch=launch), gpus=[gpu(number) for number in range(gpus)])
+        build_plan(config(tmp_path, launch=launch), gpus=[gpu(number) for number in range(gpus)])
 
 
 def test_a_plan_for_another_machine_is_dry(tmp_path):
     asked = {"model": {"name": "Qwen/Qwen3-0.6B"}, "trainer": {"device": "cuda"}, "inference": {"device": "cuda"}}
-    said = "\n".join(plan_of(config(tmp_path, launch={"gpus": "split"}, **asked), dry=True, gpus=[]).lines())
+    said = "\n".join(
+        build_plan(config(tmp_path, launch={"gpus": "split"}, **asked), dry_run=True, gpus=[]).format_lines()
+    )
     assert "GPU 1 (not on this machine)" in said
     assert "600,000,000 parameters, guessed from its name" in said
     with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' is not in the local cache"):
-        plan_of(config(tmp_path, **asked), gpus=[])
+        build_plan(config(tmp_path, **asked), gpus=[])
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
     big = config(tmp_path, model={"name": "Qwen/Qwen3-32B"})
     with pytest.raises(ConfigInvalid, match=r"does not fit: GPU 1 has 80.0 GiB, the run needs about \d+"):
-        plan_of(big, dry=True, gpus=[gpu(0), gpu(1)])
+        build_plan(big, dry_run=True, gpus=[gpu(0), gpu(1)])
     with pytest.raises(ConfigInvalid, match="does not fit: this machine"):
-        plan_of(big, dry=True, gpus=[])
+        build_plan(big, dry_run=True, gpus=[])
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -217,21 +223,21 @@ def test_a_sink_whose_library_is_missing_is_refused_in_a_dry_run_too(tmp_path, d
     sinks = {"sinks": [{"type": "trackio"}]}
     match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
     with pytest.raises(ConfigInvalid, match=match):
-        plan_of(config(tmp_path, monitor=sinks), dry=dry, gpus=[])
+        build_plan(config(tmp_path, monitor=sinks), dry_run=dry, gpus=[])
 
 
 def test_the_size_of_a_model_is_read_or_guessed():
-    assert 1_000_000 < Model.of("tiny").parameters < 3_000_000
-    assert Model.of("org/Some-7B-Instruct").parameters == 7 * 10**9
-    assert Model.of("org/SmolLM2-135M").parameters == 135 * 10**6
-    assert Model.of("org/no-size") is None
+    assert 1_000_000 < ModelSize.from_name("tiny").num_parameters < 3_000_000
+    assert ModelSize.from_name("org/Some-7B-Instruct").num_parameters == 7 * 10**9
+    assert ModelSize.from_name("org/SmolLM2-135M").num_parameters == 135 * 10**6
+    assert ModelSize.from_name("org/no-size") is None
 
 
 def test_a_config_may_say_null_for_what_is_the_same_as_something_else(tmp_path):
     shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_key_value_heads": None, "text_config": None}))
-    assert Model.of(str(tmp_path / "model")) == Model.of("tiny")
+    assert ModelSize.from_name(str(tmp_path / "model")) == ModelSize.from_name("tiny")
 
 
 # -- plugin tables ---------------------------------------------------------------------------------------------------
@@ -245,7 +251,7 @@ def test_every_wrong_key_of_every_plugin_is_named_at_once(tmp_path):
         orchestrator={"filters": [{"id": "repetition", "windw": 3}]},
     )
     with pytest.raises(ConfigInvalid) as found:
-        check_tables(wrong)
+        check_plugin_tables(wrong)
     said = found.value.message
     assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in said
     assert "train.0.algorithm.normalise: unknown key; did you mean train.0.algorithm.normalize?" in said
@@ -254,7 +260,7 @@ def test_every_wrong_key_of_every_plugin_is_named_at_once(tmp_path):
 
 
 def test_the_identity_of_every_environment_comes_back_from_the_check(tmp_path):
-    found = check_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
+    found = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
     assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]
 
 
@@ -263,12 +269,12 @@ def test_a_taskset_without_any_reward_may_be_evaluated_but_not_trained_on(tmp_pa
         "import ramify as rf\nclass Silent(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='say')\n"
     )
     silent = [{"taskset": {"id": str(tmp_path / "silent.py")}}]
-    check_tables(config(tmp_path, eval=silent))
+    check_plugin_tables(config(tmp_path, eval=silent))
     with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*silent.py has no reward.*@rf.reward"):
-        check_tables(config(tmp_path, train=silent, eval=[]))
+        check_plugin_tables(config(tmp_path, train=silent, eval=[]))
 
 
 def test_code_that_ends_its_process_is_told_of(tmp_path):
     (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
     with pytest.raises(EnvironmentFault, match="cannot be checked:\nbye"):
-        check_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))
+        check_plugin_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ramify.errors import PortTaken
-from ramify.launch.ports import Reservation
+from ramify.launch.ports import PortReservation
 from ramify.wire import WireServer
 from ramify.wire.listener import RESERVED_PORTS_VARIABLE
 
@@ -43,9 +43,9 @@ def is_free(port: int) -> bool:
 
 
 def test_a_reserved_port_is_its_processs_alone_through_every_restart():
-    with Reservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as held:
-        ports = [port_of(held.places["wire"]), port_of(held.places["status"])]
-        command = [sys.executable, "-c", LISTENS, held.places["wire"], str(ports[1])]
+    with PortReservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as held:
+        ports = [port_of(held.addresses["wire"]), port_of(held.addresses["status"])]
+        command = [sys.executable, "-c", LISTENS, held.addresses["wire"], str(ports[1])]
         environment = {**os.environ, RESERVED_PORTS_VARIABLE: held.ports("wire", "status")}
         for _ in range(2):
             assert not any(map(is_free, ports))  # nobody listens, and nobody else can
@@ -64,12 +64,12 @@ def test_a_reserved_port_is_its_processs_alone_through_every_restart():
 
 
 def test_two_runs_cannot_have_one_port():
-    with Reservation({"first": "tcp://127.0.0.1:0"}) as held:
+    with PortReservation({"first": "tcp://127.0.0.1:0"}) as held:
         with pytest.raises(PortTaken, match=r"second: tcp://127.0.0.1:"):
-            Reservation({"second": held.places["first"]})
+            PortReservation({"second": held.addresses["first"]})
 
         async def listen() -> None:
-            async with WireServer({}, held.places["first"]):
+            async with WireServer({}, held.addresses["first"]):
                 pass
 
         with pytest.raises(PortTaken):  # a process that was not told
@@ -77,5 +77,5 @@ def test_two_runs_cannot_have_one_port():
 
 
 def test_a_reservation_that_nobody_refers_to_is_given_back():
-    port = port_of(Reservation({"it": "tcp://127.0.0.1:0"}).places["it"])
+    port = port_of(PortReservation({"it": "tcp://127.0.0.1:0"}).addresses["it"])
     assert is_free(port)

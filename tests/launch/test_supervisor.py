@@ -10,19 +10,21 @@ import sys
 import pytest
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
-from ramify.launch import restarts
-from ramify.launch.leash import ENDING
-from ramify.launch.process import KILLING, PATIENCE, Role, State, how
-from ramify.launch.restarts import LONGEST, WINDOW, Budget
-from ramify.launch.supervisor import Outcome, Supervisor, failure_in
+from ramify.launch import restart_budget
+from ramify.launch.parent_watch import KILL_TIMEOUT
+from ramify.launch.process import KILL_TIMEOUT, STOP_TIMEOUT, ProcessRole, ProcessState, describe_exit
+from ramify.launch.restart_budget import MAX_DELAY, RESTART_WINDOW, RestartBudget
+from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
 from tests.launch.scripts import FOR_EVER, alive, entry, pids, until
 
 DONE = "sys.exit(0)"
 
 
-def supervised(entries, *, restarts=3, grace=5.0, said=None, changed=None) -> Outcome:
+def supervised(entries, *, restarts=3, grace=5.0, said=None, changed=None) -> RunOutcome:
     say = (lambda line: None) if said is None else said.append
-    return asyncio.run(Supervisor(entries, restarts=restarts, grace=grace, say=say, changed=changed).run())
+    return asyncio.run(
+        Supervisor(entries, max_restarts=restart_budget, grace_period=grace, print_line=say, on_change=changed).run()
+    )
 
 
 def after(path: str) -> str:
@@ -35,8 +37,8 @@ def after(path: str) -> str:
 
 def test_it_ends_when_the_leader_is_done_and_takes_the_others_along(tmp_path):
     leader = after("inference.pids") + DONE
-    entries = [entry(tmp_path, "inference", FOR_EVER), entry(tmp_path, "orchestrator", leader, Role.LEADER)]
-    assert supervised(entries) is Outcome.FINISHED
+    entries = [entry(tmp_path, "inference", FOR_EVER), entry(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
+    assert supervised(entries) is RunOutcome.FINISHED
     assert len(pids(tmp_path, "inference")) == 1
     assert alive(tmp_path) == []
 
@@ -45,39 +47,39 @@ def test_a_crashed_process_is_started_again_and_told_of(tmp_path):
     twice = "import signal\nif len(open(DIR + '/env.pids').readlines()) == 1: os.kill(os.getpid(), 9)\n" + FOR_EVER
     leader = "import time\nwhile len(open(DIR + '/env.pids').readlines()) < 2: time.sleep(0.01)\n"
     said = []
-    leader = entry(tmp_path, "orchestrator", after("env.pids") + leader, Role.LEADER)
-    assert supervised([entry(tmp_path, "env", twice), leader], said=said) is Outcome.FINISHED
+    leader = entry(tmp_path, "orchestrator", after("env.pids") + leader, ProcessRole.LEADER)
+    assert supervised([entry(tmp_path, "env", twice), leader], said=said) is RunOutcome.FINISHED
     assert len(pids(tmp_path, "env")) == 2
     assert said == ["env was ended by SIGKILL; started again in 0.5 s (1 of 3)"]
 
 
 def test_a_process_that_always_crashes_ends_the_run_with_the_end_of_its_log(tmp_path):
-    broken = entry(tmp_path, "trainer", "print('no room'); sys.exit(5)", Role.FOLLOWER)
+    broken = entry(tmp_path, "trainer", "print('no room'); sys.exit(5)", ProcessRole.FOLLOWER)
     said = r"trainer ended with exit code 5, after 1 restarts; the end of .*trainer.log:\nno room$"
     with pytest.raises(ProcessDied, match=said):
-        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)], restarts=1)
+        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)], restarts=1)
     assert len(pids(tmp_path, "trainer")) == 2
     assert alive(tmp_path) == []
 
 
 def test_the_same_exception_again_and_again_is_a_bug_and_not_tried_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(restarts, "FIRST", 0.01)
-    broken = entry(tmp_path, "orchestrator", "raise ValueError('step', 3)", Role.LEADER)
+    monkeypatch.setattr(restart_budget, "FIRST", 0.01)
+    broken = entry(tmp_path, "orchestrator", "raise ValueError('step', 3)", ProcessRole.LEADER)
     with pytest.raises(ProcessDied, match=r"ended with exit code 1, 3 times in a row in the same way(.|\n)*ValueError"):
         supervised([broken], restarts=100)
     assert len(pids(tmp_path, "orchestrator")) == 3
 
 
 def test_a_failure_that_would_repeat_itself_is_not_tried_again(tmp_path):
-    broken = entry(tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", Role.FOLLOWER)
+    broken = entry(tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", ProcessRole.FOLLOWER)
     with pytest.raises(StorageFull, match=r"^no room on /data$"):
-        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
+        supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
     assert len(pids(tmp_path, "trainer")) == 1
 
 
 def test_a_named_failure_of_the_leader_is_the_runs_own(tmp_path):
     stalled = entry(
-        tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", Role.LEADER
+        tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", ProcessRole.LEADER
     )
     with pytest.raises(DeadlineExceeded, match="waited for inference"):
         supervised([stalled])
@@ -86,14 +88,14 @@ def test_a_named_failure_of_the_leader_is_the_runs_own(tmp_path):
 def test_a_configuration_that_cannot_be_used_is_one(tmp_path):
     wrong = entry(tmp_path, "env", "print('taskset.max_char: unknown key'); sys.exit(2)")
     with pytest.raises(ConfigInvalid, match=r"env cannot be started:\ntaskset.max_char: unknown key"):
-        supervised([wrong, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
+        supervised([wrong, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
 
 
 def test_a_command_that_is_not_there_says_so(tmp_path):
     absent = entry(tmp_path, "trainer", "")
     object.__setattr__(absent, "command", ("torchrun-that-is-not-there",))
     with pytest.raises(ProcessDied, match="torchrun-that-is-not-there cannot be started"):
-        supervised([absent, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)], restarts=0)
+        supervised([absent, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)], restarts=0)
 
 
 # -- silence -------------------------------------------------------------------------------------------------------
@@ -115,13 +117,13 @@ def stopping(tmp_path, port: int, code: str):
     """A leader that answers once and then runs `code`."""
     address = f"http://127.0.0.1:{port}/health"
     more = {"address": address, "hang_timeout": 0.6, "last_state": lambda: "last state: step=3/4"}
-    return entry(tmp_path, "orchestrator", f"{ANSWERS.format(port=port)}\n{code}", Role.LEADER, **more)
+    return entry(tmp_path, "orchestrator", f"{ANSWERS.format(port=port)}\n{code}", ProcessRole.LEADER, **more)
 
 
 def test_a_leader_that_stops_answering_is_named_killed_and_started_again(tmp_path, free_port):
     said, seen = [], []
     leader = stopping(tmp_path, free_port, STOPS)
-    assert supervised([leader], said=said, changed=seen.append) is Outcome.FINISHED
+    assert supervised([leader], said=said, changed=seen.append) is RunOutcome.FINISHED
     first = pids(tmp_path, "orchestrator")[0]
     silent = rf"orchestrator \(process {first}, stopped\) has not answered at {leader.address} for \d+ s"
     assert re.fullmatch(silent, said[0])
@@ -130,7 +132,7 @@ def test_a_leader_that_stops_answering_is_named_killed_and_started_again(tmp_pat
         r"orchestrator did not answer for \d+ s and was killed; started again in 0.5 s \(1 of 3\)", said[2]
     )
     states = [process.state for (process,) in seen]
-    assert states.index(State.READY) < states.index(State.SILENT) < states.index(State.ENDED)
+    assert states.index(ProcessState.READY) < states.index(ProcessState.SILENT) < states.index(ProcessState.ENDED)
     assert alive(tmp_path) == []
 
 
@@ -149,16 +151,16 @@ def test_a_leader_that_answers_again_in_time_is_left_alone(tmp_path, free_port):
 
     def changed(seen):
         states.append(seen[0].state)
-        if states[-1] is State.READY and State.SILENT not in states:
+        if states[-1] is ProcessState.READY and ProcessState.SILENT not in states:
             os.kill(seen[0].pid, signal.SIGSTOP)
-        elif states[-1] is State.SILENT:
+        elif states[-1] is ProcessState.SILENT:
             os.kill(seen[0].pid, signal.SIGCONT)
-        elif State.SILENT in states:
+        elif ProcessState.SILENT in states:
             (tmp_path / "continued").touch()
 
     more = {"address": f"http://127.0.0.1:{free_port}/health", "hang_timeout": 6.0}
-    leader = entry(tmp_path, "orchestrator", code, Role.LEADER, **more)
-    assert supervised([leader], said=said, changed=changed) is Outcome.FINISHED
+    leader = entry(tmp_path, "orchestrator", code, ProcessRole.LEADER, **more)
+    assert supervised([leader], said=said, changed=changed) is RunOutcome.FINISHED
     assert said == []
     assert len(pids(tmp_path, "orchestrator")) == 1
 
@@ -171,7 +173,7 @@ def test_a_process_that_never_answers_is_named(tmp_path, free_port):
     with pytest.raises(
         DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"
     ):
-        supervised([hangs, entry(tmp_path, "orchestrator", FOR_EVER, Role.LEADER)])
+        supervised([hangs, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
     assert alive(tmp_path) == []
 
 
@@ -181,7 +183,10 @@ def test_each_start_is_prepared(tmp_path):
             file.write("x")
 
     crashes = "if len(open(DIR + '/prepared').read()) < 2: sys.exit(9)"
-    assert supervised([entry(tmp_path, "orchestrator", crashes, Role.LEADER, prepare=prepare)]) is Outcome.FINISHED
+    assert (
+        supervised([entry(tmp_path, "orchestrator", crashes, ProcessRole.LEADER, prepare=prepare)])
+        is RunOutcome.FINISHED
+    )
     assert (tmp_path / "prepared").read_text() == "xx"
 
 
@@ -196,20 +201,20 @@ while os.path.exists('/proc/' + trainer): time.sleep(0.01)  # until the supervis
 sys.exit(9 if lives == 1 else 0)
 """
     entries = [
-        entry(tmp_path, "trainer", DONE, Role.FOLLOWER),
-        entry(tmp_path, "orchestrator", leader, Role.LEADER),
+        entry(tmp_path, "trainer", DONE, ProcessRole.FOLLOWER),
+        entry(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
-    assert supervised(entries) is Outcome.FINISHED
+    assert supervised(entries) is RunOutcome.FINISHED
     assert len(pids(tmp_path, "trainer")) == 2
 
 
 def test_what_each_process_does_can_be_seen(tmp_path):
     seen = []
-    entries = [entry(tmp_path, "orchestrator", DONE, Role.LEADER)]
+    entries = [entry(tmp_path, "orchestrator", DONE, ProcessRole.LEADER)]
     supervised(entries, changed=seen.append)
     states = [process.state for (process,) in seen]
-    assert states[0] is State.STARTING
-    assert states[-1] is State.ENDED
+    assert states[0] is ProcessState.STARTING
+    assert states[-1] is ProcessState.ENDED
     assert seen[0][0].pid == pids(tmp_path, "orchestrator")[0]
 
 
@@ -231,7 +236,7 @@ def standing(tmp_path):
 
 def test_an_interrupt_ends_everything_within_ten_seconds(standing, tmp_path):
     assert len(alive(tmp_path)) == 5
-    assert PATIENCE + KILLING + ENDING <= 10
+    assert STOP_TIMEOUT + KILL_TIMEOUT + KILL_TIMEOUT <= 10
     standing.send_signal(signal.SIGINT)
     assert standing.wait(timeout=10) == 130
     assert alive(tmp_path) == []
@@ -257,15 +262,15 @@ def test_a_leader_that_makes_no_checkpoint_in_time_is_left(tmp_path):
     said = []
 
     async def run():
-        leader = entry(tmp_path, "orchestrator", deaf, Role.LEADER)
-        supervisor = Supervisor([leader], restarts=0, grace=0.1, patience=0.1, say=said.append)
+        leader = entry(tmp_path, "orchestrator", deaf, ProcessRole.LEADER)
+        supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, stop_timeout=0.1, print_line=said.append)
         running = asyncio.create_task(supervisor.run())
         while not (tmp_path / "deaf").exists():
             await asyncio.sleep(0.01)
-        supervisor.leave()
+        supervisor.request_stop()
         return await running
 
-    assert asyncio.run(run()) is Outcome.LEFT
+    assert asyncio.run(run()) is RunOutcome.STOPPED
     assert said[-1] == "no checkpoint was made; the last one holds"
 
 
@@ -274,22 +279,22 @@ def test_a_leader_that_makes_no_checkpoint_in_time_is_left(tmp_path):
 
 def test_the_budget_counts_within_an_hour_and_waits_longer_each_time():
     now = 0.0
-    budget = Budget(3, clock=lambda: now)
-    assert [budget.spend() for _ in range(4)] == [0.5, 1.0, 2.0, None]
-    now = WINDOW
-    assert budget.spend() == 0.5
-    many = Budget(100, clock=lambda: now)
-    assert [many.spend() for _ in range(20)][-1] == LONGEST
+    budget = RestartBudget(3, clock=lambda: now)
+    assert [budget.take_restart() for _ in range(4)] == [0.5, 1.0, 2.0, None]
+    now = RESTART_WINDOW
+    assert budget.take_restart() == 0.5
+    many = RestartBudget(100, clock=lambda: now)
+    assert [many.take_restart() for _ in range(20)][-1] == MAX_DELAY
 
 
 def test_how_an_end_is_told():
-    assert how(3) == "ended with exit code 3"
-    assert how(128 + 9) == how(-9) == "was ended by SIGKILL"
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(128 + 9) == describe_exit(-9) == "was ended by SIGKILL"
 
 
 def test_only_our_names_are_failures():
-    assert failure_in("starting\nPortTaken: 8000").message == "8000"
-    assert failure_in("ProviderError: gone; the end of its log:\nline 1\nline 2").message.endswith("line 2")
-    assert failure_in("PortTaken: 8000\nTraceback (most recent call last):\n  File\nValueError: x") is None
-    assert failure_in("ValueError: x") is None
-    assert failure_in("") is None
+    assert parse_failure_from_log("starting\nPortTaken: 8000").message == "8000"
+    assert parse_failure_from_log("ProviderError: gone; the end of its log:\nline 1\nline 2").message.endswith("line 2")
+    assert parse_failure_from_log("PortTaken: 8000\nTraceback (most recent call last):\n  File\nValueError: x") is None
+    assert parse_failure_from_log("ValueError: x") is None
+    assert parse_failure_from_log("") is None

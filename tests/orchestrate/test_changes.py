@@ -13,7 +13,7 @@ import pytest
 
 from ramify.envserver import EnvServer, EnvServerConfig
 from ramify.errors import EnvironmentChanged
-from ramify.launch.finished import steps_of
+from ramify.launch.completion import get_finished_steps
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run_context import RunContext
 from ramify.store import Ledger, RunLog, RunStore
@@ -96,7 +96,7 @@ class Story:
     async def _start(self, accept: bool, rollouts: int) -> None:
         async with self.server() as server, AsyncExitStack() as stack:
             config = self.config(server.address)
-            assert steps_of(config, accept_changes=accept) is None
+            assert get_finished_steps(config, accept_changes=accept) is None
             run = RunContext(config)
             await run.open(stack)
             before = len(run.store.rollouts())

@@ -34,7 +34,7 @@ def test_the_same_command_again_says_that_it_is_finished(finished):
 def test_a_program_runs_it_by_the_same_tables(finished, monkeypatch):
     monkeypatch.chdir(finished)
     ended = rf.rl(tomllib.loads((finished / "rl.toml").read_text()))
-    assert (ended.path, ended.outcome.value, ended.ran) == (Path("outputs/run"), 0, False)
+    assert (ended.path, ended.outcome.value, ended.did_run) == (Path("outputs/run"), 0, False)
 
 
 def test_another_model_is_another_run(finished):

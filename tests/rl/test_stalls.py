@@ -25,7 +25,7 @@ from ramify.errors import (
     StorageFailed,
     StorageFull,
 )
-from ramify.launch.status import StatusClient
+from ramify.launch.status_client import StatusClient
 from ramify.model.version import PolicyVersion
 from ramify.orchestrate import background
 from ramify.orchestrate.config import RunConfig
@@ -167,8 +167,8 @@ def test_groups_that_teach_nothing_are_seen_long_before(stage):
 
     async def ask(client: StatusClient) -> None:
         while not status.get("trainable", [0, 0])[1]:
-            status.update(await client.look())
-        status["dropped"] = await client.look("/dropped")
+            status.update(await client.get_async())
+        status["dropped"] = await client.get_async("/dropped")
 
     with pytest.raises(RunStalled):
         stage.run("seen", answers=lambda address: asked.append(asyncio.create_task(ask(StatusClient(address)))))

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from ramify.errors import PeerLost, PeerRefused, PortTaken
-from ramify.launch.ports import settled
+from ramify.launch.ports import assign_ports
 from ramify.train.batch import Batch, PackSpec, encode_batch, repack, split_across_ranks
 from ramify.train.protocol import (
     BatchRequest,
@@ -30,7 +30,7 @@ class Orchestrator:
 
     def __init__(self, batches: list[Batch], address: str | None = None) -> None:
         self.batches = batches
-        self.address = address or settled({"it": "tcp://127.0.0.1:0"})["it"]  # a port that nobody takes in between
+        self.address = address or assign_ports({"it": "tcp://127.0.0.1:0"})["it"]  # a port that nobody takes in between
         self.committed, self.incarnation = 0, -1
         self.laying, self.ranks = PackSpec(), 0
         self.served: list[tuple[int, int]] = []  # (incarnation, step)

@@ -12,7 +12,7 @@ from ramify.cli.short import spelled_out
 from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
-from ramify.launch.parts import env_part
+from ramify.launch.process_configs import build_env_server_config
 from ramify.orchestrate.config import RunConfig
 from ramify.wire.address import check_bind_address
 
@@ -36,7 +36,7 @@ def run(args: Sequence[str]) -> int:
     rest = spelled_out(rest)
 
     def take(whole: RunConfig) -> dict[str, Any]:
-        table = env_part(whole, _source(rest))
+        table = build_env_server_config(whole, _source(rest))
         if "inference" not in table and not any(arg.startswith("--inference") for arg in rest):
             raise_config_invalid(
                 [("inference", "the run starts an engine of its own; say where it answers, with -b URL")]

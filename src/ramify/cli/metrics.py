@@ -19,9 +19,9 @@ def run(args: Sequence[str]) -> int:
     """Summarise the metrics, or print the points of those whose names match."""
     asked = _parser().parse_args(args)
     from ramify.cli.runs import run_path  # loaded here, not for help
-    from ramify.launch.asking import metrics_of
+    from ramify.launch.run_queries import read_metrics
 
-    points = metrics_of(run_path(asked.run), asked.name or "*")
+    points = read_metrics(run_path(asked.run), asked.name or "*")
     if asked.json:
         print(json.dumps([point._asdict() for point in points]))
     elif not points:

@@ -47,27 +47,27 @@ def run(args: Sequence[str]) -> int:
 
 def _with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
     """Two kinds of processes, supervised: this one only watches."""
-    from ramify.launch.carrying import carry_out
-    from ramify.launch.dashboard import Lines
-    from ramify.launch.finished import told
-    from ramify.launch.plan import orchestrator_plan
-    from ramify.launch.tables import check_tables
+    from ramify.launch.completion import format_finished
+    from ramify.launch.dashboard import LogRunDisplay
+    from ramify.launch.execution import execute_plan
+    from ramify.launch.plan import build_orchestrator_plan
+    from ramify.launch.plugin_check import check_plugin_tables
 
-    plan = orchestrator_plan(config)
-    environments = check_tables(config)
+    plan = build_orchestrator_plan(config)
+    environments = check_plugin_tables(config)
     if dry:
-        print("\n".join(plan.lines()))
+        print("\n".join(plan.format_lines()))
         return 0
-    print(f"trainers come to {plan.orchestrator}; status at {plan.status}", flush=True)
-    ended = carry_out(plan, accept_changes=accept, environments=environments, display=Lines())
-    if not ended.ran:
-        print(f"{ended.path} is finished: {told(ended.steps, config)}")
+    print(f"trainers come to {plan.orchestrator_address}; status at {plan.status_address}", flush=True)
+    ended = execute_plan(plan, accept_changes=accept, environments=environments, display=LogRunDisplay())
+    if not ended.did_run:
+        print(f"{ended.path} is finished: {format_finished(ended.steps, config)}")
     return ended.outcome.value
 
 
 def _alone(config: RunConfig, *, accept: bool) -> int:
-    from ramify.launch.finished import finish, steps_of, told
-    from ramify.launch.record import Record, read_record
+    from ramify.launch.completion import format_finished, get_finished_steps, mark_finished
+    from ramify.launch.run_record import RunRecord, read_record
     from ramify.monitor import open_monitors, samples_of
     from ramify.orchestrate.orchestrator import Orchestrator
 
@@ -79,10 +79,12 @@ def _alone(config: RunConfig, *, accept: bool) -> int:
     def answers(status: str) -> None:
         """Who has no supervisor says himself where the run can be asked."""
         if read_record(config.path).get("status") != status:
-            Record(config.path, status).write([])
+            RunRecord(config.path, status).write([])
 
-    if (steps := steps_of(config, accept_changes=accept or None)) is not None:  # a supervisor has said it before
-        print(f"{config.path} is finished: {told(steps, config)}")
+    if (
+        steps := get_finished_steps(config, accept_changes=accept or None)
+    ) is not None:  # a supervisor has said it before
+        print(f"{config.path} is finished: {format_finished(steps, config)}")
         return 0
     whole_lines()
     monitors = open_monitors(config, lambda line: print(line, flush=True))
@@ -96,7 +98,7 @@ def _alone(config: RunConfig, *, accept: bool) -> int:
     finally:
         monitors.close()
     if code == 0:
-        finish(config)
+        mark_finished(config)
     return code
 
 

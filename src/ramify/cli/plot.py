@@ -14,7 +14,7 @@ def run(args: Sequence[str]) -> int:
     asked = _parser().parse_args(args)
     from ramify.cli.runs import run_path  # loaded here, not for help
     from ramify.errors import ConfigInvalid
-    from ramify.launch.asking import metrics_of
+    from ramify.launch.run_queries import read_metrics
     from ramify.monitor.figure import draw
 
     if not Path(asked.o).suffix:
@@ -23,7 +23,7 @@ def run(args: Sequence[str]) -> int:
     labels = [path.name for path in paths]
     runs = {path.name if labels.count(path.name) == 1 else str(given): path for path, given in paths.items()}
     names = asked.name or list(DEFAULT)
-    points = {label: [point for name in names for point in metrics_of(path, name)] for label, path in runs.items()}
+    points = {label: [point for name in names for point in read_metrics(path, name)] for label, path in runs.items()}
     if not any(points.values()):
         raise ConfigInvalid(f"there is nothing to draw: no run has {' or '.join(names)}")
     draw(points, Path(asked.o))

@@ -42,22 +42,22 @@ def run(args: Sequence[str]) -> int:
     dry, rest = pop_flag(rest, "--dry-run")
     config = parse(RunConfig, spelled_out(rest), prog="ramify rl", command_flags=COMMAND_FLAGS)
     if dry:
-        from ramify.launch.plan import plan_of
+        from ramify.launch.plan import build_plan
         from ramify.launch.preflight import check_start
 
-        plan = plan_of(config, dry=True)
+        plan = build_plan(config, dry_run=True)
         check_start(config, fresh=fresh, accept_changes=accept)
-        dry_run(config, config.path, plan.lines(), write_files=plan.write)
+        dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
         return 0
     from ramify.cli.runs import describe_resume
-    from ramify.launch.dashboard import choose  # the rest is loaded here, not for help
-    from ramify.launch.finished import told
-    from ramify.launch.run import rl
-    from ramify.launch.supervisor import Outcome
+    from ramify.launch.api import rl
+    from ramify.launch.completion import format_finished
+    from ramify.launch.dashboard import choose_display  # the rest is loaded here, not for help
+    from ramify.launch.supervisor import RunOutcome
 
     again = shlex.join(["ramify", "rl", *(arg for arg in args if arg not in ("--fresh", "--accept-changes"))])
     try:
-        ended = rl(config, fresh=fresh, accept_changes=accept, display=choose())
+        ended = rl(config, fresh=fresh, accept_changes=accept, display=choose_display())
     except RamifyError as error:
         if not isinstance(
             error, CheckpointRefused | ConfigInvalid | RunBusy | RunDamaged
@@ -66,13 +66,15 @@ def run(args: Sequence[str]) -> int:
         raise
     where = shlex.quote(str(ended.path))
     match ended.outcome:
-        case Outcome.FINISHED if not ended.ran:
-            print(f"{ended.path} is finished: {told(ended.steps, config)}; --fresh begins anew")
-        case Outcome.FINISHED:
-            print(f"done: {told(ended.steps, config)}, in {ended.path}; see it with: ramify plot {where} -o reward.png")
-        case Outcome.LEFT:
+        case RunOutcome.FINISHED if not ended.did_run:
+            print(f"{ended.path} is finished: {format_finished(ended.steps, config)}; --fresh begins anew")
+        case RunOutcome.FINISHED:
+            print(
+                f"done: {format_finished(ended.steps, config)}, in {ended.path}; see it with: ramify plot {where} -o reward.png"
+            )
+        case RunOutcome.STOPPED:
             print(f"left. Continue with: {again}", file=sys.stderr)
-        case Outcome.INTERRUPTED:
+        case RunOutcome.INTERRUPTED:
             print(f"stopped; {describe_resume(ended.path, again)}", file=sys.stderr)
     return ended.outcome.value
 

@@ -42,7 +42,7 @@ def run(args: Sequence[str]) -> int:
 def _roll_back_ledger(store: "RunStore", step: int) -> int:
     """End the history at `step`, and return the step at which it ended before; 0 for an SFT run, which has none."""
     from ramify.errors import ConfigInvalid
-    from ramify.launch.finished import FINISHED
+    from ramify.launch.completion import FINISHED_KEY
     from ramify.store.ledger import Ledger
     from ramify.store.run_log import RunLog
 
@@ -53,8 +53,8 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
     if committed > step:
         asyncio.run(ledger.roll_back(step))
         RunLog(store).log_event("rolled_back", committed=committed, step=step)
-        if (store.get_fact(FINISHED) or 0) > step:
-            store.set_fact(FINISHED, None)
+        if (store.get_fact(FINISHED_KEY) or 0) > step:
+            store.set_fact(FINISHED_KEY, None)
     return committed
 
 

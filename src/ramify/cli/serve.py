@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ramify.cli.short import spelled_out
 from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
-from ramify.launch.parts import serve_part
+from ramify.launch.process_configs import build_serve_config
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
@@ -34,7 +34,7 @@ def run(args: Sequence[str]) -> int:
         print(USAGE)
     dry, rest = pop_flag(spelled_out(args), "--dry-run")
     config, whole = parse_component(
-        ServeConfig, rest, RunConfig, serve_part, prog="ramify serve", command_flags=["--dry-run"]
+        ServeConfig, rest, RunConfig, build_serve_config, prog="ramify serve", command_flags=["--dry-run"]
     )
     said = {"host", "port"} & config.server.model_fields_set
     if whole is not None and isinstance(whole.inference, ExternalConfig) and not said:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ramify.cli.short import spelled_out
 from ramify.config import dry_run, parse_component, pop_flag
 from ramify.errors import ConfigInvalid
-from ramify.launch.parts import trainer_part
+from ramify.launch.process_configs import build_trainer_config
 from ramify.orchestrate.config import RunConfig
 from ramify.train.process_config import TrainerProcessConfig
 
@@ -34,7 +34,7 @@ def run(args: Sequence[str]) -> int:
     flat, rest = pop_flag(rest, "--flat")
     replay, rest = _folder(rest, "--replay")
     record, rest = _folder(rest, "--record")
-    take = trainer_part if replay is None else (lambda whole: {**trainer_part(whole), "address": None})
+    take = build_trainer_config if replay is None else (lambda whole: {**build_trainer_config(whole), "address": None})
     config, whole = parse_component(
         TrainerProcessConfig, spelled_out(rest), RunConfig, take, prog="ramify trainer", command_flags=COMMAND_FLAGS
     )

@@ -32,15 +32,15 @@ def run(args: Sequence[str]) -> int:
     """Ask the run, or read what it left behind; with --audit, check its files and its ledger."""
     asked = _parser().parse_args(args)
     from ramify.cli.runs import run_path  # loaded here, not for help
-    from ramify.launch.asking import live
+    from ramify.launch.run_queries import connect_if_running
 
     path = run_path(asked.run)
     if asked.audit:
         return _audit(path)
     _check_kind(path)
-    client = live(path)
+    client = connect_if_running(path)
     if client is not None:
-        _alive(client.ask("/status"), client.ask("/why"), client.ask("/dropped"))
+        _alive(client.get("/status"), client.get("/why"), client.get("/dropped"))
         return 0
     try:
         _over(path)
@@ -65,10 +65,10 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str
     from rich.text import Text
 
     from ramify.cli.runs import paper
-    from ramify.launch.dashboard import line_of
+    from ramify.launch.dashboard import format_status_line
 
     console = paper()
-    console.print(Text(f"{status.get('run', '')} {line_of(status)}"))
+    console.print(Text(f"{status.get('run', '')} {format_status_line(status)}"))
     errors: list[dict[str, Any]] = status.get("errors") or []
     for error in errors:
         console.print(Text(f"{error['name']}: {error['message']}"), soft_wrap=True)
@@ -92,15 +92,15 @@ def _silent(path: Path, busy: RunBusy) -> None:
     import platform
 
     from ramify.cli.runs import paper
-    from ramify.launch.liveness import process_state
-    from ramify.launch.record import read_record
+    from ramify.launch.liveness import get_process_state
+    from ramify.launch.run_record import read_record
     from ramify.orchestrate.snapshot import read_snapshot
 
     snapshot = read_snapshot(path)
     if snapshot is None:
         raise busy
     here = snapshot.host == platform.node()
-    state = process_state(snapshot.pid) if here else f"on {snapshot.host}"
+    state = get_process_state(snapshot.pid) if here else f"on {snapshot.host}"
     address = read_record(path).get("status") or "its status address"
     print(f"the orchestrator of {path} does not answer at {address}: process {snapshot.pid}, {state}")
     if state == "stopped":
@@ -113,8 +113,8 @@ def _silent(path: Path, busy: RunBusy) -> None:
 def _over(path: Path) -> None:
     """From the files alone: how far it came, what happened last, how each process ended."""
     from ramify.cli.runs import paper
-    from ramify.launch.asking import is_finished
     from ramify.launch.last_state import describe_last_state
+    from ramify.launch.run_queries import has_finished
     from ramify.orchestrate.snapshot import read_snapshot
     from ramify.store import RunStore
     from ramify.store.ledger import Ledger
@@ -124,7 +124,7 @@ def _over(path: Path) -> None:
     with RunStore.open(path, write=False) as store:
         ledger, journal = Ledger.open_readonly(store), RunLog(store)
         marks, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
-        dropped, done, events = ledger.describe_drops(), is_finished(store), journal.events()
+        dropped, done, events = ledger.describe_drops(), has_finished(store), journal.events()
     end = "is finished" if done else "is not running, and not finished"
     print(f"{path} {end}: step {marks.committed} is committed, {marks.acknowledged - marks.committed} done after it")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
@@ -145,7 +145,7 @@ def _over(path: Path) -> None:
 
 def _print_tails(path: Path, console: "Console") -> None:
     """Print the last lines of each process's log."""
-    from ramify.launch.record import read_record
+    from ramify.launch.run_record import read_record
 
     for name, process in read_record(path).get("processes", {}).items():
         console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
@@ -204,7 +204,7 @@ def _audit_checkpoints(path: Path) -> list[str]:
 
 def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
     """Return how much the ledger holds and what is wrong with it; a run of `ramify eval` has none."""
-    from ramify.launch.asking import is_finished
+    from ramify.launch.run_queries import has_finished
     from ramify.store.audit import audit
     from ramify.store.ledger import Ledger
 
@@ -212,7 +212,7 @@ def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
         return f"{len(store.rollouts())} rollouts", []
     ledger = Ledger.open_readonly(store)
     told = f"{len(ledger.groups())} groups, {ledger.progress().committed} steps"
-    return told, audit(ledger, finished=is_finished(store))
+    return told, audit(ledger, finished=has_finished(store))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
-from .plan import Plan as Plan
-from .plan import plan_of as plan_of
-from .process import Entry as Entry
-from .process import Role as Role
-from .run import rl as rl
-from .supervisor import Outcome as Outcome
+from .api import rl as rl
+from .plan import LaunchPlan as LaunchPlan
+from .plan import build_plan as build_plan
+from .process import ProcessRole as ProcessRole
+from .process import ProcessSpec as ProcessSpec
+from .supervisor import RunOutcome as RunOutcome
 from .supervisor import Supervisor as Supervisor

@@ -12,9 +12,9 @@ from typing import Literal
 from ramify.cli.ask import ask
 from ramify.config import raise_config_invalid
 
-QUICK = 10.0  # seconds for the driver to say what there is
-QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]
-ENOUGH = 8  # threads beside a GPU, which does the work itself
+QUERY_TIMEOUT = 10.0  # seconds for the driver to say what there is
+NVIDIA_SMI_QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]
+MAX_THREADS_WITH_GPU = 8  # threads beside a GPU, which does the work itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DeviceAllocation:
     """What a process may use."""
 
     threads: int
@@ -46,22 +46,22 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class DeviceAllocations:
     """Who gets what."""
 
-    inference: Share
-    trainer: Share
-    rest: Share
+    inference: DeviceAllocation
+    trainer: DeviceAllocation
+    other: DeviceAllocation
 
     @property
-    def shared(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether engine and trainer are on the same GPU."""
         return bool(self.inference.gpus) and self.inference.gpus == self.trainer.gpus
 
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that we may use, as the driver shows them; none without a driver."""
-    told = ask(QUERY, deadline=QUICK)
+    told = ask(NVIDIA_SMI_QUERY, deadline=QUERY_TIMEOUT)
     found = [line.split(", ", 2) for line in told.text.splitlines()] if told.ok else []
     gpus = [Gpu(index, name, int(memory) << 20) for index, memory, name in found]
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -70,12 +70,12 @@ def visible_gpus() -> list[Gpu]:
     return [gpu for index in allowed.split(",") for gpu in gpus if gpu.index == index.strip()]
 
 
-def on_gpu(device: Literal["cpu", "cuda", "auto", "none"], gpus: list[Gpu]) -> bool:
+def uses_gpu(device: Literal["cpu", "cuda", "auto", "none"], gpus: list[Gpu]) -> bool:
     """Whether what is told to use `device` computes on a GPU where these are."""
     return device == "cuda" or (device == "auto" and bool(gpus))
 
 
-def share(
+def allocate_devices(
     cores: int,
     gpus: list[Gpu],
     *,
@@ -83,10 +83,10 @@ def share(
     trainer: Literal["cpu", "cuda", "auto"],
     mode: Literal["auto", "split", "shared"],
     trainer_gpus: int = 1,
-    assume: bool = False,
-) -> Shares:
+    assume_gpus: bool = False,
+) -> DeviceAllocations:
     """Divide the machine. With `assume`, GPUs that a config asks for and that are not here are taken as given."""
-    engine_gpu, trainer_gpu = on_gpu(inference, gpus), on_gpu(trainer, gpus)
+    engine_gpu, trainer_gpu = uses_gpu(inference, gpus), uses_gpu(trainer, gpus)
     both = engine_gpu and trainer_gpu
     if trainer_gpus > 1 and not (trainer_gpu and (mode == "split" or not both)):
         raise_config_invalid(
@@ -98,14 +98,16 @@ def share(
     split = both and (mode == "split" or (mode == "auto" and len(gpus) > 1))
     wanted = (1 + trainer_gpus) if split else trainer_gpus if trainer_gpu else int(engine_gpu)
     if len(gpus) < wanted:
-        if not assume or gpus:
+        if not assume_gpus or gpus:
             found = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} here"
             raise_config_invalid([("launch.gpus", f"the run needs {wanted} GPU{'s' if wanted > 1 else ''}, {found}")])
         gpus = [Gpu(str(number), "not on this machine", None) for number in range(wanted)]
     ours = gpus[1 : 1 + trainer_gpus] if split else gpus[:trainer_gpus]
     half = max(1, cores // 2 if inference != "none" else cores - 1)
-    return Shares(
-        inference=Share(min(half, ENOUGH) if engine_gpu else half, gpus[:1] if engine_gpu else []),
-        trainer=Share(min(half, ENOUGH) if trainer_gpu else half, ours if trainer_gpu else []),
-        rest=Share(1),
+    return DeviceAllocations(
+        inference=DeviceAllocation(
+            min(half, MAX_THREADS_WITH_GPU) if engine_gpu else half, gpus[:1] if engine_gpu else []
+        ),
+        trainer=DeviceAllocation(min(half, MAX_THREADS_WITH_GPU) if trainer_gpu else half, ours if trainer_gpu else []),
+        other=DeviceAllocation(1),
     )

@@ -7,9 +7,9 @@ from ramify.orchestrate.snapshot import read_snapshot
 
 def describe_last_state(path: Path) -> str:
     """Return the state that the orchestrator of the run at `path` wrote to disk last, and its age."""
-    from ramify.launch.dashboard import line_of  # brings rich
+    from ramify.launch.dashboard import format_status_line  # brings rich
 
     snapshot = read_snapshot(path)
     if snapshot is None:
         return f"{path} has no status.json: nothing is known of its last state"
-    return f"last state, {snapshot.age:.0f} s ago: {line_of(snapshot.status)}"
+    return f"last state, {snapshot.age:.0f} s ago: {format_status_line(snapshot.status)}"

@@ -21,22 +21,22 @@ from ramify.orchestrate.config import RunConfig
 from ramify.wire.listener import to_bind_error
 
 HOST = "127.0.0.1"
-EVALS = 1000  # eval source i listens so far above the base
-ANY = range(20_000, 30_000)  # where a port is looked for when any will do
-TRIES = 100
+EVAL_PORT_OFFSET = 1000  # eval source i listens so far above the base
+PORT_RANGE = range(20_000, 30_000)  # where a port is looked for when any will do
+MAX_BIND_TRIES = 100
 
 
-def source_addresses(config: RunConfig) -> dict[str, str]:
+def build_source_addresses(config: RunConfig) -> dict[str, str]:
     """Where the servers that the run starts for its sources listen, by name (`train/reverse`); port 0 is any."""
     base, found = config.launch.base_port, {}
-    for kind, first, sources in (("train", base, config.train), ("eval", base + EVALS, config.eval)):
+    for kind, first, sources in (("train", base, config.train), ("eval", base + EVAL_PORT_OFFSET, config.eval)):
         for number, source in enumerate(sources):
             if source.address is None:
                 found[f"{kind}/{source.source_name}"] = f"tcp://{HOST}:{first + number if base else 0}"
     return found
 
 
-class Reservation:
+class PortReservation:
     """Addresses whose ports are held until the reservation is closed or garbage-collected."""
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
@@ -44,47 +44,49 @@ class Reservation:
 
         Raises PortTaken for one that is in use, ConfigInvalid for one that is not this machine's.
         """
-        self.places: dict[str, str] = {}
-        self._held: dict[str, int] = {}
-        self._closing = weakref.finalize(self, _close, self._held)
+        self.addresses: dict[str, str] = {}
+        self._socket_fds: dict[str, int] = {}
+        self._finalizer = weakref.finalize(self, _close, self._socket_fds)
         for name, address in addresses.items():
             port, held = _reserve(name, address)
-            self.places[name] = f"{address.rpartition(':')[0]}:{port}"
+            self.addresses[name] = f"{address.rpartition(':')[0]}:{port}"
             if held is not None:
-                self._held[name] = held.detach()
+                self._socket_fds[name] = held.detach()
 
     def ports(self, *names: str) -> str:
         """Return the ports that are held for these listeners, separated by commas, for the environment variable."""
-        return ",".join(str(urlsplit(self.places[name]).port) for name in names if name in self._held)
+        return ",".join(str(urlsplit(self.addresses[name]).port) for name in names if name in self._socket_fds)
 
     def release(self, name: str) -> None:
         """Release a port whose process cannot set SO_REUSEPORT."""
-        if name in self._held:
-            os.close(self._held.pop(name))
+        if name in self._socket_fds:
+            os.close(self._socket_fds.pop(name))
 
     def close(self) -> None:
         """Release every port."""
-        self._closing()
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
 
-def settled(addresses: Mapping[str, str]) -> dict[str, str]:
+def assign_ports(addresses: Mapping[str, str]) -> dict[str, str]:
     """The addresses, by what listens there, with a port for each 0 that was free a moment ago."""
-    with Reservation(addresses) as reservation:
-        return reservation.places
+    with PortReservation(addresses) as reservation:
+        return reservation.addresses
 
 
-def _close(held: dict[str, int]) -> None:
-    while held:
-        os.close(held.popitem()[1])
+def _close(socket_fds: dict[str, int]) -> None:
+    while socket_fds:
+        os.close(socket_fds.popitem()[1])
 
 
-def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
+def _reserve(listener_name: str, address: str) -> tuple[int, socket.socket | None]:
     """Return the port, and the socket that holds it.
 
     There is no socket for a configured port that has connections of an earlier run in TIME_WAIT: a listener can bind it
@@ -96,10 +98,10 @@ def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
     except ValueError:  # its port is no number
         host = port = None
     if host is None or port is None:
-        raise_config_invalid([(what, f"expected {place.scheme or 'tcp'}://HOST:PORT, got {address}")])
+        raise_config_invalid([(listener_name, f"expected {place.scheme or 'tcp'}://HOST:PORT, got {address}")])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     last = OSError()
-    for number in [port] if port else random.sample(ANY, TRIES):
+    for number in [port] if port else random.sample(PORT_RANGE, MAX_BIND_TRIES):
         try:
             socket.create_server((host, number), family=family).close()
         except OSError as error:
@@ -113,4 +115,4 @@ def _reserve(what: str, address: str) -> tuple[int, socket.socket | None]:
         held.close()
         if port:
             return port, None
-    raise to_bind_error(what, address, last.errno, str(last.strerror)) from last
+    raise to_bind_error(listener_name, address, last.errno, str(last.strerror)) from last

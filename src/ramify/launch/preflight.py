@@ -8,8 +8,8 @@ import difflib
 
 from ramify.config import raise_config_invalid
 from ramify.errors import ConfigInvalid, ModelNotFound, RamifyError
-from ramify.launch.carrying import claim
-from ramify.launch.tables import check_tables
+from ramify.launch.execution import lock_run
+from ramify.launch.plugin_check import check_plugin_tables
 from ramify.model.resolve import PACKAGED_MODELS, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.render import load_renderer
@@ -22,11 +22,11 @@ from ramify.wire.address import check_bind_address
 
 def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
     """Refuse what the run would refuse at its start. `fresh` and `accept_changes` are as the run would get them."""
-    problems = [*_problems_of_address(config), *_problems_of_model(config)]
+    problems = [*_find_address_problems(config), *_find_model_problems(config)]
     if problems:
         raise_config_invalid(problems)
-    environments = check_tables(config, start=True)
-    with claim(config.path):
+    environments = check_plugin_tables(config, include_start_checks=True)
+    with lock_run(config.path):
         if not fresh and (config.path / DATABASE_NAME).is_file():
             with RunStore.open(config.path, write=False) as store:
                 check_identity(store, config.identity, accept_changes)
@@ -35,7 +35,7 @@ def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool 
                     check_no_changes(store, find_changes(store, observed))
 
 
-def _problems_of_address(config: RunConfig) -> list[tuple[str, str]]:
+def _find_address_problems(config: RunConfig) -> list[tuple[str, str]]:
     try:
         check_bind_address(config.orchestrator.address, config.secret)
     except ConfigInvalid as error:
@@ -43,7 +43,7 @@ def _problems_of_address(config: RunConfig) -> list[tuple[str, str]]:
     return []
 
 
-def _problems_of_model(config: RunConfig) -> list[tuple[str, str]]:
+def _find_model_problems(config: RunConfig) -> list[tuple[str, str]]:
     """Return problems of the model's name and renderer.
 
     A missing model is a problem only if its name resembles a packaged one: any other may be on the machine of the run.

@@ -2,17 +2,17 @@
 
 from ramify.wire.address import is_listening
 
-PATIENCE = 2.0  # seconds for one answer
+RESPONSE_TIMEOUT = 2.0  # seconds for one answer
 
 
-async def answers(address: str, *, patience: float = PATIENCE) -> bool:
+async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT) -> bool:
     """`http://...`: it says 200 within `patience` seconds. `tcp://...`: it takes a connection."""
     if not address.startswith("http"):
         return await is_listening(address)
     import httpx  # loaded where somebody is asked
 
     try:
-        async with httpx.AsyncClient(timeout=patience, trust_env=False, verify=False) as http:
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=False) as http:
             return (await http.get(address)).status_code == 200
     except httpx.HTTPError:
         return False

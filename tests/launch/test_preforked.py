@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from ramify.launch.nursery import RAMIFY, nursery
-from ramify.launch.process import Entry, Process
+from ramify.launch.preforked import RAMIFY_COMMAND, start_prefork_server
+from ramify.launch.process import ProcessSpec, SupervisedProcess
 from tests.launch.scripts import until
 
 SEEN = {"RAMIFY_TEST": "seen"}
@@ -27,11 +27,12 @@ def bounded(test):
     return run
 
 
-def entries(folder, *commands: tuple[str, ...], loads=("colorsys",), env=SEEN) -> list[Entry]:
+def entries(folder, *commands: tuple[str, ...], loads=("colorsys",), env=SEEN) -> list[ProcessSpec]:
     """Commands of ramify that have something to load; two of them, so that it pays."""
     both = [*commands, ("--version",)]
     return [
-        Entry(f"p{at}", (*RAMIFY, *words), folder / f"p{at}.log", env=env, loads=loads) for at, words in enumerate(both)
+        ProcessSpec(f"p{at}", (*RAMIFY_COMMAND, *words), folder / f"p{at}.log", env=env, loads=loads)
+        for at, words in enumerate(both)
     ]
 
 
@@ -45,9 +46,9 @@ def gone(process: psutil.Process) -> bool:
 
 
 @asynccontextmanager
-async def born(entry: Entry, found):
+async def born(entry: ProcessSpec, found):
     """One life of it."""
-    life = Process(entry, patience=2.0, nursery=found)
+    life = SupervisedProcess(entry, stop_timeout=2.0, prefork_client=found)
     await life.start()
     try:
         yield life
@@ -58,20 +59,22 @@ async def born(entry: Entry, found):
 @bounded
 async def test_a_command_is_forked_with_its_own_name_session_log_and_exit_code(tmp_path):
     told, wrong, _ = entries(tmp_path, ("doctor", "--help"), ("serv",))
-    with nursery([told, wrong]) as found:
-        (parent,) = [one for one in psutil.Process().children() if "ramify.launch.nursery" in one.cmdline()]
+    with start_prefork_server([told, wrong]) as found:
+        (parent,) = [one for one in psutil.Process().children() if "ramify.launch.preforked" in one.cmdline()]
         async with born(told, found) as life:
-            assert await life.ended() == 0
+            assert await life.wait_for_exit() == 0
         assert "usage: ramify doctor" in told.log.read_text()
         async with born(wrong, found) as life:
-            assert await life.ended() == 2
+            assert await life.wait_for_exit() == 2
         assert "did you mean 'ramify serve'" in life.tail()
-        serve = Entry("p0", (*RAMIFY, *serving(tmp_path)), tmp_path / "serve.log", env=SEEN, loads=told.loads)
+        serve = ProcessSpec(
+            "p0", (*RAMIFY_COMMAND, *serving(tmp_path)), tmp_path / "serve.log", env=SEEN, loads=told.loads
+        )
         async with born(serve, found) as life:
             command = psutil.Process(life.pid)
             until(lambda: command.cmdline()[: len(serve.command)] == list(serve.command))
             leash = command.parent()
-            assert leash.cmdline()[:4] == [sys.executable, "-m", "ramify.launch.leash", "2.0"]
+            assert leash.cmdline()[:4] == [sys.executable, "-m", "ramify.launch.parent_watch", "2.0"]
             assert leash.parent() == parent
             assert os.getsid(command.pid) == leash.pid
             assert command.environ()["RAMIFY_TEST"] == "seen"
@@ -82,29 +85,29 @@ async def test_a_command_is_forked_with_its_own_name_session_log_and_exit_code(t
 @bounded
 async def test_a_kill_is_told_as_one(tmp_path, victim):
     entry, *rest = entries(tmp_path, serving(tmp_path))
-    with nursery([entry, *rest]) as found:
+    with start_prefork_server([entry, *rest]) as found:
         async with born(entry, found) as life:
             command = psutil.Process(life.pid)
             (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
-            assert await asyncio.wait_for(life.ended(), 5) in (-9, 128 + 9)
+            assert await asyncio.wait_for(life.wait_for_exit(), 5) in (-9, 128 + 9)
             until(lambda: gone(command))
 
 
 @bounded
 async def test_without_a_nursery_that_lives_a_process_is_started_as_any_other(tmp_path):
     entry, *rest = entries(tmp_path, ("--version",), loads=("a_module_that_is_not_there",))
-    with nursery([entry, *rest]) as found:
+    with start_prefork_server([entry, *rest]) as found:
         async with born(entry, found) as life:
-            assert await life.ended() == 0
+            assert await life.wait_for_exit() == 0
         async with born(entry, found) as life:  # it is known to be gone by now
-            assert await life.ended() == 0
+            assert await life.wait_for_exit() == 0
     assert entry.log.read_text().count("ramify ") == 2
 
 
 @bounded
 async def test_the_end_of_the_nursery_is_not_the_end_of_its_children(tmp_path):
     entry, *rest = entries(tmp_path, serving(tmp_path))
-    with nursery([entry, *rest]) as found:
+    with start_prefork_server([entry, *rest]) as found:
         async with born(entry, found) as life:
             command = psutil.Process(life.pid)
             nest = command.parent().parent()
@@ -116,7 +119,9 @@ async def test_the_end_of_the_nursery_is_not_the_end_of_its_children(tmp_path):
 
 def test_only_those_that_see_the_same_share_one(tmp_path):
     one, other = entries(tmp_path, ("--version",))
-    with nursery([one]) as found:
+    with start_prefork_server([one]) as found:
         assert found is None
-    with nursery([one, Entry(other.name, other.command, other.log, env={}, loads=other.loads)]) as found:
+    with start_prefork_server(
+        [one, ProcessSpec(other.name, other.command, other.log, env={}, loads=other.loads)]
+    ) as found:
         assert found is None

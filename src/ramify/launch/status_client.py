@@ -6,36 +6,36 @@ import httpx
 
 from ramify.errors import ProviderError
 
-PATIENCE = 5.0  # seconds for an answer
+DEFAULT_TIMEOUT = 5.0  # seconds for an answer
 
 
 class StatusClient:
     """Asks one run. Every call ends within `patience` seconds, with an answer or with ProviderError."""
 
-    def __init__(self, address: str, *, patience: float = PATIENCE) -> None:
+    def __init__(self, address: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.address = address
-        self._options: dict[str, Any] = {"timeout": patience, "trust_env": False, "verify": False}
+        self._options: dict[str, Any] = {"timeout": timeout, "trust_env": False, "verify": False}
 
-    def ask(self, path: str, **query: str) -> Any:
+    def get(self, path: str, **query: str) -> Any:
         """What the run answers."""
         try:
-            return self._read(httpx.get(f"{self.address}{path}", params=query, **self._options), path)
+            return self._parse_json(httpx.get(f"{self.address}{path}", params=query, **self._options), path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._gone(path, error) from error
+            raise self._unreachable_error(path, error) from error
 
-    async def look(self, path: str = "/status") -> Any:
+    async def get_async(self, path: str = "/status") -> Any:
         """The same, for a loop that must not stand still."""
         try:
             async with httpx.AsyncClient(**self._options) as http:
-                return self._read(await http.get(f"{self.address}{path}"), path)
+                return self._parse_json(await http.get(f"{self.address}{path}"), path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._gone(path, error) from error
+            raise self._unreachable_error(path, error) from error
 
-    def _read(self, answer: httpx.Response, path: str) -> Any:
+    def _parse_json(self, response: httpx.Response, path: str) -> Any:
         try:
-            return answer.raise_for_status().json()
+            return response.raise_for_status().json()
         except ValueError as error:
             raise ProviderError(f"{self.address}{path} answered with something else than JSON") from error
 
-    def _gone(self, path: str, error: Exception) -> ProviderError:
+    def _unreachable_error(self, path: str, error: Exception) -> ProviderError:
         return ProviderError(f"{self.address}{path} does not answer: {str(error) or type(error).__name__}")

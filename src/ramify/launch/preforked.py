@@ -1,4 +1,4 @@
-"""`python -m ramify.launch.nursery PARENT MODULES`: loads what several processes need, once, and forks them.
+"""`python -m ramify.launch.preforked PARENT MODULES`: loads what several processes need, once, and forks them.
 
     supervisor ==door==> nursery ---> leash ---> command
 
@@ -22,73 +22,75 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.launch.leash import die_with, hold
+from ramify.launch.parent_watch import die_with_parent, run_watched
 
 if TYPE_CHECKING:
-    from ramify.launch.process import Entry
+    from ramify.launch.process import ProcessSpec
 
-RAMIFY = (sys.executable, "-m", "ramify")  # how the commands begin that can be forked
-MESSAGE = 1 << 16  # bytes of the longest command
-ROOM = " " * 1024  # for the names of those that are born
+RAMIFY_COMMAND = (sys.executable, "-m", "ramify")  # how the commands begin that can be forked
+MAX_MESSAGE_BYTES = 1 << 16  # bytes of the longest command
+TITLE_PADDING = " " * 1024  # for the names of those that are born
 
 
-class Nursery:
+class PreforkClient:
     """The supervisor's end of the door."""
 
-    def __init__(self, door: socket.socket, names: Sequence[str]) -> None:
-        self._door, self._names = door, names
+    def __init__(self, request_socket: socket.socket, spec_names: Sequence[str]) -> None:
+        self._request_socket, self._spec_names = request_socket, spec_names
 
-    def ask(self, entry: "Entry", patience: float, line: socket.socket, log: int) -> bool:
+    def request_fork(
+        self, spec: "ProcessSpec", stop_timeout: float, control_socket: socket.socket, log_fd: int
+    ) -> bool:
         """Ask for a birth, on a leash that ends with `line`; False where there will be none."""
-        if entry.name not in self._names:
+        if spec.name not in self._spec_names:
             return False
-        told = json.dumps({"patience": patience, "command": entry.command, "loads": entry.loads}).encode()
+        told = json.dumps({"patience": stop_timeout, "command": spec.command, "loads": spec.loads}).encode()
         try:
-            socket.send_fds(self._door, [told], [line.fileno(), log])
+            socket.send_fds(self._request_socket, [told], [control_socket.fileno(), log_fd])
         except OSError:  # it is gone
             return False
         return True
 
 
 @contextlib.contextmanager
-def nursery(entries: Sequence["Entry"]) -> Iterator[Nursery | None]:
+def start_prefork_server(specs: Sequence["ProcessSpec"]) -> Iterator[PreforkClient | None]:
     """A nursery for those that load the same and see the same, where there are two at least."""
-    needy = [entry for entry in entries if entry.loads and entry.command[:3] == RAMIFY]
-    if len(needy) < 2 or any(entry.env != needy[0].env for entry in needy):
+    preloadable = [entry for entry in specs if entry.loads and entry.command[:3] == RAMIFY_COMMAND]
+    if len(preloadable) < 2 or any(entry.env != preloadable[0].env for entry in preloadable):
         yield None
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)
         child = subprocess.Popen(
-            [sys.executable, "-m", "ramify.launch.nursery", str(os.getpid()), *needy[0].loads, ROOM],
+            [sys.executable, "-m", "ramify.launch.preforked", str(os.getpid()), *preloadable[0].loads, TITLE_PADDING],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # who cannot load something says so when it is started by itself
-            env={**os.environ, **needy[0].env},
+            env={**os.environ, **preloadable[0].env},
             start_new_session=True,
         )
         theirs.close()
         try:
-            yield Nursery(ours, [entry.name for entry in needy])
+            yield PreforkClient(ours, [entry.name for entry in preloadable])
         finally:
             child.kill()
             child.wait()
 
 
-def main(parent: int, modules: Sequence[str]) -> int:
+def main(parent_pid: int, modules: Sequence[str]) -> int:
     """Load for the first, then fork whenever asked. Returns in every command that comes of it, with its exit code."""
-    die_with(parent)
+    die_with_parent(parent_pid)
     gc.disable()  # modules are no garbage, and looking takes a fifth of the time
-    _load(modules)
+    _import_modules(modules)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are nobody's business here
-    with socket.socket(fileno=0) as door:
+    with socket.socket(fileno=0) as request_socket:
         while True:
-            data, streams, _, _ = socket.recv_fds(door, MESSAGE, 2)
+            data, streams, _, _ = socket.recv_fds(request_socket, MAX_MESSAGE_BYTES, 2)
             if not data:
                 return 0
             told = json.loads(data)
-            _load(told["loads"])
+            _import_modules(told["loads"])
             if os.fork() == 0:
                 break
             for each in streams:
@@ -101,29 +103,29 @@ def main(parent: int, modules: Sequence[str]) -> int:
     for each in streams:
         os.close(each)
     command, patience = told["command"], str(told["patience"])
-    _rename([sys.executable, "-m", "ramify.launch.leash", patience, *command])
-    return hold(lambda: _run(command), grace=told["patience"])
+    _set_process_title([sys.executable, "-m", "ramify.launch.parent_watch", patience, *command])
+    return run_watched(lambda: _run_command(command), stop_timeout=told["patience"])
 
 
-def _load(modules: Sequence[str]) -> None:
+def _import_modules(modules: Sequence[str]) -> None:
     for module in modules:
         import_module(module)
     gc.freeze()  # what is shared stays shared
 
 
-def _run(command: Sequence[str]) -> int:
+def _run_command(command: Sequence[str]) -> int:
     from ramify.cli import main
 
-    _rename(command)
-    sys.argv = ["ramify", *command[len(RAMIFY) :]]
+    _set_process_title(command)
+    sys.argv = ["ramify", *command[len(RAMIFY_COMMAND) :]]
     return main()
 
 
-def _rename(words: Sequence[str]) -> None:
+def _set_process_title(argv: Sequence[str]) -> None:
     """Be seen under this command line: it is written where the kernel reads it, over our own."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted from the state
-    name = "\0".join(words).encode()[: end - start - 1]
+    name = "\0".join(argv).encode()[: end - start - 1]
     ctypes.memmove(start, name.ljust(end - start, b"\0"), end - start)
 
 

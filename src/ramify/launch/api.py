@@ -8,14 +8,14 @@ from ramify.config import parse_section
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.interactive import is_watched, keys_of, name_model
-from ramify.launch.nursery import nursery
-from ramify.launch.plan import plan_of
-from ramify.launch.tables import check_tables
+from ramify.launch.plan import build_plan
+from ramify.launch.plugin_check import check_plugin_tables
+from ramify.launch.preforked import start_prefork_server
 from ramify.orchestrate.config import RunConfig
 
 if TYPE_CHECKING:
-    from ramify.launch.carrying import Ended
-    from ramify.launch.dashboard import Display
+    from ramify.launch.dashboard import RunDisplay
+    from ramify.launch.execution import RunResult
 
 
 def rl(
@@ -23,9 +23,9 @@ def rl(
     *,
     fresh: bool = False,
     accept_changes: bool = False,
-    display: "Display | None" = None,
+    display: "RunDisplay | None" = None,
     **settings: Any,
-) -> "Ended":
+) -> "RunResult":
     """Train, or continue training, until `max_steps`. Raises a named failure. `fresh` begins anew.
 
     `config` is a configuration, a table of settings, or a taskset to learn: its class, an instance, or its id; its eval
@@ -34,18 +34,18 @@ def rl(
     An environment that has changed since the run was started raises EnvironmentChanged, unless `accept_changes`.
     """
     checked = _build_config(config, settings)
-    plan = plan_of(checked)
-    with nursery(plan.entries) as found:  # it loads while we load the rest and check
-        from ramify.launch.carrying import carry_out
-        from ramify.launch.dashboard import Quiet, choose
+    plan = build_plan(checked)
+    with start_prefork_server(plan.process_specs) as found:  # it loads while we load the rest and check
+        from ramify.launch.dashboard import NullRunDisplay, choose_display
+        from ramify.launch.execution import execute_plan
 
-        return carry_out(
+        return execute_plan(
             plan,
             fresh=fresh,
             accept_changes=accept_changes,
-            environments=check_tables(checked),
-            display=display or (choose() if is_watched() else Quiet()),
-            nursery=found,
+            environments=check_plugin_tables(checked),
+            display=display or (choose_display() if is_watched() else NullRunDisplay()),
+            prefork_client=found,
         )
 
 

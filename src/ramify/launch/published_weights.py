@@ -12,11 +12,11 @@ from ramify.orchestrate.config import RunConfig
 from ramify.store import wrap_storage_errors
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
-SERVED = "served"
-TRIES = 5  # a version may be removed while it is looked at
+SERVED_DIR = "served"
+MAX_TRIES = 5  # a version may be removed while it is looked at
 
 
-def newest(directory: Path) -> Path | None:
+def find_newest_weights(directory: Path) -> Path | None:
     """The last published version; None where there is none yet."""
     found: list[tuple[int, int, Path]] = []
     for place in directory.glob(f"*/{MANIFEST_FILE}"):
@@ -28,21 +28,21 @@ def newest(directory: Path) -> Path | None:
     return max(found)[2] if found else None
 
 
-def newest_kept(directory: Path) -> Path | None:
+def link_newest_weights(directory: Path) -> Path | None:
     """The newest weights under a name of the engine's own, which nobody removes while it starts."""
-    for _ in range(TRIES):
-        if (found := newest(directory)) is None:
+    for _ in range(MAX_TRIES):
+        if (found := find_newest_weights(directory)) is None:
             return None
-        shutil.rmtree(directory / SERVED, ignore_errors=True)
+        shutil.rmtree(directory / SERVED_DIR, ignore_errors=True)
         try:
-            return Path(shutil.copytree(found, directory / SERVED / found.name, copy_function=os.link))
+            return Path(shutil.copytree(found, directory / SERVED_DIR / found.name, copy_function=os.link))
         except OSError:
             continue
     return None
 
 
 @contextlib.contextmanager
-def weights_held(config: RunConfig) -> Iterator[None]:
+def hold_weights_directory(config: RunConfig) -> Iterator[None]:
     """The run's weights while it lives: in shared memory they end with it."""
     directory = config.weights.directory_for(config.path)
     remove_stale_directories()
@@ -50,13 +50,16 @@ def weights_held(config: RunConfig) -> Iterator[None]:
         with lock_directory(directory):
             yield
     finally:
-        shutil.rmtree(directory / SERVED, ignore_errors=True)
+        shutil.rmtree(directory / SERVED_DIR, ignore_errors=True)
         remove_stale_directories()
 
 
-def keep_newest(config: RunConfig) -> None:
+def save_final_weights(config: RunConfig) -> None:
     """A finished run leaves its weights on the disk, wherever they travelled. Raises StorageFull or StorageFailed."""
-    found, kept = newest(config.weights.directory_for(config.path)), get_weights_directory(config.path, "disk")
+    found, kept = (
+        find_newest_weights(config.weights.directory_for(config.path)),
+        get_weights_directory(config.path, "disk"),
+    )
     if found is None or found.parent == kept or (kept / found.name).exists():
         return
     part = kept / f".{found.name}"

@@ -12,29 +12,29 @@ from typing import Any
 
 from ramify.errors import ProviderError, RamifyError, RunBusy
 from ramify.interactive import AwaitableResult, run_coroutine
-from ramify.launch.dashboard import EVERY, Display
-from ramify.launch.finished import finish, steps_of
-from ramify.launch.newest import keep_newest, weights_held
-from ramify.launch.nursery import Nursery
-from ramify.launch.plan import Plan
-from ramify.launch.record import Record
-from ramify.launch.status import StatusClient
-from ramify.launch.supervisor import Outcome, Supervisor
+from ramify.launch.completion import get_finished_steps, mark_finished
+from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay
+from ramify.launch.plan import LaunchPlan
+from ramify.launch.preforked import PreforkClient
+from ramify.launch.published_weights import hold_weights_directory, save_final_weights
+from ramify.launch.run_record import RunRecord
+from ramify.launch.status_client import StatusClient
+from ramify.launch.supervisor import RunOutcome, Supervisor
 from ramify.store import RunStore, wrap_storage_errors
 from ramify.store.index import DATABASE_NAME
 from ramify.store.locks import describe_holders, write_holder
 from ramify.store.run_log import RunLog, read_metrics_by_step
 
-CLAIM = "lock"  # how the name of its lock ends
+LOCK_SUFFIX = "lock"  # how the name of its lock ends
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(AwaitableResult):
+class RunResult(AwaitableResult):
     """How a run ended. What it found is in its directory: `ramify metrics`, `plot`, `show`."""
 
     path: Path
-    outcome: Outcome
-    ran: bool = True
+    outcome: RunOutcome
+    did_run: bool = True
     """Whether anything was started; False for a run that was finished already."""
     steps: int = 0
     """Of a run that is finished: fewer than `max_steps` where no task was left."""
@@ -44,37 +44,37 @@ class Ended(AwaitableResult):
         return read_metrics_by_step(self.path)
 
 
-def carry_out(
-    plan: Plan,
+def execute_plan(
+    plan: LaunchPlan,
     *,
     fresh: bool = False,
     accept_changes: bool = False,
     environments: Mapping[str, dict[str, Any]] | None = None,
-    display: Display,
-    nursery: Nursery | None = None,
-) -> Ended:
+    display: RunDisplay,
+    prefork_client: PreforkClient | None = None,
+) -> RunResult:
     """Do what the plan says, in the run's directory, which is this supervisor's alone until it is done.
 
     `environments` are the identities of the sources whose code is on this machine; a change is refused unless
     `accept_changes`.
     """
     config, path = plan.config, plan.config.path
-    with plan.reservation, claim(path):
-        steps = steps_of(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
+    with plan.reservation, lock_run(path):
+        steps = get_finished_steps(config, fresh=fresh, accept_changes=accept_changes, environments=environments)
         if steps is not None:
-            return Ended(path, Outcome.FINISHED, ran=False, steps=steps)
+            return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
         with wrap_storage_errors(path):
             plan.write()
-        with weights_held(config):
+        with hold_weights_directory(config):
             try:
-                outcome = run_coroutine(_supervised(plan, display, nursery))
+                outcome = run_coroutine(_supervise(plan, display, prefork_client))
             except RamifyError as error:
                 _record_failure(path, error)
                 raise
-            if outcome is Outcome.FINISHED:
-                keep_newest(config)
-                return Ended(path, outcome, steps=finish(config))
-    return Ended(path, outcome)
+            if outcome is RunOutcome.FINISHED:
+                save_final_weights(config)
+                return RunResult(path, outcome, steps=mark_finished(config))
+    return RunResult(path, outcome)
 
 
 def _record_failure(path: Path, error: RamifyError) -> None:
@@ -84,35 +84,35 @@ def _record_failure(path: Path, error: RamifyError) -> None:
             RunLog(store).log_event("failed", name=type(error).__name__, message=error.message)
 
 
-async def _supervised(plan: Plan, display: Display, nursery: Nursery | None) -> Outcome:
+async def _supervise(plan: LaunchPlan, display: RunDisplay, prefork_client: PreforkClient | None) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
-    record = Record(path, plan.status)
-    with _logged(path / "logs" / "launch.log", display.say) as say:
+    record = RunRecord(path, plan.status_address)
+    with _tee_to_log(path / "logs" / "launch.log", display.print_line) as say:
         supervisor = Supervisor(
-            plan.entries,
-            restarts=launch.restarts,
-            grace=launch.grace,
-            say=say,
-            changed=record.write,
-            nursery=nursery,
+            plan.process_specs,
+            max_restarts=launch.restarts,
+            grace_period=launch.grace,
+            print_line=say,
+            on_change=record.write,
+            prefork_client=prefork_client,
         )
-        async with _shown(supervisor, StatusClient(plan.status, patience=2.0), display):
+        async with _refresh_display(supervisor, StatusClient(plan.status_address, timeout=2.0), display):
             return await supervisor.run()
 
 
 @contextlib.asynccontextmanager
-async def _shown(supervisor: Supervisor, client: StatusClient, display: Display) -> AsyncIterator[None]:
-    async def look() -> None:
+async def _refresh_display(supervisor: Supervisor, client: StatusClient, display: RunDisplay) -> AsyncIterator[None]:
+    async def poll_status() -> None:
         while True:
             try:
-                status = await client.look()
+                status = await client.get_async()
             except ProviderError:
                 status = None
-            display.look(status, supervisor.processes())
-            await asyncio.sleep(EVERY)
+            display.refresh(status, supervisor.get_process_statuses())
+            await asyncio.sleep(REFRESH_INTERVAL)
 
     with display:
-        looking = asyncio.create_task(look(), name="dashboard")
+        looking = asyncio.create_task(poll_status(), name="dashboard")
         try:
             yield
         finally:
@@ -121,30 +121,30 @@ async def _shown(supervisor: Supervisor, client: StatusClient, display: Display)
 
 
 @contextlib.contextmanager
-def _logged(file: Path, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     """What the supervisor says, to people and to a log."""
     with wrap_storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         log = file.open("a", encoding="utf-8", buffering=1)
 
-    def both(line: str) -> None:
+    def tee_line(line: str) -> None:
         with contextlib.suppress(OSError):  # a full disk: the run has other ways to find out
             log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
-        say(line)
+        print_line(line)
 
     with log:
-        yield both
+        yield tee_line
 
 
 @contextlib.contextmanager
-def claim(path: Path) -> Iterator[None]:
+def lock_run(path: Path) -> Iterator[None]:
     """Hold the run for one supervisor; raise RunBusy if another has it.
 
     The lock file lies beside the directory, because `--fresh` renames the directory.
     """
     with wrap_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path.parent / f".{path.name}.{CLAIM}", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path.parent / f".{path.name}.{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
     with os.fdopen(handle):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

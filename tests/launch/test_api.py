@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from ramify.errors import ConfigInvalid, EnvironmentChanged, NoTrainableGroups, RunBusy, RunStalled
-from ramify.launch.carrying import carry_out, claim
-from ramify.launch.dashboard import Quiet
-from ramify.launch.plan import Plan, plan_of
-from ramify.launch.process import Role
-from ramify.launch.supervisor import Outcome
+from ramify.launch.dashboard import NullRunDisplay
+from ramify.launch.execution import execute_plan, lock_run
+from ramify.launch.plan import LaunchPlan, build_plan
+from ramify.launch.process import ProcessRole
+from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.config import RunConfig
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, record_environments
@@ -36,18 +36,18 @@ ledger.commit()
 """
 
 
-def planned(tmp_path, leader: str = "", **more) -> Plan:
+def planned(tmp_path, leader: str = "", **more) -> LaunchPlan:
     """A plan whose processes are small programs."""
     sources = {"train": [{"taskset": {"id": "reverse-text"}}]}
     config = RunConfig(**{"name": "run", "output": tmp_path, "max_steps": 3, **sources, **more})
     entries = (
-        entry(tmp_path, "trainer", FOR_EVER, Role.FOLLOWER),
-        entry(tmp_path, "orchestrator", leader, Role.LEADER),
+        entry(tmp_path, "trainer", FOR_EVER, ProcessRole.FOLLOWER),
+        entry(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     )
-    return dataclasses.replace(plan_of(config, gpus=[]), entries=entries)
+    return dataclasses.replace(build_plan(config, gpus=[]), entries=entries)
 
 
-class Heard(Quiet):
+class Heard(NullRunDisplay):
     def __init__(self):
         self.said, self.looks = [], 0
 
@@ -60,11 +60,11 @@ class Heard(Quiet):
 
 def test_a_run_is_finished_once_and_goes_on_when_there_is_more_to_do(tmp_path):
     three, four = COMMITS.format(steps=3), COMMITS.format(steps=4)
-    first = carry_out(planned(tmp_path, three), display=Quiet())
-    assert (first.path, first.outcome, first.ran) == (tmp_path / "run", Outcome.FINISHED, True)
-    assert not carry_out(planned(tmp_path, three), display=Quiet()).ran
-    assert carry_out(planned(tmp_path, four, max_steps=4), display=Quiet()).ran
-    assert carry_out(planned(tmp_path, three), fresh=True, display=Quiet()).ran
+    first = execute_plan(planned(tmp_path, three), display=NullRunDisplay())
+    assert (first.path, first.outcome, first.did_run) == (tmp_path / "run", RunOutcome.FINISHED, True)
+    assert not execute_plan(planned(tmp_path, three), display=NullRunDisplay()).did_run
+    assert execute_plan(planned(tmp_path, four, max_steps=4), display=NullRunDisplay()).did_run
+    assert execute_plan(planned(tmp_path, three), fresh=True, display=NullRunDisplay()).did_run
     assert (tmp_path / "run.old-1").is_dir()
     assert len(pids(tmp_path, "orchestrator")) == 3
 
@@ -72,53 +72,55 @@ def test_a_run_is_finished_once_and_goes_on_when_there_is_more_to_do(tmp_path):
 def test_a_run_whose_tasks_ended_says_how_many_steps_it_has_and_goes_on_when_there_are_more(tmp_path):
     def run(steps: int, epochs: int | None):
         source = {"taskset": {"id": "reverse-text"}, "curriculum": {"type": "shuffle", "epochs": epochs}}
-        return carry_out(planned(tmp_path, COMMITS.format(steps=steps), train=[source]), display=Quiet())
+        return execute_plan(planned(tmp_path, COMMITS.format(steps=steps), train=[source]), display=NullRunDisplay())
 
-    assert (run(1, 1).ran, run(1, 1).ran) == (True, False)
+    assert (run(1, 1).did_run, run(1, 1).did_run) == (True, False)
     assert run(1, 1).steps == 1
     again = run(2, 2)
-    assert (again.ran, again.steps) == (True, 2)
-    assert run(3, None).ran
-    assert (run(3, None).ran, run(3, None).steps) == (False, 3)
+    assert (again.did_run, again.steps) == (True, 2)
+    assert run(3, None).did_run
+    assert (run(3, None).did_run, run(3, None).steps) == (False, 3)
 
 
 def test_the_name_under_which_a_run_ended_is_recorded(tmp_path):
     leader = 'import sys; print("NoTrainableGroups: none of 8 groups"); sys.exit(1)'
     with pytest.raises(NoTrainableGroups):
-        carry_out(planned(tmp_path, leader), display=Quiet())
+        execute_plan(planned(tmp_path, leader), display=NullRunDisplay())
     with RunStore.open(tmp_path / "run", write=False) as store:
         (event,) = RunLog(store).events("failed")
     assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
 
 
 def test_another_run_under_the_same_name_is_refused(tmp_path):
-    carry_out(planned(tmp_path), display=Quiet())
+    execute_plan(planned(tmp_path), display=NullRunDisplay())
     with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
         other = {"train": [{"taskset": {"id": "reverse-text", "max_chars": 5}}]}
-        carry_out(planned(tmp_path, **other), display=Quiet())
+        execute_plan(planned(tmp_path, **other), display=NullRunDisplay())
 
 
 def test_a_changed_environment_is_refused_before_anything_is_started_also_where_all_steps_are_there(tmp_path):
     def run(digest: str, **more):
         environments = {"reverse-text": {"code": {"mine.py": digest}}}
-        return carry_out(planned(tmp_path, COMMITS.format(steps=3)), environments=environments, display=Quiet(), **more)
+        return execute_plan(
+            planned(tmp_path, COMMITS.format(steps=3)), environments=environments, display=NullRunDisplay(), **more
+        )
 
-    assert run("old").ran
+    assert run("old").did_run
     with RunStore.open(tmp_path / "run") as store:  # what the orchestrator does
         record_environments(store, {"reverse-text": ObservedEnvironment({"code": {"mine.py": "old"}})}, {})
-    assert not run("old").ran
+    assert not run("old").did_run
     with pytest.raises(EnvironmentChanged, match=r"reverse-text: mine\.py has changed"):
         run("new")
     assert len(pids(tmp_path, "orchestrator")) == 1
-    assert not run("new", accept_changes=True).ran
+    assert not run("new", accept_changes=True).did_run
 
 
 def test_the_record_says_where_the_run_can_be_asked_and_what_became_of_its_processes(tmp_path):
     plan = planned(tmp_path, "sys.exit(9 if len(open(DIR + '/orchestrator.pids').readlines()) == 1 else 0)")
     heard = Heard()
-    carry_out(plan, display=heard)
+    execute_plan(plan, display=heard)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["status"] == plan.status
+    assert record["status"] == plan.status_address
     assert record["processes"]["orchestrator"]["restarts"] == 1
     assert record["processes"]["orchestrator"]["state"] == "ended"
     assert set(record["versions"]) == {"ramify", "python"}
@@ -129,7 +131,7 @@ def test_the_record_says_where_the_run_can_be_asked_and_what_became_of_its_proce
 
 
 def test_a_run_has_one_supervisor(tmp_path):
-    with claim(tmp_path / "run"):
+    with lock_run(tmp_path / "run"):
         pass
     lock = str(tmp_path / ".run.lock")
     other = subprocess.Popen(
@@ -138,7 +140,7 @@ def test_a_run_has_one_supervisor(tmp_path):
     try:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(RunBusy, match="already being run"):
-            carry_out(planned(tmp_path), display=Quiet())
+            execute_plan(planned(tmp_path), display=NullRunDisplay())
     finally:
         other.communicate()
 
@@ -147,7 +149,7 @@ def test_it_waits_for_what_a_killed_supervisor_has_left_to_end(tmp_path):
     plan = planned(tmp_path)
     held = RunStore.open(tmp_path / "run")
     threading.Timer(0.3, held.close).start()
-    assert carry_out(plan, display=Quiet()).outcome is Outcome.FINISHED
+    assert execute_plan(plan, display=NullRunDisplay()).outcome is RunOutcome.FINISHED
 
 
 @pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit(75)", "print('RunStalled: x'); sys.exit(1)"])
@@ -161,6 +163,6 @@ def test_weights_in_memory_end_with_the_run_and_a_finished_one_leaves_them_on_th
     plan = planned(tmp_path, f"M = '{manifest}'; {published}; {ends}", weights={"transport": "shm"})
     (shared / f"ramify-{'0' * 16}").mkdir()  # of a run that was killed
     with contextlib.suppress(RunStalled):
-        carry_out(plan, display=Quiet())
+        execute_plan(plan, display=NullRunDisplay())
     assert list(shared.iterdir()) == []
     assert (tmp_path / "run" / "weights" / "0-000003").exists() == ("exit(0)" in ends)
