@@ -14,7 +14,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.launch.liveness import get_process_state
-from ramify.monitor.figure import smooth
+from ramify.monitor.plot import smooth
 from ramify.store import RunStore
 from ramify.store.group_state import DropReason
 from ramify.store.ledger import GroupRecord, Ledger
@@ -197,7 +197,7 @@ def test_curves_are_drawn(run, tmp_path, capsys):
 
 def test_runs_of_one_name_in_two_places_are_two_curves(run, tmp_path, monkeypatch):
     drawn: dict[str, list[MetricPoint]] = {}
-    monkeypatch.setattr("ramify.monitor.figure.draw", lambda points, _: drawn.update(points))
+    monkeypatch.setattr("ramify.monitor.plot.draw", lambda points, _: drawn.update(points))
     shutil.copytree(run, tmp_path / "elsewhere" / "run")
     shutil.copytree(run, tmp_path / "other")
     assert main(["plot", "run", "elsewhere/run", "other", "-o", "reward.png"]) == 0

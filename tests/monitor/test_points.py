@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.monitor import open_monitors, samples_of
-from ramify.monitor.sinks import Tensorboard
+from ramify.monitor import build_samples, open_monitor_sinks
+from ramify.monitor.sinks import TensorBoardSink
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
 from tests.monitor.wandb_file import read_history
@@ -37,14 +37,14 @@ def points_in_the_order_of_a_run(steps: range) -> list[tuple[int, dict[str, floa
 def log_a_run(folder: Path, sink: str, steps: range) -> list[Point]:
     """Log the steps as one process of a run does, and return the points that were logged."""
     messages: list[str] = []
-    monitors = open_monitors(config(folder, sink), messages.append)
+    monitors = open_monitor_sinks(config(folder, sink), messages.append)
     calls = points_in_the_order_of_a_run(steps)
     for step, values in calls:
-        monitors.log(step, values)
-    monitors.show(steps[0], samples_of(Trace(id="r1"), source="reverse-text"))
-    monitors.close(patience=60.0)
+        monitors.log_metrics(step, values)
+    monitors.log_samples(steps[0], build_samples(Trace(id="r1"), source="reverse-text"))
+    monitors.close(timeout=60.0)
     assert [line for line in messages if line.startswith("monitor")] == []
-    assert set(monitors.lost.values()) == {0}
+    assert set(monitors.num_dropped.values()) == {0}
     return [(step, name, value) for step, values in calls for name, value in values.items()]
 
 
@@ -112,7 +112,7 @@ def test_points_logged_out_of_order_and_after_a_resume_are_all_stored(tmp_path, 
 
 def test_tensorboard_has_a_point_as_soon_as_it_is_logged(tmp_path):
     """A process that is killed does not close its sinks."""
-    sink = Tensorboard(tmp_path / "run" / "tensorboard")
-    sink.log(7, {"train/loss": 0.5})
+    sink = TensorBoardSink(tmp_path / "run" / "tensorboard")
+    sink.log_metrics(7, {"train/loss": 0.5})
     assert read_tensorboard(tmp_path) == [(7, "train/loss", 0.5)]
     sink.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ramify.errors import ConfigInvalid
-from ramify.monitor import check_sinks, open_monitors, samples_of
+from ramify.monitor import build_samples, check_sinks_installed, open_monitor_sinks
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall, Trace
 
@@ -38,7 +38,7 @@ def rollout() -> Trace:
 
 
 def test_a_sample_is_one_branch_with_media_as_their_size():
-    first, second = samples_of(rollout(), source="look", advantage=0.25)
+    first, second = build_samples(rollout(), source="look", advantage=0.25)
     asked = ("user", "What is this? [image/png, 2,048 bytes]")
     assert first.messages == (asked, ("assistant", '(calls) zoom({"by": 2})'))
     assert second.messages == (asked, ("assistant", "(thinks) green a tree"))
@@ -47,10 +47,10 @@ def test_a_sample_is_one_branch_with_media_as_their_size():
 
 def test_the_log_has_the_step_and_the_samples(tmp_path):
     said = []
-    monitors = open_monitors(config(tmp_path), said.append)
-    monitors.log(3, {"reward/all/mean": 0.5, "time/step": 1.0, "eval/held-out/avg": 0.25})
-    monitors.log(3, {"time/step": 1.0})
-    monitors.show(3, samples_of(rollout(), source="look"))
+    monitors = open_monitor_sinks(config(tmp_path), said.append)
+    monitors.log_metrics(3, {"reward/all/mean": 0.5, "time/step": 1.0, "eval/held-out/avg": 0.25})
+    monitors.log_metrics(3, {"time/step": 1.0})
+    monitors.log_samples(3, build_samples(rollout(), source="look"))
     monitors.close()
     assert said[0] == "step=3 reward/all/mean=0.5 eval/held-out/avg=0.25"
     assert said[1] == "sample step=3 source=look rollout=r1 reward=0.500 advantage=due"
@@ -69,11 +69,11 @@ def trackio_in_a_file(monkeypatch, tmp_path):
 
 
 def test_a_resumed_run_is_the_same_run_in_trackio(tmp_path, trackio_in_a_file):
-    check_sinks(config(tmp_path, "trackio"))
+    check_sinks_installed(config(tmp_path, "trackio"))
     said = []
-    monitors = open_monitors(config(tmp_path, "trackio"), said.append)
-    monitors.log(1, {"train/loss": 0.5})
-    monitors.show(1, samples_of(rollout(), source="look", advantage=1.0))
+    monitors = open_monitor_sinks(config(tmp_path, "trackio"), said.append)
+    monitors.log_metrics(1, {"train/loss": 0.5})
+    monitors.log_samples(1, build_samples(rollout(), source="look", advantage=1.0))
     monitors.close()
     assert [line for line in said if line.startswith("monitor")] == []
     lines = [json.loads(line) for line in trackio_in_a_file.read_text().splitlines()]
@@ -87,10 +87,10 @@ def test_tensorboard_gets_event_files(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     said = []
-    monitors = open_monitors(config(tmp_path, "tensorboard"), said.append)
+    monitors = open_monitor_sinks(config(tmp_path, "tensorboard"), said.append)
     for step in range(3):
-        monitors.log(step, {"reward/all/mean": step / 4})
-    monitors.show(2, samples_of(rollout(), source="look"))
+        monitors.log_metrics(step, {"reward/all/mean": step / 4})
+    monitors.log_samples(2, build_samples(rollout(), source="look"))
     monitors.close()
     assert [line for line in said if line.startswith("monitor")] == []
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -103,4 +103,4 @@ def test_a_sink_whose_library_is_missing_is_refused_before_the_run(tmp_path):
     assert find_spec("trackio") is None, "this test needs an environment without trackio"
     match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
     with pytest.raises(ConfigInvalid, match=match):
-        check_sinks(config(tmp_path, "trackio"))
+        check_sinks_installed(config(tmp_path, "trackio"))

@@ -9,7 +9,7 @@ from ramify.cli.short import spelled_out
 from ramify.config import parse, pop_flag, raise_config_invalid
 from ramify.errors import TokenizerMismatch, TokensRequired
 from ramify.infer.config import ExternalConfig
-from ramify.monitor import check_sinks
+from ramify.monitor import check_sinks_installed
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
 
@@ -36,7 +36,7 @@ def run(args: Sequence[str]) -> int:
     )
     if not isinstance(config.inference, ExternalConfig):
         raise_config_invalid([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
-    check_sinks(config)
+    check_sinks_installed(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
         return _with_env_servers(config, dry=dry, accept=accept)
     if dry:
@@ -68,13 +68,13 @@ def _with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
 def _alone(config: RunConfig, *, accept: bool) -> int:
     from ramify.launch.completion import format_finished, get_finished_steps, mark_finished
     from ramify.launch.run_record import RunRecord, read_record
-    from ramify.monitor import open_monitors, samples_of
+    from ramify.monitor import build_samples, open_monitor_sinks
     from ramify.orchestrate.orchestrator import Orchestrator
 
     def show(step: int, shown: Mapping[str, list[tuple[Trace, float | None]]]) -> None:
         rollouts = ((source, *rollout) for source, several in shown.items() for rollout in several)
-        told = [samples_of(trace, source=source, advantage=advantage) for source, trace, advantage in rollouts]
-        monitors.show(step, [sample for samples in told for sample in samples])
+        told = [build_samples(trace, source=source, advantage=advantage) for source, trace, advantage in rollouts]
+        monitors.log_samples(step, [sample for samples in told for sample in samples])
 
     def answers(status: str) -> None:
         """Who has no supervisor says himself where the run can be asked."""
@@ -87,10 +87,10 @@ def _alone(config: RunConfig, *, accept: bool) -> int:
         print(f"{config.path} is finished: {format_finished(steps, config)}")
         return 0
     whole_lines()
-    monitors = open_monitors(config, lambda line: print(line, flush=True))
+    monitors = open_monitor_sinks(config, lambda line: print(line, flush=True))
     try:
         code = asyncio.run(
-            Orchestrator(config, on_metrics=monitors.log, on_samples=show, on_status_address=answers).run()
+            Orchestrator(config, on_metrics=monitors.log_metrics, on_samples=show, on_status_address=answers).run()
         )
     except (TokensRequired, TokenizerMismatch) as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)

@@ -15,7 +15,7 @@ def run(args: Sequence[str]) -> int:
     from ramify.cli.runs import run_path  # loaded here, not for help
     from ramify.errors import ConfigInvalid
     from ramify.launch.run_queries import read_metrics
-    from ramify.monitor.figure import draw
+    from ramify.monitor.plot import plot_metrics
 
     if not Path(asked.o).suffix:
         raise ConfigInvalid(f"-o {asked.o}: its ending says what kind of picture it is: .png, .svg or .pdf")
@@ -26,7 +26,7 @@ def run(args: Sequence[str]) -> int:
     points = {label: [point for name in names for point in read_metrics(path, name)] for label, path in runs.items()}
     if not any(points.values()):
         raise ConfigInvalid(f"there is nothing to draw: no run has {' or '.join(names)}")
-    draw(points, Path(asked.o))
+    plot_metrics(points, Path(asked.o))
     print(f"drew {asked.o}")
     return 0
 

@@ -99,9 +99,9 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
     """
     _check_model(config, dry_run=dry_run)
     if config.monitor.sinks:
-        from ramify.monitor import check_sinks  # brings numpy, and a run without sinks starts sooner
+        from ramify.monitor import check_sinks_installed  # brings numpy, and a run without sinks starts sooner
 
-        check_sinks(config)
+        check_sinks_installed(config)
     shares = allocate_for_run(config, dry_run=dry_run, gpus=gpus)
     model = ModelSize.from_name(config.model.name)
     need = estimate_run_memory(shares, config, model) if model else None

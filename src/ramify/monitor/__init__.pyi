@@ -1,7 +1,7 @@
-from .monitors import Monitors as Monitors
-from .names import NAMES as NAMES
-from .opening import check_sinks as check_sinks
-from .opening import open_monitors as open_monitors
-from .sample import Sample as Sample
-from .sample import samples_of as samples_of
+from .factory import check_sinks_installed as check_sinks_installed
+from .factory import open_monitor_sinks as open_monitor_sinks
+from .metric_names import METRIC_DESCRIPTIONS as METRIC_DESCRIPTIONS
+from .rollout_samples import RolloutSample as RolloutSample
+from .rollout_samples import build_samples as build_samples
 from .sink import Sink as Sink
+from .sink_threads import MonitorSinks as MonitorSinks

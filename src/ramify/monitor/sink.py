@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ramify.monitor.sample import Sample
+from ramify.monitor.rollout_samples import RolloutSample
 
 
 class Sink(Protocol):
     """One place for numbers and samples."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of a step; a step may come several times, with other names."""
         ...
 
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
         """A few rollouts of a step."""
         ...
 

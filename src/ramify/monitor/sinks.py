@@ -6,35 +6,37 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ramify.monitor.sample import COLUMNS, Sample
+from ramify.monitor.rollout_samples import COLUMNS, RolloutSample
 
-SHOWN = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
-LONGEST = 2000  # characters of a sample in a log
+CONSOLE_METRICS = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
+MAX_SAMPLE_CHARS = 2000  # characters of a sample in a log
 
 
-class Console:
+class ConsoleSink:
     """A line for what matters of a step, and the samples as text; into the log of whoever owns it."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        names = [name for name in values if name in SHOWN or (name.startswith("eval/") and name.endswith("/avg"))]
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        names = [
+            name for name in values if name in CONSOLE_METRICS or (name.startswith("eval/") and name.endswith("/avg"))
+        ]
         if names:
-            self._say(f"step={step} " + " ".join(f"{name}={values[name]:.4g}" for name in names))
+            self._print_line(f"step={step} " + " ".join(f"{name}={values[name]:.4g}" for name in names))
 
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
         for sample in samples:
-            figures = f"reward={_figure(sample.reward)} advantage={_figure(sample.advantage)}"
-            self._say(f"sample step={step} source={sample.source} rollout={sample.rollout} {figures}")
-            text = sample.text if len(sample.text) <= LONGEST else f"{sample.text[:LONGEST]}..."
+            figures = f"reward={_format_value(sample.reward)} advantage={_format_value(sample.advantage)}"
+            self._print_line(f"sample step={step} source={sample.source} rollout={sample.rollout} {figures}")
+            text = sample.text if len(sample.text) <= MAX_SAMPLE_CHARS else f"{sample.text[:MAX_SAMPLE_CHARS]}..."
             for line in text.splitlines():
-                self._say(f"  {line}")
+                self._print_line(f"  {line}")
 
     def close(self) -> None: ...
 
 
-class Wandb:
+class WandbSink:
     """Weights & Biases. A run that is resumed is the same run there.
 
     wandb drops a row whose step is lower than the last one's, and a run logs the training of step 7 after the rewards
@@ -42,38 +44,40 @@ class Wandb:
     row, which wandb uses as the x axis of all others.
     """
 
-    STEP = "train/step"
+    STEP_METRIC = "train/step"
 
-    def __init__(self, name: str, folder: Path, told: Mapping[str, Any], *, project: str, entity: str | None) -> None:
+    def __init__(
+        self, name: str, directory: Path, config: Mapping[str, Any], *, project: str, entity: str | None
+    ) -> None:
         self._wandb = import_module("wandb")
         self._run = self._wandb.init(
-            project=project, entity=entity, name=name, id=name, resume="allow", dir=str(folder), config=dict(told)
+            project=project, entity=entity, name=name, id=name, resume="allow", dir=str(directory), config=dict(config)
         )
-        self._run.define_metric(self.STEP, hidden=True)
-        self._run.define_metric("*", step_metric=self.STEP)
+        self._run.define_metric(self.STEP_METRIC, hidden=True)
+        self._run.define_metric("*", step_metric=self.STEP_METRIC)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({self.STEP: step, **values})
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({self.STEP_METRIC: step, **values})
 
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
         table = self._wandb.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
-        self._run.log({self.STEP: step, "samples": table})
+        self._run.log({self.STEP_METRIC: step, "samples": table})
 
     def close(self) -> None:
         self._run.finish()
 
 
-class Trackio:
+class TrackioSink:
     """Trackio. A run that goes on is the same run there."""
 
-    def __init__(self, name: str, told: Mapping[str, Any], *, project: str) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], *, project: str) -> None:
         self._trackio = import_module("trackio")
-        self._run = self._trackio.init(project=project, name=name, resume="allow", config=dict(told))
+        self._run = self._trackio.init(project=project, name=name, resume="allow", config=dict(config))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
         table = self._trackio.Table(columns=list(COLUMNS), data=[list(sample.row) for sample in samples])
         self._run.log({"samples": table}, step=step)
 
@@ -81,38 +85,40 @@ class Trackio:
         self._run.finish()
 
 
-class Tensorboard:
+class TensorBoardSink:
     """Event files in a directory. Written with tensorboard's own writer, which needs neither torch nor tensorflow."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         proto = "tensorboard.compat.proto"
         self._event = import_module(f"{proto}.event_pb2").Event
         self._summary = import_module(f"{proto}.summary_pb2").Summary
         self._metadata = import_module(f"{proto}.summary_pb2").SummaryMetadata
         self._tensor = import_module(f"{proto}.tensor_pb2").TensorProto
         self._shape = import_module(f"{proto}.tensor_shape_pb2").TensorShapeProto
-        self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(folder))
+        self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(directory))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._add_event(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._writer.flush()  # else a killed process loses the points of its last two minutes
 
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
         kind = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
         one = self._shape(dim=[self._shape.Dim(size=1)])
         found: list[Any] = []
         for number, sample in enumerate(samples):
-            text = f"reward {_figure(sample.reward)}, advantage {_figure(sample.advantage)}\n\n{sample.text}"
+            text = (
+                f"reward {_format_value(sample.reward)}, advantage {_format_value(sample.advantage)}\n\n{sample.text}"
+            )
             tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=one)
             found.append(self._summary.Value(tag=f"samples/{sample.source}/{number}", metadata=kind, tensor=tensor))
-        self._add(step, found)
+        self._add_event(step, found)
 
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, step: int, values: list[Any]) -> None:
+    def _add_event(self, step: int, values: list[Any]) -> None:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
 
-def _figure(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "due" if value is None else f"{value:.3f}"

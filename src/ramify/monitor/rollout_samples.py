@@ -9,7 +9,7 @@ COLUMNS = ("source", "rollout", "branch", "reward", "advantage", "messages")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RolloutSample:
     """One branch of a rollout."""
 
     source: str
@@ -31,29 +31,30 @@ class Sample:
         return "\n".join(f"[{role}] {text}" for role, text in self.messages)
 
 
-def samples_of(trace: Trace, *, source: str, advantage: float | None = None) -> list[Sample]:
+def build_samples(trace: Trace, *, source: str, advantage: float | None = None) -> list[RolloutSample]:
     """The branches of a rollout; media are shown as their type and size."""
     sizes = {media.hash: f"[{media.mime}, {len(media.data):,} bytes]" for media in trace.graph.media}
     return [
-        Sample(
+        RolloutSample(
             source=source,
             rollout=trace.id,
             branch=number,
             reward=trace.reward,
             advantage=advantage,
-            messages=tuple((message.role, _text(message, sizes)) for message in branch.messages),
+            messages=tuple((message.role, _format_message(message, sizes)) for message in branch.messages),
         )
         for number, branch in enumerate(trace.branches)
     ]
 
 
-def _text(message: Message, sizes: Mapping[str, str]) -> str:
+def _format_message(message: Message, media_labels: Mapping[str, str]) -> str:
     parts = [f"(thinks) {message.reasoning}"] if message.reasoning else []
     if isinstance(message.content, str):
         parts.append(message.content)
     else:
         shown = (
-            sizes.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text for part in message.content
+            media_labels.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text
+            for part in message.content
         )
         parts.append("".join(shown))
     parts += [f"(calls) {call.name}({call.arguments})" for call in message.tool_calls]

@@ -2,7 +2,7 @@
 
 import threading
 
-from ramify.monitor import Monitors
+from ramify.monitor import MonitorSinks
 
 FOREVER = 30.0  # seconds that nobody should have to wait
 
@@ -48,22 +48,22 @@ class Hanging(Kept):
 
 def test_every_sink_gets_everything_in_order():
     sinks = [Kept(), Kept()]
-    monitors = Monitors({"a": lambda: sinks[0], "b": lambda: sinks[1]}, say=print)
+    monitors = MonitorSinks({"a": lambda: sinks[0], "b": lambda: sinks[1]}, print_line=print)
     for step in range(100):
-        monitors.log(step, {"reward/all/mean": step / 100})
-    monitors.show(99, [])
+        monitors.log_metrics(step, {"reward/all/mean": step / 100})
+    monitors.log_samples(99, [])
     monitors.close()
     for sink in sinks:
         assert [step for step, _ in sink.values] == list(range(100))
         assert sink.samples == [(99, [])]
         assert sink.closed
-    assert monitors.lost == {"a": 0, "b": 0}
+    assert monitors.num_dropped == {"a": 0, "b": 0}
 
 
 def test_what_is_given_may_change_afterwards():
     sink, values = Kept(), {"train/loss": 1.0}
-    monitors = Monitors({"a": lambda: sink}, say=print)
-    monitors.log(0, values)
+    monitors = MonitorSinks({"a": lambda: sink}, print_line=print)
+    monitors.log_metrics(0, values)
     values["train/loss"] = 2.0
     monitors.close()
     assert sink.values == [(0, {"train/loss": 1.0})]
@@ -71,20 +71,20 @@ def test_what_is_given_may_change_afterwards():
 
 def test_a_failure_is_told_of_once_and_passes():
     sink, said = Failing(3), []
-    monitors = Monitors({"wandb": lambda: sink}, say=said.append)
+    monitors = MonitorSinks({"wandb": lambda: sink}, print_line=said.append)
     for step in range(10):
-        monitors.log(step, {})
+        monitors.log_metrics(step, {})
     monitors.close()
     assert said == ["monitor wandb failed: ConnectionError: no route to host"]
     assert len(sink.values) == 7
-    assert monitors.lost == {"wandb": 3}
+    assert monitors.num_dropped == {"wandb": 3}
 
 
 def test_one_that_always_fails_is_given_up_and_the_others_are_not():
     sink, said = Kept(), []
-    monitors = Monitors({"wandb": lambda: Failing(1000), "console": lambda: sink}, say=said.append)
+    monitors = MonitorSinks({"wandb": lambda: Failing(1000), "console": lambda: sink}, print_line=said.append)
     for step in range(50):
-        monitors.log(step, {})
+        monitors.log_metrics(step, {})
     monitors.close()
     assert said[-1] == "monitor wandb failed 5 times in a row and is given up"
     assert len(sink.values) == 50
@@ -95,22 +95,22 @@ def test_one_that_cannot_be_opened_is_told_of():
         raise ModuleNotFoundError("No module named 'wandb'")
 
     said = []
-    monitors = Monitors({"wandb": absent}, say=said.append)
+    monitors = MonitorSinks({"wandb": absent}, print_line=said.append)
     monitors.close()
-    monitors.log(0, {})
+    monitors.log_metrics(0, {})
     assert said == ["monitor wandb cannot be opened: ModuleNotFoundError: No module named 'wandb'"]
-    assert monitors.lost == {"wandb": 1}
+    assert monitors.num_dropped == {"wandb": 1}
 
 
 def test_nobody_waits_for_one_that_hangs():
     sink, said = Hanging(), []
-    monitors = Monitors({"slow": lambda: sink}, say=said.append, room=4)
-    monitors.log(0, {})
+    monitors = MonitorSinks({"slow": lambda: sink}, print_line=said.append, max_queued=4)
+    monitors.log_metrics(0, {})
     assert sink.called.wait(FOREVER)
     for step in range(1, 6):
-        monitors.log(step, {})
+        monitors.log_metrics(step, {})
     assert said == ["monitor slow does not keep up; what it cannot take is left out"]
-    monitors.close(patience=0.05)
+    monitors.close(timeout=0.05)
     assert said[-1] == "monitor slow did not end in time and is left behind"
     assert sink.values == []
     sink.free.set()
@@ -123,8 +123,8 @@ def test_one_that_hangs_while_it_is_opened_is_left_behind():
         free.wait(FOREVER)
         return Kept()
 
-    monitors = Monitors({"slow": opening}, say=said.append)
-    monitors.log(0, {})
-    monitors.close(patience=0.05)
+    monitors = MonitorSinks({"slow": opening}, print_line=said.append)
+    monitors.log_metrics(0, {})
+    monitors.close(timeout=0.05)
     assert said == ["monitor slow did not end in time and is left behind"]
     free.set()

@@ -7,11 +7,11 @@ from ramify.errors import ConfigInvalid
 from ramify.store.run_log import MetricPoint
 
 COLORS = ("#1b6ca8", "#d1495b", "#3d8361", "#8d6a9f", "#edae49", "#4a5759")
-WINDOW = 9  # steps that the bold line of a noisy curve averages over
-NOISY = 30  # points from which on there is one
+SMOOTHING_WINDOW = 9  # steps that the bold line of a noisy curve averages over
+SMOOTHING_THRESHOLD = 30  # points from which on there is one
 
 
-def draw(runs: Mapping[str, Sequence[MetricPoint]], file: Path) -> None:
+def plot_metrics(runs: Mapping[str, Sequence[MetricPoint]], path: Path) -> None:
     """Draw the points of each run into `file`; its ending says which format."""
     try:
         from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def draw(runs: Mapping[str, Sequence[MetricPoint]], file: Path) -> None:
         for number, (run, points) in enumerate(runs.items()):
             own = sorted((point.step, point.value) for point in points if point.name == name)
             if own:
-                _curve(panel, own, label=run, color=COLORS[number % len(COLORS)])
+                _plot_curve(panel, own, label=run, color=COLORS[number % len(COLORS)])
         panel.set_title(name, fontsize=10, loc="left")
         panel.set_xlabel("step", fontsize=9)
         panel.xaxis.get_major_locator().set_params(integer=True)
@@ -38,25 +38,25 @@ def draw(runs: Mapping[str, Sequence[MetricPoint]], file: Path) -> None:
     for empty in list(figure.axes)[len(names) :]:
         empty.set_visible(False)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
     except ValueError as error:
-        raise ConfigInvalid(f"-o {file}: {error}") from error
+        raise ConfigInvalid(f"-o {path}: {error}") from error
     except OSError as error:
-        raise ConfigInvalid(f"-o {file}: cannot be written: {error.strerror}") from error
+        raise ConfigInvalid(f"-o {path}: cannot be written: {error.strerror}") from error
 
 
-def _curve(panel: object, points: Sequence[tuple[int, float]], *, label: str, color: str) -> None:
+def _plot_curve(axes: object, points: Sequence[tuple[int, float]], *, label: str, color: str) -> None:
     """A line; where points are many and noisy, a pale one under its own mean."""
     steps, values = [step for step, _ in points], [value for _, value in points]
-    if len(points) < NOISY:
-        panel.plot(steps, values, label=label, color=color, linewidth=1.6, marker="o", markersize=3)  # pyright: ignore
+    if len(points) < SMOOTHING_THRESHOLD:
+        axes.plot(steps, values, label=label, color=color, linewidth=1.6, marker="o", markersize=3)  # pyright: ignore
         return
-    panel.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)  # pyright: ignore
-    panel.plot(steps, smooth(values), label=label, color=color, linewidth=1.8)  # pyright: ignore
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)  # pyright: ignore
+    axes.plot(steps, smooth(values), label=label, color=color, linewidth=1.8)  # pyright: ignore
 
 
-def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
+def smooth(values: Sequence[float], window: int = SMOOTHING_WINDOW) -> list[float]:
     """Each value as the mean of those around it, fewer at the ends, so that the curve is not shifted."""
     half = window // 2
     found: list[float] = []

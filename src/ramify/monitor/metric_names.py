@@ -4,7 +4,7 @@
 how many steps older than the trained weights those were that sampled.
 """
 
-NAMES: dict[str, dict[str, str]] = {
+METRIC_DESCRIPTIONS: dict[str, dict[str, str]] = {
     "Rewards and rollouts": {
         "reward/all/mean": "mean reward of all rollouts judged since the last step, trained on or not",
         "reward/<source>/mean": "the same of one source",
