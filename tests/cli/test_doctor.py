@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ramify.cli import findings as look
-from ramify.cli.ask import ask
-from ramify.cli.machine import Limits, limits, usable_cores
+from ramify.cli import doctor_checks as look
+from ramify.launch.machine import CgroupLimits, read_cgroup_limits, usable_cores
+from ramify.launch.subprocess_probe import run_probe
 from ramify.model.precision import cpu_has_bfloat16
 from tests.cli.command import ramify_command
 
@@ -151,13 +151,13 @@ def test_an_argument_it_does_not_know_is_exit_2():
 
 
 def test_every_extra_of_the_package_is_explained():
-    assert set(look.EXTRAS) == EXTRAS
+    assert set(look.EXTRA_PURPOSES) == EXTRAS
 
 
 def test_an_extra_is_missing_when_one_of_its_requirements_is(monkeypatch):
     requires = ["numpy>=2", "msgspec>=0.1; extra == 'local'", "not-a-package[x]>=1; extra == 'local'"]
     monkeypatch.setattr(look, "requires", lambda _: requires)
-    finding = next(finding for finding in look.extras() if finding.name == "extra local")
+    finding = next(finding for finding in look.check_extras() if finding.name == "extra local")
     assert finding.state == "missing"
     assert finding.found == "without not-a-package"
     assert "ramify[local]" in finding.get
@@ -168,7 +168,7 @@ def test_a_package_that_was_never_installed_is_reported(monkeypatch):
         raise PackageNotFoundError
 
     monkeypatch.setattr(look, "requires", requires)
-    assert [finding.state for finding in look.extras()] == ["broken"]
+    assert [finding.state for finding in look.check_extras()] == ["broken"]
 
 
 # -- cores and memory -------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_package_that_was_never_installed_is_reported(monkeypatch):
 
 def test_cores_respect_affinity():
     script = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); " + (
-        "from ramify.cli.machine import usable_cores; print(usable_cores())"
+        "from ramify.launch.machine import usable_cores; print(usable_cores())"
     )
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this platform has no affinity")
@@ -185,9 +185,9 @@ def test_cores_respect_affinity():
 
 
 def test_cores_respect_a_cgroup_quota():
-    assert usable_cores(Limits(cpus=0.5)) == 1
-    assert usable_cores(Limits(cpus=1.0)) == 1
-    assert usable_cores(Limits(cpus=10_000.0)) == usable_cores(Limits())
+    assert usable_cores(CgroupLimits(cpus=0.5)) == 1
+    assert usable_cores(CgroupLimits(cpus=1.0)) == 1
+    assert usable_cores(CgroupLimits(cpus=10_000.0)) == usable_cores(CgroupLimits())
 
 
 def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
@@ -199,7 +199,7 @@ def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
     (inner / "cpu.max").write_text("400000 100000\n", encoding="utf-8")
     (root / "a" / "memory.max").write_text("max\n", encoding="utf-8")
     (inner / "memory.max").write_text("1073741824\n", encoding="utf-8")
-    assert limits(root, tmp_path / "membership") == Limits(cpus=1.5, memory=2**30)
+    assert read_cgroup_limits(root, tmp_path / "membership") == CgroupLimits(cpus=1.5, memory=2**30)
 
 
 def test_first_generation_cgroups_are_read_too(tmp_path):
@@ -211,11 +211,11 @@ def test_first_generation_cgroups_are_read_too(tmp_path):
     ]:
         (tmp_path / name / "job").mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "job" / file).write_text(f"{value}\n", encoding="utf-8")
-    assert limits(tmp_path, tmp_path / "membership") == Limits(cpus=2.0, memory=2**29)
+    assert read_cgroup_limits(tmp_path, tmp_path / "membership") == CgroupLimits(cpus=2.0, memory=2**29)
 
 
 def test_no_cgroup_is_no_limit(tmp_path):
-    assert limits(tmp_path / "nowhere", tmp_path / "nothing") == Limits()
+    assert read_cgroup_limits(tmp_path / "nowhere", tmp_path / "nothing") == CgroupLimits()
 
 
 # -- asking other programs --------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_no_cgroup_is_no_limit(tmp_path):
 
 def test_a_program_that_never_answers_is_given_up_with_its_children(tmp_path):
     program(tmp_path, "hang", f"sleep 600 & echo $! > {tmp_path}/child; wait")
-    answer = ask([str(tmp_path / "hang")], deadline=2.0)
+    answer = run_probe([str(tmp_path / "hang")], timeout=2.0)
     assert not answer.ok
     assert "2 s" in answer.text
     child = int((tmp_path / "child").read_text(encoding="utf-8"))
@@ -244,6 +244,6 @@ def gone(pid: int, *, within: float) -> bool:
 
 
 def test_a_program_that_is_not_there_is_an_answer_too():
-    answer = ask(["no-such-program-anywhere"], deadline=5.0)
+    answer = run_probe(["no-such-program-anywhere"], timeout=5.0)
     assert not answer.ok
     assert "no-such-program-anywhere" in answer.text

@@ -420,7 +420,7 @@ def test_a_model_alone_is_enough_and_lands_where_the_model_is(capsys):
 
 LEASHED = """
 import threading, time
-from ramify.cli.leash import watch
+from ramify.cli.parent_watch import watch
 threading.Thread(target=watch, daemon=True).start()
 print(0, flush=True)
 time.sleep(600)

@@ -20,7 +20,7 @@ def command(monkeypatch, tmp_path):
         lines = "\n    ".join(body)
         (tmp_path / f"{name}.py").write_text(f"def run(args):\n    {lines}\n", encoding="utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setitem(app.COMMANDS, "scratch", app.Command(name, "a command of this test"))
+        monkeypatch.setitem(app.COMMANDS, "scratch", app.CliCommand(name, "a command of this test"))
 
     return define
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.cli.runs import describe_resume
+from ramify.cli.run_lookup import describe_resume
 from ramify.errors import RunBusy
 from ramify.launch.execution import lock_run
 from ramify.store import RolloutRecord, RunStore

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.cli.rl import spelled_out
+from ramify.cli.rl import expand_arguments
 from ramify.config import parse
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
@@ -118,7 +118,7 @@ def test_every_example_passes_its_dry_run(blocked, tmp_path, file):
 
 
 def test_a_value_may_be_negative():
-    config = parse(RunConfig, spelled_out(["reverse-text", "--taskset.seed", "-1"]))
+    config = parse(RunConfig, expand_arguments(["reverse-text", "--taskset.seed", "-1"]))
     assert config.train[0].taskset["seed"] == config.eval[0].taskset["seed"] == -1
 
 
@@ -134,7 +134,7 @@ def test_a_taskset_and_a_model_are_enough(tmp_path):
         "-o",
         str(tmp_path),
     ]
-    config = parse(RunConfig, spelled_out([*short, "--train.0.sampling.temperature", "0.7"]))
+    config = parse(RunConfig, expand_arguments([*short, "--train.0.sampling.temperature", "0.7"]))
     assert config.train[0].taskset == {"id": "reverse-text", "max_chars": 6}
     assert config.eval[0].taskset == {"id": "reverse-text", "split": "eval", "max_chars": 6}
     assert config.train[0].sampling.temperature == 0.7

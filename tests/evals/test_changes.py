@@ -69,9 +69,9 @@ def rewards(result) -> list[float | None]:
 
 
 def text_of(result) -> str:
-    from ramify.cli.runs import paper
+    from ramify.cli.run_lookup import make_console
 
-    console = paper()
+    console = make_console()
     with console.capture() as captured:
         console.print(build_report(result.rows, threshold=1.0))
     return captured.get()

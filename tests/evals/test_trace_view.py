@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from ramify.cli.runs import paper
+from ramify.cli.run_lookup import make_console
 from ramify.errors import EnvironmentFault, Failure
 from ramify.evals.trace_view import render_trace_tree
 from ramify.trace import Message, ModelCall, ToolCall, Trace, Usage
@@ -81,6 +81,6 @@ def test_square_brackets_of_a_message_are_text():
 def test_what_is_wider_than_the_page_goes_on_in_the_next_line(capsys):
     trace = Trace(id="t")
     trace.add_node(-1, Message("user", " ".join(f"word{number}" for number in range(40))), [1])
-    paper().print(render_trace_tree(trace))
+    make_console().print(render_trace_tree(trace))
     text = capsys.readouterr().out
     assert all(f"word{number}" in text for number in range(40))

@@ -52,7 +52,7 @@ def processes(parent: int) -> dict[str, list[psutil.Process]]:
         with contextlib.suppress(psutil.Error):
             words = " ".join(child.cmdline())
             for role in ("orchestrator", "trainer", "serve", "env-server"):
-                if f"ramify {role} " in words or f"ramify.cli.leash {role} " in words:
+                if f"ramify {role} " in words or f"ramify.cli.parent_watch {role} " in words:
                     found.setdefault(role, []).append(child)
             if "envserver" in words:
                 found.setdefault("worker", []).append(child)

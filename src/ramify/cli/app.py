@@ -19,32 +19,34 @@ from ramify.errors import ConfigInvalid, RamifyError
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CliCommand:
     """Where a command lives, and one line about it."""
 
     module: str
     help: str
 
 
-COMMANDS: dict[str, Command] = {
-    "rl": Command("ramify.cli.rl", "train a model on environments, all processes included; again to continue"),
-    "eval": Command("ramify.cli.eval", "run a taskset with a model and see how well it does; again to continue"),
-    "why": Command("ramify.cli.why", "what a run is waiting for, or how it ended; --audit checks its files and ledger"),
-    "metrics": Command("ramify.cli.metrics", "the numbers of a run, while it lives and afterwards"),
-    "plot": Command("ramify.cli.plot", "curves of one run or several, as a picture"),
-    "show": Command("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),
-    "replay": Command("ramify.cli.replay", "score an eval's saved rollouts again with the rewards as they are now"),
-    "export": Command("ramify.cli.export", "write a run's rollouts or its adapter for other tools"),
-    "rollback": Command("ramify.cli.rollback", "continue a run from an older checkpoint, if its newest is damaged"),
-    "validate": Command("ramify.cli.validate", "check every task of a taskset without a model"),
-    "init": Command("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),
-    "sft": Command("ramify.cli.sft", "teach a model conversations from a dataset; again to continue"),
-    "orchestrator": Command("ramify.cli.orchestrator", "the run's own process alone, with env servers as needed"),
-    "trainer": Command("ramify.cli.trainer", "the trainer alone: batches from an orchestrator, or recorded ones"),
-    "serve": Command("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
-    "env-server": Command("ramify.cli.env_server", "serve a source of rollouts from worker processes"),
-    "model": Command("ramify.cli.model", "models: list, show, fetch from the hub, build"),
-    "doctor": Command("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
+COMMANDS: dict[str, CliCommand] = {
+    "rl": CliCommand("ramify.cli.rl", "train a model on environments, all processes included; again to continue"),
+    "eval": CliCommand("ramify.cli.eval", "run a taskset with a model and see how well it does; again to continue"),
+    "why": CliCommand(
+        "ramify.cli.why", "what a run is waiting for, or how it ended; --audit checks its files and ledger"
+    ),
+    "metrics": CliCommand("ramify.cli.metrics", "the numbers of a run, while it lives and afterwards"),
+    "plot": CliCommand("ramify.cli.plot", "curves of one run or several, as a picture"),
+    "show": CliCommand("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),
+    "replay": CliCommand("ramify.cli.replay", "score an eval's saved rollouts again with the rewards as they are now"),
+    "export": CliCommand("ramify.cli.export", "write a run's rollouts or its adapter for other tools"),
+    "rollback": CliCommand("ramify.cli.rollback", "continue a run from an older checkpoint, if its newest is damaged"),
+    "validate": CliCommand("ramify.cli.validate", "check every task of a taskset without a model"),
+    "init": CliCommand("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),
+    "sft": CliCommand("ramify.cli.sft", "teach a model conversations from a dataset; again to continue"),
+    "orchestrator": CliCommand("ramify.cli.orchestrator", "the run's own process alone, with env servers as needed"),
+    "trainer": CliCommand("ramify.cli.trainer", "the trainer alone: batches from an orchestrator, or recorded ones"),
+    "serve": CliCommand("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
+    "env-server": CliCommand("ramify.cli.env_server", "serve a source of rollouts from worker processes"),
+    "model": CliCommand("ramify.cli.model", "models: list, show, fetch from the hub, build"),
+    "doctor": CliCommand("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
 }
 
 
@@ -55,8 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that has left is no error
         return code
     except ConfigInvalid as error:
-        named = type(error) is not ConfigInvalid  # EnvironmentChanged, say, which has an entry of its own in the docs
-        print(f"{error.name}: {error.message}" if named else error, file=sys.stderr)
+        has_own_name = (
+            type(error) is not ConfigInvalid
+        )  # EnvironmentChanged, say, which has an entry of its own in the docs
+        print(f"{error.name}: {error.message}" if has_own_name else error, file=sys.stderr)
         return 2
     except RamifyError as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)
@@ -70,19 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        if not _unread():
+        if not _discard_output_if_reader_gone():
             raise
         return 141
 
 
-def _run(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help"):
-        print(_help())
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_format_help())
         return 0
-    if args[0] == "--version":
+    if argv[0] == "--version":
         print(f"ramify {__version__}")
         return 0
-    name, *rest = args
+    name, *rest = argv
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -91,20 +95,20 @@ def _run(args: list[str]) -> int:
     return import_module(COMMANDS[name].module).run(rest)
 
 
-def _unread() -> bool:
+def _discard_output_if_reader_gone() -> bool:
     """Whether it is our own output whose reader has left; what is still in the buffer then goes nowhere."""
     output = sys.stdout.fileno()
-    asked = select.poll()
-    asked.register(output, 0)  # errors and hang-ups are told unasked
-    if not asked.poll(0):
+    poller = select.poll()
+    poller.register(output, 0)  # errors and hang-ups are told unasked
+    if not poller.poll(0):
         return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, output)
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, output)
+    os.close(devnull)
     return True
 
 
-def _help() -> str:
+def _format_help() -> str:
     width = max(map(len, COMMANDS))
     return "\n".join(
         [

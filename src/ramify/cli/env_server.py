@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ramify.cli.short import spelled_out
+from ramify.cli.short_flags import expand_short_flags
 from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.envserver.config import EnvServerConfig
 from ramify.errors import PeerLost
@@ -28,15 +28,15 @@ All keys:
 """
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Read the configuration, serve until told to stop."""
-    if "--help" in args or "-h" in args:
+    if "--help" in argv or "-h" in argv:
         print(USAGE)
-    dry, rest = pop_flag(args, "--dry-run")
-    rest = spelled_out(rest)
+    dry, rest = pop_flag(argv, "--dry-run")
+    rest = expand_short_flags(rest)
 
-    def take(whole: RunConfig) -> dict[str, Any]:
-        table = build_env_server_config(whole, _source(rest))
+    def build_part(run_config: RunConfig) -> dict[str, Any]:
+        table = build_env_server_config(run_config, _get_source_flag(rest))
         if "inference" not in table and not any(arg.startswith("--inference") for arg in rest):
             raise_config_invalid(
                 [("inference", "the run starts an engine of its own; say where it answers, with -b URL")]
@@ -44,13 +44,15 @@ def run(args: Sequence[str]) -> int:
         return table
 
     config, _ = parse_component(
-        EnvServerConfig, rest, RunConfig, take, prog="ramify env-server", command_flags=["--dry-run"]
+        EnvServerConfig, rest, RunConfig, build_part, prog="ramify env-server", command_flags=["--dry-run"]
     )
-    picked = config.select_source()
+    selected = config.select_source()
     if dry:
-        address = picked.config.address or "a free port of this machine"
-        check_bind_address(picked.config.address or "tcp://127.0.0.1:0", config.load_secret())
-        print(f"would serve {picked.key} at {address}, {picked.config.pool}, log in {picked.log_path(config.output)}")
+        address = selected.config.address or "a free port of this machine"
+        check_bind_address(selected.config.address or "tcp://127.0.0.1:0", config.load_secret())
+        print(
+            f"would serve {selected.key} at {address}, {selected.config.pool}, log in {selected.log_path(config.output)}"
+        )
         return 0
     asyncio.run(serve(config))
     return 0
@@ -61,14 +63,14 @@ async def serve(config: EnvServerConfig) -> None:
     from ramify.envserver.server import EnvServer
 
     sys.setswitchinterval(0.001)  # the threads of the connections wait for nobody
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()
     server = EnvServer(config)
 
     starting = asyncio.create_task(server.start())
 
     def stop() -> None:
         starting.cancel()
-        told.set()
+        stop_requested.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -77,25 +79,25 @@ async def serve(config: EnvServerConfig) -> None:
     if starting.cancelled():
         return
     if config.address_file is not None:  # first: whoever reads the line may look for the file
-        _write(config.address_file, server.address)
+        _write_address_file(config.address_file, server.address)
     print(f"serving {server.selected.key} at {server.address}", flush=True)
-    waits = [asyncio.create_task(told.wait()), asyncio.create_task(server.wait_unreachable())]
+    waits = [asyncio.create_task(stop_requested.wait()), asyncio.create_task(server.wait_unreachable())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    broken = not told.is_set()
+    broken = not stop_requested.is_set()
     await server.close(0.0 if broken else None)
     if broken:
         raise PeerLost("the thread of the server's connections has failed")
 
 
-def _write(path: Path, address: str) -> None:
+def _write_address_file(path: Path, address: str) -> None:
     """Whoever reads the file sees all of the address or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(f"{address}\n")
-    part.replace(path)
+    partial_path = path.with_name(f"{path.name}.part")
+    partial_path.write_text(f"{address}\n")
+    partial_path.replace(path)
 
 
-def _source(args: Sequence[str]) -> str | None:
+def _get_source_flag(args: Sequence[str]) -> str | None:
     """The source that is asked for."""
     for arg, following in zip(args, [*args[1:], ""]):
         if arg == "--source" or arg.startswith("--source="):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ramify.cli import short
+from ramify.cli import short_flags
 from ramify.config import dry_run, parse, pop_flag
 from ramify.errors import StorageFull
 from ramify.evals.config import EvalConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ramify.evals.run import EvalResult
 
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--show", "--keep", "--dry-run")
-SHORT = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
+SHORT_FLAGS = {"-n": "--num_tasks", "-r": "--repetitions", "-c": "--concurrency"}
 USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS]
                    [@ FILE] [--key value]
 
@@ -33,16 +33,16 @@ The same command again continues the run, or says that it is finished. All keys:
 """
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Read the configuration, fill what is missing, print the table."""
-    if "--help" in args or "-h" in args:
+    if "--help" in argv or "-h" in argv:
         print(USAGE)
-    fresh, rest = pop_flag(args, "--fresh")
+    fresh, rest = pop_flag(argv, "--fresh")
     accept, rest = pop_flag(rest, "--accept-changes")
     show, rest = pop_flag(rest, "--show")
     keep, rest = pop_flag(rest, "--keep")
     dry, rest = pop_flag(rest, "--dry-run")
-    config = parse(EvalConfig, spelled_out(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
+    config = parse(EvalConfig, expand_arguments(rest), prog="ramify eval", command_flags=COMMAND_FLAGS)
     from ramify.evals.display import choose_display  # the rest is loaded here, not for help
     from ramify.evals.run import evaluate, find_rollouts_to_run, get_run_path, with_eval_split
     from ramify.evals.watchdog import Watchdog
@@ -54,18 +54,20 @@ def run(args: Sequence[str]) -> int:
 
         config = with_eval_split(config)
         environment = Environment.load(config.source)
-        pairs = asyncio.run(load_plan(environment, config))
+        rollouts = asyncio.run(load_plan(environment, config))
         check_server(config)
         path = get_run_path(config)
-        todo = find_rollouts_to_run(config, environment, pairs, fresh=fresh, accept_changes=accept)
-        dry_run(config, path, [f"would run {len(todo)} rollouts of {config.taskset.get('id')} into {path}"])
+        missing_rollouts = find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
+        dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])
         return 0
-    again = shlex.join(["ramify", "eval", *(arg for arg in args if arg not in ("--fresh", "--accept-changes"))])
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    resume_command = shlex.join(
+        ["ramify", "eval", *(arg for arg in argv if arg not in ("--fresh", "--accept-changes"))]
+    )
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell has what it starts with `&` ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     advice = (
-        f"what was finished is kept. Continue with: {again}\n"
+        f"what was finished is kept. Continue with: {resume_command}\n"
         "--workers 1 runs rollouts in a process of their own, which is replaced when it hangs"
     )
     try:
@@ -74,32 +76,32 @@ def run(args: Sequence[str]) -> int:
                 config, fresh=fresh, accept_changes=accept, keep=keep, display=choose_display(), watchdog=watchdog
             )
     except KeyboardInterrupt:
-        from ramify.cli.runs import describe_resume
+        from ramify.cli.run_lookup import describe_resume
 
-        print(f"stopped; {describe_resume(get_run_path(with_eval_split(config)), again)}", file=sys.stderr)
+        print(f"stopped; {describe_resume(get_run_path(with_eval_split(config)), resume_command)}", file=sys.stderr)
         return 130
     except StorageFull as error:
-        raise StorageFull(f"{error.message}. Continue with: {again}") from error
+        raise StorageFull(f"{error.message}. Continue with: {resume_command}") from error
     finally:
-        signal.signal(signal.SIGTERM, before)
-    _tell(config, result, show=show, keep=keep)
+        signal.signal(signal.SIGTERM, previous_handler)
+    _print_result(config, result, show=show, keep=keep)
     return 1 if result.all_failed else 0
 
 
-def spelled_out(args: Sequence[str]) -> list[str]:
+def expand_arguments(args: Sequence[str]) -> list[str]:
     """The arguments with the taskset's id and the short flags as the keys they stand for."""
-    named = [SHORT.get(arg, arg) for arg in short.spelled_out(args)]
-    return ["--taskset.id", *named] if named and not named[0].startswith(("-", "@")) else named
+    expanded = [SHORT_FLAGS.get(arg, arg) for arg in short_flags.expand_short_flags(args)]
+    return ["--taskset.id", *expanded] if expanded and not expanded[0].startswith(("-", "@")) else expanded
 
 
-def _tell(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:
-    from ramify.cli.runs import paper
+def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:
+    from ramify.cli.run_lookup import make_console
     from ramify.evals.report import build_report
     from ramify.evals.run import WORK_DIR
     from ramify.evals.trace_view import render_trace_tree
     from ramify.store import RunStore
 
-    console = paper()
+    console = make_console()
     if show:
         with RunStore.open(result.path, write=False) as store:
             for trace in (trace for row in result.rows for trace in store.read_traces(row.id)):

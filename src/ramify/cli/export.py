@@ -11,23 +11,23 @@ from ramify.cli.parser import CommandParser
 INTERVAL = 2.0  # seconds between two lines of progress
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Write the run's traces to one file, or its adapter to a directory."""
-    asked = _parser().parse_args(args)
-    if asked.adapter:
-        return _export_adapter(asked.run, asked.file)
-    from ramify.cli.runs import open_named  # loaded here, not for help
+    options = _build_parser().parse_args(argv)
+    if options.adapter:
+        return _export_adapter(options.run, options.file)
+    from ramify.cli.run_lookup import open_run_readonly  # loaded here, not for help
     from ramify.store import export_run, wrap_storage_errors
 
-    with open_named(asked.run) as store:
-        path = asked.file or store.path / f"export.{asked.to}"
+    with open_run_readonly(options.run) as store:
+        path = options.file or store.path / f"export.{options.to}"
         with wrap_storage_errors(path):
-            count = export_run(store, asked.to, path, report_progress())
+            count = export_run(store, options.to, path, make_progress_reporter())
     print(f"{count} traces in {path}")
     return 0
 
 
-def report_progress() -> Callable[[int, int], None]:
+def make_progress_reporter() -> Callable[[int, int], None]:
     """Return a function that prints to stderr how many rollouts are exported, at most every INTERVAL seconds."""
     last_time = time.monotonic()
     in_place = sys.stderr.isatty()
@@ -44,11 +44,11 @@ def report_progress() -> Callable[[int, int], None]:
 
 
 def _export_adapter(run: str, directory: Path | None) -> int:
-    from ramify.cli.runs import open_named
+    from ramify.cli.run_lookup import open_run_readonly
     from ramify.store import wrap_storage_errors
     from ramify.train.adapter import export_adapter  # loads torch
 
-    with open_named(run) as store, wrap_storage_errors(directory or store.path):
+    with open_run_readonly(run) as store, wrap_storage_errors(directory or store.path):
         step, directory = export_adapter(store, directory)
     print(
         f"adapter of step {step} in {directory}; load it with peft.PeftModel.from_pretrained(model, {str(directory)!r})"
@@ -56,7 +56,7 @@ def _export_adapter(run: str, directory: Path | None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify export", description=COMMANDS["export"].help)

@@ -15,7 +15,7 @@ from ramify.cli.parser import CommandParser
 from ramify.env import plugin
 from ramify.errors import ConfigInvalid, StorageFailed
 
-PROJECT = """\
+PYPROJECT_TEMPLATE = """\
 [build-system]
 requires = ["hatchling>=1.27"]
 build-backend = "hatchling.build"
@@ -37,7 +37,7 @@ only-include = ["{module}.py"]
 pythonpath = ["."]
 """
 
-MODULE = '''\
+MODULE_TEMPLATE = '''\
 """{name}: write a word backwards, letter by letter."""
 
 import random
@@ -92,7 +92,7 @@ def answer_in(reply: str) -> str:
     return re.sub("<[^>]*>", "", reply).strip()
 '''
 
-TEST = '''\
+TEST_TEMPLATE = '''\
 """Every task is sound: it can be set up, and its gold replies earn a reward."""
 
 from ramify.cli import main
@@ -102,7 +102,7 @@ def test_every_task_is_sound():
     assert main(["validate", "{module}:{cls}", "-n", "20"]) == 0
 '''
 
-README = """\
+README_TEMPLATE = """\
 # {name}
 
 A taskset for Ramify: tasks, and the rewards that judge an attempt at one.
@@ -118,16 +118,16 @@ The environment is `{module}.py`: `load` gives the tasks, `@rf.reward` scores a 
 """
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Write the package and say what to do next."""
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify init", description=COMMANDS["init"].help)
     parser.add_argument("name", metavar="NAME", help="the taskset's id, such as letter-count")
     parser.add_argument("-o", dest="directory", metavar="DIR", type=Path, help="where to write it; ./NAME by default")
-    asked = parser.parse_args(args)
-    directory = asked.directory or Path(asked.name)
-    written = scaffold(asked.name, directory)
+    options = parser.parse_args(argv)
+    directory = options.directory or Path(options.name)
+    written = scaffold(options.name, directory)
     print("\n".join(f"wrote {path}" for path in written))
     module = written[1].name
     steps = [
@@ -137,7 +137,7 @@ def run(args: Sequence[str]) -> int:
         f"ramify rl {module} -m tiny --max-steps 40",
     ]
     print("\n  ".join(["next:", *steps]))
-    print(f"to use it as `{asked.name}` anywhere: pip install -e .")
+    print(f"to use it as `{options.name}` anywhere: pip install -e .")
     return 0
 
 
@@ -157,10 +157,10 @@ def scaffold(name: str, directory: Path) -> list[Path]:
         raise ConfigInvalid(f"{directory} exists and is not empty; nothing was written")
     cls = "".join(word.capitalize() for word in module.split("_"))
     files = {
-        "pyproject.toml": PROJECT,
-        f"{module}.py": MODULE,
-        "README.md": README,
-        f"tests/test_{module}.py": TEST,
+        "pyproject.toml": PYPROJECT_TEMPLATE,
+        f"{module}.py": MODULE_TEMPLATE,
+        "README.md": README_TEMPLATE,
+        f"tests/test_{module}.py": TEST_TEMPLATE,
     }
     try:
         for path, text in files.items():

@@ -11,22 +11,22 @@ from ramify.cli.parser import CommandParser
 if TYPE_CHECKING:
     from ramify.store.run_log import MetricPoint
 
-CURVE = 24  # characters
-NOTHING = "no metrics of that name yet"
+CURVE_WIDTH = 24  # characters
+NO_METRICS_MESSAGE = "no metrics of that name yet"
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Summarise the metrics, or print the points of those whose names match."""
-    asked = _parser().parse_args(args)
-    from ramify.cli.runs import run_path  # loaded here, not for help
+    options = _build_parser().parse_args(argv)
+    from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.launch.run_queries import read_metrics
 
-    points = read_metrics(run_path(asked.run), asked.name or "*")
-    if asked.json:
+    points = read_metrics(find_run(options.run), options.name or "*")
+    if options.json:
         print(json.dumps([point._asdict() for point in points]))
     elif not points:
-        print(NOTHING)
-    elif asked.all or asked.name is not None:
+        print(NO_METRICS_MESSAGE)
+    elif options.all or options.name is not None:
         _print_points(points)
     else:
         _print_summary(points)
@@ -47,7 +47,7 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.cli.runs import paper
+    from ramify.cli.run_lookup import make_console
     from ramify.launch.dashboard import sparkline
 
     values: dict[str, list[float]] = {}
@@ -57,15 +57,15 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
     for name, numbers in sorted(values.items()):
         finite = [number for number in numbers if math.isfinite(number)] or [math.nan]
         extremes = (numbers[0], numbers[-1], min(finite), max(finite))
-        curve = sparkline(finite, CURVE) if len(finite) > 1 else ""
+        curve = sparkline(finite, CURVE_WIDTH) if len(finite) > 1 else ""
         table.add_row(Text(name), str(len(numbers)), *(f"{number:.4g}" for number in extremes), Text(curve))
-    console = paper()
-    console.width = max(console.width, 60 + max(map(len, values)) + CURVE)  # a name is never cut
+    console = make_console()
+    console.width = max(console.width, 60 + max(map(len, values)) + CURVE_WIDTH)  # a name is never cut
     console.print(table)
     print("--name 'eval/*' prints the points of some, --all those of all")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify metrics", description=COMMANDS["metrics"].help)

@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.table import Table
 
-from ramify.cli.paper import Paper
+from ramify.cli.console import PipeConsole
 from ramify.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.resolve import PACKAGED_MODELS, fetch_model, resolve_model_path
 
-FIGURES = {
+MEASUREMENT_LABELS = {
     "well_formed": "reverse-text: well-formed replies",
     "similarity": "... similarity",
     "exact": "... exact",
@@ -32,7 +32,7 @@ FIGURES = {
     "guess_reward": "... reward",
     "guess_spread": "... its deviation over attempts at a word",
 }
-SIZES = {
+CONFIG_LABELS = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
     "heads": "num_attention_heads",
@@ -42,25 +42,27 @@ SIZES = {
 
 
 @dataclass(slots=True)
-class About:
+class ModelInfo:
     """A model directory, as far as its files tell without loading it."""
 
     name: str
     path: Path
-    parameters: int
-    bytes: int
+    num_parameters: int
+    num_bytes: int
     config: dict[str, Any] = field(default_factory=dict[str, Any])
-    record: dict[str, Any] = field(default_factory=dict[str, Any])
+    build_info: dict[str, Any] = field(default_factory=dict[str, Any])
     """What the build measured and wrote beside the model; empty for a model that `ramify model build` did not make."""
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """List, show, fetch or build."""
-    asked = _parser().parse_args(args)
-    return {"list": _list, "show": _show, "fetch": _fetch, "build": _build}[asked.action](asked)
+    options = _build_parser().parse_args(argv)
+    return {"list": _list_models, "show": _show_model, "fetch": _fetch_model, "build": _build_model}[options.action](
+        options
+    )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = argparse.ArgumentParser(prog="ramify model", description=COMMANDS["model"].help)
@@ -81,32 +83,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def look(name: str) -> About:
+def read_model_info(name: str) -> ModelInfo:
     """What the files of a model say."""
     path = resolve_model_path(name)
-    config = _table(path / "config.json")
+    config = _read_json_object(path / "config.json")
     record = path / "ramify.json"
-    return About(
+    return ModelInfo(
         name,
         path,
-        _parameters(path),
+        _count_parameters(path),
         sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
-        {label: config[key] for label, key in SIZES.items() if key in config},
-        _table(record) if record.is_file() else {},
+        {label: config[key] for label, key in CONFIG_LABELS.items() if key in config},
+        _read_json_object(record) if record.is_file() else {},
     )
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ModelNotFound(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelNotFound(f"{path} is no table")
-    return found
+    return content
 
 
-def _parameters(directory: Path) -> int:
+def _count_parameters(directory: Path) -> int:
     """Counted from the headers of the weights; tied weights are stored once."""
     from safetensors import SafetensorError, safe_open
 
@@ -120,83 +122,88 @@ def _parameters(directory: Path) -> int:
     return total
 
 
-def _list(asked: argparse.Namespace) -> int:
-    found: list[About] = []
+def _list_models(options: argparse.Namespace) -> int:
+    models: list[ModelInfo] = []
     for name in PACKAGED_MODELS:
         try:
-            found.append(look(name))
+            models.append(read_model_info(name))
         except ModelNotFound as error:
             print(error.message)
-    if asked.json:
-        print(json.dumps([_plain(about) for about in found], indent=2))
+    if options.json:
+        print(json.dumps([_to_json(about) for about in models], indent=2))
         return 0
     table = Table.grid(padding=(0, 2, 0, 0))
-    for about in found:
-        table.add_row(about.name, f"{_millions(about.parameters)} parameters", _megabytes(about.bytes), str(about.path))
-    Paper(highlight=False, soft_wrap=True).print(table)
+    for about in models:
+        table.add_row(
+            about.name,
+            f"{_format_millions(about.num_parameters)} parameters",
+            _format_megabytes(about.num_bytes),
+            str(about.path),
+        )
+    PipeConsole(highlight=False, soft_wrap=True).print(table)
     return 0
 
 
-def _show(asked: argparse.Namespace) -> int:
-    about = look(asked.name)
-    if asked.measure:
+def _show_model(options: argparse.Namespace) -> int:
+    info = read_model_info(options.name)
+    if options.measure:
         from ramify.recipe.metrics import measure_model  # torch is loaded here, not for help
 
-        about.record = {**about.record, "figures": measure_model(about.path).to_dict(), "built": "measured now"}
-    if asked.json:
-        print(json.dumps(_plain(about), indent=2))
+        info.build_info = {**info.build_info, "figures": measure_model(info.path).to_dict(), "built": "measured now"}
+    if options.json:
+        print(json.dumps(_to_json(info), indent=2))
         return 0
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("model", about.name)
-    table.add_row("where", str(about.path))
-    table.add_row("parameters", _millions(about.parameters))
-    table.add_row("size", _megabytes(about.bytes))
-    for label, value in about.config.items():
+    table.add_row("model", info.name)
+    table.add_row("where", str(info.path))
+    table.add_row("parameters", _format_millions(info.num_parameters))
+    table.add_row("size", _format_megabytes(info.num_bytes))
+    for label, value in info.config.items():
         table.add_row(label, str(value))
-    if about.record:
-        recipe = {key: about.record[key] for key in ("recipe", "seed", "built") if key in about.record}
+    if info.build_info:
+        recipe = {key: info.build_info[key] for key in ("recipe", "seed", "built") if key in info.build_info}
         table.add_row("build", ", ".join(f"{key} {value}" for key, value in recipe.items()))
-    for key, value in about.record.get("figures", {}).items():
-        table.add_row(FIGURES.get(key, key), f"{value:.3f}")
-    console = Paper(highlight=False, soft_wrap=True)
+    for key, value in info.build_info.get("figures", {}).items():
+        table.add_row(MEASUREMENT_LABELS.get(key, key), f"{value:.3f}")
+    console = PipeConsole(highlight=False, soft_wrap=True)
     console.print(table)
-    if "figures" not in about.record:
+    if "figures" not in info.build_info:
         console.print("figures: not measured; --measure does it now")
     return 0
 
 
-def _fetch(asked: argparse.Namespace) -> int:
-    print(fetch_model(asked.name))
+def _fetch_model(options: argparse.Namespace) -> int:
+    print(fetch_model(options.name))
     return 0
 
 
-def _build(asked: argparse.Namespace) -> int:
-    if asked.directory.exists() and not asked.force:
-        raise ConfigInvalid(f"{asked.directory} exists; --force replaces it")
+def _build_model(options: argparse.Namespace) -> int:
+    if options.directory.exists() and not options.force:
+        raise ConfigInvalid(f"{options.directory} exists; --force replaces it")
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
     from ramify.recipe.build import build_model  # torch is loaded here, not for help
     from ramify.store import wrap_storage_errors
     from ramify.train.sft.display import choose_display
 
-    with wrap_storage_errors(asked.directory):
-        build_model(asked.name, asked.directory, seed=asked.seed, display=choose_display)
+    with wrap_storage_errors(options.directory):
+        build_model(options.name, options.directory, seed=options.seed, display=choose_display)
     return 0
 
 
-def _plain(about: About) -> dict[str, Any]:
+def _to_json(info: ModelInfo) -> dict[str, Any]:
     return {
-        "name": about.name,
-        "path": str(about.path),
-        "parameters": about.parameters,
-        "bytes": about.bytes,
-        "config": about.config,
-        **({"record": about.record} if about.record else {}),
+        "name": info.name,
+        "path": str(info.path),
+        "parameters": info.num_parameters,
+        "bytes": info.num_bytes,
+        "config": info.config,
+        **({"record": info.build_info} if info.build_info else {}),
     }
 
 
-def _millions(count: int) -> str:
+def _format_millions(count: int) -> str:
     return f"{count / 1e6:.2f} M"
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+def _format_megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

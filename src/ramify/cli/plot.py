@@ -6,38 +6,38 @@ from pathlib import Path
 
 from ramify.cli.parser import CommandParser
 
-DEFAULT = ("reward/all/mean", "eval/*/avg")
+DEFAULT_METRICS = ("reward/all/mean", "eval/*/avg")
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Draw the metrics whose names match."""
-    asked = _parser().parse_args(args)
-    from ramify.cli.runs import run_path  # loaded here, not for help
+    options = _build_parser().parse_args(argv)
+    from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.errors import ConfigInvalid
     from ramify.launch.run_queries import read_metrics
     from ramify.monitor.plot import plot_metrics
 
-    if not Path(asked.o).suffix:
-        raise ConfigInvalid(f"-o {asked.o}: its ending says what kind of picture it is: .png, .svg or .pdf")
-    paths = {path.resolve(): path for path in map(run_path, asked.run)}
+    if not Path(options.o).suffix:
+        raise ConfigInvalid(f"-o {options.o}: its ending says what kind of picture it is: .png, .svg or .pdf")
+    paths = {path.resolve(): path for path in map(find_run, options.run)}
     labels = [path.name for path in paths]
     runs = {path.name if labels.count(path.name) == 1 else str(given): path for path, given in paths.items()}
-    names = asked.name or list(DEFAULT)
+    names = options.name or list(DEFAULT_METRICS)
     points = {label: [point for name in names for point in read_metrics(path, name)] for label, path in runs.items()}
     if not any(points.values()):
         raise ConfigInvalid(f"there is nothing to draw: no run has {' or '.join(names)}")
-    plot_metrics(points, Path(asked.o))
-    print(f"drew {asked.o}")
+    plot_metrics(points, Path(options.o))
+    print(f"drew {options.o}")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify plot", description=COMMANDS["plot"].help)
     parser.add_argument("run", metavar="RUN", nargs="+", help="a run's directory, or its name below outputs")
     parser.add_argument("-o", metavar="FILE", required=True, help="where the picture goes: .png, .svg or .pdf")
     parser.add_argument(
-        "--name", action="append", metavar="GLOB", help=f"metrics to draw; without, {' and '.join(DEFAULT)}"
+        "--name", action="append", metavar="GLOB", help=f"metrics to draw; without, {' and '.join(DEFAULT_METRICS)}"
     )
     return parser

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ramify.cli import short
+from ramify.cli import short_flags
 from ramify.config import Config, dry_run, parse, pop_flag
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
@@ -33,14 +33,14 @@ All other keys:
 COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Read the configuration, and plan or run it."""
-    if "--help" in args or "-h" in args:
-        print(_usage())
-    fresh, rest = pop_flag(args, "--fresh")
+    if "--help" in argv or "-h" in argv:
+        print(_format_usage())
+    fresh, rest = pop_flag(argv, "--fresh")
     accept, rest = pop_flag(rest, "--accept-changes")
     dry, rest = pop_flag(rest, "--dry-run")
-    config = parse(RunConfig, spelled_out(rest), prog="ramify rl", command_flags=COMMAND_FLAGS)
+    config = parse(RunConfig, expand_arguments(rest), prog="ramify rl", command_flags=COMMAND_FLAGS)
     if dry:
         from ramify.launch.plan import build_plan
         from ramify.launch.preflight import check_start
@@ -49,20 +49,20 @@ def run(args: Sequence[str]) -> int:
         check_start(config, fresh=fresh, accept_changes=accept)
         dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
         return 0
-    from ramify.cli.runs import describe_resume
+    from ramify.cli.run_lookup import describe_resume
     from ramify.launch.api import rl
     from ramify.launch.completion import format_finished
     from ramify.launch.dashboard import choose_display  # the rest is loaded here, not for help
     from ramify.launch.supervisor import RunOutcome
 
-    again = shlex.join(["ramify", "rl", *(arg for arg in args if arg not in ("--fresh", "--accept-changes"))])
+    resume_command = shlex.join(["ramify", "rl", *(arg for arg in argv if arg not in ("--fresh", "--accept-changes"))])
     try:
         ended = rl(config, fresh=fresh, accept_changes=accept, display=choose_display())
     except RamifyError as error:
         if not isinstance(
             error, CheckpointRefused | ConfigInvalid | RunBusy | RunDamaged
         ):  # the same command would fail again
-            print(describe_resume(config.path, again), file=sys.stderr)
+            print(describe_resume(config.path, resume_command), file=sys.stderr)
         raise
     where = shlex.quote(str(ended.path))
     match ended.outcome:
@@ -73,43 +73,43 @@ def run(args: Sequence[str]) -> int:
                 f"done: {format_finished(ended.steps, config)}, in {ended.path}; see it with: ramify plot {where} -o reward.png"
             )
         case RunOutcome.STOPPED:
-            print(f"left. Continue with: {again}", file=sys.stderr)
+            print(f"left. Continue with: {resume_command}", file=sys.stderr)
         case RunOutcome.INTERRUPTED:
-            print(f"stopped; {describe_resume(ended.path, again)}", file=sys.stderr)
+            print(f"stopped; {describe_resume(ended.path, resume_command)}", file=sys.stderr)
     return ended.outcome.value
 
 
-def _usage() -> str:
+def _format_usage() -> str:
     """With the keys of the sources, which stand in lists: the page of all keys does not look into those."""
 
-    def told(kind: str, source: type[Config]) -> str:
+    def format_keys(kind: str, source: type[Config]) -> str:
         return textwrap.fill(f"Keys of [[{kind}]]: {', '.join(source.model_fields)}.", width=120)
 
-    return USAGE.format(train=told("train", TrainSourceConfig), eval=told("eval", EvalSourceConfig))
+    return USAGE.format(train=format_keys("train", TrainSourceConfig), eval=format_keys("eval", EvalSourceConfig))
 
 
-def spelled_out(args: Sequence[str]) -> list[str]:
+def expand_arguments(args: Sequence[str]) -> list[str]:
     """The arguments with the taskset's id and the short flags as the keys they stand for."""
-    rest = short.spelled_out(args)
+    rest = short_flags.expand_short_flags(args)
     if not rest or rest[0].startswith(("-", "@")):
         return rest
     taskset = {"id": rest.pop(0)}
     train, evals = [{"taskset": taskset}], [{"taskset": {**taskset, "split": "eval"}}]
-    return [f"--train={json.dumps(train)}", f"--eval={json.dumps(evals)}", *_for_both(rest)]
+    return [f"--train={json.dumps(train)}", f"--eval={json.dumps(evals)}", *_apply_to_train_and_eval(rest)]
 
 
-def _for_both(args: Sequence[str]) -> list[str]:
+def _apply_to_train_and_eval(args: Sequence[str]) -> list[str]:
     """`--taskset.KEY` is said of what is learnt and of what is measured."""
-    found: list[str] = []
+    expanded: list[str] = []
     rest = list(args)
     while rest:
         arg = rest.pop(0)
         if not arg.startswith("--taskset."):
-            found.append(arg)
+            expanded.append(arg)
             continue
         words: list[str] = []
         while "=" not in arg and rest and not rest[0].startswith(("--", "@")):
             words.append(rest.pop(0))
         key = arg.removeprefix("--")
-        found += [f"--train.0.{key}", *words, f"--eval.0.{key}", *words]
-    return found
+        expanded += [f"--train.0.{key}", *words, f"--eval.0.{key}", *words]
+    return expanded

@@ -12,29 +12,31 @@ if TYPE_CHECKING:
     from ramify.store import RunStore
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Verify the checkpoint, end the run's history there, and set newer checkpoints aside."""
-    asked = _parser().parse_args(args)
-    from ramify.cli.runs import run_path  # loaded here, not for help
+    options = _build_parser().parse_args(argv)
+    from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.errors import CheckpointRefused
     from ramify.store import RunStore, wrap_storage_errors
     from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
 
-    path = run_path(asked.run)
-    place = get_step_directory(path / "checkpoints", asked.step)
-    if not place.is_dir():
+    path = find_run(options.run)
+    checkpoint_dir = get_step_directory(path / "checkpoints", options.step)
+    if not checkpoint_dir.is_dir():
         steps = ", ".join(map(str, list_completed_steps(path / "checkpoints")))
-        raise CheckpointRefused(f"{place} does not exist; checkpoints of the run: {steps or 'none'}")
+        raise CheckpointRefused(f"{checkpoint_dir} does not exist; checkpoints of the run: {steps or 'none'}")
     with RunStore.open(path) as store:
-        if verify_checkpoint(place).files is None:
-            raise CheckpointRefused(f"{place} has no checksums, so it cannot be verified; give the step of another")
-        committed = _roll_back_ledger(store, asked.step)
+        if verify_checkpoint(checkpoint_dir).files is None:
+            raise CheckpointRefused(
+                f"{checkpoint_dir} has no checksums, so it cannot be verified; give the step of another"
+            )
+        committed = _roll_back_ledger(store, options.step)
         with wrap_storage_errors(path):
-            kept = _set_aside(path / "checkpoints", asked.step)
-    print(f"{path} goes on from step {asked.step}: the same command as before continues it")
-    if committed > asked.step:
-        print(f"steps {asked.step} to {committed - 1} are trained again, on the batches they had")
-    for name in kept:
+            set_aside = _set_aside(path / "checkpoints", options.step)
+    print(f"{path} goes on from step {options.step}: the same command as before continues it")
+    if committed > options.step:
+        print(f"steps {options.step} to {committed - 1} are trained again, on the batches they had")
+    for name in set_aside:
         print(f"kept; remove it when you do not need it: {name}")
     return 0
 
@@ -62,16 +64,16 @@ def _set_aside(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
     from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps
 
-    kept: list[Path] = []
+    renamed: list[Path] = []
     for newer in (each for each in list_completed_steps(directory) if each > step):
         number = 1
         while (aside := directory / f"rolled_back_{number}.{get_step_directory(directory, newer).name}").exists():
             number += 1
-        kept.append(get_step_directory(directory, newer).rename(aside))
-    return kept
+        renamed.append(get_step_directory(directory, newer).rename(aside))
+    return renamed
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify rollback", description=COMMANDS["rollback"].help)

@@ -14,10 +14,10 @@ from ramify.errors import ConfigInvalid
 from ramify.evals.summary import total_seconds
 from ramify.store import RolloutRecord, RunStore
 
-Order = Literal["index", "worst", "best"]
+SortOrder = Literal["index", "worst", "best"]
 
 HEADER = ("rollout", "source", "reward", "calls", "tokens out", "seconds", "end")
-WIDTHS_FROM = 100  # rows that decide how wide the columns are
+WIDTH_SAMPLE_ROWS = 100  # rows that decide how wide the columns are
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,26 @@ class ListRequest:
     page: int = 1
     source: str | None = None
     failed: bool = False
-    order: Order = "index"
+    order: SortOrder = "index"
 
 
-def print_rollouts(store: RunStore, request: ListRequest, write: Callable[[str], None]) -> None:
+def print_rollouts(store: RunStore, request: ListRequest, print_line: Callable[[str], None]) -> None:
     """Print the rollouts asked for; raises ConfigInvalid if the run has none of that source."""
     if request.source is not None:
         _check_source(store, request.source)
-    rows = _choose(store, request)
+    rows = _select_rows(store, request)
     shown = 0
-    for line in _format(rows if not request.limit else islice(rows, request.limit)):
-        write(line)
+    for line in _format_lines(rows if not request.limit else islice(rows, request.limit)):
+        print_line(line)
         shown += 1
     if not shown:
         where = "" if request.source is None else f" of source {request.source}"
-        write(
+        print_line(
             f"no {'failed ' if request.failed else ''}rollouts{where}" + (" on this page" if request.page > 1 else "")
         )
     elif next(rows, None) is not None:
-        write(f"more with --page {request.page + 1}, or --limit 0 for all; --worst, --failed and --source choose")
-    write("")
+        print_line(f"more with --page {request.page + 1}, or --limit 0 for all; --worst, --failed and --source choose")
+    print_line("")
 
 
 def _check_source(store: RunStore, source: str) -> None:
@@ -57,18 +57,18 @@ def _check_source(store: RunStore, source: str) -> None:
         raise ConfigInvalid(f"no rollouts of source {source!r}; the run has {known}")
 
 
-def _choose(store: RunStore, request: ListRequest) -> Iterator[RolloutRecord]:
+def _select_rows(store: RunStore, request: ListRequest) -> Iterator[RolloutRecord]:
     """Yield the rows of the page and those after it; of sorted rows, at most one after the page."""
     where = {} if request.source is None else {"source": request.source}
     rows: Iterator[RolloutRecord] = store.iter_rollouts(**where)
     if request.failed:
         rows = (row for row in rows if row.failure is not None or row.summary.get("errors"))
     if request.order != "index":
-        rows = iter(_sort(rows, request))
+        rows = iter(_sort_rows(rows, request))
     return islice(rows, request.limit * (request.page - 1), None)
 
 
-def _sort(rows: Iterable[RolloutRecord], request: ListRequest) -> list[RolloutRecord]:
+def _sort_rows(rows: Iterable[RolloutRecord], request: ListRequest) -> list[RolloutRecord]:
     """Return the rows that have a reward, sorted by it: up to the end of the page, and one more."""
     scored = ((row.reward, row.id, row) for row in rows if row.reward is not None)
     if not request.limit:
@@ -77,22 +77,22 @@ def _sort(rows: Iterable[RolloutRecord], request: ListRequest) -> list[RolloutRe
     return [row for *_, row in select(request.limit * request.page + 1, scored, key=lambda entry: entry[:2])]
 
 
-def _format(rows: Iterable[RolloutRecord]) -> Iterator[str]:
+def _format_lines(rows: Iterable[RolloutRecord]) -> Iterator[str]:
     """Yield the header and one line per row; the source has a column if one of the first rows has a source."""
     iterator = iter(rows)
-    head = [_cells(row) for row in islice(iterator, WIDTHS_FROM)]
+    head = [_build_cells(row) for row in islice(iterator, WIDTH_SAMPLE_ROWS)]
     if not head:
         return
     columns = [at for at, name in enumerate(HEADER) if name != "source" or any(cells[at] for cells in head)]
     widths = {at: max(len(cells[at]) for cells in (HEADER, *head)) for at in columns}
-    yield _join(HEADER, widths)
+    yield _join_cells(HEADER, widths)
     for cells in head:
-        yield _join(cells, widths)
+        yield _join_cells(cells, widths)
     for row in iterator:
-        yield _join(_cells(row), widths)
+        yield _join_cells(_build_cells(row), widths)
 
 
-def _cells(row: RolloutRecord) -> tuple[str, ...]:
+def _build_cells(row: RolloutRecord) -> tuple[str, ...]:
     reward = "due" if row.reward is None else f"{row.reward:.3f}"
     calls, tokens = (str(row.summary.get(name, "")) for name in ("calls", "output"))
     return (
@@ -106,5 +106,5 @@ def _cells(row: RolloutRecord) -> tuple[str, ...]:
     )
 
 
-def _join(cells: tuple[str, ...], widths: dict[int, int]) -> str:
+def _join_cells(cells: tuple[str, ...], widths: dict[int, int]) -> str:
     return "  ".join(cells[at].ljust(width) for at, width in widths.items()).rstrip()

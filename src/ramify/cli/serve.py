@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ramify.cli.short import spelled_out
+from ramify.cli.short_flags import expand_short_flags
 from ramify.config import parse_component, pop_flag, raise_config_invalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
 from ramify.launch.process_configs import build_serve_config
@@ -28,24 +28,24 @@ All keys:
 """
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Read the configuration, load the model, serve until interrupted."""
-    if "--help" in args or "-h" in args:
+    if "--help" in argv or "-h" in argv:
         print(USAGE)
-    dry, rest = pop_flag(spelled_out(args), "--dry-run")
-    config, whole = parse_component(
+    dry, rest = pop_flag(expand_short_flags(argv), "--dry-run")
+    config, run_config = parse_component(
         ServeConfig, rest, RunConfig, build_serve_config, prog="ramify serve", command_flags=["--dry-run"]
     )
-    said = {"host", "port"} & config.server.model_fields_set
-    if whole is not None and isinstance(whole.inference, ExternalConfig) and not said:
-        urls = ", ".join(whole.inference.base_url)
+    address_keys = {"host", "port"} & config.server.model_fields_set
+    if run_config is not None and isinstance(run_config.inference, ExternalConfig) and not address_keys:
+        urls = ", ".join(run_config.inference.base_url)
         raise_config_invalid(
             [("server", f"the run has several engines, {urls}; say which, with --server.host and --server.port")]
         )
     if not dry:
         fetch_model(config.model.name)
     if config.inference.engine == "vllm":
-        return _vllm(config, config.inference, dry=dry)
+        return _serve_vllm(config, config.inference, dry=dry)
     if dry:
         print(f"would serve {config.model.name} from {resolve_model_path(config.model.name)}")
         print(f"at http://{config.server.host}:{config.server.port}, {config.inference}")
@@ -67,7 +67,7 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
+def _serve_vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
     from ramify.infer.vllm_server import VLLMServer
 
     server = VLLMServer(config.model.name, inference, config.server)
@@ -76,16 +76,16 @@ def _vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
         print(shlex.join(server.build_command()))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_supervised(server))
+        asyncio.run(_serve_until_signal(server))
     return 0
 
 
-async def _supervised(server: "VLLMServer") -> None:
+async def _serve_until_signal(server: "VLLMServer") -> None:
     """Serve until a signal comes; whatever happens, the server is stopped before we go."""
-    this = asyncio.current_task()
-    assert this is not None
+    current_task = asyncio.current_task()
+    assert current_task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, current_task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         async with server:
             print(f"serving {server.model_name} ({server.version}) at {server.url}", flush=True)

@@ -10,7 +10,7 @@ from ramify.errors import StorageFull
 from ramify.train.sft.config import SftConfig
 
 COMMAND_FLAGS = ("--fresh", "--dry-run")
-SHORT = {"-m": "--model.name", "-o": "--output", "-d": "--data.path"}
+SHORT_FLAGS = {"-m": "--model.name", "-o": "--output", "-d": "--data.path"}
 USAGE = """usage: ramify sft [@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]
 
   -d DATA     conversations: a jsonl, parquet, arrow, csv or json file, a directory of them, or a cached dataset's id
@@ -22,13 +22,15 @@ torchrun --nproc-per-node N -m ramify sft ... All keys:
 """
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Read the configuration, train what is missing, say where the weights are."""
-    if "--help" in args or "-h" in args:
+    if "--help" in argv or "-h" in argv:
         print(USAGE)
-    fresh, rest = pop_flag(args, "--fresh")
+    fresh, rest = pop_flag(argv, "--fresh")
     dry, rest = pop_flag(rest, "--dry-run")
-    config = parse(SftConfig, [SHORT.get(arg, arg) for arg in rest], prog="ramify sft", command_flags=COMMAND_FLAGS)
+    config = parse(
+        SftConfig, [SHORT_FLAGS.get(arg, arg) for arg in rest], prog="ramify sft", command_flags=COMMAND_FLAGS
+    )
     if dry:
         from ramify.train.sft.plan import build_sft_plan, describe_plan
 
@@ -38,16 +40,16 @@ def run(args: Sequence[str]) -> int:
     from ramify.train.sft.display import choose_display  # torch is loaded here, not for help
     from ramify.train.sft.run import run_sft
 
-    again = shlex.join(["ramify", "sft", *(arg for arg in args if arg != "--fresh")])
+    resume_command = shlex.join(["ramify", "sft", *(arg for arg in argv if arg != "--fresh")])
     try:
         result = run_sft(config, fresh=fresh, display=choose_display())
     except StorageFull as error:
-        raise StorageFull(f"{error.message}. Continue with: {again}") from error
+        raise StorageFull(f"{error.message}. Continue with: {resume_command}") from error
     if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, the first one speaks
         return 0
     if result.weights is None:
-        print(f"stopped after {result.steps} steps; continue with: {again}", file=sys.stderr)
+        print(f"stopped after {result.steps} steps; continue with: {resume_command}", file=sys.stderr)
         return 130
-    said = f"{result.path} is finished" if not result.steps_run else "done"
-    print(f"{said}: {result.steps} steps; the model is {result.weights}")
+    outcome = f"{result.path} is finished" if not result.steps_run else "done"
+    print(f"{outcome}: {result.steps} steps; the model is {result.weights}")
     return 0

@@ -6,42 +6,42 @@ from collections.abc import Sequence
 from ramify.cli.parser import CommandParser
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """List the rollouts of a run and summarise them, or print the traces of one."""
-    asked = _parse(args)
+    options = _parse_options(argv)
     from ramify.cli.rollout_list import ListRequest, print_rollouts  # loaded here, not for help
-    from ramify.cli.runs import open_named, paper, pick
+    from ramify.cli.run_lookup import find_rollout, make_console, open_run_readonly
     from ramify.evals.report import build_report
     from ramify.evals.trace_view import render_trace_tree
 
-    console = paper()
-    with open_named(asked.run) as store:
-        if asked.rollout is not None:
-            for trace in store.read_traces(pick(store, asked.rollout).id):
-                console.print(render_trace_tree(trace, full=asked.full))
+    console = make_console()
+    with open_run_readonly(options.run) as store:
+        if options.rollout is not None:
+            for trace in store.read_traces(find_rollout(store, options.rollout).id):
+                console.print(render_trace_tree(trace, full=options.full))
             return 0
-        order = "worst" if asked.worst else "best" if asked.best else "index"
-        request = ListRequest(asked.limit, asked.page, asked.source, asked.failed, order)
+        order = "worst" if options.worst else "best" if options.best else "index"
+        request = ListRequest(options.limit, options.page, options.source, options.failed, order)
         print_rollouts(store, request, print)
-        where = {} if asked.source is None else {"source": asked.source}
-        console.print(build_report(store.rollouts(**where), threshold=asked.threshold))
+        where = {} if options.source is None else {"source": options.source}
+        console.print(build_report(store.rollouts(**where), threshold=options.threshold))
     return 0
 
 
-def _parse(args: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
-    asked = parser.parse_args(args)
-    if asked.limit < 0:
-        parser.error(f"--limit: expected 0 (for all) or more, found {asked.limit}")
-    if asked.page < 1:
-        parser.error(f"--page: expected 1 or more, found {asked.page}")
-    chosen = asked.worst or asked.best or asked.failed or asked.source is not None
-    if asked.rollout is not None and chosen:
+def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _build_parser()
+    options = parser.parse_args(argv)
+    if options.limit < 0:
+        parser.error(f"--limit: expected 0 (for all) or more, found {options.limit}")
+    if options.page < 1:
+        parser.error(f"--page: expected 1 or more, found {options.page}")
+    chosen = options.worst or options.best or options.failed or options.source is not None
+    if options.rollout is not None and chosen:
         parser.error("--source, --failed, --worst and --best select from the list; they cannot be used with ROLLOUT")
-    return asked
+    return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify show", description=COMMANDS["show"].help)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ramify.env import Task
     from ramify.rollout import Environment, TaskValidation
 
-MOST = 10_000  # tasks that are looked at when nobody says how many: a taskset may have no end
-SHORT = {"-n": "--num_tasks", "-c": "--concurrency"}
+MAX_TASKS = 10_000  # tasks that are looked at when nobody says how many: a taskset may have no end
+SHORT_FLAGS = {"-n": "--num_tasks", "-c": "--concurrency"}
 USAGE = """usage: ramify validate ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key value]
 
   ID            a taskset: a built-in name, an entry point, a dotted path, or a .py file
@@ -48,43 +48,45 @@ class ValidateConfig(Config):
     seed: int = 0
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Look at every task and print the report."""
-    if "--help" in args or "-h" in args:
+    if "--help" in argv or "-h" in argv:
         print(USAGE)
-    config = parse(ValidateConfig, _spelled_out(args), prog="ramify validate")
+    config = parse(ValidateConfig, _expand_arguments(argv), prog="ramify validate")
     from ramify.evals.plan import load_first_tasks  # the rest is loaded here, not for help
     from ramify.rollout import Environment, SourceConfig
 
     harness = {"id": "chat", "timeout": config.timeout}
     source = SourceConfig(taskset=config.taskset, runtime=config.runtime, harness=harness, timeouts=config.timeouts)
     env = Environment.load(source)
-    tasks = load_first_tasks(env, config.num_tasks or MOST)
-    verdicts = asyncio.run(_verdicts(env, tasks, config))
-    _report(env, verdicts, capped=config.num_tasks is None and len(tasks) == MOST)
+    tasks = load_first_tasks(env, config.num_tasks or MAX_TASKS)
+    verdicts = asyncio.run(_validate_tasks(env, tasks, config))
+    _print_report(env, verdicts, capped=config.num_tasks is None and len(tasks) == MAX_TASKS)
     return 1 if any(verdict.problem is not None for verdict in verdicts) or not env.has_rewards else 0
 
 
-async def _verdicts(env: "Environment", tasks: Sequence["Task"], config: ValidateConfig) -> list["TaskValidation"]:
+async def _validate_tasks(
+    env: "Environment", tasks: Sequence["Task"], config: ValidateConfig
+) -> list["TaskValidation"]:
     from ramify.gateway import Gateway
     from ramify.rollout import validate_task
 
-    room = asyncio.Semaphore(config.concurrency)
+    semaphore = asyncio.Semaphore(config.concurrency)
 
-    async def one(task: "Task") -> "TaskValidation":
-        async with room:
+    async def validate_one(task: "Task") -> "TaskValidation":
+        async with semaphore:
             return await validate_task(env, task, gateway=gateway, seed=config.seed)
 
     async with Gateway() as gateway:
-        return await asyncio.gather(*map(one, tasks))
+        return await asyncio.gather(*map(validate_one, tasks))
 
 
-def _report(env: "Environment", verdicts: Sequence["TaskValidation"], *, capped: bool) -> None:
-    from ramify.cli.paper import Paper
+def _print_report(env: "Environment", verdicts: Sequence["TaskValidation"], *, capped: bool) -> None:
+    from ramify.cli.console import PipeConsole
     from ramify.env.decorators import MISSING_REWARD_ADVICE
 
-    console = Paper(highlight=False, soft_wrap=True)
-    for line in _lines(verdicts):
+    console = PipeConsole(highlight=False, soft_wrap=True)
+    for line in _format_lines(verdicts):
         console.print(line)
     failed = sum(verdict.problem is not None for verdict in verdicts)
     gold = sum(verdict.has_gold and verdict.problem is None for verdict in verdicts)
@@ -102,32 +104,32 @@ def _report(env: "Environment", verdicts: Sequence["TaskValidation"], *, capped:
         names = ", ".join(hook.name for hook in env.hooks.group_rewards)
         console.print(f"not checked: {names}, which compare the rollouts of a group")
     counts = f"{gold} sound, {in_part} checked in part, {failed} failed"
-    capped_at = f" (the first {MOST} tasks; -n says otherwise)" if capped else ""
+    capped_at = f" (the first {MAX_TASKS} tasks; -n says otherwise)" if capped else ""
     console.print(f"{env.name}: {len(verdicts)} tasks, {counts}{capped_at}")
 
 
-def _lines(verdicts: Sequence["TaskValidation"]) -> Iterator["Text"]:
+def _format_lines(verdicts: Sequence["TaskValidation"]) -> Iterator["Text"]:
     """Yield one line for each task, and the further lines of its problem below it."""
     from rich.text import Text
 
     task_width = max((len(verdict.task) for verdict in verdicts), default=0)
-    reward_width = max((len(_earned(verdict)) for verdict in verdicts), default=0)
+    reward_width = max((len(_format_reward(verdict)) for verdict in verdicts), default=0)
     for verdict in verdicts:
         passed = ("ok", "green") if verdict.has_gold else ("partly", "yellow")
         word, style = passed if verdict.problem is None else ("failed", "red")
         first, *others = (verdict.problem or "").splitlines() or [""]
-        facts = f"  {verdict.task:<{task_width}}  {_earned(verdict):<{reward_width}}  {verdict.seconds:.2f} s  {first}"
+        facts = f"  {verdict.task:<{task_width}}  {_format_reward(verdict):<{reward_width}}  {verdict.seconds:.2f} s  {first}"
         yield Text.assemble((f"{word:<6}", style), facts.rstrip())
         for line in others:
             yield Text(f"        {line}")
 
 
-def _earned(verdict: "TaskValidation") -> str:
+def _format_reward(verdict: "TaskValidation") -> str:
     what = "gold" if verdict.has_gold else "no gold, an empty reply"
     return "" if verdict.reward is None else f"{what} {verdict.reward:.3g}"
 
 
-def _spelled_out(args: Sequence[str]) -> list[str]:
+def _expand_arguments(args: Sequence[str]) -> list[str]:
     """The arguments with the taskset's id and the short flags as the keys they stand for."""
-    named = [SHORT.get(arg, arg) for arg in args]
-    return ["--taskset.id", *named] if named and not named[0].startswith(("-", "@")) else named
+    expanded = [SHORT_FLAGS.get(arg, arg) for arg in args]
+    return ["--taskset.id", *expanded] if expanded and not expanded[0].startswith(("-", "@")) else expanded

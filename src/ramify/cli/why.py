@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from ramify.store import RunStore
     from ramify.store.run_log import RunEvent
 
-EVENTS = 10  # the last so many are shown
-FAILURES = 3  # kinds of failures that are counted in the output, the most frequent ones
-TAIL = 5  # lines of each log
+MAX_EVENTS = 10  # the last so many are shown
+MAX_FAILURES = 3  # kinds of failures that are counted in the output, the most frequent ones
+TAIL_LINES = 5  # lines of each log
 
 
-def run(args: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Ask the run, or read what it left behind; with --audit, check its files and its ledger."""
-    asked = _parser().parse_args(args)
-    from ramify.cli.runs import run_path  # loaded here, not for help
+    options = _build_parser().parse_args(argv)
+    from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.launch.run_queries import connect_if_running
 
-    path = run_path(asked.run)
-    if asked.audit:
-        return _audit(path)
-    _check_kind(path)
+    path = find_run(options.run)
+    if options.audit:
+        return _print_audit(path)
+    _check_is_rl_run(path)
     client = connect_if_running(path)
     if client is not None:
-        _alive(client.get("/status"), client.get("/why"), client.get("/dropped"))
+        _print_live_run(client.get("/status"), client.get("/why"), client.get("/dropped"))
         return 0
     try:
-        _over(path)
+        _print_ended_run(path)
     except RunBusy as busy:
-        _silent(path, busy)
+        _print_unresponsive_run(path, busy)
     return 0
 
 
-def _check_kind(path: Path) -> None:
+def _check_is_rl_run(path: Path) -> None:
     """Refuse what has no ledger to speak of: `ramify sft` and `ramify eval` are one process, which waits for nobody."""
     try:
         keys = tomllib.loads((path / "config.toml").read_text("utf-8"))
@@ -60,14 +60,14 @@ def _check_kind(path: Path) -> None:
         raise ConfigInvalid(f"{path} is no run of `ramify rl`; 'ramify {command}' says what is in it")
 
 
-def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str) -> None:
+def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.cli.runs import paper
+    from ramify.cli.run_lookup import make_console
     from ramify.launch.dashboard import format_status_line
 
-    console = paper()
+    console = make_console()
     console.print(Text(f"{status.get('run', '')} {format_status_line(status)}"))
     errors: list[dict[str, Any]] = status.get("errors") or []
     for error in errors:
@@ -87,11 +87,11 @@ def _alive(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str
     console.print(table)
 
 
-def _silent(path: Path, busy: RunBusy) -> None:
+def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
     """Print the last state of a run whose orchestrator does not answer; raise `busy` if it has written none."""
     import platform
 
-    from ramify.cli.runs import paper
+    from ramify.cli.run_lookup import make_console
     from ramify.launch.liveness import get_process_state
     from ramify.launch.run_record import read_record
     from ramify.orchestrate.snapshot import read_snapshot
@@ -106,13 +106,13 @@ def _silent(path: Path, busy: RunBusy) -> None:
     if state == "stopped":
         print(f"continue it with: kill -CONT {snapshot.pid}")
     print(f"its last state, written {snapshot.age:.0f} s ago:")
-    _alive(snapshot.status, snapshot.waits, snapshot.dropped)
-    _print_tails(path, paper())
+    _print_live_run(snapshot.status, snapshot.waits, snapshot.dropped)
+    _print_log_tails(path, make_console())
 
 
-def _over(path: Path) -> None:
+def _print_ended_run(path: Path) -> None:
     """From the files alone: how far it came, what happened last, how each process ended."""
-    from ramify.cli.runs import paper
+    from ramify.cli.run_lookup import make_console
     from ramify.launch.last_state import describe_last_state
     from ramify.launch.run_queries import has_finished
     from ramify.orchestrate.snapshot import read_snapshot
@@ -120,7 +120,7 @@ def _over(path: Path) -> None:
     from ramify.store.ledger import Ledger
     from ramify.store.run_log import RunLog
 
-    console = paper()
+    console = make_console()
     with RunStore.open(path, write=False) as store:
         ledger, journal = Ledger.open_readonly(store), RunLog(store)
         marks, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
@@ -132,24 +132,24 @@ def _over(path: Path) -> None:
         console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)
     for line in _summarize_failures(events):
         console.print(line, markup=False, soft_wrap=True)
-    for event in events[-EVENTS:]:
+    for event in events[-MAX_EVENTS:]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
-        told = " ".join(f"{key}={value}" for key, value in event.fields.items())
-        console.print(f"{at} {event.kind} {told}", markup=False, soft_wrap=True)
+        fields = " ".join(f"{key}={value}" for key, value in event.fields.items())
+        console.print(f"{at} {event.kind} {fields}", markup=False, soft_wrap=True)
     if not done:
         if (snapshot := read_snapshot(path)) is not None:
             state = f"the orchestrator, process {snapshot.pid}, is gone; {describe_last_state(path)}"
             console.print(state, markup=False, soft_wrap=True)
-        _print_tails(path, console)
+        _print_log_tails(path, console)
 
 
-def _print_tails(path: Path, console: "Console") -> None:
+def _print_log_tails(path: Path, console: "Console") -> None:
     """Print the last lines of each process's log."""
     from ramify.launch.run_record import read_record
 
     for name, process in read_record(path).get("processes", {}).items():
         console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
-        for line in _tail(Path(process["log"])):
+        for line in _read_log_tail(Path(process["log"])):
             console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
@@ -160,17 +160,17 @@ def _summarize_failures(events: Sequence["RunEvent"]) -> list[str]:
         for event in events
         if event.kind == "failure"
     )
-    return [f"{count} × {line}" for line, count in counts.most_common(FAILURES)]
+    return [f"{count} × {line}" for line, count in counts.most_common(MAX_FAILURES)]
 
 
-def _tail(log: Path) -> list[str]:
+def _read_log_tail(log: Path) -> list[str]:
     try:
-        return log.read_text(errors="replace").splitlines()[-TAIL:]
+        return log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     except OSError:
         return ["(no log)"]
 
 
-def _audit(path: Path) -> int:
+def _print_audit(path: Path) -> int:
     """Print what is wrong with the run's files and its ledger; return the exit code."""
     from ramify.store import RunStore
     from ramify.store.integrity import check_storage
@@ -178,14 +178,14 @@ def _audit(path: Path) -> int:
     with RunStore.open(path, write=False) as store:
         problems = check_storage(store)
         try:
-            told, lines = _audit_ledger(store)
+            size, lines = _audit_ledger(store)
         except (RamifyError, msgspec.MsgspecError, ValueError, TypeError) as error:
-            told, lines = "no ledger", [f"the ledger cannot be read: {type(error).__name__}: {error}"]
+            size, lines = "no ledger", [f"the ledger cannot be read: {type(error).__name__}: {error}"]
     problems += [*lines, *_audit_checkpoints(path)]
     for problem in problems:
         print(problem)
     verdict = "nothing is lost, nothing counts twice" if not problems else f"{len(problems)} problems"
-    print(f"{path}: {told}: {verdict}")
+    print(f"{path}: {size}: {verdict}")
     return 1 if problems else 0
 
 
@@ -211,11 +211,11 @@ def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
     if not Ledger.exists_in(store):
         return f"{len(store.rollouts())} rollouts", []
     ledger = Ledger.open_readonly(store)
-    told = f"{len(ledger.groups())} groups, {ledger.progress().committed} steps"
-    return told, audit(ledger, finished=has_finished(store))
+    size = f"{len(ledger.groups())} groups, {ledger.progress().committed} steps"
+    return size, audit(ledger, finished=has_finished(store))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from ramify.cli.app import COMMANDS
 
     parser = CommandParser(prog="ramify why", description=COMMANDS["why"].help)

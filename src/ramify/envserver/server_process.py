@@ -1,6 +1,6 @@
 """An env server as a child: `ramify env-server`, for whoever needs one and has none.
 
-Its address is the line it prints. It is on a leash (`ramify.cli.leash`): however we end, it ends too, and its workers
+Its address is the line it prints. It is on a leash (`ramify.cli.parent_watch`): however we end, it ends too, and its workers
 with it.
 """
 
@@ -43,7 +43,7 @@ class EnvServerProcess:
         """Start it and wait until it says where it listens."""
         write_toml(self.config, self.config_path)
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "ramify.cli.leash", "env-server", "@", str(self.config_path)),
+            *(sys.executable, "-m", "ramify.cli.parent_watch", "env-server", "@", str(self.config_path)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -4,7 +4,7 @@
                |                  ^
                +------------------+   it exited, or was not ready in time: the end of its log says why
 
-Its address is the one it prints. It runs on a leash (`ramify.cli.leash`), so it ends with us in any case.
+Its address is the one it prints. It runs on a leash (`ramify.cli.parent_watch`), so it ends with us in any case.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class EngineProcess:
             log = self.log_path.open("wb")
         with log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ramify.cli.leash", "serve", "@", str(self.config_path)],
+                [sys.executable, "-m", "ramify.cli.parent_watch", "serve", "@", str(self.config_path)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

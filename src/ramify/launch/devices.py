@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ramify.cli.ask import ask
 from ramify.config import raise_config_invalid
+from ramify.launch.subprocess_probe import run_probe
 
 QUERY_TIMEOUT = 10.0  # seconds for the driver to say what there is
 NVIDIA_SMI_QUERY = ["nvidia-smi", "--query-gpu=index,memory.total,name", "--format=csv,noheader,nounits"]
@@ -61,7 +61,7 @@ class DeviceAllocations:
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that we may use, as the driver shows them; none without a driver."""
-    told = ask(NVIDIA_SMI_QUERY, deadline=QUERY_TIMEOUT)
+    told = run_probe(NVIDIA_SMI_QUERY, timeout=QUERY_TIMEOUT)
     found = [line.split(", ", 2) for line in told.text.splitlines()] if told.ok else []
     gpus = [Gpu(index, name, int(memory) << 20) for index, memory, name in found]
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")

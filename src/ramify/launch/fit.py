@@ -1,9 +1,9 @@
 """Whether a run fits on the machine: which share of it each process gets, and the memory that takes."""
 
-from ramify.cli.machine import usable_cores, usable_memory
 from ramify.config import raise_config_invalid
 from ramify.infer.config import EngineConfig, ExternalConfig
 from ramify.launch.devices import DeviceAllocations, Gpu, allocate_devices, visible_gpus
+from ramify.launch.machine import usable_cores, usable_memory
 from ramify.launch.memory import MemoryEstimate, ModelSize, estimate_memory
 from ramify.orchestrate.config import RunConfig
 

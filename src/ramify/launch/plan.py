@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from ramify.cli.machine import usable_cores
 from ramify.config import Config, raise_config_invalid, write_toml
 from ramify.envserver.config import ElasticPoolConfig, EnvServerConfig
 from ramify.errors import ModelNotFound
@@ -20,6 +19,7 @@ from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, Serve
 from ramify.launch.devices import DeviceAllocation, DeviceAllocations, Gpu, allocate_devices
 from ramify.launch.fit import ASSUMED_GPU_BYTES, GIB, allocate_for_run, check_memory, estimate_run_memory
 from ramify.launch.last_state import describe_last_state
+from ramify.launch.machine import usable_cores
 from ramify.launch.memory import MemoryEstimate, ModelSize
 from ramify.launch.ports import HOST, PortReservation, build_source_addresses
 from ramify.launch.process import ProcessRole, ProcessSpec

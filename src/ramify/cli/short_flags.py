@@ -5,22 +5,22 @@ from collections.abc import Sequence
 
 from ramify.config import raise_config_invalid
 
-SHORT = {"-m": "--model.name", "-o": "--output"}
+SHORT_FLAGS = {"-m": "--model.name", "-o": "--output"}
 
 
-def spelled_out(args: Sequence[str]) -> list[str]:
+def expand_short_flags(args: Sequence[str]) -> list[str]:
     """The arguments with short flags as the keys they stand for. `-b` replaces the whole of `inference`."""
-    found: list[str] = []
+    expanded: list[str] = []
     rest = list(args)
     while rest:
         arg = rest.pop(0)
         if arg != "-b":
-            found.append(SHORT.get(arg, arg))
+            expanded.append(SHORT_FLAGS.get(arg, arg))
             continue
         urls: list[str] = []
         while rest and not rest[0].startswith(("-", "@")):
             urls.append(rest.pop(0).rstrip("/").removesuffix("/v1"))
         if not urls:
             raise_config_invalid([("-b", "needs the address of a server, such as http://10.0.0.1:8000")])
-        found.append(f"--inference={json.dumps({'engine': 'external', 'base_url': urls})}")
-    return found
+        expanded.append(f"--inference={json.dumps({'engine': 'external', 'base_url': urls})}")
+    return expanded

@@ -13,60 +13,62 @@ import psutil
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CgroupLimits:
     """What control groups leave of the machine; None where they do not limit."""
 
     cpus: float | None = None
     memory: int | None = None
 
 
-def usable_cores(limit: Limits | None = None) -> int:
+def usable_cores(limits: CgroupLimits | None = None) -> int:
     """The cores this process may keep busy."""
-    limit = limits() if limit is None else limit
+    limits = read_cgroup_limits() if limits is None else limits
     # macOS has no affinity
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return allowed if limit.cpus is None else min(allowed, max(1, int(limit.cpus)))
+    return allowed if limits.cpus is None else min(allowed, max(1, int(limits.cpus)))
 
 
-def usable_memory(limit: Limits | None = None) -> int:
+def usable_memory(limits: CgroupLimits | None = None) -> int:
     """The bytes of memory this process may hold, with everything else in its control group."""
-    limit = limits() if limit is None else limit
+    limits = read_cgroup_limits() if limits is None else limits
     total = psutil.virtual_memory().total
-    return total if limit.memory is None else min(total, limit.memory)
+    return total if limits.memory is None else min(total, limits.memory)
 
 
-def limits(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Limits:
+def read_cgroup_limits(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> CgroupLimits:
     """The limits of the control groups this process is in, of either generation."""
     cpus: list[float] = []
     memory: list[int] = []
-    for group in _groups(root, membership):
-        quota, period = _words(group / "cpu.max") or ("max", "")
+    for group in _iter_cgroups(cgroup_root, membership):
+        quota, period = _read_words(group / "cpu.max") or ("max", "")
         if quota != "max":
             cpus.append(int(quota) / int(period))
-        for word in _words(group / "memory.max") + _words(group / "memory.limit_in_bytes"):
+        for word in _read_words(group / "memory.max") + _read_words(group / "memory.limit_in_bytes"):
             if word != "max":
                 memory.append(int(word))
-        first = _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+        first = _read_words(group / "cpu.cfs_quota_us") + _read_words(group / "cpu.cfs_period_us")
         if len(first) == 2 and int(first[0]) > 0:
             cpus.append(int(first[0]) / int(first[1]))
-    return Limits(min(cpus, default=None), min(memory, default=None))
+    return CgroupLimits(min(cpus, default=None), min(memory, default=None))
 
 
-def _groups(root: Path, membership: Path) -> Iterator[Path]:
+def _iter_cgroups(cgroup_root: Path, membership: Path) -> Iterator[Path]:
     """Every control group from this process's own up to the root, in each hierarchy."""
-    for line in _text(membership).splitlines():
+    for line in _read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
-        base = root / controllers
+        base = cgroup_root / controllers
         group = base / path.lstrip("/")
         yield group
         yield from (above for above in group.parents if above.is_relative_to(base))
 
 
-def _words(path: Path) -> list[str]:
-    return _text(path).split()
+def _read_words(path: Path) -> list[str]:
+    return _read_text(path).split()
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

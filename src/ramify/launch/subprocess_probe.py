@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Answer(NamedTuple):
+class ProbeResult(NamedTuple):
     """What the program printed, or why there is no answer."""
 
     ok: bool
     text: str
 
 
-def ask(command: Sequence[str], *, deadline: float) -> Answer:
+def run_probe(command: Sequence[str], *, timeout: float) -> ProbeResult:
     """Run `command` for at most `deadline` seconds; every outcome is an answer."""
     try:
         process = subprocess.Popen(
@@ -32,20 +32,20 @@ def ask(command: Sequence[str], *, deadline: float) -> Answer:
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(False, f"{command[0]} cannot be started: {error.strerror}")
+        return ProbeResult(False, f"{command[0]} cannot be started: {error.strerror}")
     try:
-        out, err = process.communicate(timeout=deadline)
+        out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return Answer(False, f"no answer within {deadline:g} s")
+        return ProbeResult(False, f"no answer within {timeout:g} s")
     finally:
-        _end(process)
+        _kill_session(process)
     if process.returncode == 0:
-        return Answer(True, out.strip())
+        return ProbeResult(True, out.strip())
     lines = (err.strip() or out.strip()).splitlines()
-    return Answer(False, lines[-1] if lines else f"exit code {process.returncode}")
+    return ProbeResult(False, lines[-1] if lines else f"exit code {process.returncode}")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _kill_session(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -3,38 +3,38 @@
 import sys
 from pathlib import Path
 
-from ramify.cli.paper import Paper
+from ramify.cli.console import PipeConsole
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.index import DATABASE_NAME, check_index_file
 from ramify.store.ledger import Ledger
 
-OUTPUTS = Path("outputs")
-WIDTH = 120  # columns where there is no terminal to ask
+OUTPUT_DIR = Path("outputs")
+DEFAULT_WIDTH = 120  # columns where there is no terminal to ask
 
 
-def open_named(name: str) -> RunStore:
+def open_run_readonly(name: str) -> RunStore:
     """The run, open for reading."""
-    return RunStore.open(run_path(name), write=False)
+    return RunStore.open(find_run(name), write=False)
 
 
-def run_path(name: str) -> Path:
+def find_run(name: str) -> Path:
     """Return the run's directory. Raises RunDamaged for one that has lost its index."""
-    for path in (Path(name), OUTPUTS / name):
+    for path in (Path(name), OUTPUT_DIR / name):
         check_index_file(path)
         if (path / DATABASE_NAME).is_file():
             return path
-    raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUTS / name} is a directory with a {DATABASE_NAME}")
+    raise ConfigInvalid(f"no run {name!r}: neither it nor {OUTPUT_DIR / name} is a directory with a {DATABASE_NAME}")
 
 
-def pick(store: RunStore, name: str) -> RolloutRecord:
+def find_rollout(store: RunStore, id_prefix: str) -> RolloutRecord:
     """The rollout whose id is `name` or begins so."""
-    found = store.find_rollouts(name, limit=8)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigInvalid(f"{name!r} is not one rollout: {', '.join(row.id for row in found)}")
-    raise ConfigInvalid(f"{store.path} has no rollout {name!r}; 'ramify show {store.path}' lists them")
+    rows = store.find_rollouts(id_prefix, limit=8)
+    if len(rows) == 1:
+        return rows[0]
+    if rows:
+        raise ConfigInvalid(f"{id_prefix!r} is not one rollout: {', '.join(row.id for row in rows)}")
+    raise ConfigInvalid(f"{store.path} has no rollout {id_prefix!r}; 'ramify show {store.path}' lists them")
 
 
 def describe_resume(path: Path, command: str) -> str:
@@ -43,13 +43,13 @@ def describe_resume(path: Path, command: str) -> str:
     It is printed beside the failure that ended the run, so a run that cannot be read raises nothing here.
     """
     try:
-        kept = _describe_kept(path)
+        kept = _describe_progress(path)
     except RamifyError:
         return f"what was finished is kept. Continue with: {command}"
     return f"kept: {kept}. Continue with: {command}" if kept else f"nothing is finished yet. Begin with: {command}"
 
 
-def _describe_kept(path: Path) -> str:
+def _describe_progress(path: Path) -> str:
     """Return what is in a run, such as "3 steps and 40 rollouts"; "" for a run without rollouts or without an index."""
     if not (path / DATABASE_NAME).is_file():
         return ""
@@ -60,6 +60,6 @@ def _describe_kept(path: Path) -> str:
     return " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
 
-def paper() -> Paper:
+def make_console() -> PipeConsole:
     """Where tables and trees are printed."""
-    return Paper(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    return PipeConsole(highlight=False, width=None if sys.stdout.isatty() else DEFAULT_WIDTH)

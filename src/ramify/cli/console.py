@@ -3,7 +3,7 @@
 from rich.console import Console
 
 
-class Paper(Console):
+class PipeConsole(Console):
     """A console that leaves it to the command line what becomes of a reader who has left."""
 
     def on_broken_pipe(self) -> None:
