@@ -14,8 +14,8 @@ from typing import Any, Generic, Self, TypeVar
 from ramify.config import Config
 
 T = TypeVar("T")
-POLL = 0.5  # seconds between two looks: a signal that reached another thread is handled by then
-ENDING = 120.0  # seconds for what was interrupted to clean up after itself
+POLL_INTERVAL = 0.5  # seconds between two looks: a signal that reached another thread is handled by then
+CLEANUP_TIMEOUT = 120.0  # seconds for what was interrupted to clean up after itself
 
 
 class AwaitableResult:
@@ -37,22 +37,22 @@ def has_running_loop() -> bool:
     return True
 
 
-def is_watched() -> bool:
+def is_interactive() -> bool:
     """Whether a person is likely to watch the output: in a terminal or in a notebook."""
     return sys.stdout.isatty() or has_running_loop()
 
 
-def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end and return its result. An interrupt cancels it, and is raised when it has ended."""
-    return _LoopThread(work).run() if has_running_loop() else asyncio.run(work)
+    return _LoopThread(coroutine).run() if has_running_loop() else asyncio.run(coroutine)
 
 
-def keys_of(config: Config) -> dict[str, Any]:
+def get_explicit_values(config: Config) -> dict[str, Any]:
     """Return the keys that were given to a configuration, so that others can be added and all are checked again."""
     return {key: getattr(config, key) for key in config.model_fields_set}
 
 
-def name_model(table: Mapping[str, Any]) -> dict[str, Any]:
+def expand_model_name(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table with `model = "tiny"` written out as `model = {name = "tiny"}`."""
     model = table.get("model")
     return {**table, "model": {"name": model}} if isinstance(model, str) else dict(table)
@@ -61,38 +61,38 @@ def name_model(table: Mapping[str, Any]) -> dict[str, Any]:
 class _LoopThread(Generic[T]):
     """A thread with an event loop for one coroutine."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
-        self._work = work
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
         self._done: Future[T] = Future()
-        self._thread = threading.Thread(target=self._main, name="ramify", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="ramify", daemon=True)
 
     def run(self) -> T:
         self._thread.start()
         try:
             while not self._done.done():
-                wait([self._done], POLL)
+                wait([self._done], POLL_INTERVAL)
         except BaseException:  # it is this thread that was interrupted
             self._cancel()
             raise
         finally:
-            self._thread.join(ENDING)
+            self._thread.join(CLEANUP_TIMEOUT)
         return self._done.result()
 
     def _cancel(self) -> None:
-        loop, task = self._started.result(ENDING)
+        loop, task = self._started.result(CLEANUP_TIMEOUT)
         loop.call_soon_threadsafe(task.cancel)
 
-    def _main(self) -> None:
+    def _run_loop(self) -> None:
         try:
-            result = asyncio.run(self._announced())
+            result = asyncio.run(self._run_coroutine())
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
             self._done.set_exception(error)
         else:
             self._done.set_result(result)
 
-    async def _announced(self) -> T:
+    async def _run_coroutine(self) -> T:
         task = asyncio.current_task()
         assert task is not None
         self._started.set_result((asyncio.get_running_loop(), task))
-        return await self._work
+        return await self._coroutine

@@ -9,7 +9,7 @@ from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import total_seconds
-from ramify.interactive import keys_of, name_model
+from ramify.interactive import expand_model_name, get_explicit_values
 from ramify.store import RolloutRecord
 
 EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
@@ -20,8 +20,8 @@ def read_config(config_input: EvalInput, settings: Mapping[str, Any]) -> EvalCon
     if isinstance(config_input, EvalConfig):
         if not settings:
             return config_input
-        config_input = keys_of(config_input)
-    table = name_model(
+        config_input = get_explicit_values(config_input)
+    table = expand_model_name(
         {**(config_input if isinstance(config_input, Mapping) else {"taskset": config_input}), **settings}
     )
     if "taskset" in table:

@@ -24,7 +24,7 @@ from ramify.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.evals.stats import Estimate, clustered_mean
 from ramify.evals.summary import build_row
 from ramify.evals.watchdog import Watchdog
-from ramify.interactive import AwaitableResult, is_watched, run_coroutine
+from ramify.interactive import AwaitableResult, is_interactive, run_coroutine
 from ramify.rollout import Environment
 from ramify.store import RolloutRecord, RunStore, default_run_name, open_run, wrap_storage_errors
 from ramify.store.environments import (
@@ -87,7 +87,7 @@ def evaluate(
     checked = read_config(config, settings)
     fetch_served_model(checked)  # before the loop: a download blocks, and Ctrl-C should end it
     options = {"fresh": fresh, "accept_changes": accept_changes, "keep": keep}
-    shown = display or (choose_display() if is_watched() else NullEvalDisplay())
+    shown = display or (choose_display() if is_interactive() else NullEvalDisplay())
 
     async def watched() -> EvalResult:
         with watchdog.watch() if watchdog is not None else contextlib.nullcontext():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.config import parse_section
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
-from ramify.interactive import is_watched, keys_of, name_model
+from ramify.interactive import expand_model_name, get_explicit_values, is_interactive
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.preforked import start_prefork_server
@@ -44,7 +44,7 @@ def rl(
             fresh=fresh,
             accept_changes=accept_changes,
             environments=check_plugin_tables(checked),
-            display=display or (choose_display() if is_watched() else NullRunDisplay()),
+            display=display or (choose_display() if is_interactive() else NullRunDisplay()),
             prefork_client=found,
         )
 
@@ -55,7 +55,7 @@ def _build_config(
     if isinstance(config, RunConfig):
         if not settings:
             return config
-        config = keys_of(config)
+        config = get_explicit_values(config)
     given = config if isinstance(config, Mapping) else {}
     output = Path({**given, **settings}.get("output", "outputs"))
     if not isinstance(config, Mapping):
@@ -63,7 +63,7 @@ def _build_config(
         name = {} if isinstance(config, str) else {"name": taskset["id"].rpartition(":")[2]}
         held_out = {**taskset, "split": "eval"}
         given = {"train": [{**name, "taskset": taskset}], "eval": [{**name, "taskset": held_out}]}
-    table = name_model({**given, **settings})
+    table = expand_model_name({**given, **settings})
     for kind in {"train", "eval"} & table.keys():
         table[kind] = [_with_taskset_table(source, output) for source in table[kind]]
     return parse_section(RunConfig, table, key="run")

@@ -19,7 +19,7 @@ import torch
 
 from ramify.config import parse_section, write_toml
 from ramify.errors import RamifyError, StorageFull
-from ramify.interactive import AwaitableResult, is_watched, keys_of, name_model
+from ramify.interactive import AwaitableResult, expand_model_name, get_explicit_values, is_interactive
 from ramify.model.resolve import fetch_model
 from ramify.store import RunStore, open_run, wrap_storage_errors
 from ramify.store.ledger import Ledger
@@ -76,12 +76,14 @@ def sft(
     if isinstance(config, SftConfig) and not settings:
         checked = config
     else:
-        given = keys_of(config) if isinstance(config, SftConfig) else config or {}
-        table = name_model({**given, **settings})
+        given = get_explicit_values(config) if isinstance(config, SftConfig) else config or {}
+        table = expand_model_name({**given, **settings})
         if isinstance(table.get("data"), str | Path):
             table["data"] = {"path": str(table["data"])}
         checked = parse_section(SftConfig, table, key="sft")
-    return run_sft(checked, fresh=fresh, display=display or (choose_display() if is_watched() else NullSftDisplay()))
+    return run_sft(
+        checked, fresh=fresh, display=display or (choose_display() if is_interactive() else NullSftDisplay())
+    )
 
 
 def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | None = None) -> SftResult:
