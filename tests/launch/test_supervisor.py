@@ -11,7 +11,7 @@ import pytest
 
 from ramify.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
 from ramify.launch import restart_budget
-from ramify.launch.parent_watch import KILL_TIMEOUT
+from ramify.launch.parent_watch import KILL_TIMEOUT as WATCH_KILL_TIMEOUT
 from ramify.launch.process import KILL_TIMEOUT, STOP_TIMEOUT, ProcessRole, ProcessState, describe_exit
 from ramify.launch.restart_budget import MAX_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.launch.supervisor import RunOutcome, Supervisor, parse_failure_from_log
@@ -23,7 +23,7 @@ DONE = "sys.exit(0)"
 def supervised(entries, *, restarts=3, grace=5.0, said=None, changed=None) -> RunOutcome:
     say = (lambda line: None) if said is None else said.append
     return asyncio.run(
-        Supervisor(entries, max_restarts=restart_budget, grace_period=grace, print_line=say, on_change=changed).run()
+        Supervisor(entries, max_restarts=restarts, grace_period=grace, print_line=say, on_change=changed).run()
     )
 
 
@@ -236,7 +236,7 @@ def standing(tmp_path):
 
 def test_an_interrupt_ends_everything_within_ten_seconds(standing, tmp_path):
     assert len(alive(tmp_path)) == 5
-    assert STOP_TIMEOUT + KILL_TIMEOUT + KILL_TIMEOUT <= 10
+    assert STOP_TIMEOUT + WATCH_KILL_TIMEOUT + KILL_TIMEOUT <= 10
     standing.send_signal(signal.SIGINT)
     assert standing.wait(timeout=10) == 130
     assert alive(tmp_path) == []

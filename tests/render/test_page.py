@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 import numpy as np
-from tests.render.test_families import FAMILIES, SHOWS_NO_THINKING
-from tests.render.test_families import renderer as family
-from tests.render.test_families import sampled as family_reply
 
 from ramify.render import Renderer
 from ramify.trace import Message, ToolCall
 from tests.render.models import MODELS, TOOLS, renderer
 from tests.render.oracle import oracle_of
+from tests.render.test_family_renderer import FAMILIES, SHOWS_NO_THINKING
+from tests.render.test_family_renderer import renderer as family
+from tests.render.test_family_renderer import sampled as family_reply
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "rendering.md").read_text("utf-8")
 ROW = re.compile(r"^\| `([^`]+)` \| (\S+) \| (\S+) \|$", re.MULTILINE)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.test_service import arguments
 
 from ramify.cli import main
 from ramify.errors import CheckpointRefused
@@ -22,6 +21,7 @@ from ramify.train.sft import SftConfig, run_sft
 from tests.train.batched import random_batches
 from tests.train.models import CONFIGS, made
 from tests.train.orchestrator import Orchestrator
+from tests.train.test_process import arguments
 from tests.train.test_sft import settings, world
 from tests.train.workers import run_ranks
 

@@ -4,7 +4,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tests.train.test_step import forests, weights
 from torch import nn
 
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
@@ -12,6 +11,7 @@ from ramify.train.config import OptimConfig
 from ramify.train.master_weights import MasterWeights
 from ramify.train.optim import OptimizersContainer
 from tests.train.models import CONFIGS, policy
+from tests.train.test_trainer import forests, weights
 
 DEVICE = torch.device("cuda")
 CONFIG = OptimConfig(lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, max_norm=1.0)

@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> int:
         address = selected.config.address or "a free port of this machine"
         check_bind_address(selected.config.address or "tcp://127.0.0.1:0", config.load_secret())
         print(
-            f"would serve {selected.key} at {address}, {selected.config.pool}, log in {selected.log_path(config.output)}"
+            f"would serve {selected.key} at {address}, {selected.config.pool}, log in "
+            f"{selected.log_path(config.output)}"
         )
         return 0
     asyncio.run(serve(config))

@@ -70,7 +70,8 @@ def run(argv: Sequence[str]) -> int:
             print(f"{ended.path} is finished: {format_finished(ended.steps, config)}; --fresh begins anew")
         case RunOutcome.FINISHED:
             print(
-                f"done: {format_finished(ended.steps, config)}, in {ended.path}; see it with: ramify plot {where} -o reward.png"
+                f"done: {format_finished(ended.steps, config)}, in {ended.path}; see it with: ramify "
+                f"plot {where} -o reward.png"
             )
         case RunOutcome.STOPPED:
             print(f"left. Continue with: {resume_command}", file=sys.stderr)

@@ -118,7 +118,8 @@ def _format_lines(verdicts: Sequence["TaskValidation"]) -> Iterator["Text"]:
         passed = ("ok", "green") if verdict.has_gold else ("partly", "yellow")
         word, style = passed if verdict.problem is None else ("failed", "red")
         first, *others = (verdict.problem or "").splitlines() or [""]
-        facts = f"  {verdict.task:<{task_width}}  {_format_reward(verdict):<{reward_width}}  {verdict.seconds:.2f} s  {first}"
+        reward = _format_reward(verdict)
+        facts = f"  {verdict.task:<{task_width}}  {reward:<{reward_width}}  {verdict.seconds:.2f} s  {first}"
         yield Text.assemble((f"{word:<6}", style), facts.rstrip())
         for line in others:
             yield Text(f"        {line}")

@@ -211,7 +211,7 @@ class EnvWorker:
         except ValidationError as error:
             raise RequestInvalid(f"sampling: {error}") from error
         source = self._env.source.model_copy(update={"sampling": changed})
-        return dataclasses.replace(self._env, source=source, sampler=changed.model_dump(mode="json"))
+        return dataclasses.replace(self._env, source=source, sampling_metadata=changed.model_dump(mode="json"))
 
 
 class ProgressSender:

@@ -190,8 +190,10 @@ class EnvServer:
         info = self.pool.info
         if expected and info is not None and info.environment_digest != expected:
             raise EnvironmentChanged(
-                f"the environment of {self.selected.key} was changed while it was in use: the run began with {expected} "
-                f"and the env server has {info.environment_digest}; give the same command again, which lists the differences"
+                f"the environment of {self.selected.key} was changed while it was in use: the run "
+                f"began with {expected} "
+                f"and the env server has {info.environment_digest}; give the same command again, "
+                "which lists the differences"
             )
 
     async def _handle_run(self, request: IncomingRequest) -> WireMessage:

@@ -1,7 +1,7 @@
 """An env server as a child: `ramify env-server`, for whoever needs one and has none.
 
-Its address is the line it prints. It is on a leash (`ramify.cli.parent_watch`): however we end, it ends too, and its workers
-with it.
+Its address is the line it prints. It runs under `ramify.cli.parent_watch`: however this process ends, the server
+and its workers end too.
 """
 
 import asyncio

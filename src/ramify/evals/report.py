@@ -76,7 +76,8 @@ def _iter_summary(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
         timings = ", ".join(f"{phase} {value:.2f}s" for phase, value in times.items() if value >= 0.005)
         yield (
             "timing",
-            f"{timings or 'nothing measurable'} (means; slowest rollout {format_duration(max(map(total_seconds, rows)))})",
+            f"{timings or 'nothing measurable'} (means; slowest rollout "
+            f"{format_duration(max(map(total_seconds, rows)))})",
         )
 
 

@@ -81,7 +81,8 @@ class RolloutBudget:
             if most is not None:
                 if prompt_len >= most:
                     raise ContextOverflow(
-                        f"This model's maximum context length is {most} tokens ({name}); the prompt has {prompt_len} tokens"
+                        f"This model's maximum context length is {most} tokens ({name}); the prompt "
+                        f"has {prompt_len} tokens"
                     )
                 max_tokens = min(max_tokens, most - prompt_len)
         held_in = sum(grant.input_tokens for grant in self._grants)
@@ -114,5 +115,8 @@ class RolloutBudget:
             max_tokens = min(max_tokens, limits.max_total_tokens - used_in - used_out - new_tokens)
             if max_tokens < 1:
                 total = used_in + used_out
-                return f"max_total_tokens: {total} of {limits.max_total_tokens} are used, {new_tokens} more stand in the prompt"
+                return (
+                    f"max_total_tokens: {total} of {limits.max_total_tokens} are used, "
+                    f"{new_tokens} more stand in the prompt"
+                )
         return max_tokens

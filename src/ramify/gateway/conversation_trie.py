@@ -26,12 +26,12 @@ class TrieNode:
     """A message at its place in a conversation. A reply also has its node in the trace, its tools and its history."""
 
     __slots__ = (
+        "children",
         "digest",
-        "following",
         "history",
         "is_recorded",
         "key",
-        "last",
+        "last_reply",
         "message",
         "num_calls",
         "num_replies",

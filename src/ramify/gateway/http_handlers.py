@@ -136,10 +136,10 @@ async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: Roll
     request = replace(
         asked.request,
         model=asked.request.model or session.policy.name,
-        after=None if asked.previous_call_id is None else session.get_node(asked.previous_call_id),
-        retry=http.headers.get("idempotency-key"),
-        retries=int(sent) if sent.isdecimal() else 0,
-        remote=True,
+        parent_node=None if asked.previous_call_id is None else session.get_node(asked.previous_call_id),
+        idempotency_key=http.headers.get("idempotency-key"),
+        retry_count=int(sent) if sent.isdecimal() else 0,
+        is_remote=True,
     )
     return replace(asked, request=request)
 

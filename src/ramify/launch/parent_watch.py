@@ -1,4 +1,4 @@
-"""`python -m ramify.launch.parent_watch GRACE COMMAND ...`: a command that ends, with all it started, when it is let go.
+"""`python -m ramify.launch.parent_watch GRACE COMMAND ...`: a command that ends with its supervisor.
 
     supervisor ==socket==> leash ---> command ---> whatever it starts
 

@@ -34,7 +34,7 @@ ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.serve
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
 ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops: they are run again anyway
 
-SourceT = TypeVar("Source", bound=RunSourceConfig)
+SourceT = TypeVar("SourceT", bound=RunSourceConfig)
 
 
 @dataclass(frozen=True, slots=True)

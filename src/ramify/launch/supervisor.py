@@ -174,7 +174,8 @@ class Supervisor:
         process.silent_seconds = await wait_for_silence(process, self._notify_changed)
         where = f"process {process.pid}, {get_process_state(process.pid)}"
         self._print_line(
-            f"{process.spec.name} ({where}) has not answered at {process.spec.address} for {process.silent_seconds:.0f} s"
+            f"{process.spec.name} ({where}) has not answered at {process.spec.address} for "
+            f"{process.silent_seconds:.0f} s"
         )
         if process.spec.last_state is not None:
             self._print_line(process.spec.last_state())

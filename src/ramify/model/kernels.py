@@ -1,13 +1,13 @@
 """Tree attention on CUDA: Triton kernels that visit only blocks in which something is seen.
 
 A list for each block of queries names the blocks of keys it sees, and one for each block of keys the queries that see
-it (`ramify.model.tree_attention.Blocks`); what is seen wholly comes first and needs no mask. Forward, a program owns a block of
-queries and runs over keys. Backward, queries and keys are owned in turn: no two programs add to the same place, so
-gradients are the same bits each time. Very long lists come first: a program that starts late should have little to do.
-Tensors are [tokens, heads, width] without gaps; scores are in base 2. Lists are read one step ahead: what is asked for
-next must be known when it is asked for. Where it pays, what a loop reads comes through the copy engine of the chip,
-which takes the corner of a block instead of an address for each thread (`_corners`); where there is none, Triton does
-without.
+it (`ramify.model.tree_attention.Blocks`); what is seen wholly comes first and needs no mask. Forward, a program owns a
+block of queries and runs over keys. Backward, queries and keys are owned in turn: no two programs add to the same
+place, so gradients are the same bits each time. Very long lists come first: a program that starts late should have
+little to do. Tensors are [tokens, heads, width] without gaps; scores are in base 2. Lists are read one step ahead: what
+is asked for next must be known when it is asked for. Where it pays, what a loop reads comes through the copy engine of
+the chip, which takes the corner of a block instead of an address for each thread (`_corners`); where there is none,
+Triton does without.
 
 The running maximum of a row is a whole number, so that changing it shifts exponents and nothing else: weights are
 rounded to bfloat16 the same way whatever was seen before them, and a path is computed alike wherever it lies in a pack.

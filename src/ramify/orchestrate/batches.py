@@ -66,7 +66,8 @@ def decode_batch(stored_batch: BatchRecord) -> tuple[list[BatchGroup], int | Non
     found = tuple(member.group for member in members)
     if found != stored_batch.group_numbers:
         raise BatchCorrupt(
-            f"batch {stored_batch.step} has groups {list(stored_batch.group_numbers)}, its annotations are of {list(found)}"
+            f"batch {stored_batch.step} has groups {list(stored_batch.group_numbers)}, its "
+            f"annotations are of {list(found)}"
         )
     return members, content.seq_len
 
@@ -115,7 +116,7 @@ def _count_entries(forests: Sequence[Forest]) -> dict[str, int]:
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
-_ANNOTATION_VALUES = ("advantage", "rl", "ce", "ref_kl", "reference")
+_ANNOTATION_VALUES = ("advantage", "rl", "ce", "ref_kl", "ref_logprobs")
 
 
 class _StoredAnnotation(msgspec.Struct, array_like=True):

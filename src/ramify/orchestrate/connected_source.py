@@ -48,7 +48,8 @@ async def connect_source(
         raise TokensRequired(f"train source {source.source_name}: its endpoint gives no token ids and logprobs")
     if isinstance(source, TrainSourceConfig) and not (info.rewards or info.group_rewards):
         raise ConfigInvalid(
-            f"train source {source.source_name}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
+            f"train source {source.source_name}: its taskset has no reward, so nothing can be "
+            f"learned; {MISSING_REWARD_ADVICE}"
         )
     deadline = source.max_attempt_seconds() + QUEUE_TIME_ALLOWANCE
     compares = bool(info.group_rewards)

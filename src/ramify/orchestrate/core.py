@@ -363,7 +363,8 @@ def check_task_counts(ledger: Ledger, sources: Mapping[str, SourceSpec]) -> None
         before = known.get(source.name)
         if before is not None and source.tasks_per_epoch is not None and source.tasks_per_epoch != before:
             raise ConfigInvalid(
-                f"train source {source.name}: its taskset has {source.tasks_per_epoch} tasks, and had {before} when the run was "
+                f"train source {source.name}: its taskset has {source.tasks_per_epoch} tasks, and had "
+                f"{before} when the run was "
                 f"started last; bring them back, or begin anew with another --name or --fresh"
             )
 

@@ -123,7 +123,7 @@ class RunContext:
         if self.core.ledger_progress.committed == 0 and all(
             version.step == 0 for version in self.client.versions.values()
         ):
-            self.sampling.weights_ready.set()  # the weights the run begins with; any later start waits for its trainer's
+            self.sampling.weights_ready.set()  # the initial weights; any later start waits for its trainer's
 
     def _write_start_snapshot(self) -> None:
         """Write a snapshot that says `starting`: the status address answers only after engines and env servers do."""

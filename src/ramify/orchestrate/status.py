@@ -35,7 +35,8 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
         add_wait("orchestrator", "a trainer", idle, limit, "none has come yet")
     elif run.trainer_service.pending_request is not None:
         step, since = run.trainer_service.pending_request
-        scored = f"{run.core.attempt_queue.num_waiting} attempts wait, groups {admission.get_blocking_groups()[:5]} are not scored"
+        blocking = admission.get_blocking_groups()[:5]
+        scored = f"{run.core.attempt_queue.num_waiting} attempts wait, groups {blocking} are not scored"
         add_wait("trainer", f"the batch of step {step}", now - since, limit, scored)
     elif run.core.ledger_progress.acknowledged < admission.next_step:
         add_wait("orchestrator", f"the trainer to do step {run.core.ledger_progress.acknowledged}", idle, limit, "")

@@ -113,9 +113,9 @@ class RenderedPrompt:
         if prefix_break is None and not np.array_equal(self.token_ids[:kept], history.token_ids):
             prefix_break = PrefixBreak(BreakReason.HISTORY_REWRITTEN)
         if prefix_break is not None:
-            return replace(self, broke=prefix_break)
+            return replace(self, prefix_break=prefix_break)
         spans = (_shift_span(span, kept) for span in self.spans[len(history.messages) :])
-        return replace(self, kept=kept, spans=tuple(spans))
+        return replace(self, num_reused=kept, spans=tuple(spans))
 
     def with_reply(self, sampled_ids: npt.ArrayLike, parsed: ParsedReply) -> TokenHistory:
         """The history that ends in this reply, its ids verbatim."""

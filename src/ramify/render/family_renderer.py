@@ -181,9 +181,8 @@ def _create_family(tokenizer: _HuggingFaceTokenizerAdapter, family: str, templat
             'or use renderer.type = "template"'
         ) from error
     try:
-        return renderers.create_renderer(
-            tokenizer, renderers.config_from_name(family), chat_template_kwargs=template_args
-        )  # pyright: ignore
+        config = renderers.config_from_name(family)
+        return renderers.create_renderer(tokenizer, config, chat_template_kwargs=template_args)  # pyright: ignore
     except Exception as error:  # a family raises what it likes; all of it means that it does not fit
         raise ConfigInvalid(
             f"renderer.name: {family!r} cannot be used with {tokenizer.name_or_path}: {error}"

@@ -63,11 +63,11 @@ class SeparatorFinder:
         if seam is None and first.reasoning is not None:
             # The template hides the reasoning of an earlier turn, but the rest of the message stands as ever.
             seam = self._lookup(
-                first._replace(reasoning=None, content=first.has_content or not first.num_calls), second, tools
+                first._replace(reasoning=None, has_content=first.has_content or not first.num_calls), second, tools
             )
         if seam is None or call_id is None:
             return seam
-        return replace(seam, after=seam.closing.replace(CALL_ID, self._adapter.to_template_id(call_id)))
+        return replace(seam, closing=seam.closing.replace(CALL_ID, self._adapter.to_template_id(call_id)))
 
     def find_stop_token(self, text: str, start: int, end: int) -> int:
         """Where the first stop token within [start, end) stands; `end` if there is none."""

@@ -59,8 +59,8 @@ class Environment:
             runtime_class=box,
             runtime_config=config,
             limits=source.limits,
-            sampler=source.sampling.model_dump(mode="json"),
-            box=box(config).identity,
+            sampling_metadata=source.sampling.model_dump(mode="json"),
+            runtime_metadata=box(config).identity,
         )
         harness.check(env.hooks, env.make_runtime())
         for name, model in harness.config.models.items():

@@ -12,7 +12,8 @@ from ramify.errors import RunDamaged
 
 DATABASE_NAME, TRACES_DIR, WEIGHTS_GLOB = "run.sqlite", "traces", "weights/*/*.safetensors"
 RECOVERY_HINT = (
-    f"Restore the file (and {DATABASE_NAME}-wal, if there is one) from a copy of the run; or give the command with --fresh, "
+    f"Restore the file (and {DATABASE_NAME}-wal, if there is one) from a copy of the run; or give the "
+    "command with --fresh, "
     "which moves the directory aside and begins anew"
 )
 USE_WEIGHTS_HINT = ". Weights in it can still be used as a model, with -m PATH"
@@ -76,5 +77,6 @@ def _pluralize(name: str) -> str:
 def _raise_if_results(path: Path, problem: str) -> None:
     if results := describe_results(path):
         raise RunDamaged(
-            f"{path / DATABASE_NAME} {problem}, but the directory holds {results}; nothing was changed. {_recovery_hint(path)}"
+            f"{path / DATABASE_NAME} {problem}, but the directory holds {results}; nothing was "
+            f"changed. {_recovery_hint(path)}"
         )

@@ -202,8 +202,8 @@ class Forest:
             subtree_end=compute_subtree_ends(segments),
             targets=replace(
                 entries,
-                index=shift_indices(entries.token_index),
-                source=shift_indices(entries.logits_index),
+                token_index=shift_indices(entries.token_index),
+                logits_index=shift_indices(entries.logits_index),
                 sequence=np.repeat(np.arange(len(sequence_indices), dtype=np.int32), counts),
             ),
             sequences=self.sequences[sequence_indices],
@@ -236,9 +236,9 @@ def pad_forest(forest: Forest, length: int) -> Forest:
     more = make_padding_forest(length - len(forest))
     return replace(
         forest,
-        ids=np.concatenate([forest.token_ids, more.token_ids]),
-        position=_concat_position_ids([forest.position_ids, more.position_ids]),
-        end=np.concatenate([forest.subtree_end, more.subtree_end + np.int32(len(forest))]),
+        token_ids=np.concatenate([forest.token_ids, more.token_ids]),
+        position_ids=_concat_position_ids([forest.position_ids, more.position_ids]),
+        subtree_end=np.concatenate([forest.subtree_end, more.subtree_end + np.int32(len(forest))]),
     )
 
 
@@ -257,8 +257,8 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
         entries, calls, table = forest.targets, forest.sequences.copy(), forest.segments.copy()
         entries = replace(
             entries,
-            index=entries.token_index + np.int32(tokens),
-            source=entries.logits_index + np.int32(tokens),
+            token_index=entries.token_index + np.int32(tokens),
+            logits_index=entries.logits_index + np.int32(tokens),
             sequence=entries.sequence + np.int32(rows),
             version=versions.renumber(forest.versions, entries.version),
         )

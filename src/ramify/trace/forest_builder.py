@@ -53,7 +53,7 @@ def build_forest(
         position_ids=_compute_position_ids(annotated_traces, index, depth),
         subtree_end=compute_subtree_ends(table),
         targets=replace(
-            found.targets, index=place[found.targets.token_index], source=place[found.targets.logits_index]
+            found.targets, token_index=place[found.targets.token_index], logits_index=place[found.targets.logits_index]
         ),
         sequences=found.sequences,
         segments=table,

@@ -104,7 +104,7 @@ def build_table(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any], name: str
 def encode_record(message: Message, call: ModelCall | None) -> bytes:
     """The record of a node, known to be readable again."""
     if isinstance(call, ModelCall) and not _has_only_scalars(call.sampling_params):
-        call = msgspec.structs.replace(call, sampling=to_plain(call.sampling_params, "sampling"))
+        call = msgspec.structs.replace(call, sampling_params=to_plain(call.sampling_params, "sampling"))
     try:
         record = _encode(NodeRecord(message, call))
         decode_record(record)

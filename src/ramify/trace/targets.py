@@ -53,7 +53,7 @@ def build_targets(
         rl=_expand_per_token(notes, "rl", spans.lengths),
         ce=_expand_per_token(notes, "ce", spans.lengths),
         ref_kl=_expand_per_token(notes, "ref_kl", spans.lengths),
-        ref_logprob=_expand_per_token(notes, "reference", spans.lengths),
+        ref_logprob=_expand_per_token(notes, "ref_logprobs", spans.lengths),
     )
     on_policy = (found.rl != 0) | (found.ref_kl != 0)
     trained = on_policy | (found.ce != 0)
@@ -128,15 +128,15 @@ class _ConcatenatedTraces:
         ]
         return cls(
             nodes=nodes,
-            starts=starts,
-            sizes=stops - starts,
+            node_starts=starts,
+            node_sizes=stops - starts,
             tokens=tokens,
-            sampled=sampled,
-            first_sampled=first_sampled,
+            num_sampled=sampled,
+            sampled_starts=first_sampled,
             logprobs=logprobs,
-            placeholders=placeholders,
-            first_node=first_node,
-            first_token=first_token,
+            placeholder_mask=placeholders,
+            node_offsets=first_node,
+            token_offsets=first_token,
             runs=np.array(runs, np.int32).reshape(-1, 2),
         )
 

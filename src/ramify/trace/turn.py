@@ -212,7 +212,8 @@ def _check_spans(turn: Turn, first_new: int, num_prompt_tokens: int) -> None:
         low = turn.spans[item.message_index - 1].stop if item.message_index else 0
         if not max(low, before) <= item.start < item.stop <= turn.spans[item.message_index].stop:
             raise TraceInvalid(
-                f"media [{item.start}, {item.stop}) of call {turn.call.id!r} leaves message {item.message_index} or its order"
+                f"media [{item.start}, {item.stop}) of call {turn.call.id!r} leaves message "
+                f"{item.message_index} or its order"
             )
         before = item.stop
 

@@ -39,10 +39,10 @@ class FlopsModel:
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         windows = [window if kind == "sliding_attention" else 0 for kind in kinds if kind in ATTENTION_LAYER_TYPES]
         return cls(
-            token=6.0 * _count_active_weights(model, config),
-            scored=6.0 * config.vocab_size * config.hidden_size,
-            pair=12.0 * heads * width,
-            windows=tuple(windows),
+            per_token=6.0 * _count_active_weights(model, config),
+            per_scored_token=6.0 * config.vocab_size * config.hidden_size,
+            per_visible_pair=12.0 * heads * width,
+            layer_windows=tuple(windows),
         )
 
     def count_flops(self, forest: Forest) -> float:

@@ -2,8 +2,8 @@
 
 An optimizer here is one or two of torch's, stepped together: AdamW for everything, or Muon for the matrices inside the
 layers (an update is the direction of a matrix, orthogonalised by Newton–Schulz, scaled to what AdamW's would be) and
-AdamW for embeddings, head, norms and biases. AdamW of bfloat16 on one GPU is ours (`ramify.train.fused_adamw`): it clips and
-rounds on the way. The schedule is a pure function of the step.
+AdamW for embeddings, head, norms and biases. AdamW of bfloat16 on one GPU is ours (`ramify.train.fused_adamw`):
+it clips and rounds on the way. The schedule is a pure function of the step.
 """
 
 import math

@@ -156,7 +156,8 @@ class TrainerProcess:
             outputs.checkpoints.save(trainer, step)
         except StorageFull as error:
             self.log(
-                f"{error.name}: {error.message}; training goes on, the last checkpoint is that of step {last_saved_step}"
+                f"{error.name}: {error.message}; training goes on, the last checkpoint is that of "
+                f"step {last_saved_step}"
             )
             return last_saved_step
         with self.ranks.raise_together():

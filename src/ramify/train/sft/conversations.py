@@ -35,7 +35,7 @@ def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> li
     for number, row in enumerate(rows, 1):
         place = f"row {number} of {config.path}"
         try:
-            found.append(replace(parse_conversation(row, config), row=place))
+            found.append(replace(parse_conversation(row, config), location=place))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigInvalid(f"data: {place} is no conversation: {error}") from error
     if not found:

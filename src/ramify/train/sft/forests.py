@@ -12,7 +12,8 @@ import numpy as np
 
 from ramify.errors import TemplateRefused
 from ramify.render import RenderedPrompt, Renderer
-from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace
+from ramify.trace import build_forest as build_trace_forest
 from ramify.train.sft.conversations import SftConversation
 
 ENV_NAME = "sft"
@@ -22,7 +23,7 @@ def build_forest(
     conversations: Sequence[tuple[str, SftConversation]], renderer: Renderer, roles: Sequence[str], seq_len: int
 ) -> Forest:
     """Named conversations as one forest; ends beyond `seq_len` are cut off and counted in `dropped`."""
-    return build_forest(
+    return build_trace_forest(
         [build_annotated_trace(name, chat, renderer, roles) for name, chat in conversations],
         seq_len=seq_len,
         overlong="cut",

@@ -165,7 +165,10 @@ class _SftRun:
             self._validate(trainer, laying)
         begun: deque[tuple[_StepBatch, PendingStep]] = deque()
         while self.steps_done < self.total_steps:
-            with self._record_pending_on_failure(begun, pace, alike=RamifyError), self.ranks.raise_together():
+            with (
+                self._record_pending_on_failure(begun, pace, raised_on_all_ranks=RamifyError),
+                self.ranks.raise_together(),
+            ):
                 lesson = self._next_batch(laying)
             with self._record_pending_on_failure(begun, pace):
                 begun.append((lesson, trainer.start_step(lesson.rank_batch)))
