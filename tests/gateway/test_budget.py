@@ -23,7 +23,7 @@ def test_turns_are_counted_and_the_next_call_is_refused_by_name():
         session, sampler = session_of(["one"] * 3, limits={"max_turns": 2})
         reply = await session.generate(user("a"))
         assert session.exhausted_limit is None
-        await session.generate(user("b", after=reply.node))
+        await session.generate(user("b", parent_node=reply.node))
         assert session.exhausted_limit == "max_turns"
         with pytest.raises(BudgetExceeded, match="max_turns"):
             await session.generate(user("c"))
@@ -41,7 +41,7 @@ def test_the_last_reply_is_cut_to_the_token(name):
         assert reply.finish_reason == "length" and (sampled if name == "max_output_tokens" else context + sampled) == 60
         assert session.exhausted_limit == name and (session.input_tokens, session.output_tokens) == (context, sampled)
         with pytest.raises(BudgetExceeded, match=name):
-            await session.generate(user("b", after=reply.node))
+            await session.generate(user("b", parent_node=reply.node))
         check_tokens(session.trace, sampler)
 
     asyncio.run(act())
@@ -71,14 +71,14 @@ def test_a_path_ends_where_the_sequence_does_and_a_prompt_that_leaves_no_room_ov
         reply = await session.generate(user("a"))
         assert reply.finish_reason == "length" and len(session.trace.branches[0]) == 50
         with pytest.raises(ContextOverflow, match="50"):
-            await session.generate(user("b", after=reply.node))
+            await session.generate(user("b", parent_node=reply.node))
         await session.generate(user("another branch"))
 
     asyncio.run(act())
 
 
 async def side_by_side(session: RolloutSession, count: int) -> list[RamifyError]:
-    calls = [session.generate(user(f"question {n % 3}", asked={"max_tokens": 30})) for n in range(count)]
+    calls = [session.generate(user(f"question {n % 3}", sampling_overrides={"max_tokens": 30})) for n in range(count)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     return [outcome for outcome in outcomes if isinstance(outcome, RamifyError)]
 
@@ -112,7 +112,7 @@ def test_a_call_without_a_limit_of_its_own_does_not_starve_those_beside_it():
 
 def test_a_call_that_fails_gives_back_what_it_held():
     async def act():
-        session, sampler = session_of(["one"] * 2, limits={"max_turns": 1}, deadline=5)
+        session, sampler = session_of(["one"] * 2, limits={"max_turns": 1}, call_timeout=5)
         sampler.gate.clear()
         first = asyncio.create_task(session.generate(user("a")))
         await asyncio.sleep(0)

@@ -112,7 +112,7 @@ def test_equal_requests_and_rewritten_histories_fork_without_tokens_too():
 
 
 def test_failures_have_their_names_and_those_that_pass_are_tried_again(monkeypatch):
-    monkeypatch.setattr("ramify.gateway.session.BACKOFF", 0.001)
+    monkeypatch.setattr("ramify.gateway.session.RETRY_BACKOFF", 0.001)
     answers = [(500, "oops"), (503, "full"), "fine", (400, "maximum context length is 5"), (422, "no"), (500, "oops")]
 
     async def act(session: RolloutSession, endpoint: Endpoint) -> None:
@@ -174,7 +174,7 @@ def test_a_gateway_is_such_an_endpoint_itself(play):
         policy = ChatPolicy(stage.endpoint.base_url, "tiny", stage.endpoint.api_key)
         outer = RolloutSession(Trace(id="o1"), policy, sampling=SamplingConfig(), limits=RolloutLimits())
         reply = await outer.generate(user("a"))
-        await outer.generate(user("b", after=reply.node))
+        await outer.generate(user("b", parent_node=reply.node))
         await policy.close()
         assert [node.message for node in outer.trace.nodes] == [node.message for node in stage.trace.nodes]
         assert len(stage.trace.leaves) == 1 and outer.output_tokens == stage.session.output_tokens

@@ -64,7 +64,7 @@ def test_a_tool_may_ask_the_model_through_the_endpoint_while_the_rollout_goes_on
         client = stage.openai(base_url=stage.endpoint.base_url)
         answer = await client.chat.completions.create(model=stage.endpoint.model, messages=HI)
         assert answer.choices[0].message.content == "from a tool"
-        await stage.session.generate(user("and then?", after=reply.node))
+        await stage.session.generate(user("and then?", parent_node=reply.node))
         assert stage.reasons == ["new_conversation"] and len(stage.trace.leaves) == 2
         assert all(node.is_trainable for node in stage.trace.nodes)
         check_tokens(stage.trace, stage.engine)
@@ -125,7 +125,7 @@ def test_failures_of_the_system_are_5xx_and_not_sent_again(play):
             await stage.openai().chat.completions.create(model="x", messages=HI)
         assert error.value.status_code == 504 and len(stage.engine.asked) == 1
 
-    play([], act, deadline=0.5, retries=0)
+    play([], act, call_timeout=0.5, max_retries=0)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_stream_that_waits_says_so_and_a_failure_in_it_is_told_in_it(play, pat
         assert answer.text.startswith("event: ping" if path == "/messages" else ": waiting")
         assert "DeadlineExceeded" in answer.text
 
-    play([], act, hasty=True, deadline=0.5)
+    play([], act, hasty=True, call_timeout=0.5)
 
 
 @pytest.mark.parametrize("converse", ["chat", "responses", "messages"])

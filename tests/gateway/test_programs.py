@@ -208,7 +208,7 @@ def test_what_the_gateway_refuses_stands_in_the_trace_and_in_show(play):
     def fail(_: str) -> str:
         raise ConnectionResetError
 
-    play(fail, act, retries=0)
+    play(fail, act, max_retries=0)
 
 
 def test_a_program_that_is_refused_for_ever_does_not_fill_the_trace(play):

@@ -126,7 +126,7 @@ def test_sampling_for_a_client_that_does_not_come_back_is_given_up(play):
         assert text_of(await post(stage)) == "reply 1"
         assert stage.session.num_turns == 1 and len(stage.engine.asked) == 2
 
-    play(numbered(), act, linger=0.05)
+    play(numbered(), act, abandon_after=0.05)
 
 
 def test_a_call_that_failed_is_made_anew_by_a_retry(play):

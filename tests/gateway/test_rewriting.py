@@ -126,7 +126,8 @@ async def conversation(session, moves) -> int:
         count = 3 if move == "both" else 1
         asked = {"max_tokens": rng.choice([3, 20])}
         answers = await asyncio.gather(
-            *(session.ask(ModelRequest(sent, sampling_overrides=asked)) for _ in range(count)), return_exceptions=True
+            *(session.generate(ModelRequest(sent, sampling_overrides=asked)) for _ in range(count)),
+            return_exceptions=True,
         )
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, BudgetExceeded | ContextOverflow):

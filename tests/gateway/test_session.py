@@ -36,7 +36,7 @@ def test_a_conversation_in_process_is_one_branch_of_the_engines_tokens():
         session, sampler = session_of(["one", "two", "three"])
         reply = await asked(session, SYSTEM, HELLO, model="gpt-x")
         for text in ("more", "and more"):
-            reply = await session.generate(user(text, after=reply.node))
+            reply = await session.generate(user(text, parent_node=reply.node))
         assert (
             reply.message.text == "three"
             and reply.finish_reason == "stop"
@@ -56,7 +56,7 @@ def test_one_conversation_in_process_and_through_whole_histories_is_the_same_bra
     async def act():
         session, sampler = session_of(["one", "two", "three"])
         first = await asked(session, SYSTEM, HELLO)
-        await session.generate(user("more", after=first.node))
+        await session.generate(user("more", parent_node=first.node))
         await asked(session, SYSTEM, HELLO, said("one"), Message("user", "more"), said("two"), Message("user", "last"))
         assert len(session.trace.leaves) == 1 and not reasons(session.trace)
         check_tokens(session.trace, sampler)
@@ -68,7 +68,7 @@ def test_what_a_call_asked_for_and_got_is_in_its_record():
     async def act():
         session, _ = session_of(["one"], sampling=SamplingConfig(temperature=0.5, max_tokens=30), seed=3)
         reply = await session.generate(
-            user("a", model="gpt-x", asked={"temperature": 0.25, "max_tokens": 9, "stop": ["zz"]})
+            user("a", model="gpt-x", sampling_overrides={"temperature": 0.25, "max_tokens": 9, "stop": ["zz"]})
         )
         call = session.trace.nodes[reply.node].call
         assert call is not None and (call.requested_model, call.served_model, call.finish_reason) == (
@@ -90,8 +90,8 @@ def test_another_model_by_name_is_recorded_but_not_trained():
         other = session_of(["two", "three"])[0].policy
         session.models["helper"] = other
         first = await session.generate(user("a"))
-        second = await session.generate(user("b", model="helper", after=first.node))
-        await session.generate(user("c", model="helper", after=second.node))
+        second = await session.generate(user("b", model="helper", parent_node=first.node))
+        await session.generate(user("c", model="helper", parent_node=second.node))
         assert [node.is_trainable for node in session.trace.nodes if node.call] == [True, False, False]
         assert session.trace.nodes[second.node].call.requested_model == "helper"
         check_tokens(session.trace, _both(sampler, other.client))
@@ -115,7 +115,7 @@ def test_a_conversation_may_be_continued_from_any_reply_however_old():
             nodes.append(reply.node)
             history += [said("sure"), Message("user", f"turn {turn}")]
         for node in nodes:
-            await session.generate(user("and now?", after=node))
+            await session.generate(user("and now?", parent_node=node))
         assert len(session.trace.leaves) == 9 and session.trace.metrics == {"forks": 8.0}
         check_tokens(session.trace, sampler)
 
@@ -160,7 +160,7 @@ def test_a_rewritten_history_forks_with_its_reason(messages, reason):
     async def act():
         session, sampler = session_of(["one", "two", "three", "four"])
         reply = await asked(session, SYSTEM, HELLO)
-        reply = await session.generate(user("b", after=reply.node))
+        reply = await session.generate(user("b", parent_node=reply.node))
         await asked(session, *messages)
         assert reasons(session.trace) == [reason]
         fork = session.trace.info["forks"][0]
@@ -204,10 +204,10 @@ def test_samples_that_read_the_same_are_told_apart_by_reasoning_or_by_what_follo
 
 def test_in_training_the_source_decides_and_a_client_may_only_ask_for_less():
     async def act():
-        session, sampler = session_of(["one"] * 2, train=True, sampling=SamplingConfig(max_tokens=50))
+        session, sampler = session_of(["one"] * 2, is_training=True, sampling=SamplingConfig(max_tokens=50))
         wishes = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "seed": 7}
-        await session.generate(user("a", asked=wishes | {"max_tokens": 5}))
-        await session.generate(user("b", asked=wishes | {"max_tokens": 500}))
+        await session.generate(user("a", sampling_overrides=wishes | {"max_tokens": 5}))
+        await session.generate(user("b", sampling_overrides=wishes | {"max_tokens": 500}))
         for sampling, most in zip(sampler.asked, (5, 50)):
             assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
             assert sampling.seed is None and sampling.max_tokens == most
@@ -218,7 +218,7 @@ def test_in_training_the_source_decides_and_a_client_may_only_ask_for_less():
 @pytest.mark.parametrize("wrong", [{"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_sampling_that_cannot_be_trained_on_is_refused_by_key(wrong):
     with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
-        session_of([], train=True, sampling=SamplingConfig(**wrong))
+        session_of([], is_training=True, sampling=SamplingConfig(**wrong))
 
 
 def test_seeds_repeat_from_run_to_run_and_differ_from_call_to_call():
@@ -226,7 +226,7 @@ def test_seeds_repeat_from_run_to_run_and_differ_from_call_to_call():
         session, sampler = session_of(["one"] * 4, seed=11)
         reply = await session.generate(user("a"))
         await session.generate(user("a"))
-        await session.generate(user("b", after=reply.node))
+        await session.generate(user("b", parent_node=reply.node))
         await session.generate(user("c"))
         return [sampling.seed for sampling in sampler.asked]
 
@@ -237,7 +237,7 @@ def test_seeds_repeat_from_run_to_run_and_differ_from_call_to_call():
 def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
     async def act():
         session, sampler = session_of(["red, green, blue", "more"])
-        reply = await session.generate(user("a", asked={"stop": ["een", "blue"]}))
+        reply = await session.generate(user("a", sampling_overrides={"stop": ["een", "blue"]}))
         assert reply.message.text == "red, gr" and reply.finish_reason == "stop"
         node = session.trace.nodes[reply.node]
         sample = node.token_ids[slice(*node.sampled_span)]
@@ -247,7 +247,7 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
         assert sum(run.count for run in node.versions) == len(sample)
         tokenizer = TINY.tokenizer
         assert "een" in tokenizer.decode(sample) and "een" not in tokenizer.decode(sample[:-1])
-        await session.generate(user("go on", after=reply.node))
+        await session.generate(user("go on", parent_node=reply.node))
         assert sampler.seen[1][0][: len(prompt) + len(sample)] == prompt + ids[: len(sample)]
         assert session.output_tokens == len(sample) + len(sampler.seen[1][1])
 
@@ -261,7 +261,7 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
 def test_wishes_that_cannot_be_met_are_named(asked_for):
     session, _ = session_of(["one"])
     with pytest.raises(RequestInvalid, match=next(iter(asked_for))):
-        asyncio.run(session.generate(user("a", asked=asked_for)))
+        asyncio.run(session.generate(user("a", sampling_overrides=asked_for)))
 
 
 def test_malformed_calls_are_reported_with_the_reply():
@@ -276,7 +276,7 @@ def test_a_call_that_was_read_can_be_answered_in_process():
         reply = await session.generate(user("a"))
         (call,) = reply.message.tool_calls
         assert isinstance(call, ToolCall) and reply.finish_reason == "tool_calls"
-        await asked(session, Message("tool", "42", tool_call_id=call.id), after=reply.node)
+        await asked(session, Message("tool", "42", tool_call_id=call.id), parent_node=reply.node)
         assert len(session.trace.leaves) == 1
         check_tokens(session.trace, sampler)
 
@@ -309,7 +309,7 @@ def test_images_are_refused_by_name_where_the_renderer_shows_none():
 
 
 def test_a_failure_that_may_pass_is_tried_again_and_recorded_once(monkeypatch):
-    monkeypatch.setattr("ramify.gateway.session.BACKOFF", 0.001)
+    monkeypatch.setattr("ramify.gateway.session.RETRY_BACKOFF", 0.001)
 
     async def act():
         session, sampler = session_of([ProviderError("busy"), ProviderError("busy"), "one"])
@@ -322,10 +322,10 @@ def test_a_failure_that_may_pass_is_tried_again_and_recorded_once(monkeypatch):
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan])
 def test_a_logprob_that_is_no_finite_number_is_the_engines_fault_and_asked_for_again(monkeypatch, logprob):
-    monkeypatch.setattr("ramify.gateway.session.BACKOFF", 0.001)
+    monkeypatch.setattr("ramify.gateway.session.RETRY_BACKOFF", 0.001)
 
     async def story():
-        session, sampler = session_of(["one", "one", "one"], retries=1)
+        session, sampler = session_of(["one", "one", "one"], max_retries=1)
         whole = sampler.generate
 
         async def broken(*args, **more):
@@ -345,10 +345,10 @@ def test_a_logprob_that_is_no_finite_number_is_the_engines_fault_and_asked_for_a
 
 
 def test_failures_that_cannot_pass_and_those_that_do_not_are_raised_by_name(monkeypatch):
-    monkeypatch.setattr("ramify.gateway.session.BACKOFF", 0.001)
+    monkeypatch.setattr("ramify.gateway.session.RETRY_BACKOFF", 0.001)
 
     async def act():
-        session, sampler = session_of([RequestInvalid("no")] + [ProviderError("busy")] * 3 + ["one"], retries=2)
+        session, sampler = session_of([RequestInvalid("no")] + [ProviderError("busy")] * 3 + ["one"], max_retries=2)
         for kind, calls in ((RequestInvalid, 1), (ProviderError, 4)):
             with pytest.raises(kind):
                 await session.generate(user("a"))
@@ -362,7 +362,7 @@ def test_failures_that_cannot_pass_and_those_that_do_not_are_raised_by_name(monk
 
 def test_a_call_has_a_deadline_and_a_cancelled_one_leaves_nothing_behind():
     async def act():
-        session, sampler = session_of(["one"] * 3, deadline=0.02, limits={"max_turns": 1, "max_output_tokens": 10})
+        session, sampler = session_of(["one"] * 3, call_timeout=0.02, limits={"max_turns": 1, "max_output_tokens": 10})
         sampler.gate.clear()
         with pytest.raises(DeadlineExceeded, match=r"0\.02"):
             await session.generate(user("a"))
@@ -381,7 +381,7 @@ def test_a_call_has_a_deadline_and_a_cancelled_one_leaves_nothing_behind():
 def test_an_unknown_place_and_an_empty_request_are_refused():
     session, _ = session_of([])
     with pytest.raises(RequestInvalid, match="node 4"):
-        asyncio.run(session.generate(user("a", after=4)))
+        asyncio.run(session.generate(user("a", parent_node=4)))
     with pytest.raises(RequestInvalid, match="messages"):
         asyncio.run(session.generate(ModelRequest(())))
 
@@ -390,7 +390,7 @@ def test_a_token_that_the_vocabulary_does_not_hold_is_the_engines_failure():
     class Odd(Sampler):
         async def generate(self, prompt, sampling, **options):
             done = await super().generate(prompt, sampling, **options)
-            return replace(done, ids=np.append(done.token_ids[:-1], np.int32(10**6)))
+            return replace(done, token_ids=np.append(done.token_ids[:-1], np.int32(10**6)))
 
     session = RolloutSession(
         Trace(id="t"),

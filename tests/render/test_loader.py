@@ -32,8 +32,8 @@ from ramify.render import load_renderer
 from ramify.trace import MediaPart, Message, TextPart
 renderer = load_renderer({str(directory("qwen3"))!r})
 prompt = renderer.render([Message("user", "Well?")])
-sampled = [*prompt.ids[:3], renderer.stop_ids[0]]
-history = prompt.answered(sampled, renderer.parse(sampled, prompt))
+sampled = [*prompt.token_ids[:3], renderer.stop_ids[0]]
+history = prompt.with_reply(sampled, renderer.parse(sampled, prompt))
 renderer.bridge(history, [Message("user", "And?")])
 print(*sorted({{"torch", "transformers", "renderers", "huggingface_hub"}} & set(sys.modules)))
 """

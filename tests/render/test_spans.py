@@ -117,7 +117,7 @@ def turn(prompt: RenderedPrompt, sampled: list[int], parsed, call: int, after: i
         spans=prompt.spans,
         reply=parsed.message,
         reply_ids=np.array(sampled, np.int32),
-        reply_body=parsed.body,
+        reply_body=parsed.content_span,
         logprobs=np.zeros(len(sampled), np.float32),
         after=after if prompt.num_reused else -1,
     )

@@ -1,7 +1,7 @@
-"""The gateway: every model call of a rollout, in process or over HTTP, recorded with the tokens it really had.
+"""The gateway: records every model call of a rollout, in process or over HTTP, with its exact tokens.
 
-A `Session` is one rollout's recorder; a `Policy` is who answers; a `Gateway` lets any OpenAI or Anthropic client ask
-over HTTP. A name is loaded when it is first used.
+A `RolloutSession` records the calls of one rollout; a `Policy` samples the replies; a `Gateway` serves sessions over
+HTTP to any OpenAI or Anthropic client. Names are imported on first use.
 """
 
 import lazy_loader

@@ -1,9 +1,9 @@
-"""When do two messages say the same? What decides whether a conversation continues one that is known.
+"""Canonical forms of messages, which decide whether a conversation continues a recorded one.
 
-Clients take a reply apart and put it together again: they drop the reasoning, print the arguments of a call with other
-spaces and in another order, turn 1.0 into 1, send text as parts, trim it. None of that is another conversation. So
-messages are compared by role, text, tool calls as (id, name, parsed arguments) and tool call id; reasoning is compared
-apart, and only if the client sent it. What the policy said is compared without the space around it.
+Clients change a reply before they send it back: they drop the reasoning, reformat the arguments of calls, turn 1.0 into
+1, send text as parts, or strip it. These changes do not make another conversation. So messages are compared by role,
+text, tool calls as (id, name, parsed arguments) and tool call id. Reasoning is compared separately, and only if the
+client sent it. The text of replies is compared without surrounding whitespace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _encode = msgspec.msgpack.Encoder(order="sorted").encode
 
 
 def message_key(message: Message) -> bytes:
-    """Equal for messages that say the same, reasoning left aside."""
+    """Return a key that is equal for equivalent messages; reasoning is ignored."""
     text = message.content
     if not isinstance(text, str):
         media = [part.hash for part in text if isinstance(part, MediaPart)]
@@ -34,20 +34,20 @@ def message_key(message: Message) -> bytes:
 
 
 def has_same_reasoning(recorded: Message, sent: Message) -> bool:
-    """Whether the client sent this message's reasoning, or none."""
+    """Return whether the client sent the reasoning of the recorded message, or none."""
     return not sent.reasoning or sent.reasoning.strip() == (recorded.reasoning or "").strip()
 
 
 def encode_canonical(value: Any) -> bytes:
-    """Equal for equal plain values, in whatever order their keys are."""
+    """Encode a plain value; equal values give equal bytes, in any order of their keys."""
     try:
         return _encode(value)
-    except OverflowError:  # a number of more than 64 bits: nothing keeps a model from writing one
+    except OverflowError:  # an integer of more than 64 bits, which a model may write
         return json.dumps(value, sort_keys=True).encode()
 
 
 def parse_arguments(text: str) -> Any:
-    """The parsed arguments of a call, or the text itself if it is not JSON."""
+    """Return the parsed arguments of a call, or the text itself if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -55,7 +55,7 @@ def parse_arguments(text: str) -> Any:
 
 
 def _canonical_arguments(text: str) -> Any:
-    """The arguments as they are compared; those nested too deep to be looked through are their text."""
+    """Return the arguments in canonical form, or their text if they are nested too deeply."""
     try:
         return _normalize_numbers(parse_arguments(text))
     except RecursionError:
@@ -63,11 +63,11 @@ def _canonical_arguments(text: str) -> Any:
 
 
 def _normalize_numbers(value: Any) -> Any:
-    """The value with 1 for 1.0: JavaScript knows no difference."""
+    """Return the value with 1 instead of 1.0, because JavaScript does not distinguish them."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {name: _normalize_numbers(entry) for name, entry in cast(Mapping[str, Any], value).items()}
+        return {name: _normalize_numbers(item) for name, item in cast(Mapping[str, Any], value).items()}
     if isinstance(value, list):
-        return [_normalize_numbers(entry) for entry in cast(list[Any], value)]
+        return [_normalize_numbers(item) for item in cast(list[Any], value)]
     return value

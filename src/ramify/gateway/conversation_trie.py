@@ -1,8 +1,8 @@
-"""Every conversation of a rollout in one trie of messages, so that a client's history is found again.
+"""A trie of all messages of a rollout, which finds the recorded reply that a client's history continues.
 
-A client sends its whole history with every call, in its own words. Walking the trie message by message finds the reply
-it continues, and so its exact tokens. Two samples may read the same and differ in tokens, or in reasoning the client
-does not send; the walk follows all of them until later messages tell them apart.
+A client sends its whole history with every call, in its own format. Walking the trie message by message finds the reply
+that it continues, and so its exact tokens. Two samples may have equal texts but different tokens, or different
+reasoning that the client does not send; the walk follows all of them until later messages distinguish them.
 
     root ── system ── user ── reply ── tool ── reply
                         └──── reply (another sample) ── user ...
@@ -19,11 +19,15 @@ from ramify.render import TokenHistory, ToolSchema
 from ramify.trace import Message
 
 SYSTEM_ROLES = ("system", "developer")
-MAX_CACHED_HISTORIES = 4  # replies whose history is kept ready; those of older ones are read from the trace again
+MAX_CACHED_HISTORIES = 4  # replies whose history is cached; older histories are rebuilt from the trace
 
 
 class TrieNode:
-    """A message at its place in a conversation. A reply also has its node in the trace, its tools and its history."""
+    """A message at a position in a conversation.
+
+    `key` identifies the message, `digest` the conversation up to it. A recorded reply also has `trace_node`, `tools`,
+    `num_tokens` (of the path up to it) and, while cached, its `history`.
+    """
 
     __slots__ = (
         "children",
@@ -46,74 +50,81 @@ class TrieNode:
         self.parent, self.message, self.key = parent, message, message_key
         self.root: TrieNode = parent.root if parent else self
         self.children: dict[bytes, list[TrieNode]] = {}
-        self.last_reply: TrieNode | None = parent.last_reply if parent else None  # the nearest reply up to here
+        self.last_reply: TrieNode | None = (
+            parent.last_reply if parent else None
+        )  # the last reply at or before this position
         self.digest = blake2b((parent.digest if parent else b"") + message_key, digest_size=8).digest()
-        self.is_recorded = False  # whether the trace holds a call that passed here
-        self.num_calls = 0  # calls that were made right here
-        self.num_replies = 0  # ... and answered
+        self.is_recorded = False  # whether the trace has a call whose conversation includes this position
+        self.num_calls = 0  # calls started at this position
+        self.num_replies = 0  # ... and recorded
         self.trace_node = -1
-        self.num_tokens = 0  # tokens of the path up to a reply
+        self.num_tokens = 0  # of the path up to a reply
         self.tools: tuple[ToolSchema, ...] = ()
         self.history: TokenHistory | None = None
 
     def messages_after(self, reply: TrieNode | None) -> list[Message]:
-        """The messages after `reply` up to and with this one."""
-        found: list[Message] = []
-        at: TrieNode | None = self
-        while at is not None and at is not reply and at.parent is not None:
-            found.append(at.message)
-            at = at.parent
-        return found[::-1]
+        """Return the messages after `reply` up to and including this one."""
+        messages: list[Message] = []
+        node: TrieNode | None = self
+        while node is not None and node is not reply and node.parent is not None:
+            messages.append(node.message)
+            node = node.parent
+        return messages[::-1]
 
     def path_to_root(self) -> Iterator[TrieNode]:
-        """This message and all before it, the root last."""
-        at: TrieNode | None = self
-        while at is not None:
-            yield at
-            at = at.parent
+        """Yield this node and its ancestors, the root last."""
+        node: TrieNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
 
 
 class ConversationTrie:
-    """The trie of one policy."""
+    """The conversations with one policy."""
 
     def __init__(self) -> None:
         self.root = TrieNode(None, Message(""), b"")
         self._cached_replies: deque[TrieNode] = deque()
 
     def find_or_insert(self, start: TrieNode, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TrieNode:
-        """The place that these messages lead to from `start`; what is not known yet is added."""
-        at, reached = [start], 0
-        names = [message_key(message) for message in messages]
-        for message, name in zip(messages, names):
-            found = [
-                said for here in at for said in here.children.get(name, ()) if has_same_reasoning(said.message, message)
+        """Return the position after these messages, starting from `start`; insert the messages that are new."""
+        candidates, num_matched = [start], 0
+        keys = [message_key(message) for message in messages]
+        for message, key in zip(messages, keys):
+            matches = [
+                child
+                for candidate in candidates
+                for child in candidate.children.get(key, ())
+                if has_same_reasoning(child.message, message)
             ]
-            if not found:
+            if not matches:
                 break
-            at, reached = found, reached + 1
-        end = at[0] if len(at) == 1 else max(at, key=lambda said: _match_priority(said, tools))
-        for message, name in zip(messages[reached:], names[reached:]):
-            end = _insert_child(end, message, name)
-        return end
+            candidates, num_matched = matches, num_matched + 1
+        position = (
+            candidates[0] if len(candidates) == 1 else max(candidates, key=lambda child: _match_priority(child, tools))
+        )
+        for message, key in zip(messages[num_matched:], keys[num_matched:]):
+            position = _insert_child(position, message, key)
+        return position
 
     def insert_reply(
         self, position: TrieNode, message: Message, trace_node: int, history: TokenHistory, num_tokens: int
     ) -> TrieNode:
-        """Add a recorded reply behind `end`."""
-        said = _insert_child(position, message, message_key(message))
-        said.last_reply, said.trace_node, said.tools, said.num_tokens = said, trace_node, history.tools, num_tokens
-        self.cache_history(said, history)
+        """Insert a recorded reply after `position`."""
+        reply = _insert_child(position, message, message_key(message))
+        reply.last_reply, reply.trace_node, reply.tools, reply.num_tokens = reply, trace_node, history.tools, num_tokens
+        self.cache_history(reply, history)
         position.num_replies += 1
-        at: TrieNode | None = said
-        while at is not None and not at.is_recorded:
-            at.is_recorded = True
-            at = at.parent
-        return said
+        ancestor: TrieNode | None = reply
+        while ancestor is not None and not ancestor.is_recorded:
+            ancestor.is_recorded = True
+            ancestor = ancestor.parent
+        return reply
 
     def cache_history(self, reply: TrieNode, history: TokenHistory) -> None:
-        """Have the history of a reply ready, and let go of one that has not been used for long.
+        """Cache the history of a reply and evict the oldest one.
 
-        Each holds all tokens before it: keeping every one would grow with the square of the conversation.
+        A history has all tokens of its path, so caching all of them would need quadratic memory.
         """
         reply.history = history
         self._cached_replies.append(reply)
@@ -122,40 +133,40 @@ class ConversationTrie:
 
 
 def fork_reason(position: TrieNode) -> str:
-    """Why a call at `end` leaves the conversations that are recorded: the reason of a fork."""
+    """Return why a call at `position` forks from the recorded conversations."""
     if position.is_recorded:
         return "sample" if position.num_replies else "dropped"
-    first = next(
-        (said for said in position.path_to_root() if said.parent is not None and said.parent.is_recorded), None
+    first_new = next(
+        (node for node in position.path_to_root() if node.parent is not None and node.parent.is_recorded), None
     )
-    if first is None or first.parent is None or _is_system_prefix(first.parent):
+    if first_new is None or first_new.parent is None or _is_system_prefix(first_new.parent):
         return "new_conversation"
-    return "dropped" if _occurs_below(first.parent, first.key) else "edited"
+    return "dropped" if _occurs_below(first_new.parent, first_new.key) else "edited"
 
 
 def _is_system_prefix(prefix: TrieNode) -> bool:
-    """Whether no more than the system prompt is shared."""
-    return all(said.message.role in SYSTEM_ROLES for said in prefix.path_to_root() if said.parent is not None)
+    """Return whether `prefix` consists of at most the system prompt."""
+    return all(node.message.role in SYSTEM_ROLES for node in prefix.path_to_root() if node.parent is not None)
 
 
 def _occurs_below(prefix: TrieNode, message_key: bytes) -> bool:
-    """Whether a recorded conversation came from `stem` to such a message later on."""
-    todo = [said for row in prefix.children.values() for said in row if said.is_recorded]
-    while todo:
-        here = todo.pop()
-        if any(said.is_recorded for said in here.children.get(message_key, ())):
+    """Return whether a recorded conversation has this message further below `prefix`."""
+    pending = [child for siblings in prefix.children.values() for child in siblings if child.is_recorded]
+    while pending:
+        node = pending.pop()
+        if any(child.is_recorded for child in node.children.get(message_key, ())):
             return True
-        todo += [said for row in here.children.values() for said in row if said.is_recorded]
+        pending += [child for siblings in node.children.values() for child in siblings if child.is_recorded]
     return False
 
 
 def _insert_child(parent: TrieNode, message: Message, message_key: bytes) -> TrieNode:
-    said = TrieNode(parent, message, message_key)
-    parent.children.setdefault(message_key, []).append(said)
-    return said
+    child = TrieNode(parent, message, message_key)
+    parent.children.setdefault(message_key, []).append(child)
+    return child
 
 
 def _match_priority(candidate: TrieNode, tools: Sequence[ToolSchema]) -> tuple[bool, int]:
-    """Of messages that read the same, the one whose tokens can stay comes first, then the newest."""
-    last = candidate.last_reply
-    return (False, -1) if last is None else (last.tools == tuple(tools), last.trace_node)
+    """Sort key among equal messages: prefer one whose tokens can be reused (same tools), then the newest."""
+    reply = candidate.last_reply
+    return (False, -1) if reply is None else (reply.tools == tuple(tools), reply.trace_node)

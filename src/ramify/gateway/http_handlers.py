@@ -1,7 +1,7 @@
-"""One HTTP exchange with a client: read, ask the session, answer, and know whether the answer arrived.
+"""ASGI handlers of the gateway: parse a request, run the call, send the reply, and note whether it was delivered.
 
-A stream that has to wait says so from time to time, so that nobody between takes the connection for dead. Until the
-first such word nothing is sent, so a call that fails quickly still fails with a status of its own.
+A waiting stream sends keepalives so that proxies do not drop the connection. Nothing is sent before the first
+keepalive, so a call that fails quickly still gets its own HTTP status.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ramify.gateway.dialects.base import Dialect, ParsedRequest, get_http_status
 from ramify.gateway.model_call import ModelReply
 from ramify.gateway.session import RolloutSession
 
-NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has made the call again already, where that could help
+NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has already retried the call if that could help
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 SessionLookup = Callable[[HttpRequest], RolloutSession]
 
 
 class ReplyHandler:
-    """An endpoint that answers with a reply of the session."""
+    """Handles requests for a reply, in one dialect."""
 
     def __init__(self, get_session: SessionLookup, dialect: Dialect, keepalive_interval: float) -> None:
         self._get_session, self._dialect, self._keepalive_interval = get_session, dialect, keepalive_interval
@@ -40,24 +40,24 @@ class ReplyHandler:
         session: RolloutSession | None = None
         try:
             session = self._get_session(http)
-            asked = await _parse_http_request(http, self._dialect, session)
-            asking = session.start_call(asked.request)
+            parsed = await _parse_http_request(http, self._dialect, session)
+            call = session.start_call(parsed.request)
         except RamifyError as error:
             _record_refusal(session, http, error)
             return await _send_error(self._dialect, error, scope, receive, send)
         except ClientDisconnect:
             return None
         delivered = False
-        gone = asyncio.create_task(_wait_for_disconnect(receive))
-        answer = asyncio.ensure_future(asking.wait())
+        disconnected = asyncio.create_task(_wait_for_disconnect(receive))
+        reply_future = asyncio.ensure_future(call.wait())
         try:
-            delivered = await self._send_reply(asked, answer, gone, scope, receive, send)
-            if delivered and (error := _get_error(answer)) is not None:
+            delivered = await self._send_reply(parsed, reply_future, disconnected, scope, receive, send)
+            if delivered and (error := _get_error(reply_future)) is not None:
                 _record_refusal(session, http, error)
         finally:
-            answer.cancel()
-            gone.cancel()
-            asking.leave(delivered=delivered)
+            reply_future.cancel()
+            disconnected.cancel()
+            call.leave(delivered=delivered)
 
     async def _send_reply(
         self,
@@ -68,7 +68,7 @@ class ReplyHandler:
         receive: Receive,
         send: Send,
     ) -> bool:
-        """Answer, and tell whether all of it went to a client that was still there."""
+        """Send the reply or error; return whether the client stayed connected until all of it was sent."""
         await asyncio.wait(
             {reply_future, disconnected},
             timeout=self._keepalive_interval if parsed.stream else None,
@@ -92,13 +92,13 @@ class ReplyHandler:
             if disconnected.done():
                 return False
         error = _get_error(reply_future)
-        pieces = (
+        events = (
             [self._dialect.format_stream_error(error)]
             if error
             else self._dialect.stream_reply(parsed, reply_future.result())
         )
-        for piece in pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
             if disconnected.done():
                 return False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -106,7 +106,7 @@ class ReplyHandler:
 
 
 class TokenCountHandler:
-    """An endpoint that says how many tokens a request's prompt has."""
+    """Handles requests for the number of prompt tokens, in one dialect."""
 
     def __init__(self, get_session: SessionLookup, dialect: Dialect) -> None:
         self._get_session, self._dialect = get_session, dialect
@@ -116,36 +116,36 @@ class TokenCountHandler:
         session: RolloutSession | None = None
         try:
             session = self._get_session(http)
-            asked = await _parse_http_request(http, self._dialect, session)
-            counted = self._dialect.format_token_count(session.count_prompt_tokens(asked.request))
+            parsed = await _parse_http_request(http, self._dialect, session)
+            body = self._dialect.format_token_count(session.count_prompt_tokens(parsed.request))
         except RamifyError as error:
             _record_refusal(session, http, error)
             return await _send_error(self._dialect, error, scope, receive, send)
         except ClientDisconnect:
             return None
-        return await JSONResponse(counted)(scope, receive, send)
+        return await JSONResponse(body)(scope, receive, send)
 
 
 async def _parse_http_request(http: HttpRequest, dialect: Dialect, session: RolloutSession) -> ParsedRequest:
-    """The request, with what its headers say about retries."""
+    """Parse a request, including the retry headers."""
     try:
-        asked = dialect.parse_request(_decode_json_object(await http.body()))
+        parsed = dialect.parse_request(_decode_json_object(await http.body()))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RequestInvalid(f"the request cannot be read: {error!r}") from error
-    sent = http.headers.get("x-stainless-retry-count", "0")
+        raise RequestInvalid(f"the request cannot be parsed: {error!r}") from error
+    retry_header = http.headers.get("x-stainless-retry-count", "0")
     request = replace(
-        asked.request,
-        model=asked.request.model or session.policy.name,
-        parent_node=None if asked.previous_call_id is None else session.get_node(asked.previous_call_id),
+        parsed.request,
+        model=parsed.request.model or session.policy.name,
+        parent_node=None if parsed.previous_call_id is None else session.get_node(parsed.previous_call_id),
         idempotency_key=http.headers.get("idempotency-key"),
-        retry_count=int(sent) if sent.isdecimal() else 0,
+        retry_count=int(retry_header) if retry_header.isdecimal() else 0,
         is_remote=True,
     )
-    return replace(asked, request=request)
+    return replace(parsed, request=request)
 
 
 def _decode_json_object(data: bytes) -> Mapping[str, Any]:
-    """The body. Half of a surrogate pair, which JavaScript may send and no text can hold, becomes a question mark."""
+    """Decode a body. A lone surrogate, which JavaScript may send, becomes a question mark."""
     try:
         try:
             body = msgspec.json.decode(data)
@@ -176,7 +176,7 @@ async def _send_error(dialect: Dialect, error: RamifyError, scope: Scope, receiv
 
 
 def _get_error(reply_future: asyncio.Future[ModelReply]) -> RamifyError | None:
-    """How the call failed, if it did; one that was given up was ended with its session."""
+    """Return the error of a finished call, or None. A call is cancelled only when its session ends."""
     if reply_future.cancelled():
         return SecretUnknown("the rollout has ended")
     error = reply_future.exception()

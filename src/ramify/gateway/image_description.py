@@ -1,7 +1,7 @@
 """Describe images in words, for a model that takes no images.
 
 A tool may return an image, such as a screenshot or a plot, whatever the model. A model that takes no images gets a
-description of it instead. An image in a prompt is not replaced, and is refused later: such a task cannot be solved
+description of it instead. An image in a prompt is not replaced but rejected later: such a task cannot be solved
 without seeing it.
 """
 

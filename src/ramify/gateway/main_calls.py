@@ -1,11 +1,11 @@
-"""Which calls of a rollout are the agent's work on its task, and which are housekeeping.
+"""Find the main calls of a rollout: those with which the agent works on its task.
 
 Agent programs make calls that have nothing to do with the task: a title for the conversation, a "say hello" that tests
 the connection. Hooks and tools may call the policy too. Training such calls on the task's reward teaches nonsense. So
 `harness.train = "main"` trains only the main conversations. A conversation is a call and all calls that continue it:
 
 1. Calls made outside the agent's time (by `setup`, `finalize` or a reward) are never main.
-2. If the harness itself asks in this process, as the chat loop does, its conversations are main, and no others.
+2. If the harness makes calls in this process, as the chat loop does, its conversations are main, and no others.
 3. Otherwise, if some calls offer tools, the conversations in which tools are offered are main. A sub-agent has tools,
    and so has an agent that goes on with a compacted history; a title or a probe has none.
 4. Otherwise, if a message before the first reply, or one part of it, is the task's prompt, such conversations are main,
@@ -29,31 +29,31 @@ NO_PROMPT_REASON = "holds neither the task's prompt nor the system prompt that s
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """What decides whether one recorded call is main."""
+    """The properties of a recorded call that decide whether it is main."""
 
     node: int
     initial_messages: tuple[Message, ...]
-    """The messages before the first reply of its conversation; empty for a call that continues one."""
+    """The messages before the first reply of the conversation; empty for a call that continues one."""
     previous_node: int | None
-    """The node of the reply that it continues; None for the first call of a conversation."""
+    """The node of the reply that the call continues; None for the first call of a conversation."""
     has_tools: bool
-    """Whether it offered tools."""
+    """Whether the call offered tools."""
     is_remote: bool
-    """Whether it came over the endpoint."""
+    """Whether the call came over the endpoint."""
     by_agent: bool
-    """Whether it was made while the agent ran, and not by `setup`, `finalize` or a reward."""
+    """Whether the call was made while the agent ran, not by `setup`, `finalize` or a reward."""
 
 
 def find_side_calls(calls: Sequence[RecordedCall], prompt_texts: Sequence[str]) -> dict[int, str]:
-    """Return the reason for each call that is not main, by its node; `prompt` holds the texts of the task's prompt."""
-    conversation: dict[int, int] = {}  # by the node of a call, the node of the first call of its conversation
+    """Return why each side call is not main, by its node; `prompt_texts` are the texts of the task's prompt."""
+    first_nodes: dict[int, int] = {}  # by the node of a call, the node of the first call of its conversation
     for call in calls:
-        first = call.node if call.previous_node is None else conversation.get(call.previous_node, call.node)
-        conversation[call.node] = first
+        first_node = call.node if call.previous_node is None else first_nodes.get(call.previous_node, call.node)
+        first_nodes[call.node] = first_node
     agent_calls = [call for call in calls if call.by_agent]
-    main, reason = _find_main(agent_calls, conversation, prompt_texts)
+    main, reason = _find_main(agent_calls, first_nodes, prompt_texts)
     by_hooks = {call.node: HOOK_REASON for call in calls if not call.by_agent}
-    return by_hooks | {call.node: reason for call in agent_calls if conversation[call.node] not in main}
+    return by_hooks | {call.node: reason for call in agent_calls if first_nodes[call.node] not in main}
 
 
 def _find_main(
@@ -67,20 +67,20 @@ def _find_main(
     if with_tools:
         return with_tools, NO_TOOLS_REASON
     openings = {call.node: call.initial_messages for call in calls if call.previous_node is None}
-    with_prompt = {first for first, opening in openings.items() if _contains_prompt(opening, prompt_texts)}
+    with_prompt = {first_node for first_node, opening in openings.items() if _contains_prompt(opening, prompt_texts)}
     if with_prompt:
-        systems = {_get_system_prompt(openings[first]) for first in with_prompt} - {""}
-        same_system = {first for first, opening in openings.items() if _get_system_prompt(opening) in systems}
+        systems = {_get_system_prompt(openings[first_node]) for first_node in with_prompt} - {""}
+        same_system = {first_node for first_node, opening in openings.items() if _get_system_prompt(opening) in systems}
         return with_prompt | same_system, NO_PROMPT_REASON
     return set(first_nodes.values()), ""
 
 
 def _contains_prompt(messages: Sequence[Message], prompt_texts: Sequence[str]) -> bool:
-    wanted = {text.strip() for text in prompt_texts}
+    stripped_prompts = {text.strip() for text in prompt_texts}
     for message in messages:
         parts = () if isinstance(message.content, str) else message.content
         texts = [message.text, *(part.text for part in parts if isinstance(part, TextPart))]
-        if any(text.strip() in wanted for text in texts):
+        if any(text.strip() in stripped_prompts for text in texts):
             return True
     return False
 

@@ -1,6 +1,6 @@
-"""Images on their way through: bytes in the media table, data URLs on the wire.
+"""Conversion of images between data URLs and the media of a trace.
 
-An image that a client only points to stays a pointer: its entry holds the address, as `text/uri-list`.
+An image that a client gives by URL is not downloaded: its media entry holds the URL, as `text/uri-list`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ URI_LIST_MIME = "text/uri-list"
 
 
 def media_from_url(url: str) -> Media:
-    """The image behind a data URL, or a pointer to one elsewhere."""
+    """Return the image of a data URL, or an entry that holds any other URL."""
     if not url.startswith("data:"):
         return Media.from_bytes(url.encode(), URI_LIST_MIME)
     head, comma, data = url.partition(",")
@@ -26,7 +26,7 @@ def media_from_url(url: str) -> Media:
 
 
 def media_from_base64(data: str, mime: str) -> Media:
-    """The image that this text spells."""
+    """Return the image of a base64 text."""
     try:
         return Media.from_bytes(base64.b64decode(data, validate=True), mime)
     except (binascii.Error, ValueError) as error:
@@ -34,7 +34,7 @@ def media_from_base64(data: str, mime: str) -> Media:
 
 
 def media_to_url(media: Media) -> str:
-    """The image as a URL."""
+    """Return the URL of an image: a data URL, or the URL that the entry holds."""
     if media.mime == URI_LIST_MIME:
         return media.data.decode()
     return f"data:{media.mime};base64,{base64.b64encode(media.data).decode()}"

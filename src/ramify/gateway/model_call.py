@@ -1,6 +1,6 @@
-"""What goes into a session and what comes out of it, whichever dialect the client speaks.
+"""The request and reply of a model call, in a form that is common to all dialects.
 
-Every dialect is brought to this one form before anything is rendered: that is why all of them can be trained on.
+Requests of every dialect are converted to this form before rendering, so that all of them can be trained on.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ ReplyFinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """A model call as the client asks for it.
+    """A model call as requested by a client.
 
-    `messages` are the whole conversation, or, with `after`, only what follows the reply at that node of the trace.
+    `messages` are the whole conversation or, with `parent_node`, only the messages after the reply at that node.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     model: str = ""
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The client's wishes: temperature, top_p, top_k, min_p, max_tokens, seed, and `stop`, a list of strings."""
+    """Sampling parameters of the client: temperature, top_p, top_k, min_p, max_tokens, seed, and stop (strings)."""
     parent_node: int | None = None
     idempotency_key: str | None = None
-    """An idempotency key: requests that share one are one call."""
+    """Requests with the same key share one call."""
     retry_count: int = 0
-    """How often the client says it has sent this request before."""
+    """How often the client has sent this request before, according to its headers."""
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
-    """What the media parts of the messages show, by hash."""
+    """The media of the messages, by hash."""
     is_remote: bool = False
-    """Whether it came over HTTP; False if the harness made it in this process."""
+    """Whether the request came over HTTP; False if the harness made it in this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReply:
-    """The answer, already in the trace as `node`."""
+    """The recorded reply to a model call: `node` is its node in the trace."""
 
     message: Message
     finish_reason: ReplyFinishReason

@@ -1,4 +1,4 @@
-"""Messages in the form of OpenAI's Chat Completions: read from clients, written to endpoints, and the way back."""
+"""Conversion of messages to and from the format of OpenAI's Chat Completions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ramify.trace import Media, MediaPart, Message, ToolCall, Usage
 
 
 def to_openai_messages(messages: Sequence[Message], media: Mapping[str, Media]) -> list[dict[str, Any]]:
-    """Messages for a chat endpoint. Reasoning stays here: endpoints do not take it back."""
+    """Convert messages for a chat endpoint. Reasoning is left out, because endpoints do not accept it."""
     return [_to_openai_message(message, media) for message in messages]
 
 
 def to_openai_tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Tool calls as an assistant message holds them."""
+    """Convert tool calls to those of an assistant message."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
@@ -26,46 +26,48 @@ def to_openai_tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def parse_tool_calls(calls: Any) -> tuple[ToolCall, ...]:
-    """Tool calls of an assistant message; arguments that came as a table become text."""
-    found: list[ToolCall] = []
+    """Parse the tool calls of an assistant message; arguments that are an object become JSON text."""
+    parsed: list[ToolCall] = []
     for call in calls or ():
         arguments = call["function"].get("arguments") or "{}"
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-        found.append(ToolCall(str(call.get("id") or ""), str(call["function"]["name"]), text))
-    return tuple(found)
+        parsed.append(ToolCall(str(call.get("id") or ""), str(call["function"]["name"]), text))
+    return tuple(parsed)
 
 
 def parse_chat_completion(data: bytes, server: str) -> tuple[Message, str, Usage]:
-    """The reply of a chat endpoint, its finish reason and token counts."""
+    """Parse the response of a chat endpoint: message, finish reason and token usage."""
     try:
-        answer = msgspec.json.decode(data)
-        choice = answer["choices"][0]
-        said = choice["message"]
-        reasoning = said.get("reasoning_content") or said.get("reasoning")
+        completion = msgspec.json.decode(data)
+        choice = completion["choices"][0]
+        reply = choice["message"]
+        reasoning = reply.get("reasoning_content") or reply.get("reasoning")
         message = Message(
             "assistant",
-            said.get("content") or "",
+            reply.get("content") or "",
             reasoning if isinstance(reasoning, str) else None,
-            parse_tool_calls(said.get("tool_calls")),
+            parse_tool_calls(reply.get("tool_calls")),
         )
-        counts = answer.get("usage") or {}
-        cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        usage = Usage(int(counts.get("prompt_tokens") or 0), int(counts.get("completion_tokens") or 0), int(cached))
+        token_counts = completion.get("usage") or {}
+        cached = (token_counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        usage = Usage(
+            int(token_counts.get("prompt_tokens") or 0), int(token_counts.get("completion_tokens") or 0), int(cached)
+        )
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        shown = data[:200].decode("utf-8", "replace")
-        raise ProviderError(f"{server} answered something unexpected ({error!r}): {shown}") from error
+        excerpt = data[:200].decode("utf-8", "replace")
+        raise ProviderError(f"{server} sent an unexpected response ({error!r}): {excerpt}") from error
     return message, finish, usage
 
 
 def _to_openai_message(message: Message, media: Mapping[str, Media]) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, media)}
+    message_dict: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, media)}
     if message.tool_calls:
-        plain["tool_calls"] = to_openai_tool_calls(message.tool_calls)
-        plain["content"] = plain["content"] or None
+        message_dict["tool_calls"] = to_openai_tool_calls(message.tool_calls)
+        message_dict["content"] = message_dict["content"] or None
     if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
+        message_dict["tool_call_id"] = message.tool_call_id
+    return message_dict
 
 
 def _to_openai_content(message: Message, media: Mapping[str, Media]) -> str | list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Who answers: a model that takes token ids, or any chat endpoint.
+"""Policies, which sample replies: from a model that takes token ids, or from any chat endpoint.
 
-A policy turns a conversation into something to sample from (`prepare`) and samples from it (`sample`). The session
-around it knows nothing of renderers or endpoints, only how many tokens a prompt has and where its messages lie.
+A policy turns a conversation into a prompt (`prepare`) and samples a reply (`sample`). The session does not depend on
+renderers or endpoints; it only uses the number of tokens of a prompt and the spans of its messages.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MAX_CACHED_PROMPTS = 64  # opening prompts a policy remembers
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A conversation ready to be sampled from.
+    """A prompt to sample from.
 
-    `added` and `spans` are what stands behind the history's tokens, as a `Turn` wants it; a policy without tokens has
-    none, and spans of no length.
+    `new_token_ids` and `spans` are the tokens and messages after the history, in the form of a `Turn`. A policy without
+    tokens has no ids and empty spans.
     """
 
     messages: tuple[Message, ...]
@@ -47,16 +47,16 @@ class PreparedPrompt:
     spans: tuple[MessageSpan, ...]
     new_token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
     prompt_len: int = 0
-    """Tokens of the whole prompt."""
+    """Number of tokens of the whole prompt."""
     prefix_break: PrefixBreak | None = None
-    """Why the history's tokens could not be kept; `added` and `spans` are then the whole prompt."""
+    """Why the history's tokens were not reused; `new_token_ids` and `spans` are then the whole prompt."""
     rendered: RenderedPrompt | None = None
     media: Mapping[str, Media] = field(default_factory=dict[str, Media])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledReply:
-    """One sample. `body` is the part of `ids` that is text, `history` what a next turn continues."""
+    """A sampled reply. `content_span` is the range of `token_ids` before the stop token; `history` ends in it."""
 
     message: Message
     finish_reason: str
@@ -70,27 +70,27 @@ class SampledReply:
 
 
 class Policy(Protocol):
-    """A model that can be asked."""
+    """A model that samples replies."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def trainable(self) -> bool:
-        """Whether it gives token ids and logprobs."""
+        """Whether its replies have token ids and logprobs."""
         ...
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of prompt and reply together, where that is known."""
+        """Maximum number of tokens of prompt and reply together, if known."""
         ...
 
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
     ) -> Sequence[Message]:
-        """Return the messages in a form that the policy accepts; `opening` is False if they follow a reply.
+        """Return the messages in a form that the policy accepts. Equal messages must give equal results.
 
-        Equal messages must give equal results.
+        `starts_conversation` is False if the messages follow a reply.
         """
         ...
 
@@ -101,7 +101,7 @@ class Policy(Protocol):
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> PreparedPrompt:
-        """The conversation `history` + `messages`; `media` are all that its messages show."""
+        """Prepare the conversation `history` + `messages`; `media` has the media of all its messages, by hash."""
         ...
 
     async def sample(
@@ -114,15 +114,15 @@ class Policy(Protocol):
         stop_strings: Sequence[str] = (),
         clock: StallClock | None = None,
     ) -> SampledReply:
-        """Take one sample, which ends with the token that completes one of the strings `stop`.
+        """Sample a reply within `timeout` seconds; it ends at the token that completes one of the `stop_strings`.
 
-        `clock` measures how long the engine made no progress, if the policy can tell.
+        `clock` measures how long the engine made no progress, if the policy can observe that.
         """
         ...
 
 
 class TokenGenerator(Protocol):
-    """What a `TokenPolicy` needs of a client; `ramify.client.Client` is one."""
+    """The client of a `TokenPolicy`, such as `ramify.client.InferenceClient`."""
 
     async def generate(
         self,
@@ -136,7 +136,7 @@ class TokenGenerator(Protocol):
 
 
 class ParsedSample(NamedTuple):
-    """The tokens of a sample, the message that was parsed from them, and whether a stop string ended it."""
+    """The tokens of a sample, its parsed reply, and whether a stop string ended it."""
 
     token_ids: npt.NDArray[np.int32]
     parsed: ParsedReply
@@ -144,10 +144,9 @@ class ParsedSample(NamedTuple):
 
 
 class TokenPolicy:
-    """A model behind the token client, rendered and read here: every token and logprob is known.
+    """A model behind a token client. Prompts are rendered and replies parsed here, so all tokens are known.
 
-    The last opening prompts are remembered: all attempts at a task begin with the same one. If `vocabulary_size` is
-    known, a sample with a token id beyond it is a ProviderError.
+    If `vocab_size` is known, a sample with a larger token id raises ProviderError.
     """
 
     trainable = True
@@ -187,7 +186,7 @@ class TokenPolicy:
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> PreparedPrompt:
-        """The prompt; a renderer that shows no images refuses messages that hold some."""
+        """Render the prompt. A renderer without image support raises TemplateRefused for messages with images."""
         if history is None:
             rendered = self._render_first_prompt(tuple(messages), tuple(tools))
         else:
@@ -212,28 +211,36 @@ class TokenPolicy:
         stop_strings: Sequence[str] = (),
         clock: StallClock | None = None,
     ) -> SampledReply:
-        """Ask the client and read what it sampled."""
+        """Sample through the client and parse the reply."""
         rendered = prepared.rendered
         assert rendered is not None
-        wanted = replace(sampling, stop_ids=self.renderer.stop_ids)
+        params = replace(sampling, stop_ids=self.renderer.stop_ids)
         prompt = rendered.token_ids.tolist()
-        done = await self.client.generate(prompt, wanted, session=session, timeout=timeout, clock=clock)
-        if done.finish_reason == "abort":
-            raise ProviderError(f"{done.server} gave up a sample after {len(done.token_ids)} tokens")
-        if self.vocab_size is not None and len(done.token_ids) and int(done.token_ids.max()) >= self.vocab_size:
+        completion = await self.client.generate(prompt, params, session=session, timeout=timeout, clock=clock)
+        if completion.finish_reason == "abort":
+            raise ProviderError(f"{completion.server} aborted a sample after {len(completion.token_ids)} tokens")
+        if (
+            self.vocab_size is not None
+            and len(completion.token_ids)
+            and int(completion.token_ids.max()) >= self.vocab_size
+        ):
             expected = f"the vocabulary of {self.name} has {self.vocab_size} tokens"
-            raise ProviderError(f"{done.server} sampled token id {done.token_ids.max()}; {expected}")
+            raise ProviderError(f"{completion.server} sampled token id {completion.token_ids.max()}; {expected}")
         ids, parsed, stopped = await offload(
-            len(done.token_ids) >= OFFLOAD_MIN_TOKENS, self._parse_sample, done.token_ids, rendered, stop_strings
+            len(completion.token_ids) >= OFFLOAD_MIN_TOKENS,
+            self._parse_sample,
+            completion.token_ids,
+            rendered,
+            stop_strings,
         )
         return SampledReply(
             message=parsed.message,
-            finish_reason="stop" if stopped else done.finish_reason,
-            usage=Usage(len(rendered.token_ids), len(ids), done.usage.cached_tokens),
+            finish_reason="stop" if stopped else completion.finish_reason,
+            usage=Usage(len(rendered.token_ids), len(ids), completion.usage.cached_tokens),
             history=rendered.with_reply(ids, parsed),
             token_ids=ids,
-            logprobs=done.logprobs[: len(ids)],
-            versions=truncate_version_runs(done.version_runs, len(ids)),
+            logprobs=completion.logprobs[: len(ids)],
+            versions=truncate_version_runs(completion.version_runs, len(ids)),
             content_span=parsed.content_span,
             problems=parsed.problems,
         )
@@ -241,13 +248,13 @@ class TokenPolicy:
     def _parse_sample(
         self, sampled_ids: npt.NDArray[np.int32], prompt: RenderedPrompt, stop_strings: Sequence[str]
     ) -> ParsedSample:
-        """Cut the sample behind the first stop string and parse it."""
-        cut = find_stop(self.renderer.tokenizer, sampled_ids, stop_strings) if stop_strings else None
-        if cut is None:
+        """Truncate the sample after the first stop string and parse it."""
+        match = find_stop(self.renderer.tokenizer, sampled_ids, stop_strings) if stop_strings else None
+        if match is None:
             return ParsedSample(sampled_ids, self.renderer.parse(sampled_ids, prompt), False)
-        ids = sampled_ids[: cut.num_tokens]
+        ids = sampled_ids[: match.num_tokens]
         parsed = self.renderer.parse(ids, prompt)
-        return ParsedSample(ids, replace(parsed, message=cut.truncate(parsed.message)), True)
+        return ParsedSample(ids, replace(parsed, message=match.truncate(parsed.message)), True)
 
     def _render_first_prompt(self, messages: tuple[Message, ...], tools: tuple[ToolSchema, ...]) -> RenderedPrompt:
         known = self._first_prompts.get(messages)
@@ -260,7 +267,7 @@ class TokenPolicy:
 
 
 class ChatPolicy:
-    """Any OpenAI-compatible chat endpoint. It gives no tokens, so its replies are recorded but cannot be trained on."""
+    """Any OpenAI-compatible chat endpoint. It returns no tokens, so its replies are recorded but not trained on."""
 
     trainable = False
 
@@ -279,13 +286,13 @@ class ChatPolicy:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
     ) -> Sequence[Message]:
-        """Return the messages unchanged: the endpoint refuses what it does not accept."""
+        """Return the messages unchanged: the endpoint rejects what it does not accept."""
         return messages
 
     def prepare(
@@ -295,10 +302,10 @@ class ChatPolicy:
         tools: Sequence[ToolSchema] = (),
         media: Mapping[str, Media] | None = None,
     ) -> PreparedPrompt:
-        """The conversation as it is; how many tokens it has, the endpoint will say."""
-        whole = (*(history.messages if history else ()), *messages)
+        """Return the conversation unchanged; the endpoint reports its number of tokens after sampling."""
+        conversation = (*(history.messages if history else ()), *messages)
         spans = tuple(MessageSpan(message, 0, (0, 0)) for message in messages)
-        return PreparedPrompt(whole, tuple(tools), spans, media=media or {})
+        return PreparedPrompt(conversation, tuple(tools), spans, media=media or {})
 
     async def sample(
         self,
@@ -310,7 +317,7 @@ class ChatPolicy:
         stop_strings: Sequence[str] = (),
         clock: StallClock | None = None,
     ) -> SampledReply:
-        """Ask the endpoint. It does not report progress, so `clock` is not used and all time counts."""
+        """Sample from the endpoint. It does not report progress, so `clock` is not used and all time counts."""
         body: dict[str, Any] = {"model": self.name, "messages": to_openai_messages(prepared.messages, prepared.media)}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         optional = {
@@ -331,6 +338,6 @@ class ChatPolicy:
             raise ProviderError(str(error)) from error
         except ServerBusy as error:
             raise error.error from None
-        message, finish, usage = parse_chat_completion(data, str(self._http.base_url))
+        message, finish_reason, usage = parse_chat_completion(data, str(self._http.base_url))
         history = TokenHistory((*prepared.messages, message), prepared.tools, NO_TOKENS, 0, ConversationOutline())
-        return SampledReply(message, finish, usage, history)
+        return SampledReply(message, finish_reason, usage, history)

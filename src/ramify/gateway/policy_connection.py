@@ -1,7 +1,7 @@
-"""From addresses to a policy: the token client where the servers give tokens, a chat endpoint otherwise.
+"""Connect a policy to servers: through the token client if they return token ids, else as a chat endpoint.
 
-A server that gives token ids is sampled through the token client, so that the traces hold exactly what it saw. Any
-other is asked as a chat endpoint: what it says is scored all the same, only its tokens are not known.
+With token ids, traces hold exactly what the server saw. Replies of a chat endpoint are scored too, but their tokens are
+not known.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
 from ramify.render.config import RendererConfig
 
-PROBE_TIMEOUT = 10.0  # seconds for a server to say what it serves
-TOKEN_API_OWNERS = ("ramify", "vllm")  # whose servers give token ids
+PROBE_TIMEOUT = 10.0  # seconds for a server to list its models
+TOKEN_API_OWNERS = ("ramify", "vllm")  # the `owned_by` of servers that return token ids
 
 ClientMode = Literal["auto", "tokens", "chat"]
 
@@ -36,36 +36,39 @@ async def connect_policy(
     api_key: str = "",
     log: Callable[[str], None] = lambda _: None,
 ) -> Policy:
-    """The policy behind these servers, open until the stack is closed. Raises ProviderError where nobody answers."""
+    """Connect to these servers and return their policy, which stays open until `stack` is closed.
+
+    Raises ProviderError if a server does not respond.
+    """
     cards = [await _list_models(url, api_key) for url in urls]
-    why = _why_no_token_ids(client_mode, model, cards)
-    if why is None:
+    reason = _why_no_token_ids(client_mode, model, cards)
+    if reason is None:
         try:
             client = await stack.enter_async_context(InferenceClient(urls))
             length = cards[0][0].get("max_model_len")
-            longest = length if isinstance(length, int) else None
+            max_model_len = length if isinstance(length, int) else None
             path = resolve_model_path(model)
             vocabulary = _read_vocab_size(path)
             return TokenPolicy(
-                client, load_renderer(path, renderer), model, max_model_len=longest, vocab_size=vocabulary
+                client, load_renderer(path, renderer), model, max_model_len=max_model_len, vocab_size=vocabulary
             )
         except (TokensRequired, LogprobMismatch) as error:
-            why = error.message
+            reason = error.message
     if client_mode == "tokens":
-        raise ConfigInvalid(f"client: 'tokens' is not possible: {why}")
+        raise ConfigInvalid(f"client: 'tokens' is not possible: {reason}")
     if len(urls) > 1:
-        raise ConfigInvalid(f"inference.base_url: several servers need token ids ({why}); give one address")
-    log(f"asking {urls[0]} as a chat endpoint, without token ids: {why}")
-    listed = [str(card.get("id")) for card in cards[0]]
-    if listed and model not in listed:
-        log(f"{urls[0]} lists {', '.join(listed[:5])}, not {model}")
+        raise ConfigInvalid(f"inference.base_url: several servers need token ids ({reason}); give one address")
+    log(f"asking {urls[0]} as a chat endpoint, without token ids: {reason}")
+    model_ids = [str(card.get("id")) for card in cards[0]]
+    if model_ids and model not in model_ids:
+        log(f"{urls[0]} lists {', '.join(model_ids[:5])}, not {model}")
     policy = ChatPolicy(f"{urls[0]}/v1", model, api_key)
     stack.push_async_callback(policy.close)
     return policy
 
 
 def _read_vocab_size(path: Path) -> int | None:
-    """Return the size of a model's vocabulary; None if its config does not say."""
+    """Return the vocabulary size in a model's config.json, or None."""
     try:
         config = msgspec.json.decode((path / "config.json").read_bytes())
         return int(config["vocab_size"])
@@ -74,7 +77,7 @@ def _read_vocab_size(path: Path) -> int | None:
 
 
 def _why_no_token_ids(client_mode: ClientMode, model: str, cards: list[list[dict[str, Any]]]) -> str | None:
-    """Why the servers cannot be asked for tokens; None if they can."""
+    """Return why the servers cannot be sampled by token ids; None if they can."""
     if client_mode == "chat":
         return "client = 'chat'"
     owners = {str(card[0].get("owned_by")) if card else "nobody" for card in cards}
@@ -91,22 +94,25 @@ def _why_no_token_ids(client_mode: ClientMode, model: str, cards: list[list[dict
 
 
 async def _list_models(url: str, api_key: str) -> list[dict[str, Any]]:
-    """What the server says it serves; nothing where it does not say. One that is not up yet may come."""
+    """Return the models that a server lists; an empty list if it has no model list.
+
+    Raises ProviderError, which is retryable, if the server cannot be reached.
+    """
     http = open_client(url, connect_timeout=PROBE_TIMEOUT, max_connections=1)
     if api_key:
         http.headers["Authorization"] = f"Bearer {api_key}"
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
-            listed = msgspec.json.decode(await send_request(http, "GET", "/v1/models"))["data"]
-            return [entry for entry in listed if isinstance(entry, dict)]
-    except ConnectFailed as error:  # its message names the server and says why
+            cards = msgspec.json.decode(await send_request(http, "GET", "/v1/models"))["data"]
+            return [card for card in cards if isinstance(card, dict)]
+    except ConnectFailed as error:  # its message has the server and the reason
         raise ProviderError(str(error)) from error
     except (ResponseLost, ServerBusy, TimeoutError) as error:
         raise ProviderError(f"{url} cannot be reached: {error or 'it does not answer'}") from error
     except ProviderError as error:
         if any(f"answered {status}" in error.message for status in (401, 403)):
             raise ConfigInvalid(f"inference.base_url: {error.message}; set api_key_env to the key's name") from error
-        return []  # an endpoint without a list
+        return []  # an endpoint without a model list
     except (msgspec.DecodeError, RequestInvalid, KeyError, TypeError):
         return []
     finally:

@@ -1,7 +1,7 @@
-"""Writing a call into the trace: where it hangs, what it added, and why it left the paths that were there.
+"""Record model calls in a trace: the nodes of a turn, its token counts, and the reason if it forks.
 
-The graph alone decides where a turn hangs, by its tokens; the conversations only know what the client meant. A fork is
-where the graph has one; its reason is the renderer's where that rewrote history, else what the client did.
+The graph places a turn by its tokens; the conversation trie only knows the messages of the client. A fork is recorded
+where the graph forks. Its reason is the renderer's if the renderer rewrote the history, else what the client changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ramify.trace import Media, MediaPart, ModelCall, Trace, TraceBuilder, Turn
 
 
 class RecordedTurn(NamedTuple):
-    """The reply's node, the tokens that are new in the trace, and those of the whole path."""
+    """The reply's node, the numbers of tokens that are new in the trace, and the length of the whole path."""
 
     node: int
     input_tokens: int
@@ -24,14 +24,14 @@ class RecordedTurn(NamedTuple):
 
 
 class TraceRecorder:
-    """Grows one trace."""
+    """Records the calls of one trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._builder = TraceBuilder(trace)
 
     def count_new_tokens(self, prepared: PreparedPrompt, position: TrieNode) -> int:
-        """How many tokens of a prompt the trace does not hold yet."""
+        """Return how many tokens of a prompt the trace does not have yet."""
         return (
             len(prepared.new_token_ids)
             - self.trace.graph.match_prefix(prepared.new_token_ids, (), _prefix_node(prepared, position))[1]
@@ -47,9 +47,9 @@ class TraceRecorder:
         *,
         trainable: bool,
     ) -> RecordedTurn:
-        """Add the turn whose prompt leads to `end`. A turn that is refused leaves no mark."""
+        """Add the turn whose prompt ends at `position`. A turn that is rejected leaves the trace unchanged."""
         graph = self.trace.graph
-        first, tokens, logprobs = len(graph), graph.tokens.size, graph.logprobs.size
+        first_node, tokens_before, logprobs_before = len(graph), graph.tokens.size, graph.logprobs.size
         node = self._builder.add_turn(
             Turn(
                 call,
@@ -65,24 +65,27 @@ class TraceRecorder:
             )
         )
         self._store_media(prepared, media)
-        self._record_fork(first, prepared, position)
+        self._record_fork(first_node, prepared, position)
         if prepared.rendered is None:
             return self._count_from_usage(node, sampled, position)
-        output = graph.logprobs.size - logprobs
+        output_tokens = graph.logprobs.size - logprobs_before
         return RecordedTurn(
-            node, graph.tokens.size - tokens - output, output, prepared.prompt_len + len(sampled.token_ids)
+            node,
+            graph.tokens.size - tokens_before - output_tokens,
+            output_tokens,
+            prepared.prompt_len + len(sampled.token_ids),
         )
 
     def _count_from_usage(self, node: int, sampled: SampledReply, position: TrieNode) -> RecordedTurn:
-        """The counts of a policy without tokens are its own, and the trace says so."""
+        """Count the tokens of a policy without tokens from its usage, and note that in the trace."""
         self.trace.info["token_counts"] = "usage"
         usage = sampled.usage
-        before = position.last_reply.num_tokens if position.last_reply else 0
-        new = 0 if position.num_replies else max(0, usage.prompt_tokens - before)
-        return RecordedTurn(node, new, usage.completion_tokens, usage.prompt_tokens + usage.completion_tokens)
+        previous_len = position.last_reply.num_tokens if position.last_reply else 0
+        new_tokens = 0 if position.num_replies else max(0, usage.prompt_tokens - previous_len)
+        return RecordedTurn(node, new_tokens, usage.completion_tokens, usage.prompt_tokens + usage.completion_tokens)
 
     def _store_media(self, prepared: PreparedPrompt, media: Mapping[str, Media]) -> None:
-        """What new messages show, into the trace's table."""
+        """Add the media of new messages to the trace."""
         contents = (span.message.content for span in prepared.spans)
         parts = (part for content in contents if not isinstance(content, str) for part in content)
         for part in parts:
@@ -90,20 +93,22 @@ class TraceRecorder:
                 self.trace.add_media(media[part.hash])
 
     def _record_fork(self, first_node: int, prepared: PreparedPrompt, position: TrieNode) -> None:
-        """Note where and why the turn, whose first new node is `first`, left the paths that were there."""
-        trace, broke = self.trace, prepared.prefix_break
-        if broke is not None:
-            for name, value in broke.metrics.items():
+        """Record where and why the turn, whose first new node is `first_node`, forks from the existing paths."""
+        trace, prefix_break = self.trace, prepared.prefix_break
+        if prefix_break is not None:
+            for name, value in prefix_break.metrics.items():
                 trace.metrics[name] = trace.metrics.get(name, 0.0) + value
-        at = int(trace.graph.nodes.view["parent"][first_node])
-        if at == first_node - 1 or trace.graph.children(at) == [first_node]:
+        parent = int(trace.graph.nodes.view["parent"][first_node])
+        if parent == first_node - 1 or trace.graph.children(parent) == [first_node]:
             return
-        reason, detail = (fork_reason(position), "") if broke is None else (str(broke.reason), broke.detail)
-        fork = {"node": first_node, "at": at, "reason": reason, "detail": detail}
+        reason, detail = (
+            (fork_reason(position), "") if prefix_break is None else (str(prefix_break.reason), prefix_break.detail)
+        )
+        fork = {"node": first_node, "at": parent, "reason": reason, "detail": detail}
         trace.info["forks"] = [*trace.info.get("forks", []), fork]
         trace.metrics["forks"] = trace.metrics.get("forks", 0.0) + 1.0
 
 
 def _prefix_node(prepared: PreparedPrompt, position: TrieNode) -> int:
-    """The node whose path the prompt keeps; none where all was rendered anew."""
+    """Return the node whose path the prompt reuses; -1 if the whole prompt was rendered again."""
     return -1 if prepared.prefix_break is not None or position.last_reply is None else position.last_reply.trace_node

@@ -1,4 +1,4 @@
-"""How a call is really sampled: the source's settings, the client's wishes, and a seed of its own."""
+"""The sampling parameters of a call: from the source's config, the client's overrides, and a derived seed."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from ramify.errors import RequestInvalid
 from ramify.gateway.budget import NO_TOKEN_LIMIT
 from ramify.gateway.config import SamplingConfig
 
-INT64_LIMIT = 2**63  # what a server and a trace can hold
+INT64_LIMIT = 2**63  # the largest integer of servers and traces, plus 1
 SAMPLING_FIELDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 
 
 def resolve_sampling(
     config: SamplingConfig, overrides: Mapping[str, Any], *, is_training: bool, seed: int | None
 ) -> ClientSampling:
-    """The settings of one call. In training only the source decides; a client may still ask for fewer tokens.
+    """Return the sampling parameters of one call.
 
-    `seed` is that of the call where the run has one; else a client may bring its own.
+    In training, a client can only lower `max_tokens`. `seed` is the derived seed of the call; if it is None, the
+    client's seed is used.
     """
-    chosen: dict[str, Any] = {name: getattr(config, name) for name in SAMPLING_FIELDS}
+    params: dict[str, Any] = {name: getattr(config, name) for name in SAMPLING_FIELDS}
     if not is_training:
-        chosen |= {
+        params |= {
             name: _parse_number(name, overrides[name]) for name in SAMPLING_FIELDS if overrides.get(name) is not None
         }
         seed = _parse_seed(overrides) if seed is None else seed
-    most = [n for n in (config.max_tokens, _parse_max_tokens(overrides)) if n is not None]
-    return ClientSampling(**chosen, seed=seed, max_tokens=min([*most, NO_TOKEN_LIMIT]))
+    limits = [n for n in (config.max_tokens, _parse_max_tokens(overrides)) if n is not None]
+    return ClientSampling(**params, seed=seed, max_tokens=min([*limits, NO_TOKEN_LIMIT]))
 
 
 def parse_stop_strings(overrides: Mapping[str, Any]) -> tuple[str, ...]:
-    """The strings that end a reply, as the client named them."""
+    """Return the client's stop strings."""
     stop = overrides.get("stop")
     if not stop:
         return ()
@@ -44,15 +45,15 @@ def parse_stop_strings(overrides: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def derive_call_seed(seed: int | None, position_digest: bytes, sample_index: int) -> int | None:
-    """The seed of the `sample`-th call at a place: the same in every run, another for every sample."""
+    """Derive the seed of a call from its position and sample index; it is the same in every run."""
     if seed is None:
         return None
     return int.from_bytes(blake2b(b"%d %d " % (seed, sample_index) + position_digest, digest_size=4).digest()) >> 1
 
 
 def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) -> dict[str, Any]:
-    """What the trace keeps of it."""
-    kept: dict[str, Any] = {
+    """Return the sampling parameters as the trace stores them."""
+    fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -60,19 +61,19 @@ def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) ->
         "max_tokens": sampling.max_tokens,
     }
     if sampling.seed is not None:
-        kept["seed"] = sampling.seed
+        fields["seed"] = sampling.seed
     if stop_strings:
-        kept["stop"] = list(stop_strings)
-    return kept
+        fields["stop"] = list(stop_strings)
+    return fields
 
 
 def _parse_max_tokens(overrides: Mapping[str, Any]) -> int | None:
-    most = overrides.get("max_tokens")
-    if most is None:
+    max_tokens = overrides.get("max_tokens")
+    if max_tokens is None:
         return None
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise RequestInvalid(f"max_tokens: expected a number of at least 1, found {most!r}")
-    return most
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise RequestInvalid(f"max_tokens: expected an integer of at least 1, found {max_tokens!r}")
+    return max_tokens
 
 
 def _parse_seed(overrides: Mapping[str, Any]) -> int | None:
@@ -80,7 +81,7 @@ def _parse_seed(overrides: Mapping[str, Any]) -> int | None:
     if seed is not None and (
         not isinstance(seed, int) or isinstance(seed, bool) or not -INT64_LIMIT <= seed < INT64_LIMIT
     ):
-        raise RequestInvalid(f"seed: expected a whole number of 64 bits, found {seed!r:.80}")
+        raise RequestInvalid(f"seed: expected an integer of 64 bits, found {seed!r:.80}")
     return seed
 
 

@@ -1,7 +1,7 @@
-"""The gateway: one HTTP server for all rollouts of a process. Which rollout asks, its secret says.
+"""The gateway: one HTTP server for all rollouts of a process. The API key of a request selects the rollout.
 
-A reply is in the trace before its first byte is sent. A client that hangs up takes nothing back: what was recorded
-stays, the answer counts as undelivered, and an equal request gets it.
+A reply is in the trace before its first byte is sent. If the client disconnects, the recorded reply stays in the trace
+but counts as undelivered, and an equal request gets it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ NOT_FOUND = "not_found_error"
 
 
 class Gateway:
-    """Serves sessions between `open` and `end`; `start` and `close` (or `async with`) are its own life.
+    """Serves sessions over HTTP, from `register` to `unregister`. Use it with `async with`, or `start` and `close`.
 
-    A stream that waits says so every `patience` seconds. Requests in flight get `shutdown` seconds when it closes.
+    A waiting stream sends a keepalive every `keepalive_interval` seconds. On `close`, requests in flight get
+    `shutdown_timeout` seconds to finish.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Gateway:
         return self._server.address
 
     async def start(self) -> Self:
-        """Listen. A port that is taken is a PortTaken."""
+        """Start listening. Raises PortTaken if the port is in use."""
         await self._server.start()
         return self
 
     async def close(self) -> None:
-        """End all sessions and the server."""
+        """Unregister all sessions and stop the server."""
         for session in list(self._sessions.values()):
             self.unregister(session)
         await self._server.close()
@@ -65,28 +66,28 @@ class Gateway:
         await self.close()
 
     def register(self, session: RolloutSession) -> Endpoint:
-        """Let clients ask this session."""
+        """Serve this session and return its endpoint."""
         from ramify.env import Endpoint
 
         self._sessions[session.secret] = session
         return Endpoint(f"{self.address}/v1", session.secret, session.policy.name)
 
     def unregister(self, session: RolloutSession) -> None:
-        """Answer this session's clients no longer, and give up what still runs for them."""
+        """Stop serving this session and cancel its running calls."""
         self._sessions.pop(session.secret, None)
         session.close()
 
     def get_session(self, http: HttpRequest) -> RolloutSession:
-        """The session whose secret the request bears."""
+        """Return the session of a request's API key. Raises SecretUnknown if there is none."""
         scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
         secret = http.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         if secret not in self._sessions:
-            raise SecretUnknown("the api key is that of no running rollout" if secret else "an api key is needed")
+            raise SecretUnknown("the api key belongs to no running rollout" if secret else "the request has no api key")
         return self._sessions[secret]
 
     def _build_app(self) -> Starlette:
         chat, responses, messages = ChatCompletionsDialect(), ResponsesDialect(), MessagesDialect()
-        posts: dict[str, Any] = {
+        post_handlers: dict[str, Any] = {
             "/chat/completions": ReplyHandler(self.get_session, chat, self._keepalive_interval),
             "/chat/completions/input_tokens": TokenCountHandler(self.get_session, chat),
             "/responses": ReplyHandler(self.get_session, responses, self._keepalive_interval),
@@ -94,12 +95,16 @@ class Gateway:
             "/messages": ReplyHandler(self.get_session, messages, self._keepalive_interval),
             "/messages/count_tokens": TokenCountHandler(self.get_session, messages),
         }
-        # Anthropic's client puts /v1 behind the address it is given, OpenAI's does not.
-        roots = ("/v1", "/v1/v1")
-        routes = [Route(root + path, answer, methods=["POST"]) for root in roots for path, answer in posts.items()]
-        for root in roots:
-            routes.append(Route(f"{root}/models", self._handle_list_models))
-            routes.append(Route(f"{root}/models/{{name:path}}", self._handle_get_model))
+        # Anthropic's client appends /v1 to its base URL, OpenAI's does not.
+        prefixes = ("/v1", "/v1/v1")
+        routes = [
+            Route(prefix + path, handler, methods=["POST"])
+            for prefix in prefixes
+            for path, handler in post_handlers.items()
+        ]
+        for prefix in prefixes:
+            routes.append(Route(f"{prefix}/models", self._handle_list_models))
+            routes.append(Route(f"{prefix}/models/{{name:path}}", self._handle_get_model))
         routes.append(Route("/health", _handle_health))
         return Starlette(
             routes=routes, exception_handlers={RamifyError: _handle_error, HTTPException: self._handle_http_exception}
@@ -109,28 +114,28 @@ class Gateway:
         session = self.get_session(http)
         names = list(dict.fromkeys([session.policy.name, *session.models]))
         cards = [_model_card(name, session) for name in names]
-        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return JSONResponse({"object": "list", "data": cards, **ends})
+        page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": cards, **page})
 
     async def _handle_get_model(self, http: HttpRequest) -> Response:
         return JSONResponse(_model_card(http.path_params["name"], self.get_session(http)))
 
     async def _handle_http_exception(self, http: HttpRequest, error: Exception) -> Response:
-        """A path or method nobody serves, in a shape that is both dialects'."""
+        """Respond to an unknown path or method, in a form that is valid in all dialects."""
         assert isinstance(error, HTTPException)
         message = f"{http.method} {http.url.path}: {error.detail}"
         with contextlib.suppress(SecretUnknown):
             self.get_session(http).record_refusal(http.url.path, error.status_code, NOT_FOUND, message)
-        said = {"type": NOT_FOUND, "message": message, "code": "not_found"}
-        return JSONResponse({"type": "error", "error": said}, error.status_code)
+        error_body = {"type": NOT_FOUND, "message": message, "code": "not_found"}
+        return JSONResponse({"type": "error", "error": error_body}, error.status_code)
 
 
 def _model_card(name: str, session: RolloutSession) -> dict[str, Any]:
-    """A model as both kinds of clients want it described; every name is served."""
-    ours: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "ramify"}
-    theirs = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-    longest = session.models.get(name, session.policy).max_model_len
-    return ours | theirs | ({} if longest is None else {"max_model_len": longest})
+    """Return the model card of any name, in a form that OpenAI and Anthropic clients accept."""
+    openai_fields: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "ramify"}
+    anthropic_fields = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    max_model_len = session.models.get(name, session.policy).max_model_len
+    return openai_fields | anthropic_fields | ({} if max_model_len is None else {"max_model_len": max_model_len})
 
 
 async def _handle_health(_: HttpRequest) -> Response:

@@ -1,8 +1,8 @@
-"""A rollout's recorder: every model call goes through here, and the trace grows nowhere else.
+"""The session of a rollout. All model calls go through it, and only it adds to the trace.
 
-The harness in this process and clients over HTTP take the same path. A call finds the reply it continues, so that
-tokens once sampled are used verbatim; takes its share of the budget; samples, again if the failure is one that passes;
-and is recorded before anybody sees the answer.
+The harness in this process and clients over HTTP use the same path. A call finds the reply that it continues, so that
+sampled tokens are reused unchanged; reserves its budget; samples, with retries if the failure may be temporary; and is
+recorded before the reply is returned.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ramify.gateway.sampling import derive_call_seed, parse_stop_strings, resolv
 from ramify.render import TokenHistory
 from ramify.trace import Media, ModelCall, Trace
 
-RETRY_BACKOFF = 0.25  # seconds before a failed call is made again; doubled each time
-MAX_REFUSALS = 50  # different refusals that a trace keeps
-MAX_REFUSAL_CHARS = 1000  # characters of a refusal's message that are kept
-ABANDON_AFTER = (
-    5.0  # seconds a call goes on when its client has hung up: about as long as SDKs wait before they ask again
-)
+RETRY_BACKOFF = 0.25  # seconds before the first retry of a failed sample; doubled each time
+MAX_REFUSALS = 50  # distinct refusals that a trace keeps
+MAX_REFUSAL_CHARS = 1000  # of a refusal's message
+ABANDON_AFTER = 5.0  # seconds a call runs on after its client disconnected; SDKs retry within about this time
 
 
 class RolloutSession:
-    """One rollout. `models` are other models by the name a client asks for; every other name is the policy's.
+    """The model calls of one rollout.
 
-    `deadline` is what one call may take in seconds, retries and waiting included.
+    `models` are other policies by the model name that a client requests; every other name selects `policy`.
+    `call_timeout` is the maximum time of one call in seconds, including retries and waiting. `secret` is the API key
+    with which clients of the gateway select this session.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RolloutSession:
         if is_training:
             sampling.check_trainable()
             if not policy.trainable:
-                raise TokensRequired(f"{policy.name} gives no token ids and logprobs, so it cannot be trained on")
+                raise TokensRequired(f"{policy.name} returns no token ids and logprobs, so it cannot be trained on")
         self.trace, self.policy, self.sampling = trace, policy, sampling
         self.models = dict(models or {})
         self.is_training, self.call_timeout, self.max_retries = is_training, call_timeout, max_retries
@@ -71,13 +71,13 @@ class RolloutSession:
         self.failures: list[RamifyError] = []
         """Calls that failed, for whoever runs an agent that does not tell."""
         self.on_reply: Callable[[ModelReply], None] | None = None
-        """Called with every reply that was recorded."""
+        """Called with every recorded reply."""
         self.is_agent_running = True
-        """Whether the agent runs; False before and after, when calls are made by hooks."""
+        """Whether the agent is running; False before and after, when hooks make the calls."""
         self.recorded_calls: list[RecordedCall] = []
-        """The recorded calls of the trainable policy, with what decides whether they are trained."""
+        """The recorded calls of the trainable policy, with what decides whether they are trained on."""
         self.clock = StallClock()
-        """Measures how long its calls waited for an engine that made no progress."""
+        """Measures how long calls waited for an engine that made no progress."""
         self._budget = RolloutBudget(limits)
         self._recorder = TraceRecorder(trace)
         self._trie_by_policy: dict[int, ConversationTrie] = {}  # by policy
@@ -88,72 +88,71 @@ class RolloutSession:
         self._num_calls = 0
         self._num_running, self._busy_since, self._busy_seconds = 0, 0.0, 0.0
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- public calls --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: ModelRequest) -> ModelReply:
-        """The policy's reply, recorded.
+        """Sample and record a reply.
 
-        Raises BudgetExceeded or ContextOverflow when the policy has used up its room, and what went wrong by its name
-        when the call could not be made.
+        Raises BudgetExceeded or ContextOverflow if a limit is reached, and another RamifyError if the call fails.
         """
         if request.idempotency_key is None and not request.retry_count:
             return await self._run_call(request, *self._locate(request))
-        asking = self.start_call(request)
+        call = self.start_call(request)
         try:
-            reply = await asking.wait()
+            reply = await call.wait()
         except BaseException:
-            asking.leave(delivered=False)
+            call.leave(delivered=False)
             raise
-        asking.leave(delivered=True)
+        call.leave(delivered=True)
         return reply
 
     def start_call(self, request: ModelRequest) -> SharedCall:
-        """The call for a client that may hang up and ask again; whoever gets it says `leave` in the end."""
-        policy, end = self._locate(request)
-        same = (id(policy), id(end), encode_canonical([request.tools, request.sampling_overrides]))
-        return self._deduplicator.join_or_start(request, same, lambda: self._run_call(request, policy, end))
+        """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
+        policy, position = self._locate(request)
+        fingerprint = (id(policy), id(position), encode_canonical([request.tools, request.sampling_overrides]))
+        return self._deduplicator.join_or_start(request, fingerprint, lambda: self._run_call(request, policy, position))
 
     def count_prompt_tokens(self, request: ModelRequest) -> int:
-        """The tokens of the prompt this request would make; for a policy without tokens a guess from its length."""
-        policy, end = self._locate(request)
-        prepared = self._prepare(policy, end, request)
+        """Return the number of prompt tokens of a request; for a policy without tokens, estimate it from the text."""
+        policy, position = self._locate(request)
+        prepared = self._prepare(policy, position, request)
         if prepared.rendered is not None:
             return prepared.prompt_len
-        said = sum(len(message.text) for message in prepared.messages)
-        return (said + len(encode_canonical(request.tools))) // 4 + 4 * len(prepared.messages)
+        num_chars = sum(len(message.text) for message in prepared.messages)
+        return (num_chars + len(encode_canonical(request.tools))) // 4 + 4 * len(prepared.messages)
 
     def get_node(self, call_id: str) -> int:
-        """The node of an earlier reply, by its call's id."""
+        """Return the node of an earlier reply by the id of its call."""
         if call_id not in self._node_by_call:
-            raise RequestInvalid(f"no reply {call_id!r} is known in this session")
+            raise RequestInvalid(f"this session has no reply {call_id!r}")
         return self._node_by_call[call_id]
 
     def record_refusal(self, path: str, status: int, name: str, message: str) -> None:
-        """Record in the trace that a client was refused. Equal refusals are counted; at most `REFUSALS` are kept."""
+        """Record in the trace that a request was refused. Equal refusals are counted."""
         refusals = list(self.trace.info.get("refusals", []))
         entry = {"path": path, "status": status, "name": name, "message": message[:MAX_REFUSAL_CHARS]}
-        for at, known in enumerate(refusals):
-            if {**known, "count": 0} == {**entry, "count": 0}:
-                refusals[at] = {**entry, "count": known["count"] + 1}
+        for index, refusal in enumerate(refusals):
+            if {**refusal, "count": 0} == {**entry, "count": 0}:
+                refusals[index] = {**entry, "count": refusal["count"] + 1}
                 break
         else:
             refusals.append({**entry, "count": 1})
         self.trace.info["refusals"] = refusals[:MAX_REFUSALS]
 
     def close(self) -> None:
-        """Give up calls that are still running for clients."""
+        """Cancel the calls that are still running for clients."""
         self._deduplicator.cancel_all()
 
-    # -- where it stands -----------------------------------------------------------------------------------------------
+    # -- usage ---------------------------------------------------------------------------------------------------------
 
     @property
     def num_turns(self) -> int:
-        """Calls that were recorded."""
+        """Number of recorded calls."""
         return self._budget.num_turns
 
     @property
     def exhausted_limit(self) -> str | None:
-        """The limit that leaves no further call ("max_turns", ...), if one does."""
+        """The name of the limit ("max_turns", ...) that allows no further call, or None."""
         return self._budget.exhausted_limit
 
     @property
@@ -172,31 +171,31 @@ class RolloutSession:
     # -- one call ------------------------------------------------------------------------------------------------------
 
     def _locate(self, request: ModelRequest) -> tuple[Policy, TrieNode]:
-        """Who answers, and the place in its conversations that the request leads to."""
+        """Return the policy of a request and the position in its conversations after the request's messages."""
         policy = self.models.get(request.model, self.policy)
-        talk = self._trie_by_policy.get(id(policy))
-        if talk is None:
-            talk = self._trie_by_policy[id(policy)] = ConversationTrie()
+        trie = self._trie_by_policy.get(id(policy))
+        if trie is None:
+            trie = self._trie_by_policy[id(policy)] = ConversationTrie()
         self._media.update(request.media)
         messages = policy.adapt(request.messages, self._media, starts_conversation=request.parent_node is None)
         if request.parent_node is None:
             if not messages:
-                raise RequestInvalid("messages: at least one is needed")
-            return policy, talk.find_or_insert(talk.root, messages, request.tools)
-        said = self._reply_by_node.get(request.parent_node)
-        if said is None:
-            raise RequestInvalid(f"after: node {request.parent_node} is no reply of this session")
-        if said.root is talk.root:
-            return policy, talk.find_or_insert(said, messages, request.tools)
-        return policy, talk.find_or_insert(talk.root, [*said.messages_after(None), *messages], request.tools)
+                raise RequestInvalid("messages: expected at least one message, found none")
+            return policy, trie.find_or_insert(trie.root, messages, request.tools)
+        reply = self._reply_by_node.get(request.parent_node)
+        if reply is None:
+            raise RequestInvalid(f"parent_node: node {request.parent_node} is no reply of this session")
+        if reply.root is trie.root:
+            return policy, trie.find_or_insert(reply, messages, request.tools)
+        return policy, trie.find_or_insert(trie.root, [*reply.messages_after(None), *messages], request.tools)
 
     def _prepare(self, policy: Policy, position: TrieNode, request: ModelRequest) -> PreparedPrompt:
-        last = position.last_reply
-        history = None if last is None else self._get_history(policy, last)
-        return policy.prepare(history, position.messages_after(last), request.tools, self._media)
+        reply = position.last_reply
+        history = None if reply is None else self._get_history(policy, reply)
+        return policy.prepare(history, position.messages_after(reply), request.tools, self._media)
 
     def _get_history(self, policy: Policy, reply: TrieNode) -> TokenHistory:
-        """What a turn after `reply` continues, its tokens as the trace has them."""
+        """Return the history up to `reply`, cached or rebuilt from the trace."""
         if reply.history is None:
             sampled = self.trace.nodes[reply.trace_node].sampled_span
             ids = self.trace.graph.path_tokens(reply.trace_node)
@@ -213,7 +212,7 @@ class RolloutSession:
         try:
             async with asyncio.timeout(self.call_timeout) as scope:
                 prepared = self._prepare(policy, position, request)
-                sampling, stop = (
+                sampling, stop_strings = (
                     self._resolve_sampling(request, position),
                     parse_stop_strings(request.sampling_overrides),
                 )
@@ -221,13 +220,13 @@ class RolloutSession:
                 try:
                     if grant.output_tokens < sampling.max_tokens:
                         sampling = replace(sampling, max_tokens=grant.output_tokens)
-                    sampled = await self._sample_with_retries(policy, prepared, sampling, stop)
+                    sampled = await self._sample_with_retries(policy, prepared, sampling, stop_strings)
                     self._num_calls += 1
                     call = ModelCall(
                         f"{self.trace.id}-{self._num_calls}",
                         request.model,
                         policy.name,
-                        sampling_to_dict(sampling, stop),
+                        sampling_to_dict(sampling, stop_strings),
                         _finish_reason(sampled),
                         sampled.usage,
                         start,
@@ -242,9 +241,9 @@ class RolloutSession:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            late = DeadlineExceeded(f"a model call took longer than {self.call_timeout:g} s")
-            self.failures.append(late)
-            raise late from error
+            timeout_error = DeadlineExceeded(f"a model call took longer than {self.call_timeout:g} s")
+            self.failures.append(timeout_error)
+            raise timeout_error from error
         except RamifyError as error:
             self.failures.append(error)
             raise
@@ -252,12 +251,12 @@ class RolloutSession:
             self._stop_timer()
 
     def _record_call(self, request: ModelRequest, position: TrieNode, node: int, *, by_agent: bool) -> None:
-        """Record what decides whether a call is trained."""
-        last = position.last_reply
-        opening = tuple(position.messages_after(None)) if last is None else ()
-        continues = None if last is None else last.trace_node
+        """Record what decides whether a call is trained on."""
+        reply = position.last_reply
+        initial_messages = tuple(position.messages_after(None)) if reply is None else ()
+        previous_node = None if reply is None else reply.trace_node
         self.recorded_calls.append(
-            RecordedCall(node, opening, continues, bool(request.tools), request.is_remote, by_agent)
+            RecordedCall(node, initial_messages, previous_node, bool(request.tools), request.is_remote, by_agent)
         )
 
     def _resolve_sampling(self, request: ModelRequest, position: TrieNode) -> ClientSampling:
@@ -268,20 +267,20 @@ class RolloutSession:
     async def _reserve_budget(
         self, policy: Policy, prepared: PreparedPrompt, position: TrieNode, sampling: ClientSampling
     ) -> BudgetGrant:
-        def need() -> int:
-            counted = self._budget.limits_input and prepared.rendered is not None
-            return self._recorder.count_new_tokens(prepared, position) if counted else 0
+        def count_new_tokens() -> int:
+            is_counted = self._budget.limits_input and prepared.rendered is not None
+            return self._recorder.count_new_tokens(prepared, position) if is_counted else 0
 
-        length = prepared.prompt_len or (position.last_reply.num_tokens if position.last_reply else 0)
+        prompt_len = prepared.prompt_len or (position.last_reply.num_tokens if position.last_reply else 0)
         return await self._budget.reserve(
-            need, max_tokens=sampling.max_tokens, prompt_len=length, max_model_len=policy.max_model_len
+            count_new_tokens, max_tokens=sampling.max_tokens, prompt_len=prompt_len, max_model_len=policy.max_model_len
         )
 
     async def _sample_with_retries(
         self, policy: Policy, prepared: PreparedPrompt, sampling: ClientSampling, stop_strings: tuple[str, ...]
     ) -> SampledReply:
-        """One sample, asked for again while the failure is one that may pass."""
-        for attempt in range(self.max_retries + 1):
+        """Sample a reply; retry after failures that may be temporary."""
+        for retry in range(self.max_retries + 1):
             try:
                 sampled = await policy.sample(
                     prepared,
@@ -294,10 +293,10 @@ class RolloutSession:
                 _check_logprobs_finite(policy, sampled)
                 return sampled
             except RamifyError as error:
-                if not error.retryable or attempt == self.max_retries:
+                if not error.retryable or retry == self.max_retries:
                     raise
-            await asyncio.sleep(RETRY_BACKOFF * 2**attempt)
-        raise AssertionError  # the loop returns or raises
+            await asyncio.sleep(RETRY_BACKOFF * 2**retry)
+        raise AssertionError  # unreachable: the loop returns or raises
 
     def _record_reply(
         self,
@@ -308,17 +307,19 @@ class RolloutSession:
         call: ModelCall,
         grant: BudgetGrant,
     ) -> ModelReply:
-        """The call into the trace, the budget and the conversations, all before anybody sees the answer."""
+        """Record a call in the trace, the budget and the trie, before the reply is returned."""
         trainable = policy.trainable and policy is self.policy
-        found = self._recorder.record_turn(position, prepared, sampled, call, self._media, trainable=trainable)
-        self._budget.release(grant, num_turns=1, input_tokens=found.input_tokens, output_tokens=found.output_tokens)
-        talk = self._trie_by_policy[id(policy)]
-        self._reply_by_node[found.node] = talk.insert_reply(
-            position, sampled.message, found.node, sampled.history, found.path_len
+        recorded = self._recorder.record_turn(position, prepared, sampled, call, self._media, trainable=trainable)
+        self._budget.release(
+            grant, num_turns=1, input_tokens=recorded.input_tokens, output_tokens=recorded.output_tokens
         )
-        self._node_by_call[call.id] = found.node
+        trie = self._trie_by_policy[id(policy)]
+        self._reply_by_node[recorded.node] = trie.insert_reply(
+            position, sampled.message, recorded.node, sampled.history, recorded.path_len
+        )
+        self._node_by_call[call.id] = recorded.node
         reply = ModelReply(
-            sampled.message, _finish_reason(sampled), sampled.usage, found.node, call.id, sampled.problems
+            sampled.message, _finish_reason(sampled), sampled.usage, recorded.node, call.id, sampled.problems
         )
         if self.on_reply is not None:
             self.on_reply(reply)
@@ -336,12 +337,12 @@ class RolloutSession:
 
 
 def _check_logprobs_finite(policy: Policy, sampled: SampledReply) -> None:
-    """Raise ProviderError if a logprob is not finite: such a sample cannot be trained on."""
+    """Raise ProviderError if a logprob is not finite, because such a sample cannot be trained on."""
     not_finite = ~np.isfinite(sampled.logprobs)
     if not_finite.any():
-        at = int(not_finite.argmax())
+        index = int(not_finite.argmax())
         raise ProviderError(
-            f"{policy.name} gave logprob {sampled.logprobs[at]:g} for token {at} of its sample: not finite"
+            f"{policy.name} gave logprob {sampled.logprobs[index]:g} for token {index} of its sample: not finite"
         )
 
 

@@ -1,7 +1,7 @@
-"""Messages to token ids, sampled ids to messages, one turn after another without tokenizing anything twice.
+"""Render messages to token ids and parse sampled ids to messages, turn by turn, without tokenizing anything twice.
 
-`load_renderer` gives the `Renderer` of a model directory. It needs `tokenizers` and `jinja2`, never torch. A name is
-loaded when it is first used.
+`load_renderer` returns the `Renderer` of a model directory. It needs `tokenizers` and `jinja2`, never torch. Names are
+imported on first use.
 """
 
 import lazy_loader

@@ -1,13 +1,13 @@
-"""What a renderer gives and takes back: a prompt, the reply read from it, the history that a next turn continues.
+"""The `Renderer` protocol and its types: a prompt, the reply parsed from it, the history that the next turn continues.
 
-The one idea: **tokens are history, messages only describe it.** A `Rendered` prompt is sampled from, `answered` joins
-it with the sampled ids exactly as they are, and `bridge` appends what new messages add. Nothing that the engine saw or
-sampled is ever tokenized a second time, unless the template itself rewrites it, and then a `Break` says why.
+The one idea: **tokens are the history, messages only describe it.** The engine samples from a `RenderedPrompt`;
+`with_reply` appends the sampled ids unchanged, and `bridge` appends the tokens of new messages. No token that the
+engine has seen or sampled is tokenized again, unless the template itself rewrites it; a `PrefixBreak` then says why.
 
-    prompt = renderer.render(messages, tools)              Rendered
-    parsed = renderer.parse(sampled, prompt)               Parsed
-    history = prompt.answered(sampled, parsed)             History
-    prompt = renderer.bridge(history, tool_results)        Rendered, whose first `kept` ids are the history's
+    prompt = renderer.render(messages, tools)              RenderedPrompt
+    parsed = renderer.parse(sampled_ids, prompt)           ParsedReply
+    history = prompt.with_reply(sampled_ids, parsed)       TokenHistory
+    prompt = renderer.bridge(history, tool_results)        RenderedPrompt; its first `num_reused` ids are the history's
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ from ramify.render.tokenizer import Int32Array, Tokenizer
 from ramify.trace import Message, MessageSpan
 
 ToolSchema = Mapping[str, Any]
-"""A tool as the model is told about it: `{"type": "function", "function": {name, description, parameters}}`."""
+"""A tool as the template gets it: `{"type": "function", "function": {name, description, parameters}}`."""
 
 
 class BreakReason(StrEnum):
-    """Why earlier tokens could not be kept."""
+    """Why the tokens of the history could not be reused."""
 
-    TOOLS_CHANGED = "tools_changed"  # the caller offers other tools than before
-    REASONING_DROPPED = "reasoning_dropped"  # the template hides the thinking of an earlier turn
-    GENERATION_PROMPT_DROPPED = "generation_prompt_dropped"  # ... or what the prompt itself opened
-    HISTORY_REWRITTEN = "history_rewritten"  # ... or writes something else before the last turn: tools, system prompt
+    TOOLS_CHANGED = "tools_changed"  # the caller offers different tools
+    REASONING_DROPPED = "reasoning_dropped"  # the template hides the reasoning of an earlier turn
+    GENERATION_PROMPT_DROPPED = "generation_prompt_dropped"  # ... or the generation prompt of an earlier turn
+    HISTORY_REWRITTEN = (
+        "history_rewritten"  # ... or changes text before the last turn, such as tools or the system prompt
+    )
     REPLY_REWRITTEN = "reply_rewritten"  # ... or the reply
-    UNCLEAR = "unclear"  # the template looks at what messages say, or the family gives no reason
+    UNCLEAR = "unclear"  # the template depends on message texts, or the family gives no reason
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixBreak:
-    """The template rewrites history, so the prompt was rendered anew: a fork of the trace."""
+    """The template rewrites the history, so the whole prompt was rendered again: a fork of the trace."""
 
     reason: BreakReason
     detail: str = ""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What to add to a rollout's metrics."""
+        """The values to add to the metrics of a rollout."""
         return {"render/breaks": 1.0, f"render/breaks/{self.reason}": 1.0}
 
 
 class ParseProblemKind(StrEnum):
-    """What is wrong with a part of a reply."""
+    """What is wrong with a part of a reply that could not be parsed."""
 
     INVALID_JSON = "invalid_json"
     NO_NAME = "no_name"
-    BAD_ARGUMENTS = "bad_arguments"  # not a table of arguments
+    BAD_ARGUMENTS = "bad_arguments"  # the arguments are not a JSON object
     UNCLOSED = "unclosed"  # the call never ends
-    BAD_FORM = "bad_form"  # not what the format looks like
+    BAD_FORM = "bad_form"  # not the syntax of the format
     UNCLOSED_REASONING = "unclosed_reasoning"
 
 
 @dataclass(frozen=True, slots=True)
 class ParseProblem:
-    """A part of a reply that could not be read. Its text stays in the message's content."""
+    """A part of a reply that could not be parsed. Its text stays in the content of the message."""
 
     kind: ParseProblemKind
     text: str
@@ -74,7 +76,7 @@ class ParseProblem:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """Sampled ids as a message. `body` is their part before the stop token."""
+    """The message parsed from sampled ids. `content_span` is the range of the ids before the stop token."""
 
     message: Message
     content_span: tuple[int, int]
@@ -85,9 +87,10 @@ class ParsedReply:
 class RenderedPrompt:
     """A prompt to sample from.
 
-    `ids[:kept]` are the history's tokens as they were; `added` is what this rendering put behind them. `spans` are the
-    messages rendered now, in tokens of `added`, and what follows the last of them is the generation prompt: together
-    exactly what a `Turn` wants whose `after` is the last node of the history.
+    `token_ids[:num_reused]` are the unchanged tokens of the history; `new_token_ids` are the tokens after them. `spans`
+    are the messages rendered now, as ranges of `new_token_ids`; the tokens after the last span are the generation
+    prompt. A `Turn` whose `prefix_node` is the last node of the history takes exactly these. `prefix_break` says why
+    the history's tokens were not reused; None if they were, or if there was no history.
     """
 
     messages: tuple[Message, ...]
@@ -104,37 +107,40 @@ class RenderedPrompt:
 
     @property
     def generation_prompt_ids(self) -> Int32Array:
-        """The generation prompt: what stands before the reply and belongs to it."""
+        """The tokens of the generation prompt, which opens the reply."""
         return self.new_token_ids[self.spans[-1].stop if self.spans else 0 :]
 
     def as_continuation(self, history: TokenHistory, prefix_break: PrefixBreak | None) -> RenderedPrompt:
-        """This full render as the continuation of a history, all of whose tokens it keeps, or as a break with it."""
-        kept = len(history.token_ids)
-        if prefix_break is None and not np.array_equal(self.token_ids[:kept], history.token_ids):
+        """Return this full prompt as the continuation of `history`.
+
+        If its tokens do not start with those of the history, the result has a `prefix_break` and reuses none.
+        """
+        num_reused = len(history.token_ids)
+        if prefix_break is None and not np.array_equal(self.token_ids[:num_reused], history.token_ids):
             prefix_break = PrefixBreak(BreakReason.HISTORY_REWRITTEN)
         if prefix_break is not None:
             return replace(self, prefix_break=prefix_break)
-        spans = (_shift_span(span, kept) for span in self.spans[len(history.messages) :])
-        return replace(self, num_reused=kept, spans=tuple(spans))
+        spans = (_shift_span(span, num_reused) for span in self.spans[len(history.messages) :])
+        return replace(self, num_reused=num_reused, spans=tuple(spans))
 
     def with_reply(self, sampled_ids: npt.ArrayLike, parsed: ParsedReply) -> TokenHistory:
-        """The history that ends in this reply, its ids verbatim."""
-        reply = np.asarray(sampled_ids, np.int32)
+        """Return the history that ends in this reply, with the sampled ids unchanged."""
+        reply_ids = np.asarray(sampled_ids, np.int32)
         return TokenHistory(
             messages=(*self.messages, parsed.message),
             tools=self.tools,
-            token_ids=np.concatenate([self.token_ids, reply]),
-            num_sampled=len(reply),
+            token_ids=np.concatenate([self.token_ids, reply_ids]),
+            num_sampled=len(reply_ids),
             outline=self.outline.add(parsed.message),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """A conversation up to the end of a message, with the exact tokens that stand for it.
+    """A conversation up to the end of a message, with its exact tokens.
 
-    The last `sampled` ids are a reply of the policy, stop token included if it came to one; 0 where the last message
-    was part of a prompt.
+    The last `num_sampled` ids are a reply of the policy, including the stop token if it was sampled; 0 if the last
+    message was part of a prompt.
     """
 
     messages: tuple[Message, ...]
@@ -147,7 +153,7 @@ class TokenHistory:
     def build(
         cls, messages: Sequence[Message], tools: Sequence[ToolSchema], token_ids: npt.ArrayLike, *, num_sampled: int = 0
     ) -> TokenHistory:
-        """The history of a path in a trace: its messages and tokens, and how many its last node sampled."""
+        """Build the history of a path in a trace; `num_sampled` is the number of tokens that its last node sampled."""
         return cls(
             tuple(messages),
             tuple(tools),
@@ -163,33 +169,33 @@ def _shift_span(span: MessageSpan, offset: int) -> MessageSpan:
 
 
 class Renderer(Protocol):
-    """Messages to token ids and back, for one model."""
+    """Renders messages to token ids and parses replies, for one model."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a reply."""
+        """The token ids that end a reply."""
         ...
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
-        """The whole conversation as a prompt; without `generate`, no generation prompt at its end."""
+        """Render a whole conversation, by default with the generation prompt at its end."""
         ...
 
     def bridge(
         self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
     ) -> RenderedPrompt:
-        """The prompt that continues `history` with new messages.
+        """Render the prompt that continues `history` with new messages.
 
-        After a sampled reply its cost is in the new messages. Where the template rewrites history, all is rendered
-        anew and `broke` says why. A history that ends in a prompt message is rendered anew and compared, so it is
-        cheaper to bridge from the last reply. `tools` are those of the history unless given.
+        After a sampled reply only the new messages are rendered. If the template rewrites the history, the whole
+        conversation is rendered again and `prefix_break` says why. A history that ends in a prompt message is rendered
+        again and compared, so it is cheaper to bridge from the last reply. `tools` default to those of the history.
         """
         ...
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
-        """The message that these ids, sampled after `prompt`, say."""
+        """Parse the ids sampled after `prompt` into a message."""
         ...

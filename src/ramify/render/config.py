@@ -1,4 +1,4 @@
-"""What a run may say about rendering. `auto` is the model's own chat template, which nearly always is right."""
+"""Configuration of rendering. The default, `auto`, uses the chat template of the model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ToolFormat = Literal["auto", "hermes", "qwen-coder", "llama-3", "mistral", "none
 
 
 class TemplateRendererConfig(Config):
-    """The chat template of the model directory."""
+    """Render with the chat template of the model directory."""
 
     type: Literal["auto", "template"] = "auto"
     tool_format: ToolFormat = "auto"
-    """How the model writes tool calls; by default told from the template."""
+    """The format in which the model writes tool calls; `auto` detects it from the template."""
     template_args: dict[str, Any] = {}
     """Variables for the template, such as `enable_thinking = false`."""
     history: Literal["template", "verbatim"] = "template"
-    """`verbatim` never rewrites earlier turns, even where the template would drop their thinking."""
+    """`verbatim` never rewrites earlier turns, even if the template would drop their reasoning."""
 
 
 class FamilyRendererConfig(Config):
-    """A hand-written renderer of the `renderers` library."""
+    """Render with a hand-written renderer of the `renderers` library."""
 
     type: Literal["family"] = "family"
     name: str

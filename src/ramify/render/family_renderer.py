@@ -1,8 +1,8 @@
-"""The hand-written renderers of the `renderers` library, behind our protocol.
+"""The hand-written renderers of the `renderers` library, behind the `Renderer` protocol.
 
-A family knows its model by heart: it bridges where a template has to be asked, and reads formats that no general reader
-knows. It is imported only when a config names one. The library wants a Hugging Face tokenizer; it gets ours, dressed
-as much like one as it looks at.
+A family is written for one model: it bridges without probing a template and parses formats that no generic parser
+knows. This module is imported only if a config names a family. The library expects a Hugging Face tokenizer, so ours
+is wrapped in an adapter with the methods that it uses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROBLEM_KINDS = {
 
 
 class FamilyRenderer:
-    """One family on one tokenizer."""
+    """The `Renderer` of one family of the `renderers` library, with one tokenizer."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class FamilyRenderer:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
         try:
-            tokens = self._renderer.render(
+            rendered = self._renderer.render(
                 _message_dicts(messages), tools=_tool_dicts(tools), add_generation_prompt=add_generation_prompt
             )
         except (ValueError, TypeError, KeyError, AssertionError) as error:
@@ -69,42 +69,42 @@ class FamilyRenderer:
         return RenderedPrompt(
             messages=tuple(messages),
             tools=tuple(tools),
-            token_ids=np.array(tokens.token_ids, np.int32),
-            spans=_message_spans(messages, tokens, 0),
+            token_ids=np.array(rendered.token_ids, np.int32),
+            spans=_message_spans(messages, rendered, 0),
             outline=ConversationOutline.from_messages(messages),
         )
 
     def bridge(
         self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
     ) -> RenderedPrompt:
-        offered = history.tools if tools is None else tuple(tools)
-        continued = self._render_continuation(history, messages, offered)
-        if isinstance(continued, RenderedPrompt):
-            return continued
-        return self.render([*history.messages, *messages], offered).as_continuation(history, continued)
+        active_tools = history.tools if tools is None else tuple(tools)
+        continuation = self._render_continuation(history, messages, active_tools)
+        if isinstance(continuation, RenderedPrompt):
+            return continuation
+        return self.render([*history.messages, *messages], active_tools).as_continuation(history, continuation)
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
         ids = np.asarray(sampled_ids, np.int32)
         stop = len(ids) - (len(ids) > 0 and int(ids[-1]) in self.stop_ids)
-        found = self._renderer.parse_response(
+        response = self._renderer.parse_response(
             ids.tolist(), tools=_tool_dicts(prompt.tools), prompt_ids=prompt.token_ids.tolist()
         )
         calls: list[ToolCall] = []
         problems: list[ParseProblem] = []
         call_ids = CallIdGenerator(ids, len(prompt.messages))
-        content = found.content
-        for number, call in enumerate(found.tool_calls):
+        content = response.content
+        for index, call in enumerate(response.tool_calls):
             if call.status == "ok" and call.name:
-                id = call.id or call_ids.make_id(number)
-                calls.append(ToolCall(id, call.name, _arguments_json(call.arguments)))
+                call_id = call.id or call_ids.make_id(index)
+                calls.append(ToolCall(call_id, call.name, _arguments_json(call.arguments)))
             else:
                 problems.append(
                     ParseProblem(PROBLEM_KINDS.get(call.status, ParseProblemKind.BAD_FORM), call.raw, str(call.status))
                 )
                 content = content if call.raw in content else f"{content}\n{call.raw}".lstrip("\n")
-        if found.reasoning_complete is False:
-            problems.append(ParseProblem(ParseProblemKind.UNCLOSED_REASONING, found.reasoning_content or ""))
-        message = Message("assistant", content, found.reasoning_content or None, tuple(calls))
+        if response.reasoning_complete is False:
+            problems.append(ParseProblem(ParseProblemKind.UNCLOSED_REASONING, response.reasoning_content or ""))
+        message = Message("assistant", content, response.reasoning_content or None, tuple(calls))
         return ParsedReply(message, (0, stop), tuple(problems))
 
     def _render_continuation(
@@ -114,20 +114,22 @@ class FamilyRenderer:
             return PrefixBreak(BreakReason.TOOLS_CHANGED)
         if not history.num_sampled:
             return None
-        asked = len(history.token_ids) - history.num_sampled
-        tokens = self._renderer.bridge_to_next_turn(
-            history.token_ids[:asked].tolist(),
-            history.token_ids[asked:].tolist(),
+        prompt_len = len(history.token_ids) - history.num_sampled
+        bridged = self._renderer.bridge_to_next_turn(
+            history.token_ids[:prompt_len].tolist(),
+            history.token_ids[prompt_len:].tolist(),
             _message_dicts(messages),
             tools=_tool_dicts(tools),
         )
-        if tokens is None:
-            asks = any(message.role == "user" for message in messages)
-            reason = BreakReason.REASONING_DROPPED if asks and not self._keeps_reasoning else BreakReason.UNCLEAR
+        if bridged is None:
+            has_question = any(message.role == "user" for message in messages)
+            reason = (
+                BreakReason.REASONING_DROPPED if has_question and not self._keeps_reasoning else BreakReason.UNCLEAR
+            )
             return PrefixBreak(reason, f"the family {self.family!r} does not bridge these messages")
-        ids = np.array(tokens.token_ids, np.int32)
-        kept = len(history.token_ids)
-        if not np.array_equal(ids[:kept], history.token_ids):
+        ids = np.array(bridged.token_ids, np.int32)
+        num_reused = len(history.token_ids)
+        if not np.array_equal(ids[:num_reused], history.token_ids):
             return PrefixBreak(
                 BreakReason.REPLY_REWRITTEN, f"the family {self.family!r} does not keep the reply's tokens"
             )
@@ -138,14 +140,14 @@ class FamilyRenderer:
             messages=(*history.messages, *messages),
             tools=tools,
             token_ids=ids,
-            spans=_message_spans(messages, tokens, kept),
+            spans=_message_spans(messages, bridged, num_reused),
             outline=outline,
-            num_reused=kept,
+            num_reused=num_reused,
         )
 
 
 class _HuggingFaceTokenizerAdapter:
-    """What the library looks at in a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that the library uses."""
 
     def __init__(self, tokenizer: Tokenizer, eos_id: int | None) -> None:
         self._tokenizer = tokenizer
@@ -183,36 +185,44 @@ def _create_family(tokenizer: _HuggingFaceTokenizerAdapter, family: str, templat
     try:
         config = renderers.config_from_name(family)
         return renderers.create_renderer(tokenizer, config, chat_template_kwargs=template_args)  # pyright: ignore
-    except Exception as error:  # a family raises what it likes; all of it means that it does not fit
+    except Exception as error:  # a family may raise anything; every error means that it cannot be used with this model
         raise ConfigInvalid(
             f"renderer.name: {family!r} cannot be used with {tokenizer.name_or_path}: {error}"
         ) from error
 
 
 def _message_spans(messages: Sequence[Message], rendered: Any, num_reused: int) -> tuple[MessageSpan, ...]:
-    """Which tokens are whose, behind the first `kept`."""
-    owner = np.array(rendered.message_indices, np.int64)[num_reused:]
-    body: Int32Array = np.array(rendered.is_content or [False] * len(rendered.token_ids), np.int32)[num_reused:]
+    """Return the span of each message in the tokens after the first `num_reused`."""
+    owners = np.array(rendered.message_indices, np.int64)[num_reused:]
+    is_content: Int32Array = np.array(rendered.is_content or [False] * len(rendered.token_ids), np.int32)[num_reused:]
     spans: list[MessageSpan] = []
-    before = 0
-    for number, message in enumerate(messages):
-        mine = np.flatnonzero(owner == number)
-        stop = max(before, int(mine[-1]) + 1) if len(mine) else before
-        said = mine[body[mine] > 0] if len(mine) else mine
-        low, high = (int(said[0]), int(said[-1]) + 1) if len(said) else (stop, stop)
-        spans.append(MessageSpan(message, stop, (min(max(low, before), stop), min(max(high, before), stop))))
-        before = stop
+    previous_stop = 0
+    for index, message in enumerate(messages):
+        indices = np.flatnonzero(owners == index)
+        stop = max(previous_stop, int(indices[-1]) + 1) if len(indices) else previous_stop
+        content_indices = indices[is_content[indices] > 0] if len(indices) else indices
+        content_start, content_stop = (
+            (int(content_indices[0]), int(content_indices[-1]) + 1) if len(content_indices) else (stop, stop)
+        )
+        spans.append(
+            MessageSpan(
+                message,
+                stop,
+                (min(max(content_start, previous_stop), stop), min(max(content_stop, previous_stop), stop)),
+            )
+        )
+        previous_stop = stop
     return tuple(spans)
 
 
 def _message_dicts(messages: Sequence[Message]) -> list[Any]:
-    plain: list[dict[str, Any]] = []
+    dicts: list[dict[str, Any]] = []
     for message in messages:
-        told: dict[str, Any] = {"role": message.role, "content": require_text(message)}
+        message_dict: dict[str, Any] = {"role": message.role, "content": require_text(message)}
         if message.reasoning:
-            told["reasoning_content"] = message.reasoning
+            message_dict["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            told["tool_calls"] = [
+            message_dict["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -221,9 +231,9 @@ def _message_dicts(messages: Sequence[Message]) -> list[Any]:
                 for call in message.tool_calls
             ]
         if message.tool_call_id is not None:
-            told["tool_call_id"] = message.tool_call_id
-        plain.append(told)
-    return plain
+            message_dict["tool_call_id"] = message.tool_call_id
+        dicts.append(message_dict)
+    return dicts
 
 
 def _tool_dicts(tools: Sequence[ToolSchema]) -> list[Any] | None:

@@ -22,50 +22,59 @@ OTHER_PROBE_TEXT = "zqotherqz"
 
 
 def accepts_late_system(renderer: Renderer) -> bool:
-    """Return whether the template writes a late system message in its place and leaves all before it unchanged."""
-    note = Message("system", PROBE_TEXT)
+    """Return whether the template writes a late system message in its place and changes nothing before it."""
+    system_message = Message("system", PROBE_TEXT)
     try:
-        prompt = renderer.render([Message("user", OTHER_PROBE_TEXT), note])
+        prompt = renderer.render([Message("user", OTHER_PROBE_TEXT), system_message])
         if not _occur_in_order(renderer.tokenizer.decode(prompt.token_ids), OTHER_PROBE_TEXT, PROBE_TEXT):
             return False
         reply = ParsedReply(Message("assistant", FILLER_TEXT), (0, 0))
         ids = np.array(
             [*renderer.tokenizer.encode(FILLER_TEXT, continues_text=True).ids, *renderer.stop_ids[:1]], np.int32
         )
-        history, asked = prompt.with_reply(ids, reply), Message("user", FILLER_TEXT)
-        without, later = renderer.bridge(history, [asked]), renderer.bridge(history, [asked, note])
+        history, question = prompt.with_reply(ids, reply), Message("user", FILLER_TEXT)
+        without_system, with_system = (
+            renderer.bridge(history, [question]),
+            renderer.bridge(history, [question, system_message]),
+        )
     except TemplateRefused:
         return False
-    return later.prefix_break == without.prefix_break and PROBE_TEXT in renderer.tokenizer.decode(later.new_token_ids)
+    return with_system.prefix_break == without_system.prefix_break and PROBE_TEXT in renderer.tokenizer.decode(
+        with_system.new_token_ids
+    )
 
 
 def fold_late_system(messages: Sequence[Message], *, starts_conversation: bool) -> Sequence[Message]:
-    """Return the messages with late system messages folded into others; `opening` is False if they follow a reply.
+    """Return the messages with late system messages folded into others.
+
+    `starts_conversation` is False if the messages follow a reply.
 
     A late system message goes to the end of the user message or tool result before it. After a reply, it goes to the
     beginning of the user message that follows, or becomes a user message if none does.
     """
-    first = next((at for at, message in enumerate(messages) if message.role not in SYSTEM_ROLES), len(messages))
+    first = next((index for index, message in enumerate(messages) if message.role not in SYSTEM_ROLES), len(messages))
     first = first if starts_conversation else 0
     if all(message.role not in SYSTEM_ROLES for message in messages[first:]):
         return messages
     folded = list(messages[:first])
     for message in messages[first:]:
-        before = folded[-1] if folded else None
+        previous = folded[-1] if folded else None
         is_late = message.role in SYSTEM_ROLES
-        if is_late and before is not None and before.role in ("user", "tool"):
-            folded[-1] = _append_content(before, _wrap_in_system_tag(message))
+        if is_late and previous is not None and previous.role in ("user", "tool"):
+            folded[-1] = _append_content(previous, _wrap_in_system_tag(message))
         elif is_late:
             folded.append(Message("user", _wrap_in_system_tag(message)))
-        elif message.role == "user" and before is not None and before.role == "user" and _is_folded_system(before):
-            folded[-1] = _append_content(before, message)
+        elif (
+            message.role == "user" and previous is not None and previous.role == "user" and _is_folded_system(previous)
+        ):
+            folded[-1] = _append_content(previous, message)
         else:
             folded.append(message)
     return folded
 
 
 def _append_content(message: Message, addition: str | Message) -> Message:
-    """Return `message` with a text, or the content of another message, appended."""
+    """Return `message` with a text or the content of another message appended."""
     extra = addition if isinstance(addition, str) else addition.content
     if isinstance(message.content, str) and isinstance(extra, str):
         return replace(message, content=f"{message.content}\n\n{extra}")
@@ -78,7 +87,7 @@ def _wrap_in_system_tag(message: Message) -> str:
 
 
 def _is_folded_system(message: Message) -> bool:
-    """Whether a user message is nothing but a folded system message."""
+    """Return whether a user message consists only of a folded system message."""
     return message.text.startswith("<system>\n") and message.text.endswith("\n</system>")
 
 

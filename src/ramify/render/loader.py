@@ -1,4 +1,4 @@
-"""From a model directory to its renderer."""
+"""Load the renderer of a model directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ramify.render.tokenizer import FileTokenizer
 
 
 def load_renderer(model: str | Path, config: TemplateRendererConfig | FamilyRendererConfig | None = None) -> Renderer:
-    """The renderer of a model directory, offline and without torch."""
+    """Load the renderer of a model directory, offline and without torch."""
     files = ModelFiles.read(Path(model))
     tokenizer = FileTokenizer(files.directory)
     named = tokenizer.token_to_id(files.special_tokens.get("eos_token", ""))

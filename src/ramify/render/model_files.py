@@ -1,7 +1,7 @@
-"""The small files of a Hugging Face model directory that say how to talk to the model.
+"""The files of a Hugging Face model directory that rendering needs: chat templates, special tokens, end-of-text ids.
 
-The same fact may stand in several of them, written by different versions of different tools. This module reads all and
-settles the order once: `chat_template.jinja` over `tokenizer_config.json`, and every id that any of them calls an end.
+Several files may hold the same setting, written by different versions of different tools. This module defines the
+precedence once: `chat_template.jinja` over `chat_template.json` over `tokenizer_config.json`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, cast
 from ramify.errors import ConfigInvalid
 
 DEFAULT_TEMPLATE = "default"
-TOOL_USE_TEMPLATE = "tool_use"  # some models have a second template for conversations with tools
+TOOL_USE_TEMPLATE = "tool_use"  # a second template that some models have for conversations with tools
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Templates by name, the texts of the named tokens (`bos_token`, ...), and the ids that end a reply."""
+    """Templates by name, the texts of the special tokens (`bos_token`, ...), and the ids that end a reply."""
 
     directory: Path
     templates: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -30,38 +30,39 @@ class ModelFiles:
 
     @classmethod
     def read(cls, directory: Path) -> ModelFiles:
+        """Read the files of a model directory."""
         if not directory.is_dir():
-            raise ConfigInvalid(f"model: there is no directory {directory}")
+            raise ConfigInvalid(f"model: {directory} is no directory")
         config = _read_json(directory / "tokenizer_config.json")
-        named = {**_read_json(directory / "special_tokens_map.json"), **config}
+        token_entries = {**_read_json(directory / "special_tokens_map.json"), **config}
         return cls(
             directory,
             _load_templates(directory, config.get("chat_template")),
-            {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(named.get(name))) is not None},
+            {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(token_entries.get(name))) is not None},
             _load_eos_ids(directory),
         )
 
 
 def _load_templates(directory: Path, config_value: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     if isinstance(config_value, str):
-        found[DEFAULT_TEMPLATE] = config_value
+        templates[DEFAULT_TEMPLATE] = config_value
     elif config_value:
         entries: list[dict[str, str]] = config_value
-        found |= {entry["name"]: entry["template"] for entry in entries}
-    processor = _read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(processor, str):
-        found[DEFAULT_TEMPLATE] = processor
+        templates |= {entry["name"]: entry["template"] for entry in entries}
+    processor_template = _read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(processor_template, str):
+        templates[DEFAULT_TEMPLATE] = processor_template
     for file in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        found[file.stem] = file.read_text("utf-8")
-    alone = directory / "chat_template.jinja"
-    if alone.exists():
-        found[DEFAULT_TEMPLATE] = alone.read_text("utf-8")
-    return found
+        templates[file.stem] = file.read_text("utf-8")
+    template_file = directory / "chat_template.jinja"
+    if template_file.exists():
+        templates[DEFAULT_TEMPLATE] = template_file.read_text("utf-8")
+    return templates
 
 
 def _load_eos_ids(directory: Path) -> tuple[int, ...]:
-    """The generation config decides; the model config speaks where it is silent."""
+    """Return the end-of-text ids of the generation config, or else those of the model config."""
     for name in ("generation_config.json", "config.json"):
         ids: int | list[int] | None = _read_json(directory / name).get("eos_token_id")
         if ids is not None:
@@ -70,7 +71,7 @@ def _load_eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token is written as its text, or as a table that holds it."""
+    """Return the text of a token, which is stored as a string or as an object with the key `content`."""
     text: Any = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

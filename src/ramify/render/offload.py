@@ -1,7 +1,7 @@
-"""Rendering and parsing in a process with an event loop: small work runs in the loop, large work in a thread.
+"""Run small rendering and parsing work in the event loop and large work in a thread.
 
 Handing work to a thread costs about as much as parsing a small reply. Parsing a large one in the loop would hold up all
-other coroutines of the process, and with them heartbeats, deadlines and the streams of other clients.
+other coroutines of the process, and with them heartbeats, timeouts and the streams of other clients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OFFLOAD_MIN_CHARS = 16_384
 
 
 async def offload(is_large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the result of `function`, which runs in a thread if `is_large`."""
+    """Call `function` and return its result; run it in a thread if `is_large`."""
     if is_large:
         return await asyncio.to_thread(function, *args, **kwargs)
     return function(*args, **kwargs)

@@ -1,15 +1,15 @@
-"""A conversation reduced to what a chat template can react to, so that turn 160 is as short as turn 3.
+"""A conversation reduced to what a chat template can depend on, so that turn 160 is as short as turn 3.
 
-A template looks at the start of a conversation (system prompt, tools), at the last user turn, at the neighbours of a
-message, and at which *kinds* of messages there are (one with reasoning, one with tool calls). How many of each there
-are does not matter to it. So an outline keeps the system prompt, one sample of each kind of earlier turn, the opening
-of the current turn, one sample of each kind of its finished steps, and everything since the last reply:
+A template depends on the start of a conversation (system prompt, tools), on the last user turn, on the neighbours of a
+message, and on which *kinds* of messages exist (one with reasoning, one with tool calls), but not on their number. So
+an outline keeps the system prompt, one example of each kind of reply in earlier turns, the start of the current turn,
+one example of each kind of its finished replies, and all messages since the last reply:
 
-    system | user, assistant | user | assistant + call, tool | assistant + call, tool, tool
-    head   | earlier         |opening| steps                  | recent
+    system | user, assistant | user       | assistant + call, tool | assistant + call, tool, tool
+    system | earlier_kinds   | turn_start | current_kinds          | since_last_reply
 
-Texts are replaced by a filler word. A template rendered on the outline plus the new messages writes behind the last
-message what it would write on the whole conversation, and rewrites the outline where it would rewrite the whole.
+Texts are replaced by a filler word. For the outline plus new messages, a template writes the same text after the last
+message as for the whole conversation, and rewrites the outline if it would rewrite the whole conversation.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from msgspec.structs import replace
 from ramify.trace import Message, ToolCall
 
 FILLER_TEXT = "word"
-CALL_ID = "call00000"  # nine letters and digits: the only form that every template accepts
+CALL_ID = "call00000"  # nine letters and digits, the only form that every template accepts
 SYSTEM_ROLES = ("system", "developer")
 
 
 class MessageKind(NamedTuple):
-    """What a template may look at in a message, besides what it says."""
+    """The properties of a message, besides its texts, that a template may depend on."""
 
     role: str
     has_content: bool = True
-    reasoning: str | None = None  # none, an empty thought, or the filler
+    reasoning: str | None = None  # None, "" or the filler
     num_calls: int = 0
 
     @classmethod
     def from_message(cls, message: Message) -> MessageKind:
-        thought = FILLER_TEXT if message.reasoning else message.reasoning
-        spoken = bool(message.text) or message.role != "assistant" or not (thought is not None or message.tool_calls)
-        return cls(message.role, spoken, thought, min(len(message.tool_calls), 2))
+        reasoning = FILLER_TEXT if message.reasoning else message.reasoning
+        has_content = (
+            bool(message.text) or message.role != "assistant" or not (reasoning is not None or message.tool_calls)
+        )
+        return cls(message.role, has_content, reasoning, min(len(message.tool_calls), 2))
 
     def example(self) -> list[Message]:
-        """A message of this kind, with the tool results it asks for."""
-        ids = [CALL_ID[:-1] + str(number) for number in range(self.num_calls)]
-        calls = tuple(ToolCall(id, FILLER_TEXT, f'{{"{FILLER_TEXT}": "{FILLER_TEXT}"}}') for id in ids)
+        """Return an example message of this kind, followed by the results of its tool calls."""
+        call_ids = [CALL_ID[:-1] + str(index) for index in range(self.num_calls)]
+        calls = tuple(ToolCall(call_id, FILLER_TEXT, f'{{"{FILLER_TEXT}": "{FILLER_TEXT}"}}') for call_id in call_ids)
         message = Message(self.role, FILLER_TEXT if self.has_content else "", self.reasoning, calls)
-        return [message, *(Message("tool", FILLER_TEXT, tool_call_id=id) for id in ids)]
+        return [message, *(Message("tool", FILLER_TEXT, tool_call_id=call_id) for call_id in call_ids)]
 
 
 def without_text(message: Message) -> Message:
-    """The message without its texts; ids and names of calls stay, because tool results refer to them."""
+    """Return the message with filler texts; ids and names of calls stay, because tool results refer to them."""
     kind = MessageKind.from_message(message)
     calls = tuple(ToolCall(call.id, call.name, f'{{"{FILLER_TEXT}": "{FILLER_TEXT}"}}') for call in message.tool_calls)
     return Message(message.role, FILLER_TEXT if kind.has_content else "", kind.reasoning, calls, message.tool_call_id)
@@ -58,7 +60,7 @@ def without_text(message: Message) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class ConversationOutline:
-    """An abridged conversation. It grows by one message at a time and stays small."""
+    """A short conversation that a template treats like the real one. See the module docstring for its parts."""
 
     system: tuple[Message, ...] = ()
     earlier_kinds: tuple[MessageKind, ...] = ()
@@ -74,34 +76,39 @@ class ConversationOutline:
         return outline
 
     def add(self, message: Message) -> ConversationOutline:
-        """The outline of the conversation with one more message."""
-        short = without_text(message)
+        """Return the outline of the conversation with one more message."""
+        textless = without_text(message)
         if message.role == "assistant":
             return ConversationOutline(
-                self.system, self.earlier_kinds, self.turn_start, self._finished_kinds(), (short,)
+                self.system, self.earlier_kinds, self.turn_start, self._finished_kinds(), (textless,)
             )
         if message.role == "tool" and self.since_last_reply:
             return ConversationOutline(
-                self.system, self.earlier_kinds, self.turn_start, self.current_kinds, (*self.since_last_reply, short)
+                self.system, self.earlier_kinds, self.turn_start, self.current_kinds, (*self.since_last_reply, textless)
             )
         if message.role in SYSTEM_ROLES and not (self.earlier_kinds or self.turn_start or self.since_last_reply):
-            return ConversationOutline((*self.system, short), current_kinds=self.current_kinds)
+            return ConversationOutline((*self.system, textless), current_kinds=self.current_kinds)
         if not self.since_last_reply:
-            return ConversationOutline(self.system, self.earlier_kinds, (*self.turn_start, short), self.current_kinds)
+            return ConversationOutline(
+                self.system, self.earlier_kinds, (*self.turn_start, textless), self.current_kinds
+            )
         earlier = tuple(dict.fromkeys((*self.earlier_kinds, *self._finished_kinds())))
-        return ConversationOutline(self.system, earlier, (short,))
+        return ConversationOutline(self.system, earlier, (textless,))
 
     def example_messages(self) -> list[Message]:
-        """A short conversation of the same shape, ending in the same message."""
-        earlier = [message for kind in self.earlier_kinds for message in _example_turn(kind)]
-        steps = [message for kind in self.current_kinds for message in kind.example()]
-        conversation = [*self.system, *earlier, *self.turn_start, *steps, *self.since_last_reply]
-        # No two alike: a template may look for a message by comparing it with others.
-        return [replace(m, content=f"{FILLER_TEXT} {i}") if m.content else m for i, m in enumerate(conversation)]
+        """Return a short conversation of the same shape that ends in the same message."""
+        earlier_messages = [message for kind in self.earlier_kinds for message in _example_turn(kind)]
+        current_messages = [message for kind in self.current_kinds for message in kind.example()]
+        conversation = [*self.system, *earlier_messages, *self.turn_start, *current_messages, *self.since_last_reply]
+        # All texts differ: a template may look for a message by comparing it with others.
+        return [
+            replace(message, content=f"{FILLER_TEXT} {index}") if message.content else message
+            for index, message in enumerate(conversation)
+        ]
 
     @property
     def cache_key(self) -> tuple[object, ...]:
-        """Equal for conversations that a template cannot tell apart."""
+        """A key that is equal for conversations that a template cannot distinguish."""
         return (
             message_kinds(self.system),
             self.earlier_kinds,
@@ -111,8 +118,10 @@ class ConversationOutline:
         )
 
     def _finished_kinds(self) -> tuple[MessageKind, ...]:
-        done = [MessageKind.from_message(message) for message in self.since_last_reply if message.role == "assistant"]
-        return tuple(dict.fromkeys((*self.current_kinds, *done)))
+        finished = [
+            MessageKind.from_message(message) for message in self.since_last_reply if message.role == "assistant"
+        ]
+        return tuple(dict.fromkeys((*self.current_kinds, *finished)))
 
 
 def message_kinds(messages: Sequence[Message]) -> tuple[MessageKind, ...]:
@@ -120,6 +129,6 @@ def message_kinds(messages: Sequence[Message]) -> tuple[MessageKind, ...]:
 
 
 def _example_turn(kind: MessageKind) -> list[Message]:
-    """A finished turn that shows this kind: a question, the message, and an answer where the message only calls."""
+    """Return a finished turn with a reply of this kind; if it has calls, another reply ends the turn."""
     answer = [Message("assistant", FILLER_TEXT)] if kind.num_calls else []
     return [Message("user", FILLER_TEXT), *kind.example(), *answer]

@@ -1,8 +1,8 @@
-"""Does this template keep what it wrote? Asked once for each shape of conversation.
+"""Is a template prefix-preserving? Tested once for each shape of conversation.
 
-The tokens we hold are the template's prompt and the reply. They may stay if the template, shown reply and new messages
-too, still begins with exactly that prompt, and does not hide the reply's reasoning. Two renderings of the outline, with
-marks for texts, decide it. How a template would space or order the reply is not asked: its tokens are what they are.
+The outline of the conversation is rendered before and after the new messages, with sentinels instead of texts. The
+history's tokens may be reused if the earlier prompt is a prefix of the later text and the reasoning of the reply is
+still shown. The layout of the reply itself is not compared, because its sampled tokens are kept anyway.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ramify.render.template_adapter import PROBE_TOOL, TemplateAdapter
 from ramify.trace import Message
 
 MAX_CACHED_BREAKS = 4096
-REASONING_DROPPED = PrefixBreak(BreakReason.REASONING_DROPPED, "the thinking of an earlier turn is not shown again")
+REASONING_DROPPED = PrefixBreak(BreakReason.REASONING_DROPPED, "the reasoning of an earlier turn is not shown again")
 
 
 class PrefixChecker:
-    """Verdicts on one template."""
+    """Checks whether one template preserves the prefix, and caches the results."""
 
     def __init__(self, adapter: TemplateAdapter) -> None:
         self._adapter = adapter
@@ -31,7 +31,7 @@ class PrefixChecker:
     def find_break(
         self, outline: ConversationOutline, messages: Sequence[Message], *, has_tools: bool
     ) -> PrefixBreak | None:
-        """Why the tokens of a conversation that ends in a reply cannot stay when such messages follow, or None."""
+        """Return why the tokens of a conversation that ends in a reply cannot be reused before `messages`, or None."""
         key = (outline.cache_key, message_kinds(messages), has_tools)
         if key not in self._cached_breaks:
             if len(self._cached_breaks) >= MAX_CACHED_BREAKS:
@@ -47,40 +47,49 @@ class PrefixChecker:
     def _compare_renderings(
         self, outline: ConversationOutline, messages: Sequence[Message], tools: list[dict[str, Any]]
     ) -> PrefixBreak | None:
-        marks = Sentinels()
-        before = outline.example_messages()
-        marked = marks.substitute([*before, *map(without_text, messages)], include_arguments=True)
-        reply = len(before) - 1
-        prompt = self._adapter.render(marked[:reply], tools, add_generation_prompt=True)
-        now = self._adapter.render(marked, tools, add_generation_prompt=True)
-        shown = marks.find_slots(now)
-        thought = {slot.message_index for slot in marks.find_slots(prompt) if slot.field == REASONING}
-        if marked[reply].reasoning:
-            thought.add(reply)
-        if thought - {slot.message_index for slot in shown if slot.field == REASONING}:
+        sentinels = Sentinels()
+        example = outline.example_messages()
+        substituted = sentinels.substitute([*example, *map(without_text, messages)], include_arguments=True)
+        reply_index = len(example) - 1
+        prompt_text = self._adapter.render(substituted[:reply_index], tools, add_generation_prompt=True)
+        full_text = self._adapter.render(substituted, tools, add_generation_prompt=True)
+        slots = sentinels.find_slots(full_text)
+        reasoning_indices = {
+            slot.message_index for slot in sentinels.find_slots(prompt_text) if slot.field == REASONING
+        }
+        if substituted[reply_index].reasoning:
+            reasoning_indices.add(reply_index)
+        if reasoning_indices - {slot.message_index for slot in slots if slot.field == REASONING}:
             return REASONING_DROPPED
-        same = common_text_prefix_length(now, prompt)
-        if same < len(prompt):
+        common_length = common_text_prefix_length(full_text, prompt_text)
+        if common_length < len(prompt_text):
             return PrefixBreak(
-                self._break_reason(marked[:reply], tools, prompt, same), _describe_difference(marks, prompt, now, same)
+                self._break_reason(substituted[:reply_index], tools, prompt_text, common_length),
+                _describe_difference(sentinels, prompt_text, full_text, common_length),
             )
-        if marked[reply].reasoning == "":  # an empty thought has no mark, only its tags
-            first = next((slot.start for slot in shown if slot.start >= len(prompt)), len(now))
-            return None if self._adapter.reasoning_tags.stop in now[len(prompt) : first] else REASONING_DROPPED
+        if substituted[reply_index].reasoning == "":  # empty reasoning has no sentinel, only its tags
+            first_start = next((slot.start for slot in slots if slot.start >= len(prompt_text)), len(full_text))
+            return (
+                None
+                if self._adapter.reasoning_tags.stop in full_text[len(prompt_text) : first_start]
+                else REASONING_DROPPED
+            )
         return None
 
     def _break_reason(
         self, prompt_messages: list[Message], tools: list[dict[str, Any]], prompt: str, common_length: int
     ) -> BreakReason:
-        """What of the prompt the template changed: only that which opened the reply, or more."""
-        opening = (
+        """Return whether the template changed only the generation prompt or also earlier text."""
+        messages_length = (
             common_text_prefix_length(prompt, self._adapter.render(prompt_messages, tools)) if prompt_messages else 0
         )
-        return BreakReason.GENERATION_PROMPT_DROPPED if common_length >= opening else BreakReason.HISTORY_REWRITTEN
+        return (
+            BreakReason.GENERATION_PROMPT_DROPPED if common_length >= messages_length else BreakReason.HISTORY_REWRITTEN
+        )
 
 
 def _describe_difference(sentinels: Sentinels, before: str, after: str, position: int) -> str:
-    """The first words that differ, from the start of a mark or word on."""
+    """Describe the first difference of two texts, from the start of a sentinel or word."""
     position = max(
         before.rfind(" ", 0, position),
         before.rfind("\n", 0, position),

@@ -1,7 +1,7 @@
-"""From sampled ids to a message: stop token off, reasoning apart, tool calls read.
+"""Parse sampled ids into a message: remove the stop token, split off the reasoning, parse the tool calls.
 
-Reasoning ends at its closing tag, wherever it was opened: by the model, or already by the generation prompt. Calls are
-only looked for behind it, so that a model may think about a call without making it.
+Reasoning ends at its closing tag, whether the model or the generation prompt opened it. Only the text after it is
+searched for calls, so that a model may think about a call without making it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ramify.trace import Message, ToolCall
 
 
 class ReplyParser:
-    """Reads the replies of one model."""
+    """Parses the replies of one model."""
 
     def __init__(
         self,
@@ -35,22 +35,24 @@ class ReplyParser:
 
     def parse(self, sampled_ids: Int32Array, prompt: RenderedPrompt) -> ParsedReply:
         stop = len(sampled_ids) - (len(sampled_ids) > 0 and int(sampled_ids[-1]) in self._stop_ids)
-        before, behind = self._surrounding_whitespace
-        text = self._tokenizer.decode(sampled_ids[:stop]).removeprefix(before).removesuffix(behind)
-        opened = self._is_reasoning_open(self._tokenizer.decode(prompt.generation_prompt_ids))
-        reasoning, said, closed = split_reasoning(text, self._reasoning_tags, opened)
-        reading = self._tool_parser(said, prompt.tools)
-        problems = list(reading.problems)
+        before, after = self._surrounding_whitespace
+        text = self._tokenizer.decode(sampled_ids[:stop]).removeprefix(before).removesuffix(after)
+        is_open = self._is_reasoning_open(self._tokenizer.decode(prompt.generation_prompt_ids))
+        reasoning, content, closed = split_reasoning(text, self._reasoning_tags, is_open)
+        result = self._tool_parser(content, prompt.tools)
+        problems = list(result.problems)
         if not closed:
             problems.append(
-                ParseProblem(ParseProblemKind.UNCLOSED_REASONING, reasoning or "", "the reply ends while thinking")
+                ParseProblem(
+                    ParseProblemKind.UNCLOSED_REASONING, reasoning or "", "the reply ends before its reasoning does"
+                )
             )
-        ids = CallIdGenerator(sampled_ids, len(prompt.messages))
+        call_ids = CallIdGenerator(sampled_ids, len(prompt.messages))
         calls = tuple(
-            ToolCall(call.id or ids.make_id(number), call.name, call.arguments)
-            for number, call in enumerate(reading.calls)
+            ToolCall(call.id or call_ids.make_id(index), call.name, call.arguments)
+            for index, call in enumerate(result.calls)
         )
-        message = Message("assistant", reading.content, reasoning, calls)
+        message = Message("assistant", result.content, reasoning, calls)
         return ParsedReply(message, (0, stop), tuple(problems))
 
     def _is_reasoning_open(self, text: str) -> bool:
@@ -58,21 +60,24 @@ class ReplyParser:
 
 
 def split_reasoning(text: str, tags: ReasoningTags, is_open: bool) -> tuple[str | None, str, bool]:
-    """The reasoning, what is said after it, and whether the reasoning came to an end."""
-    inside = text if is_open else text.lstrip()
+    """Return the reasoning or None, the content after it, and whether the reasoning is closed.
+
+    `is_open` says that the prompt has already opened the reasoning.
+    """
+    body = text if is_open else text.lstrip()
     if not is_open:
-        if not inside.startswith(tags.start):
+        if not body.startswith(tags.start):
             return None, text, True
-        inside = inside.removeprefix(tags.start)
-    thought, tag, said = inside.removeprefix(tags.start if is_open else "").partition(tags.stop)
-    return thought.strip("\n"), said.lstrip("\n"), bool(tag)
+        body = body.removeprefix(tags.start)
+    reasoning, tag, content = body.removeprefix(tags.start if is_open else "").partition(tags.stop)
+    return reasoning.strip("\n"), content.lstrip("\n"), bool(tag)
 
 
 class CallIdGenerator:
-    """Makes the ids for the calls of one reply: nine letters and digits, as the strictest template requires.
+    """Makes the ids of the calls of one reply: nine letters and digits, as the strictest template requires.
 
-    An id is a digest of the reply's tokens, the turn and the number of the call. The tokens are digested once, so that
-    the time for a reply with many calls is linear in its length.
+    An id is a digest of the reply's tokens, the length of the conversation and the index of the call. The tokens are
+    digested once, so that the time for a reply with many calls is linear in its length.
     """
 
     def __init__(self, sampled_ids: Int32Array, num_prompt_messages: int) -> None:
@@ -80,7 +85,7 @@ class CallIdGenerator:
         self._digest.update(b" %d " % num_prompt_messages)
 
     def make_id(self, index: int) -> str:
-        """Return the id of call `number`."""
+        """Return the id of call number `index`."""
         digest = self._digest.copy()
         digest.update(b"%d" % index)
         return digest.hexdigest()[:9]

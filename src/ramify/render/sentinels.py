@@ -1,8 +1,8 @@
-"""Finding each message in the text a template wrote, by rendering the same conversation with marks instead of texts.
+"""Locate each message in rendered text, by rendering the same conversation with sentinel words instead of texts.
 
-The marked text shows the scaffold and where every text goes; laying it over the real text gives the real positions,
-exactly and in two renderings however many messages there are. Searching for the texts themselves would not do: a user
-may say "user", and a template may trim, escape, move or leave out what a message says.
+The sentinel text shows the template's own text and the slot of every message text. Aligning it with the real text gives
+the exact positions, in two renderings for any number of messages. Searching for the texts themselves would fail: a
+user may write "user", and a template may trim, escape, move or omit a text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTENT, REASONING, ARGUMENTS = "c", "r", "a"
 
 @dataclass(frozen=True, slots=True)
 class TextSlot:
-    """Where one text of a message stands: characters [start, stop)."""
+    """The characters [start, stop) of one text of a message."""
 
     message_index: int
     field: str
@@ -30,7 +30,7 @@ class TextSlot:
 
 
 class Sentinels:
-    """Words that stand for the texts of a conversation and occur in none of them."""
+    """Words that replace the texts of a conversation and do not occur in the text `avoid`."""
 
     def __init__(self, avoid: str = "") -> None:
         self._prefix = "zq"
@@ -41,25 +41,25 @@ class Sentinels:
     def substitute(
         self, messages: Sequence[Message], *, include_arguments: bool = False, skip_sensitive: bool = False
     ) -> list[Message]:
-        """The conversation with a mark for every text; what an assistant leaves empty stays empty.
+        """Return the conversation with a sentinel for every text; an empty text of an assistant stays empty.
 
-        Templates that look at what messages say look for tags, or whether there is anything. With `shy`, messages that
-        have a tag or no text are left as they are.
+        Templates that depend on texts look for tags, or for an empty text. With `skip_sensitive`, messages with a tag
+        or without text are left unchanged.
         """
         return [
             message
             if skip_sensitive and (not message.text or "<" in message.text)
-            else self._substitute_message(number, message, include_arguments)
-            for number, message in enumerate(messages)
+            else self._substitute_message(index, message, include_arguments)
+            for index, message in enumerate(messages)
         ]
 
     def find_slots(self, text: str) -> list[TextSlot]:
-        """The marks in a text, in order."""
-        found = self._pattern.finditer(text)
-        return [TextSlot(int(match[1]), match[2], match.start(), match.end()) for match in found]
+        """Return the slots of the sentinels in a text, in order."""
+        matches = self._pattern.finditer(text)
+        return [TextSlot(int(match[1]), match[2], match.start(), match.end()) for match in matches]
 
     def redact(self, text: str) -> str:
-        """The text for people: an ellipsis for every mark."""
+        """Return the text with an ellipsis for every sentinel, for error messages."""
         return self._pattern.sub("…", text)
 
     def _substitute_message(self, index: int, message: Message, include_arguments: bool) -> Message:
@@ -78,26 +78,28 @@ class Sentinels:
 def align_slots(
     real: str, sentinel_text: str, slots: Sequence[TextSlot], messages: Sequence[Message]
 ) -> list[TextSlot] | None:
-    """The slots of the marked text, moved to where they are in the real one; None where the two differ in scaffold."""
-    placed: list[TextSlot] = []
-    behind = here = 0
-    for number, slot in enumerate(slots):
-        scaffold = sentinel_text[behind : slot.start]
-        if not real.startswith(scaffold, here):
+    """Return the slots of the sentinel text at their positions in the real text; None if the template text differs."""
+    aligned: list[TextSlot] = []
+    sentinel_position = position = 0
+    for index, slot in enumerate(slots):
+        template_text = sentinel_text[sentinel_position : slot.start]
+        if not real.startswith(template_text, position):
             return None
-        here += len(scaffold)
-        last = number + 1 == len(slots)
-        following = sentinel_text[slot.stop :] if last else sentinel_text[slot.stop : slots[number + 1].start]
-        shown = _rendered_length(real, here, _field_text(messages[slot.message_index], slot.field), following, last)
-        if shown is None:
+        position += len(template_text)
+        is_last = index + 1 == len(slots)
+        next_text = sentinel_text[slot.stop :] if is_last else sentinel_text[slot.stop : slots[index + 1].start]
+        length = _rendered_length(
+            real, position, _field_text(messages[slot.message_index], slot.field), next_text, is_last
+        )
+        if length is None:
             return None
-        placed.append(TextSlot(slot.message_index, slot.field, here, here + shown))
-        behind, here = slot.stop, here + shown
-    return placed if real[here:] == sentinel_text[behind:] else None
+        aligned.append(TextSlot(slot.message_index, slot.field, position, position + length))
+        sentinel_position, position = slot.stop, position + length
+    return aligned if real[position:] == sentinel_text[sentinel_position:] else None
 
 
 def common_text_prefix_length(text: str, other: str, start: int = 0) -> int:
-    """How many characters of `other` the text shows from position `at` on."""
+    """Return the length of the longest prefix of `other` that `text` has at `start`."""
     low, high = 0, len(other)
     while low < high:
         middle = (low + high + 1) // 2
@@ -109,18 +111,18 @@ def common_text_prefix_length(text: str, other: str, start: int = 0) -> int:
 
 
 def message_extents(slots: Sequence[TextSlot]) -> Mapping[int, tuple[int, int]]:
-    """From where to where each message's texts stand, for messages in the order of the conversation.
+    """Return the range of the texts of each message, by its index.
 
-    A text that a template moved behind a later message (a system prompt in the last question) is that one's scaffold.
+    A text that the template moved after a later message (a system prompt in the last question) is not counted.
     """
-    found: dict[int, tuple[int, int]] = {}
-    furthest = -1
+    extents: dict[int, tuple[int, int]] = {}
+    latest = -1
     for slot in slots:
-        if slot.message_index >= furthest:
-            furthest = slot.message_index
-            start, _ = found.get(furthest, (slot.start, slot.stop))
-            found[furthest] = (start, slot.stop)
-    return found
+        if slot.message_index >= latest:
+            latest = slot.message_index
+            start, _ = extents.get(latest, (slot.start, slot.stop))
+            extents[latest] = (start, slot.stop)
+    return extents
 
 
 def _field_text(message: Message, field: str) -> str:
@@ -128,18 +130,18 @@ def _field_text(message: Message, field: str) -> str:
 
 
 def _rendered_length(real: str, position: int, text: str, following: str, is_last: bool) -> int | None:
-    """How long the text is as the template shows it, given the scaffold behind it."""
-    for form in _text_variants(text):
-        stop = position + len(form)
-        fits = real.startswith(form, position) and real.startswith(following, stop)
+    """Return the length of a text as rendered at `position`, given the template text after it; None if not found."""
+    for variant in _text_variants(text):
+        stop = position + len(variant)
+        fits = real.startswith(variant, position) and real.startswith(following, stop)
         if fits and (not is_last or stop + len(following) == len(real)):
-            return len(form)
+            return len(variant)
     stop = len(real) - len(following) if is_last else real.find(following, position) if following else -1
     return stop - position if stop >= position and real.startswith(following, stop) else None
 
 
 def _text_variants(text: str) -> Iterator[str]:
-    """What templates make of a text."""
+    """Yield the forms in which templates write a text."""
     yield text
     yield text.strip()
     yield text.strip("\n")

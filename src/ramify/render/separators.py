@@ -1,11 +1,11 @@
-"""The scaffold between two messages: which part closes the first and which opens the second.
+"""The template text between two messages, split into what closes the first and what opens the second.
 
-Asked of the template once per pair of kinds. Rendered as the last message, a message is followed by its close alone;
-followed by another, by close and opening; what both have in common is the close. The same comparison finds where a
-turn ends after tool calls, whose text no mark can stand for.
+It is derived once per pair of message kinds. A message rendered last is followed only by its closing text; a message
+rendered before another one, by closing and opening text. The common prefix of both is the closing text. The same
+comparison finds the end of a reply with tool calls, whose text cannot be replaced by a sentinel.
 
     user       <|im_end|>\\n   <|im_start|>assistant\\n
-               after           opening
+               closing         opening
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ END_OF_CONVERSATION = MessageKind("nothing")
 
 @dataclass(frozen=True, slots=True)
 class Separator:
-    """What stands between the last text of a message and the first of the next: `rest` + `after` + `opening`."""
+    """The text between two message texts: `body_tail` + `closing` + `opening`."""
 
-    body_tail: str  # still the message's body: the end of its tool calls
+    body_tail: str  # part of the first message's body: the end of its tool calls
     closing: str
     opening: str
 
     @property
     def text(self) -> str:
-        """What stands between the two bodies."""
+        """The text between the two bodies."""
         return self.closing + self.opening
 
 
 class SeparatorFinder:
-    """The seams of one template."""
+    """Derives and caches the separators of one template."""
 
     def __init__(self, adapter: TemplateAdapter, stop_texts: Sequence[str]) -> None:
         self._adapter = adapter
@@ -55,69 +55,80 @@ class SeparatorFinder:
         *,
         call_id: str | None = None,
     ) -> Separator | None:
-        """The seam of two kinds, or `GENERATE` or `NOTHING` as the second; None where the template will not tell.
+        """Return the separator of two kinds, or None if it cannot be derived.
 
-        `call_id` is the first message's, for a template that shows it behind a tool's result.
+        `second` may be `GENERATION_PROMPT` or `END_OF_CONVERSATION`. `call_id` is that of the first message, for a
+        template that writes it after a tool's result.
         """
-        seam = self._lookup(first, second, tools)
-        if seam is None and first.reasoning is not None:
-            # The template hides the reasoning of an earlier turn, but the rest of the message stands as ever.
-            seam = self._lookup(
+        separator = self._lookup(first, second, tools)
+        if separator is None and first.reasoning is not None:
+            # The template hides the reasoning of an earlier turn, but not the rest of the message.
+            separator = self._lookup(
                 first._replace(reasoning=None, has_content=first.has_content or not first.num_calls), second, tools
             )
-        if seam is None or call_id is None:
-            return seam
-        return replace(seam, closing=seam.closing.replace(CALL_ID, self._adapter.to_template_id(call_id)))
+        if separator is None or call_id is None:
+            return separator
+        return replace(separator, closing=separator.closing.replace(CALL_ID, self._adapter.to_template_id(call_id)))
 
     def find_stop_token(self, text: str, start: int, end: int) -> int:
-        """Where the first stop token within [start, end) stands; `end` if there is none."""
-        found = (text.find(stop, start, end) for stop in self._stop_texts)
-        return min((at for at in found if at >= 0), default=end)
+        """Return the position of the first stop token in [start, end), or `end`."""
+        positions = (text.find(stop, start, end) for stop in self._stop_texts)
+        return min((position for position in positions if position >= 0), default=end)
 
     def _lookup(self, first: MessageKind, second: MessageKind, tools: Sequence[Mapping[str, Any]]) -> Separator | None:
         if first.role in SYSTEM_ROLES and tools:
-            return self._derive(first, second, tools)  # many templates list the tools behind the system prompt
+            return self._derive(first, second, tools)  # many templates list the tools after the system prompt
         return self._cached_derive(first, second, bool(tools))
 
     def _derive_with_probe_tool(self, first: MessageKind, second: MessageKind, has_tools: bool) -> Separator | None:
         return self._derive(first, second, [PROBE_TOOL] if has_tools else [])
 
     def _derive(self, first: MessageKind, second: MessageKind, tools: Sequence[Mapping[str, Any]]) -> Separator | None:
-        before, conversation = _example_conversation(first, second)
-        marks = Sentinels()
-        marked = marks.substitute(conversation, include_arguments=True)
-        alone = marked[: before + 1]
+        first_index, conversation = _example_conversation(first, second)
+        sentinels = Sentinels()
+        substituted = sentinels.substitute(conversation, include_arguments=True)
+        ending_messages = substituted[: first_index + 1]
         try:
-            text = self._adapter.render(marked, tools, add_generation_prompt=second == GENERATION_PROMPT)
+            text = self._adapter.render(substituted, tools, add_generation_prompt=second == GENERATION_PROMPT)
         except TemplateRefused:
             return None
         try:
-            ending = self._adapter.render(alone, tools)
+            ending = self._adapter.render(ending_messages, tools)
         except TemplateRefused:
             ending = ""
-        found, last = message_extents(marks.find_slots(text)), message_extents(marks.find_slots(ending))
-        if before not in found or (len(marked) > before + 1 and before + 1 not in found):
+        extents, ending_extents = (
+            message_extents(sentinels.find_slots(text)),
+            message_extents(sentinels.find_slots(ending)),
+        )
+        if first_index not in extents or (len(substituted) > first_index + 1 and first_index + 1 not in extents):
             return None
-        stop = found[before + 1][0] if before + 1 in found else len(text)
-        joint = text[found[before][1] : stop]
-        close = len(_shared_prefix(joint, ending[last[before][1] :])) if before in last else 0
-        rest = self._body_tail_length(first, joint, close)
-        close = max(rest, close)
-        return Separator(joint[:rest], joint[rest:close], joint[close:])
+        stop = extents[first_index + 1][0] if first_index + 1 in extents else len(text)
+        between = text[extents[first_index][1] : stop]
+        closing_stop = (
+            len(_shared_prefix(between, ending[ending_extents[first_index][1] :]))
+            if first_index in ending_extents
+            else 0
+        )
+        body_stop = self._body_tail_length(first, between, closing_stop)
+        closing_stop = max(body_stop, closing_stop)
+        return Separator(between[:body_stop], between[body_stop:closing_stop], between[closing_stop:])
 
     def _body_tail_length(self, kind: MessageKind, between: str, closing_stop: int) -> int:
-        """How much of what follows a message's last text is still its body: in a reply, all that the model writes."""
+        """Return how much of the text after a message's last text still belongs to its body.
+
+        In a reply, this is all text that the model samples.
+        """
         if kind.role != "assistant":
             return 0
-        spoken_last = kind.has_content and not kind.num_calls
+        ends_with_text = kind.has_content and not kind.num_calls
         stop = self.find_stop_token(between, 0, len(between))
         if stop == len(between):
-            return 0 if spoken_last else closing_stop
-        return stop if not spoken_last or not between[:stop].strip() else 0
+            return 0 if ends_with_text else closing_stop
+        return stop if not ends_with_text or not between[:stop].strip() else 0
 
 
 def _shared_prefix(between: str, ending: str) -> str:
-    """The beginning that two texts share, cut back to where no tag is left open."""
+    """Return the common prefix of two texts, shortened so that it ends in no open tag."""
     shared = between[: common_text_prefix_length(between, ending)]
     if shared not in (between, ending):
         for opens, closes in ("<>", "[]"):
@@ -127,18 +138,20 @@ def _shared_prefix(between: str, ending: str) -> str:
 
 
 def _example_conversation(first: MessageKind, second: MessageKind) -> tuple[int, list[Message]]:
-    """A short conversation that holds both kinds in a row, and the index of the first."""
+    """Return the index of the first kind in a short conversation with both kinds in a row, and the conversation."""
     question = Message("user", FILLER_TEXT)
     if first.role == "tool":
         caller, *results = MessageKind("assistant", num_calls=2 if second.role == "tool" else 1).example()
-        lead, rest = [question, caller], results
+        leading, remaining = [question, caller], results
     else:
-        lead = [question] if first.role == "assistant" else []
-        rest = first.example()
+        leading = [question] if first.role == "assistant" else []
+        remaining = first.example()
     if second.role == "tool":
-        pair = rest[:2] if len(rest) > 1 else [rest[0], Message("tool", FILLER_TEXT, tool_call_id=CALL_ID)]
+        pair = (
+            remaining[:2] if len(remaining) > 1 else [remaining[0], Message("tool", FILLER_TEXT, tool_call_id=CALL_ID)]
+        )
     elif second in (GENERATION_PROMPT, END_OF_CONVERSATION):
-        pair = rest[:1]
+        pair = remaining[:1]
     else:
-        pair = [rest[0], *second.example()[:1]]
-    return len(lead), [*lead, *pair]
+        pair = [remaining[0], *second.example()[:1]]
+    return len(leading), [*leading, *pair]

@@ -1,8 +1,8 @@
-"""A chat template: a small program in Jinja, written by strangers, that turns messages into text.
+"""A chat template: an untrusted Jinja program that turns messages into text.
 
-It runs sandboxed and gets what Hugging Face gives it, and nothing more: the messages and tools, the named tokens, the
-caller's arguments, `raise_exception`, `strftime_now`, loop controls, and JSON without HTML escapes. The date is read
-once, when the template is loaded: a conversation that crosses midnight must not change its own beginning.
+It runs in a sandbox with the same environment as in Hugging Face's `apply_chat_template`: messages, tools, special
+tokens, the caller's arguments, `raise_exception`, `strftime_now`, loop controls, and JSON without HTML escapes. The
+date is read once, when the template is loaded, so that a conversation that crosses midnight does not change its start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ramify.render.model_files import DEFAULT_TEMPLATE, TOOL_USE_TEMPLATE
 
 
 class ChatTemplate:
-    """The templates of one model, compiled when they are first used."""
+    """The chat templates of one model, compiled on first use."""
 
     def __init__(
         self,
@@ -44,12 +44,13 @@ class ChatTemplate:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def __contains__(self, text: str) -> bool:
-        """Whether the text occurs in a template: how formats are recognised."""
+        """Return whether a template contains the text; used to detect formats."""
         return any(text in source for source in self.sources.values())
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
     ) -> str:
+        """Render a conversation. Raises TemplateRefused if the template fails."""
         name = TOOL_USE_TEMPLATE if tools and TOOL_USE_TEMPLATE in self.sources else DEFAULT_TEMPLATE
         try:
             if name not in self._compiled:
@@ -66,7 +67,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what an assistant says; for us it is only its content."""
+    """Supports `{% generation %}`, which marks the text of an assistant, by rendering its content."""
 
     tags = {"generation"}
 
@@ -92,7 +93,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as a model reads it: Jinja's own filter would escape `<` and `'` for web pages."""
+    """Return JSON without HTML escapes; Jinja's own filter would escape `<` and `'`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

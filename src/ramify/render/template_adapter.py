@@ -1,8 +1,8 @@
-"""Our messages in the form a given template reads, and the text it writes for them.
+"""Convert messages to the form that a given template expects, and render them.
 
-Templates agree on `role` and `content` and on little else. Where a template looks for reasoning, whether it wants a
-content of parts, whether it insists on nine-letter call ids: that is found out by asking it. Render a message with a
-word in the place in question and see whether the word appears.
+Templates agree on `role` and `content` and on little else. The key of the reasoning, content as a list of parts, call
+ids of nine characters: such requirements are detected by rendering a message with a probe text in the place in
+question. If the probe text appears, the template supports it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBE_TOOL: dict[str, Any] = {
 
 
 class ReasoningTags(NamedTuple):
-    """How reasoning begins and ends."""
+    """The tags around reasoning."""
 
     start: str
     stop: str
@@ -38,7 +38,7 @@ KNOWN_REASONING_TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[TH
 
 
 class TemplateAdapter:
-    """One model's template, addressed in our messages."""
+    """The chat template of one model, rendered from `Message` objects."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -53,12 +53,12 @@ class TemplateAdapter:
 
     @cached_property
     def has_tool_support(self) -> bool:
-        """Whether the template tells the model about the tools it may use."""
+        """Whether the template shows tools to the model."""
         return self._renders_probe({"role": "user", "content": self._wrap_content(FILLER_TEXT)}, tools=[PROBE_TOOL])
 
     @cached_property
     def reasoning_key(self) -> str | None:
-        """The key under which the template looks for reasoning: one of its own, the content, or none at all."""
+        """The key from which the template reads reasoning: one of `REASONING_KEYS`, the content, or None."""
         question = {"role": "user", "content": self._wrap_content(FILLER_TEXT)}
         for key in REASONING_KEYS:
             reply = {"role": "assistant", "content": self._wrap_content(FILLER_TEXT), key: PROBE_TEXT}
@@ -70,19 +70,19 @@ class TemplateAdapter:
         return REASONING_IN_CONTENT if self._renders_probe(question, {"role": "assistant", "content": inline}) else None
 
     def to_template_id(self, call_id: str) -> str:
-        """A call id in a form that the template accepts."""
+        """Return a call id in a form that the template accepts."""
         if not self._requires_short_ids or (len(call_id) == 9 and call_id.isalnum()):
             return call_id
         return hashlib.sha256(call_id.encode("utf-8", "backslashreplace")).hexdigest()[:9]
 
     @cached_property
     def _requires_short_ids(self) -> bool:
-        """Whether call ids of another form than nine letters and digits are refused, as Mistral's templates do."""
+        """Whether the template accepts only call ids of nine letters and digits, as Mistral's templates do."""
         return self._accepts_id("call00000") and not self._accepts_id("call_0123456789")
 
     @cached_property
     def _requires_content_parts(self) -> bool:
-        """Whether the template wants a content of parts, as those of models that see images do."""
+        """Whether the template requires content as a list of parts, as templates of vision models do."""
         parts = [{"type": "text", "text": PROBE_TEXT}]
         as_text, as_parts = (
             self._renders_probe({"role": "user", "content": content}) for content in (PROBE_TEXT, parts)
@@ -99,7 +99,7 @@ class TemplateAdapter:
         )
 
     def _renders_probe(self, *conversation: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-        """Whether the template takes this conversation and shows the word in it."""
+        """Return whether the template renders this conversation with the probe text in it."""
         try:
             return PROBE_TEXT in self._template.render(list(conversation), tools, False)
         except TemplateRefused:
@@ -110,25 +110,25 @@ class TemplateAdapter:
 
     def _to_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         names: dict[str, str] = {}
-        plain: list[dict[str, Any]] = []
+        dicts: list[dict[str, Any]] = []
         for message in messages:
             names |= {call.id: call.name for call in message.tool_calls}
-            plain.append(self._message_dict(message, names))
-        return plain
+            dicts.append(self._message_dict(message, names))
+        return dicts
 
     def _message_dict(self, message: Message, tool_names: Mapping[str, str]) -> dict[str, Any]:
-        inline = message.reasoning is not None and self.reasoning_key == REASONING_IN_CONTENT
-        content = _inline_reasoning(message, self.reasoning_tags) if inline else require_text(message)
-        plain: dict[str, Any] = {"role": message.role, "content": self._wrap_content(content)}
-        if message.reasoning is not None and self.reasoning_key and not inline:
-            plain[self.reasoning_key] = message.reasoning
+        is_inline = message.reasoning is not None and self.reasoning_key == REASONING_IN_CONTENT
+        content = _inline_reasoning(message, self.reasoning_tags) if is_inline else require_text(message)
+        message_dict: dict[str, Any] = {"role": message.role, "content": self._wrap_content(content)}
+        if message.reasoning is not None and self.reasoning_key and not is_inline:
+            message_dict[self.reasoning_key] = message.reasoning
         if message.tool_calls:
-            plain["tool_calls"] = [self._call_dict(call) for call in message.tool_calls]
+            message_dict["tool_calls"] = [self._call_dict(call) for call in message.tool_calls]
         if message.tool_call_id is not None:
-            plain["tool_call_id"] = self.to_template_id(message.tool_call_id)
+            message_dict["tool_call_id"] = self.to_template_id(message.tool_call_id)
             if message.tool_call_id in tool_names:
-                plain["name"] = tool_names[message.tool_call_id]
-        return plain
+                message_dict["name"] = tool_names[message.tool_call_id]
+        return message_dict
 
     def _call_dict(self, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": _parse_arguments(call.arguments)}
@@ -136,10 +136,11 @@ class TemplateAdapter:
 
 
 def require_text(message: Message) -> str:
+    """Return the text of a message. Raises TemplateRefused if the message has media."""
     if isinstance(message.content, str):
         return message.content
     if any(isinstance(part, MediaPart) for part in message.content):
-        raise TemplateRefused("a message holds media, which a chat template cannot show; use a text-only task")
+        raise TemplateRefused("a message has media, which a chat template cannot render; use a text-only task")
     return message.text
 
 
@@ -148,7 +149,7 @@ def _inline_reasoning(message: Message, reasoning_tags: ReasoningTags) -> str:
 
 
 def _parse_arguments(text: str) -> Any:
-    """The table of arguments, as templates want it; text that is none goes through as it is."""
+    """Return the parsed arguments, as templates expect them; text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

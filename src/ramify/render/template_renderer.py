@@ -1,9 +1,9 @@
-"""The renderer for any Hugging Face chat template: turn n costs what its new messages cost.
+"""The renderer for any Hugging Face chat template. The cost of a turn depends only on its new messages.
 
-A template only knows how to write whole conversations. To write just the end of one, it is given the conversation's
-outline (a few short messages that it cannot tell from the real history) and the new messages; what it writes behind the
-outline's last message is what it would write behind the real one. That text is encoded and appended to the tokens as
-they are. Where the template would change what is already there, everything is rendered anew and the break is named.
+A template can only render whole conversations. To render just the end of one, the template gets the outline of the
+history (a few short messages that it cannot distinguish from the real history) and the new messages. The text after the
+last message of the outline equals the text after the real one; it is encoded and appended to the history's tokens. If
+the template would change the history, the whole conversation is rendered again and a `PrefixBreak` says why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_CACHED_PROMPTS = 64
 
 
 class TemplateRenderer:
-    """Messages to ids and back, through a tokenizer and a chat template."""
+    """The `Renderer` of a tokenizer and a chat template."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class TemplateRenderer:
         self.tokenizer = tokenizer
         self._adapter = TemplateAdapter(template)
         self.stop_ids = self._find_stop_ids(eos_ids)
-        stops = [text for id in self.stop_ids if (text := tokenizer.id_to_token(id)) is not None]
-        self._separators = SeparatorFinder(self._adapter, stops)
+        stop_texts = [text for id in self.stop_ids if (text := tokenizer.id_to_token(id)) is not None]
+        self._separators = SeparatorFinder(self._adapter, stop_texts)
         self._layout_builder = TextLayoutBuilder(self._adapter, self._separators)
         self._prefix_checker = PrefixChecker(self._adapter)
         self._keeps_history_verbatim = history == "verbatim"
@@ -68,19 +68,19 @@ class TemplateRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
-        """The prompt. All attempts at a task begin with the same one, so the latest are remembered."""
+        """Render a prompt. All attempts at a task start with the same prompt, so recent ones are cached."""
         key = (tuple(messages), add_generation_prompt)
-        known = self._cached_prompts.get(key)
-        if known is None or known.tools != tuple(tools):
-            known = self._render_uncached(messages, tools, add_generation_prompt=add_generation_prompt)
-            self._cached_prompts.put(key, known)
-        return known
+        prompt = self._cached_prompts.get(key)
+        if prompt is None or prompt.tools != tuple(tools):
+            prompt = self._render_uncached(messages, tools, add_generation_prompt=add_generation_prompt)
+            self._cached_prompts.put(key, prompt)
+        return prompt
 
     def _render_uncached(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
         if tools and not self._adapter.has_tool_support:
-            raise TemplateRefused("the chat template shows no tools, and some are offered")
+            raise TemplateRefused("the chat template does not support tools; remove the tools, or use another template")
         layout = self._layout_builder.build(messages, tools, add_generation_prompt=add_generation_prompt)
         encoded = self.tokenizer.encode(layout.text)
         return RenderedPrompt(
@@ -94,14 +94,16 @@ class TemplateRenderer:
     def bridge(
         self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
     ) -> RenderedPrompt:
-        offered = history.tools if tools is None else tuple(tools)
-        broke = self._find_break(history, messages, offered)
-        if broke is None and history.num_sampled:
-            continued = self._render_continuation(history, messages)
-            if isinstance(continued, RenderedPrompt):
-                return continued
-            broke = continued
-        return self._render_uncached([*history.messages, *messages], offered).as_continuation(history, broke)
+        active_tools = history.tools if tools is None else tuple(tools)
+        prefix_break = self._find_break(history, messages, active_tools)
+        if prefix_break is None and history.num_sampled:
+            continuation = self._render_continuation(history, messages)
+            if isinstance(continuation, RenderedPrompt):
+                return continuation
+            prefix_break = continuation
+        return self._render_uncached([*history.messages, *messages], active_tools).as_continuation(
+            history, prefix_break
+        )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
         return self._reply_parser.parse(np.asarray(sampled_ids, np.int32), prompt)
@@ -116,71 +118,71 @@ class TemplateRenderer:
         return self._prefix_checker.find_break(history.outline, messages, has_tools=bool(tools))
 
     def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
-        """The history's tokens and what the template writes behind their last body, given the new messages."""
-        before = history.outline.example_messages()
-        conversation = [*before, *messages]
+        """Return the history's tokens followed by the template's text for the new messages."""
+        example = history.outline.example_messages()
+        conversation = [*example, *messages]
         try:
             layout = self._layout_builder.build(
-                conversation, history.tools, add_generation_prompt=True, first=len(before) - 1
+                conversation, history.tools, add_generation_prompt=True, first=len(example) - 1
             )
         except TemplateRefused as error:
             return PrefixBreak(BreakReason.UNCLEAR, str(error))
         if layout.is_coarse:
-            return PrefixBreak(BreakReason.UNCLEAR, "the template's scaffold depends on what messages say")
+            return PrefixBreak(BreakReason.UNCLEAR, "the template's own text depends on the texts of messages")
         start = layout.extents[0].body[1]
         closing = self._reasoning_close(history)
-        written = self.tokenizer.encode(closing + layout.text[start:], continues_text=True)
-        # The model's own stop token is already there; one that the template does not write here is not its close.
-        held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == written.ids[0] else 0
-        added = EncodedText(written.ids[held:], written.starts[held:], written.stops[held:])
-        places = [_shift_extent(place, len(closing) - start) for place in layout.extents[1:]]
+        encoded = self.tokenizer.encode(closing + layout.text[start:], continues_text=True)
+        # Skip the stop token if the model has sampled it already and the template would write it here.
+        num_held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == encoded.ids[0] else 0
+        new = EncodedText(encoded.ids[num_held:], encoded.starts[num_held:], encoded.stops[num_held:])
+        extents = [_shift_extent(extent, len(closing) - start) for extent in layout.extents[1:]]
         outline = history.outline
         for message in messages:
             outline = outline.add(message)
         return RenderedPrompt(
             messages=(*history.messages, *messages),
             tools=history.tools,
-            token_ids=np.concatenate([history.token_ids, added.ids]),
-            spans=_message_spans(messages, places, added),
+            token_ids=np.concatenate([history.token_ids, new.ids]),
+            spans=_message_spans(messages, extents, new),
             outline=outline,
             num_reused=len(history.token_ids),
         )
 
     def _reasoning_close(self, history: TokenHistory) -> str:
-        """What the template would have written to end reasoning that was cut off."""
+        """Return the text that closes reasoning which was cut off, or an empty string."""
         message = history.messages[-1]
         if history.token_ids[-1] in self.stop_ids or message.reasoning is None or message.text or message.tool_calls:
             return ""
         if self._adapter.reasoning_tags.stop in self.tokenizer.decode(history.token_ids[-history.num_sampled :]):
             return ""
-        seam = self._separators.find(MessageKind.from_message(message), END_OF_CONVERSATION)
-        return seam.body_tail if seam else f"\n{self._adapter.reasoning_tags.stop}\n\n"
+        separator = self._separators.find(MessageKind.from_message(message), END_OF_CONVERSATION)
+        return separator.body_tail if separator else f"\n{self._adapter.reasoning_tags.stop}\n\n"
 
     def _find_stop_ids(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
-        """The model's own ends, and the token with which the template closes a reply."""
-        _, behind = self._text_around_reply()
-        closing = [id for token, id in self.tokenizer.added_tokens.items() if behind.lstrip().startswith(token)]
-        return tuple(dict.fromkeys([*eos_ids, *closing]))
+        """Return the end-of-text ids of the model and the token with which the template closes a reply."""
+        _, text_after = self._text_around_reply()
+        closing_ids = [id for token, id in self.tokenizer.added_tokens.items() if text_after.lstrip().startswith(token)]
+        return tuple(dict.fromkeys([*eos_ids, *closing_ids]))
 
     def _reply_whitespace(self) -> tuple[str, str]:
-        """The space that the template sets around a reply's text; it is not part of what is said."""
+        """Return the whitespace that the template writes before and after a reply's text."""
         before, _ = self._text_around_reply()
-        seam = self._separators.find(MessageKind("assistant"), END_OF_CONVERSATION)
-        behind = seam.body_tail if seam else ""
-        return before if before.isspace() else "", behind if behind.isspace() else ""
+        separator = self._separators.find(MessageKind("assistant"), END_OF_CONVERSATION)
+        after = separator.body_tail if separator else ""
+        return before if before.isspace() else "", after if after.isspace() else ""
 
     def _text_around_reply(self) -> tuple[str, str]:
-        """What the template writes between the generation prompt and a reply's text, and behind it."""
-        marks = Sentinels()
-        asked, replied = marks.substitute([Message("user", FILLER_TEXT), Message("assistant", FILLER_TEXT)])
+        """Return the template's text between the generation prompt and a reply's text, and after the reply."""
+        sentinels = Sentinels()
+        question, reply = sentinels.substitute([Message("user", FILLER_TEXT), Message("assistant", FILLER_TEXT)])
         try:
             prompt, text = (
-                self._adapter.render([asked], add_generation_prompt=True),
-                self._adapter.render([asked, replied]),
+                self._adapter.render([question], add_generation_prompt=True),
+                self._adapter.render([question, reply]),
             )
         except TemplateRefused:
             return "", ""
-        slot = next((slot for slot in marks.find_slots(text) if slot.message_index == 1), None)
+        slot = next((slot for slot in sentinels.find_slots(text) if slot.message_index == 1), None)
         if slot is None:
             return "", ""
         return text[len(prompt) : slot.start] if text.startswith(prompt) else "", text[slot.stop :]
@@ -189,18 +191,20 @@ class TemplateRenderer:
 def _message_spans(
     messages: Sequence[Message], extents: Sequence[MessageExtent], encoded: EncodedText
 ) -> tuple[MessageSpan, ...]:
-    """Characters to tokens: a token belongs to the message that its first character is in."""
+    """Convert extents to token spans; a token belongs to the message of its first character."""
     spans: list[MessageSpan] = []
-    before = 0
+    previous_stop = 0
     starts, stops = encoded.starts.tolist(), encoded.stops.tolist()
-    for message, place in zip(messages, extents, strict=True):
-        stop = max(before, bisect_left(starts, place.stop))
-        low = bisect_right(stops, place.body[0])
-        high = bisect_left(starts, place.body[1])
-        high = min(max(high, before), stop)
-        low = min(max(low, before), high) if place.body[0] < place.body[1] else high
-        spans.append(MessageSpan(message, stop, (low, high)))
-        before = stop
+    for message, extent in zip(messages, extents, strict=True):
+        stop = max(previous_stop, bisect_left(starts, extent.stop))
+        content_start = bisect_right(stops, extent.body[0])
+        content_stop = bisect_left(starts, extent.body[1])
+        content_stop = min(max(content_stop, previous_stop), stop)
+        content_start = (
+            min(max(content_start, previous_stop), content_stop) if extent.body[0] < extent.body[1] else content_stop
+        )
+        spans.append(MessageSpan(message, stop, (content_start, content_stop)))
+        previous_stop = stop
     return tuple(spans)
 
 

@@ -1,7 +1,8 @@
-"""A conversation as text, with the characters of every message.
+"""The rendered text of a conversation, with the extent of every message in it.
 
-The template decides the text; marks and seams only say whose it is. So a template that defies them (one that looks at
-what a message says, or numbers its turns) still gives the right tokens, only with coarser spans.
+The template alone determines the text; sentinels and separators only assign its characters to messages. So a template
+that they cannot handle (one that depends on message texts, or numbers its turns) still gives the right tokens, only
+with coarser spans.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ MAX_CACHED_LAYOUTS = 64
 
 @dataclass(frozen=True, slots=True)
 class MessageExtent:
-    """The characters of a message: its body, and where it ends with its scaffold."""
+    """The characters of a message: its body, and the end of the template text that closes it.
+
+    The body is what the message itself says: reasoning, content and tool calls.
+    """
 
     body: tuple[int, int]
     stop: int
@@ -31,16 +35,16 @@ class MessageExtent:
 
 @dataclass(frozen=True, slots=True)
 class TextLayout:
-    """The text of a conversation, and the places of the messages that were asked for."""
+    """The text of a conversation, and the extents of the requested messages."""
 
     text: str
     extents: tuple[MessageExtent, ...]
-    is_coarse: bool = False  # bodies are not known, only where messages end
+    is_coarse: bool = False  # only the ends of messages are known, not their bodies
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLocator:
-    """A conversation to lay out: `known` says from where to where the texts of a message stand."""
+    """Computes the extents of messages; `text_extents` is the range of the texts of each message, by its index."""
 
     separators: SeparatorFinder
     text: str
@@ -50,75 +54,79 @@ class MessageLocator:
     text_extents: Mapping[int, tuple[int, int]]
 
     def extents(self, first: int) -> tuple[MessageExtent, ...]:
-        places: list[MessageExtent] = []
-        before = max(
-            (self.text_extents[number][1] for number in range(first) if number in self.text_extents), default=0
+        extents: list[MessageExtent] = []
+        previous_stop = max(
+            (self.text_extents[index][1] for index in range(first) if index in self.text_extents), default=0
         )
-        for number in range(first, len(self.messages)):
-            places.append(self._extent(number, before))
-            before = places[-1].stop
-        return tuple(places)
+        for index in range(first, len(self.messages)):
+            extents.append(self._extent(index, previous_stop))
+            previous_stop = extents[-1].stop
+        return tuple(extents)
 
     def _extent(self, index: int, previous_stop: int) -> MessageExtent:
-        seam = self._separator_after(index)
-        if seam is None:
-            # Without a seam there is only the text; without a text the template shows nothing, or in another message.
+        separator = self._separator_after(index)
+        if separator is None:
+            # Without a separator only the text is known; a message without text is not shown, or in another message.
             start, end = self.text_extents.get(index, (previous_stop, previous_stop))
             return MessageExtent((start, end), end)
-        end = max(previous_stop, self._body_end(index, seam, previous_stop))
+        end = max(previous_stop, self._body_end(index, separator, previous_stop))
         start = min(max(previous_stop, self._body_start(index, previous_stop)), end)
-        return MessageExtent((start, end), self._message_end(index, seam, end))
+        return MessageExtent((start, end), self._message_end(index, separator, end))
 
     def _separator_after(self, index: int) -> Separator | None:
         if index + 1 < len(self.messages):
-            following = MessageKind.from_message(self.messages[index + 1])
+            next_kind = MessageKind.from_message(self.messages[index + 1])
         else:
-            following = GENERATION_PROMPT if self.add_generation_prompt else END_OF_CONVERSATION
+            next_kind = GENERATION_PROMPT if self.add_generation_prompt else END_OF_CONVERSATION
         message = self.messages[index]
         return self.separators.find(
-            MessageKind.from_message(message), following, self.tools, call_id=message.tool_call_id
+            MessageKind.from_message(message), next_kind, self.tools, call_id=message.tool_call_id
         )
 
     def _next_text_start(self, index: int, default: int) -> int:
-        """Where the text of the next message begins, or all text ends."""
-        last = index + 1 == len(self.messages)
-        return len(self.text) if last else self.text_extents.get(index + 1, (default, default))[0]
+        """Return the start of the next message's text, or the end of the whole text."""
+        is_last = index + 1 == len(self.messages)
+        return len(self.text) if is_last else self.text_extents.get(index + 1, (default, default))[0]
 
     def _body_end(self, index: int, separator: Separator, previous_stop: int) -> int:
-        """Where the body ends: behind its text or, after tool calls, where the seam to the next message begins."""
+        """Return the end of the body: the end of its text or, after tool calls, the start of the separator."""
         message = self.messages[index]
-        _, spoken = self.text_extents.get(index, (previous_stop, previous_stop))
+        _, text_stop = self.text_extents.get(index, (previous_stop, previous_stop))
         if index in self.text_extents and not message.tool_calls and (message.text or message.role != "assistant"):
-            return spoken + common_text_prefix_length(self.text, separator.body_tail, spoken)
-        following = self._next_text_start(index, spoken)
-        end = following - len(separator.text)
-        if end >= spoken and self.text.startswith(separator.text, end):
+            return text_stop + common_text_prefix_length(self.text, separator.body_tail, text_stop)
+        next_start = self._next_text_start(index, text_stop)
+        end = next_start - len(separator.text)
+        if end >= text_stop and self.text.startswith(separator.text, end):
             return end
         if message.role != "assistant":
-            return spoken
-        return self.separators.find_stop_token(self.text, spoken, max(spoken, following))
+            return text_stop
+        return self.separators.find_stop_token(self.text, text_stop, max(text_stop, next_start))
 
     def _message_end(self, index: int, separator: Separator, body_end: int) -> int:
-        """Where the message ends: behind its close or, if that is never the same, where the next one opens."""
+        """Return the end of the message: after its closing text or, if that varies, where the next message opens."""
         if self.text.startswith(separator.closing, body_end):
             return body_end + len(separator.closing)
-        opens = self._next_text_start(index, body_end) - len(separator.opening)
-        return opens if opens >= body_end and self.text.startswith(separator.opening, opens) else body_end
+        opening_start = self._next_text_start(index, body_end) - len(separator.opening)
+        return (
+            opening_start
+            if opening_start >= body_end and self.text.startswith(separator.opening, opening_start)
+            else body_end
+        )
 
     def _body_start(self, index: int, previous_stop: int) -> int:
-        """Where the body begins: at its text or, before reasoning and calls, behind what opens the message."""
+        """Return the start of the body: its text or, before reasoning and calls, the end of the opening text."""
         message = self.messages[index]
-        spoken, _ = self.text_extents.get(index, (len(self.text), 0))
+        text_start, _ = self.text_extents.get(index, (len(self.text), 0))
         if index == 0 or (index in self.text_extents and message.reasoning is None and not message.tool_calls):
-            return spoken
+            return text_start
         kind = GENERATION_PROMPT if message.role == "assistant" else MessageKind.from_message(message)
-        lead = self.separators.find(MessageKind.from_message(self.messages[index - 1]), kind, self.tools)
-        opening = lead.opening if lead is not None else ""
-        return min(spoken, previous_stop + common_text_prefix_length(self.text, opening, previous_stop))
+        separator = self.separators.find(MessageKind.from_message(self.messages[index - 1]), kind, self.tools)
+        opening = separator.opening if separator is not None else ""
+        return min(text_start, previous_stop + common_text_prefix_length(self.text, opening, previous_stop))
 
 
 class SentinelText(NamedTuple):
-    """What a template writes for a conversation with marks, and where they stand."""
+    """The text that a template writes for a conversation of sentinels, and their slots in it."""
 
     tools: Sequence[Mapping[str, Any]]
     text: str
@@ -126,7 +134,7 @@ class SentinelText(NamedTuple):
 
 
 class TextLayoutBuilder:
-    """Lays out conversations with one template."""
+    """Builds text layouts with one template."""
 
     def __init__(self, adapter: TemplateAdapter, separators: SeparatorFinder) -> None:
         self._adapter = adapter
@@ -143,19 +151,19 @@ class TextLayoutBuilder:
         add_generation_prompt: bool,
         first: int = 0,
     ) -> TextLayout:
-        """The text, and the places of `messages[first:]`."""
+        """Return the text of the conversation and the extents of `messages[first:]`."""
         text = self._adapter.render(messages, tools, add_generation_prompt)
-        marks = Sentinels(avoid=text)
-        for shy in (False, True):
-            scaffold = self._render_sentinels(
-                marks, marks.substitute(messages, skip_sensitive=shy), tools, add_generation_prompt
+        sentinels = Sentinels(avoid=text)
+        for skip_sensitive in (False, True):
+            rendered = self._render_sentinels(
+                sentinels, sentinels.substitute(messages, skip_sensitive=skip_sensitive), tools, add_generation_prompt
             )
-            slots = align_slots(text, scaffold.text, scaffold.slots, messages)
+            slots = align_slots(text, rendered.text, rendered.slots, messages)
             if slots is not None:
-                page = MessageLocator(
+                locator = MessageLocator(
                     self._separators, text, messages, tools, add_generation_prompt, message_extents(slots)
                 )
-                return TextLayout(text, page.extents(first))
+                return TextLayout(text, locator.extents(first))
         return TextLayout(text, self._extents_by_prefix(text, messages, tools)[first:], is_coarse=True)
 
     def _render_sentinels(
@@ -165,27 +173,27 @@ class TextLayoutBuilder:
         tools: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
     ) -> SentinelText:
-        """Conversations that differ only in what is said have the same, so the latest are remembered."""
+        """Render a conversation of sentinels. Conversations that differ only in texts share it, so it is cached."""
         key = (tuple(substituted), add_generation_prompt)
-        known = self._sentinel_texts.get(key)
-        if known is None or known.tools != tools:
+        cached = self._sentinel_texts.get(key)
+        if cached is None or cached.tools != tools:
             text = self._adapter.render(substituted, tools, add_generation_prompt)
-            known = SentinelText(tools, text, sentinels.find_slots(text))
-            self._sentinel_texts.put(key, known)
-        return known
+            cached = SentinelText(tools, text, sentinels.find_slots(text))
+            self._sentinel_texts.put(key, cached)
+        return cached
 
     def _extents_by_prefix(
         self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[MessageExtent, ...]:
-        """Places found by rendering every prefix, all of a message counted as its body."""
-        places: list[MessageExtent] = []
-        before = 0
-        for number in range(1, len(messages) + 1):
+        """Return the extents found by rendering every prefix, with all text of a message as its body."""
+        extents: list[MessageExtent] = []
+        previous_stop = 0
+        for count in range(1, len(messages) + 1):
             try:
-                prefix = self._adapter.render(messages[:number], tools)
+                prefix = self._adapter.render(messages[:count], tools)
             except TemplateRefused:
                 prefix = ""
-            stop = max(before, common_text_prefix_length(text, prefix))
-            places.append(MessageExtent((before, stop), stop))
-            before = stop
-        return tuple(places)
+            stop = max(previous_stop, common_text_prefix_length(text, prefix))
+            extents.append(MessageExtent((previous_stop, stop), stop))
+            previous_stop = stop
+        return tuple(extents)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a model directory's `tokenizer.json` alone.
+"""Tokenizers that need only the `tokenizer.json` of a model directory.
 
-`transformers` would import torch to do the same. The `tokenizers` library is the part of it that matters, and it also
-says which characters each token covers, which is how spans of text become spans of tokens.
+`transformers` would import torch for this. The `tokenizers` library does not, and it reports the characters of each
+token, which convert spans of text to spans of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class EncodedText(NamedTuple):
-    """Token ids, and the characters [start, stop) that each of them covers."""
+    """Token ids, and the characters [start, stop) of each token."""
 
     ids: Int32Array
     starts: Int32Array
@@ -33,36 +33,40 @@ class EncodedText(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What rendering needs of a tokenizer. No method adds tokens of its own: templates write them all."""
+    """The tokenizer methods that rendering needs. No method adds special tokens: the template writes all of them."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
-        """The tokens that stand outside the text (roles, ends of turns, tool tags), by how they are written."""
+        """The ids of the added tokens (roles, ends of turns, tool tags), by their text."""
         ...
 
     @property
     def max_token_chars(self) -> int:
-        """The length of the longest token as the vocabulary spells it: a text of n characters has at least n / this."""
+        """The length of the longest token in the vocabulary; n characters are at least n / this many tokens."""
         ...
 
     def encode(self, text: str, *, continues_text: bool = False) -> EncodedText:
-        """The tokens of a text; `inside` where other tokens stand before it."""
+        """Encode a text; `continues_text` says that other tokens precede it."""
         ...
 
     def decode(self, token_ids: npt.ArrayLike, *, keep_special_tokens: bool = True) -> str:
-        """The text of these tokens, with or without the special ones."""
+        """Return the text of tokens, with or without special tokens."""
         ...
 
-    def token_to_id(self, token: str) -> int | None: ...
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None if the vocabulary does not have it."""
+        ...
 
-    def id_to_token(self, id: int) -> str | None: ...
+    def id_to_token(self, id: int) -> str | None:
+        """Return the token of an id, or None if the vocabulary does not have it."""
+        ...
 
 
 class FileTokenizer:
-    """The tokenizer of a model directory, read when it is first used."""
+    """The tokenizer of a model directory, loaded on first use."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "tokenizer.json"
@@ -78,7 +82,7 @@ class FileTokenizer:
             backend = tokenizers.Tokenizer.from_file(str(self._file))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigInvalid(f"model: {self._file} cannot be read: {error}") from error
-        # A post-processor adds tokens we do not ask for, and moves the offsets of those that begin with a space.
+        # A post-processor adds special tokens and shifts the offsets of tokens that begin with a space.
         backend.post_processor = None
         backend.no_truncation()
         backend.no_padding()
@@ -94,7 +98,7 @@ class FileTokenizer:
 
     @cached_property
     def _anchor_token(self) -> str:
-        """A token that swallows no space around it: text encoded behind it is not taken for a beginning."""
+        """A special token without lstrip or rstrip. Text encoded after it is not treated as the start of a text."""
         added = self.backend.get_added_tokens_decoder().values()
         return next((token.content for token in added if token.special and not (token.lstrip or token.rstrip)), "")
 
@@ -102,13 +106,13 @@ class FileTokenizer:
         anchor = self._anchor_token if continues_text else ""
         encoding = self._encode(anchor + _replace_surrogates(text))
         skip = 1 if anchor else 0
-        places = encoding.offsets[skip:]
-        flat = np.fromiter(chain.from_iterable(places), np.int32, 2 * len(places))
+        spans = encoding.offsets[skip:]
+        flat = np.fromiter(chain.from_iterable(spans), np.int32, 2 * len(spans))
         offsets = flat.reshape(-1, 2) - len(anchor)
         return EncodedText(np.array(encoding.ids[skip:], np.int32), offsets[:, 0], offsets[:, 1])
 
     def _encode(self, text: str) -> tokenizers.Encoding:
-        """Encode a text. The library releases the GIL only while it encodes a batch, so a large text is made one."""
+        """Encode a text. The library releases the GIL only for batches, so a large text is encoded as a batch."""
         if len(text) < OFFLOAD_MIN_CHARS:
             return self.backend.encode(text, add_special_tokens=False)
         return self.backend.encode_batch([text], add_special_tokens=False)[0]
@@ -133,5 +137,5 @@ class FileTokenizer:
 
 
 def _replace_surrogates(text: str) -> str:
-    """The text with a question mark for each lone surrogate (half of a pair that a model wrote), which has no bytes."""
+    """Return the text with a question mark for each lone surrogate, which cannot be encoded."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

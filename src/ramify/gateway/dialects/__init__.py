@@ -1,1 +1,1 @@
-"""The three ways clients speak of one conversation. Each reads a body to a `Request` and writes a `Reply`."""
+"""The three API dialects of clients. Each parses a body to a `ModelRequest` and formats a `ModelReply`."""

@@ -25,67 +25,72 @@ ROLE_ALIASES = {"developer": "system", "function": "tool"}
 
 
 class ChatCompletionsDialect:
-    """Messages in, choices out."""
+    """The dialect of OpenAI's Chat Completions API."""
 
     keepalive = b": waiting\n\n"
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
-        reader = MessageParser()
-        for number, said in enumerate(body["messages"]):
-            role = said.get("role")
+        parser = MessageParser()
+        for index, message in enumerate(body["messages"]):
+            role = message.get("role")
             if role not in ("system", "developer", "user", "assistant", "tool", "function"):
-                raise RequestInvalid(f"messages.{number}.role: found {role!r}")
-            reasoning = said.get("reasoning_content") or said.get("reasoning")
-            reader.add_message(
+                raise RequestInvalid(f"messages.{index}.role: found {role!r}")
+            reasoning = message.get("reasoning_content") or message.get("reasoning")
+            parser.add_message(
                 ROLE_ALIASES.get(role, role),
-                said.get("content"),
+                message.get("content"),
                 reasoning=reasoning if isinstance(reasoning, str) else None,
-                tool_calls=parse_tool_calls(said.get("tool_calls")),
-                tool_call_id=said.get("tool_call_id"),
+                tool_calls=parse_tool_calls(message.get("tool_calls")),
+                tool_call_id=message.get("tool_call_id"),
             )
         if body.get("n") not in (None, 1):
-            raise RequestInvalid("n: only one choice can be asked for at a time; send the request again for another")
-        asked = parse_sampling_overrides(body, stop="stop", max_tokens="max_tokens")
-        asked |= parse_sampling_overrides({"max_tokens": body.get("max_completion_tokens")}, max_tokens="max_tokens")
+            raise RequestInvalid("n: expected 1; send the request again for another choice")
+        overrides = parse_sampling_overrides(body, stop="stop", max_tokens="max_tokens")
+        overrides |= parse_sampling_overrides(
+            {"max_tokens": body.get("max_completion_tokens")}, max_tokens="max_tokens"
+        )
         request = ModelRequest(
-            messages=tuple(reader.messages),
+            messages=tuple(parser.messages),
             tools=parse_tools(body.get("tools"), body.get("tool_choice"), _parse_tool),
             model=str(body.get("model") or ""),
-            sampling_overrides=asked,
-            media=reader.media,
+            sampling_overrides=overrides,
+            media=parser.media,
         )
         options = body.get("stream_options") or {}
         return ParsedRequest(request, bool(body.get("stream")), bool(options.get("include_usage")))
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
-        said = reply.message
-        message: dict[str, Any] = {"role": "assistant", "content": said.text or (None if said.tool_calls else "")}
-        if said.reasoning is not None:
-            message["reasoning_content"] = said.reasoning
-        if said.tool_calls:
-            message["tool_calls"] = to_openai_tool_calls(said.tool_calls)
-        choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
+        message = reply.message
+        message_dict: dict[str, Any] = {
+            "role": "assistant",
+            "content": message.text or (None if message.tool_calls else ""),
+        }
+        if message.reasoning is not None:
+            message_dict["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            message_dict["tool_calls"] = to_openai_tool_calls(message.tool_calls)
+        choice = {"index": 0, "message": message_dict, "finish_reason": reply.finish_reason, "logprobs": None}
         return {**_envelope(parsed, reply, "chat.completion"), "choices": [choice], "usage": _format_usage(reply.usage)}
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
-        head = _envelope(parsed, reply, "chat.completion.chunk")
-        said = reply.message
+        envelope = _envelope(parsed, reply, "chat.completion.chunk")
+        message = reply.message
 
-        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
-            return format_sse({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+        def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+            return format_sse({**envelope, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
 
         yield chunk({"role": "assistant", "content": ""})
-        if said.reasoning:
-            yield chunk({"reasoning_content": said.reasoning})
-        if said.text:
-            yield chunk({"content": said.text})
-        for index, call in enumerate(to_openai_tool_calls(said.tool_calls)):
+        if message.reasoning:
+            yield chunk({"reasoning_content": message.reasoning})
+        if message.text:
+            yield chunk({"content": message.text})
+        for index, call in enumerate(to_openai_tool_calls(message.tool_calls)):
             arguments = call["function"]["arguments"]
             yield chunk({"tool_calls": [{"index": index, **call, "function": {**call["function"], "arguments": ""}}]})
             yield chunk({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
         yield chunk({}, reply.finish_reason)
         if parsed.include_usage:
-            yield format_sse({**head, "choices": [], "usage": _format_usage(reply.usage)})
+            yield format_sse({**envelope, "choices": [], "usage": _format_usage(reply.usage)})
         yield b"data: [DONE]\n\n"
 
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
@@ -101,8 +106,8 @@ class ChatCompletionsDialect:
 def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
     if tool.get("type", "function") != "function":
         return ()
-    told = tool["function"]
-    return (build_function_tool(told["name"], told.get("description"), told.get("parameters")),)
+    function = tool["function"]
+    return (build_function_tool(function["name"], function.get("description"), function.get("parameters")),)
 
 
 def _envelope(parsed: ParsedRequest, reply: ModelReply, object_type: str) -> dict[str, Any]:

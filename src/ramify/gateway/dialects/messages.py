@@ -1,7 +1,7 @@
 """Anthropic's Messages: `POST /v1/messages`.
 
-A user message may hold results of tools, which are messages of their own here; an assistant message may hold thinking,
-text and tool uses, which are one.
+A user message may contain tool results, which become separate messages. The thinking, text and tool uses of an
+assistant message become one message.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ ERROR_TYPES = {
 
 
 class MessagesDialect:
-    """Blocks in, blocks out."""
+    """The dialect of Anthropic's Messages API."""
 
     keepalive = format_sse({"type": "ping"}, "ping")
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
-        reader = _BlockParser()
+        parser = _BlockParser()
         if body.get("system"):
             system = body["system"]
             texts = [system] if isinstance(system, str) else [block.get("text", "") for block in system]
-            reader.add_message("system", "\n\n".join(text for text in texts if text))
-        for number, said in enumerate(body["messages"]):
-            role = said.get("role")
+            parser.add_message("system", "\n\n".join(text for text in texts if text))
+        for index, message in enumerate(body["messages"]):
+            role = message.get("role")
             if role == "assistant":
-                reader.add_assistant_blocks(said.get("content"))
+                parser.add_assistant_blocks(message.get("content"))
             elif role in ("user", "system"):
-                reader.add_user_blocks(role, said.get("content"))
+                parser.add_user_blocks(role, message.get("content"))
             else:
-                raise RequestInvalid(f"messages.{number}.role: found {role!r}")
+                raise RequestInvalid(f"messages.{index}.role: found {role!r}")
         request = ModelRequest(
-            messages=tuple(reader.messages),
+            messages=tuple(parser.messages),
             tools=parse_tools(body.get("tools"), body.get("tool_choice"), _parse_tool),
             model=str(body.get("model") or ""),
             sampling_overrides=parse_sampling_overrides(body, stop="stop_sequences", max_tokens="max_tokens"),
-            media=reader.media,
+            media=parser.media,
         )
         return ParsedRequest(request, bool(body.get("stream")))
 
@@ -70,53 +70,59 @@ class MessagesDialect:
         return {**_envelope(parsed, reply), "content": _to_blocks(reply.message), **stop, "usage": usage}
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
-        def say(kind: str, **fields: Any) -> bytes:
-            return format_sse({"type": kind, **fields}, kind)
+        def event(event_type: str, **fields: Any) -> bytes:
+            return format_sse({"type": event_type, **fields}, event_type)
 
         usage = {**_format_input_usage(reply.usage), "output_tokens": 0}
-        head = {**_envelope(parsed, reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield say("message_start", message=head)
+        start_message = {
+            **_envelope(parsed, reply),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        yield event("message_start", message=start_message)
         for index, block in enumerate(_to_blocks(reply.message)):
             empty, deltas = _split_block(block)
-            yield say("content_block_start", index=index, content_block=empty)
+            yield event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
-                yield say("content_block_delta", index=index, delta=delta)
-            yield say("content_block_stop", index=index)
+                yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
         stop = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
-        yield say("message_delta", delta=stop, usage={"output_tokens": reply.usage.completion_tokens})
-        yield say("message_stop")
+        yield event("message_delta", delta=stop, usage={"output_tokens": reply.usage.completion_tokens})
+        yield event("message_stop")
 
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
         return {"input_tokens": num_tokens}
 
     def format_error(self, error: RamifyError) -> dict[str, Any]:
-        kind = ERROR_TYPES.get(get_http_status(error), "api_error")
-        said = f"{error.name}: {error.message}"
-        return {"type": "error", "error": {"type": kind, "message": said, "name": error.name}}
+        error_type = ERROR_TYPES.get(get_http_status(error), "api_error")
+        message = f"{error.name}: {error.message}"
+        return {"type": "error", "error": {"type": error_type, "message": message, "name": error.name}}
 
     def format_stream_error(self, error: RamifyError) -> bytes:
         return format_sse(self.format_error(error), "error")
 
 
 class _BlockParser(MessageParser):
-    """Reads messages of blocks."""
+    """Parses messages that consist of blocks."""
 
     def add_user_blocks(self, role: str, content: Any) -> None:
-        """What a user says, and the results of tools in between, in their order."""
-        said: list[Any] = []
+        """Add the user content and the tool results of a message, in their order."""
+        pending: list[Any] = []
         for block in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
             if block.get("type") != "tool_result":
-                said.append(block)
+                pending.append(block)
                 continue
-            if said:
-                self.add_message(role, said)
-            said = []
+            if pending:
+                self.add_message(role, pending)
+            pending = []
             self.add_message("tool", block.get("content"), tool_call_id=block["tool_use_id"])
-        if said:
-            self.add_message(role, said)
+        if pending:
+            self.add_message(role, pending)
 
     def add_assistant_blocks(self, content: Any) -> None:
-        """What the model said earlier."""
+        """Add an earlier reply of the model."""
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         thoughts = [block["thinking"] for block in blocks if block.get("type") == "thinking"]
         calls = [
@@ -137,7 +143,7 @@ class _BlockParser(MessageParser):
 
 
 def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
-    """A tool with a schema; those that only Anthropic's own servers run are left aside."""
+    """Parse a tool with a schema; tools that run only on Anthropic's servers are ignored."""
     if "input_schema" not in tool:
         return ()
     return (build_function_tool(tool["name"], tool.get("description"), tool["input_schema"]),)
@@ -148,7 +154,7 @@ def _envelope(parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
 
 
 def _format_input_usage(usage: Usage) -> dict[str, int]:
-    """Input tokens as Anthropic counts them: those from the cache apart."""
+    """Return the input tokens as Anthropic counts them, with cached tokens separate."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -163,15 +169,20 @@ def _to_blocks(message: Message) -> list[dict[str, Any]]:
     if message.text or not message.tool_calls:
         blocks.append({"type": "text", "text": message.text})
     for call in message.tool_calls:
-        table = parse_arguments(call.arguments)
+        arguments = parse_arguments(call.arguments)
         blocks.append(
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": table if isinstance(table, dict) else {}}
+            {
+                "type": "tool_use",
+                "id": call.id,
+                "name": call.name,
+                "input": arguments if isinstance(arguments, dict) else {},
+            }
         )
     return blocks
 
 
 def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as a stream begins it, and what it then adds."""
+    """Split a block into the empty block that starts its stream and the deltas that follow."""
     if block["type"] == "thinking":
         deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
         return {**block, "thinking": ""}, [*deltas, {"type": "signature_delta", "signature": ""}]

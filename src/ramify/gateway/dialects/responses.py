@@ -1,8 +1,8 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
-A conversation is a list of items there: reasoning, text and each tool call of one reply are separate, and become one
-message again here. Nothing is stored beyond the session, but `previous_response_id` works within it. A client may put a
-tool into a namespace; the model sees it under one name, `NAMESPACE__NAME`, and its calls are answered with both parts.
+A conversation is a list of items: the reasoning, text and tool calls of a reply are separate items, which become one
+message. Nothing is stored beyond the session, but `previous_response_id` works within it. A tool may be in a namespace;
+the model sees it as `NAMESPACE__NAME`, and its calls are returned with namespace and name.
 """
 
 from __future__ import annotations
@@ -34,59 +34,65 @@ CUSTOM_TOOL_SCHEMA = {"type": "object", "properties": {"input": {"type": "string
 
 
 class ResponsesDialect:
-    """Items in, items out."""
+    """The dialect of OpenAI's Responses API."""
 
     keepalive = b": waiting\n\n"
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
-        reader = _ItemParser()
-        earlier = body.get("previous_response_id")
-        if body.get("instructions") and not earlier:
-            reader.add_message("system", body["instructions"])
-        given = body.get("input")
-        reader.add_items([{"role": "user", "content": given}] if isinstance(given, str) else given or [])
+        parser = _ItemParser()
+        previous_response_id = body.get("previous_response_id")
+        if body.get("instructions") and not previous_response_id:
+            parser.add_message("system", body["instructions"])
+        input_items = body.get("input")
+        parser.add_items(
+            [{"role": "user", "content": input_items}] if isinstance(input_items, str) else input_items or []
+        )
         tools, namespaced = _flatten_namespaces(body.get("tools") or ())
         request = ModelRequest(
-            messages=tuple(reader.messages),
+            messages=tuple(parser.messages),
             tools=parse_tools(tools, body.get("tool_choice"), _parse_tool),
             model=str(body.get("model") or ""),
             sampling_overrides=parse_sampling_overrides(body, stop="stop", max_tokens="max_output_tokens"),
-            media=reader.media,
+            media=parser.media,
         )
-        custom = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
-        call = str(earlier).removeprefix("resp_") if earlier else None
+        custom_tools = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
+        previous_call_id = str(previous_response_id).removeprefix("resp_") if previous_response_id else None
         return ParsedRequest(
-            request, bool(body.get("stream")), custom_tools=custom, namespaced_tools=namespaced, previous_call_id=call
+            request,
+            bool(body.get("stream")),
+            custom_tools=custom_tools,
+            namespaced_tools=namespaced,
+            previous_call_id=previous_call_id,
         )
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
         return _build_response(parsed, reply, _to_items(parsed, reply))
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
-        number = 0
+        sequence_number = 0
 
-        def say(kind: str, **fields: Any) -> bytes:
-            nonlocal number
-            number += 1
-            return format_sse({"type": kind, "sequence_number": number - 1, **fields}, kind)
+        def event(event_type: str, **fields: Any) -> bytes:
+            nonlocal sequence_number
+            sequence_number += 1
+            return format_sse({"type": event_type, "sequence_number": sequence_number - 1, **fields}, event_type)
 
-        begun = {
+        initial_response = {
             **_build_response(parsed, reply, []),
             "status": "in_progress",
             "incomplete_details": None,
             "usage": None,
         }
-        yield say("response.created", response=begun)
-        yield say("response.in_progress", response=begun)
+        yield event("response.created", response=initial_response)
+        yield event("response.in_progress", response=initial_response)
         items = _to_items(parsed, reply)
         for index, item in enumerate(items):
-            place = {"output_index": index, "item_id": item["id"]}
-            yield say("response.output_item.added", output_index=index, item=_empty_item(item))
-            for kind, fields in _item_events(item):
-                yield say(kind, **place, **fields)
-            yield say("response.output_item.done", output_index=index, item=item)
-        whole = _build_response(parsed, reply, items)
-        yield say(f"response.{whole['status']}", response=whole)
+            position_fields = {"output_index": index, "item_id": item["id"]}
+            yield event("response.output_item.added", output_index=index, item=_empty_item(item))
+            for event_type, fields in _item_events(item):
+                yield event(event_type, **position_fields, **fields)
+            yield event("response.output_item.done", output_index=index, item=item)
+        final_response = _build_response(parsed, reply, items)
+        yield event(f"response.{final_response['status']}", response=final_response)
 
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
@@ -100,39 +106,39 @@ class ResponsesDialect:
 
 
 class _ItemParser(MessageParser):
-    """Reads items; those of one reply are gathered until something else comes."""
+    """Parses items; the items of one reply are collected into one message."""
 
     def add_items(self, items: Sequence[Mapping[str, Any]]) -> None:
-        reasoning, said, calls = list[str](), list[Any](), list[ToolCall]()
+        reasoning, contents, calls = list[str](), list[Any](), list[ToolCall]()
 
-        def finish() -> None:
-            if reasoning or said or calls:
-                thought = "\n".join(reasoning) or None
-                self.add_message("assistant", list(said), reasoning=thought, tool_calls=tuple(calls))
-                for gathered in (reasoning, said, calls):
-                    gathered.clear()
+        def flush() -> None:
+            if reasoning or contents or calls:
+                thinking = "\n".join(reasoning) or None
+                self.add_message("assistant", list(contents), reasoning=thinking, tool_calls=tuple(calls))
+                for collected in (reasoning, contents, calls):
+                    collected.clear()
 
-        for number, item in enumerate(items):
-            kind = item.get("type") or "message"
-            if kind == "reasoning":
-                if said or calls:
-                    finish()
+        for index, item in enumerate(items):
+            item_type = item.get("type") or "message"
+            if item_type == "reasoning":
+                if contents or calls:
+                    flush()
                 reasoning += [str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()]
-            elif kind == "message" and item.get("role") == "assistant":
+            elif item_type == "message" and item.get("role") == "assistant":
                 content = item.get("content") or ""
-                said += [{"type": "text", "text": content}] if isinstance(content, str) else content
-            elif kind in CALL_TYPES:
+                contents += [{"type": "text", "text": content}] if isinstance(content, str) else content
+            elif item_type in CALL_TYPES:
                 calls.append(ToolCall(item["call_id"], _flat_name(item), _item_arguments(item)))
-            elif kind in RESULT_TYPES:
-                finish()
+            elif item_type in RESULT_TYPES:
+                flush()
                 self.add_message("tool", item.get("output"), tool_call_id=item["call_id"])
-            elif kind == "message":
-                finish()
+            elif item_type == "message":
+                flush()
                 role = "system" if item.get("role") in ("system", "developer") else "user"
                 self.add_message(role, item.get("content"))
             else:
-                raise RequestInvalid(f"input.{number}.type: {kind!r} is not known here")
-        finish()
+                raise RequestInvalid(f"input.{index}.type: {item_type!r} is not supported")
+        flush()
 
 
 def _item_arguments(item: Mapping[str, Any]) -> str:
@@ -144,7 +150,7 @@ def _item_arguments(item: Mapping[str, Any]) -> str:
 def _flatten_namespaces(
     tools: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], dict[str, tuple[str, str]]]:
-    """Return all tools, those in namespaces under one name each, and namespace and name by that one name."""
+    """Return all tools, with flat names, and the namespace and name of each namespaced tool by its flat name."""
     flat: list[Mapping[str, Any]] = []
     namespaced: dict[str, tuple[str, str]] = {}
     for tool in tools:
@@ -158,18 +164,18 @@ def _flatten_namespaces(
     names = [tool["name"] for tool in flat if "name" in tool]
     for name in namespaced:
         if names.count(name) > 1:
-            raise RequestInvalid(f"tools: two of them are called {name!r} with their namespace; rename one")
+            raise RequestInvalid(f"tools: two tools are named {name!r} with their namespace; rename one")
     return flat, namespaced
 
 
 def _flat_name(tool: Mapping[str, Any]) -> str:
-    """Return the name by which the model sees a tool, or the tool of a call, that may have a namespace."""
+    """Return the flat name of a tool or call, by which the model sees it."""
     namespace = tool.get("namespace")
     return f"{namespace}__{tool['name']}" if namespace else tool["name"]
 
 
 def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
-    """A function, or a tool of free text as a function of one text; those that only OpenAI's servers run are left."""
+    """Parse a function, or a free-text tool as a function of one string; tools of OpenAI's servers are ignored."""
     if tool.get("type") == "function":
         return (build_function_tool(tool["name"], tool.get("description"), tool.get("parameters")),)
     if tool.get("type") == "custom":
@@ -178,13 +184,13 @@ def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
 
 
 def _build_response(parsed: ParsedRequest, reply: ModelReply, items: list[dict[str, Any]]) -> dict[str, Any]:
-    short = reply.finish_reason == "length"
+    is_truncated = reply.finish_reason == "length"
     return {
         "id": f"resp_{reply.call_id}",
         "object": "response",
         "created_at": int(time.time()),
-        "status": "incomplete" if short else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+        "status": "incomplete" if is_truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "error": None,
         "instructions": None,
         "metadata": {},
@@ -210,53 +216,53 @@ def _format_usage(usage: Usage) -> dict[str, Any]:
 
 
 def _to_items(parsed: ParsedRequest, reply: ModelReply) -> list[dict[str, Any]]:
-    said, items = reply.message, list[dict[str, Any]]()
-    if said.reasoning:
-        summary = [{"type": "summary_text", "text": said.reasoning}]
+    message, items = reply.message, list[dict[str, Any]]()
+    if message.reasoning:
+        summary = [{"type": "summary_text", "text": message.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{reply.call_id}", "summary": summary})
-    if said.text or not said.tool_calls:
-        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
-        head = {"type": "message", "id": f"msg_{reply.call_id}", "role": "assistant", "status": "completed"}
-        items.append({**head, "content": [part]})
-    for number, call in enumerate(said.tool_calls):
+    if message.text or not message.tool_calls:
+        part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
+        fields = {"type": "message", "id": f"msg_{reply.call_id}", "role": "assistant", "status": "completed"}
+        items.append({**fields, "content": [part]})
+    for index, call in enumerate(message.tool_calls):
         namespace, name = parsed.namespaced_tools.get(call.name, (None, call.name))
-        head = {"id": f"fc_{reply.call_id}_{number}", "call_id": call.id, "name": name, "status": "completed"}
+        fields = {"id": f"fc_{reply.call_id}_{index}", "call_id": call.id, "name": name, "status": "completed"}
         if namespace is not None:
-            head["namespace"] = namespace
+            fields["namespace"] = namespace
         if call.name in parsed.custom_tools:
-            items.append({"type": "custom_tool_call", **head, "input": _custom_tool_input(call)})
+            items.append({"type": "custom_tool_call", **fields, "input": _custom_tool_input(call)})
         else:
-            items.append({"type": "function_call", **head, "arguments": call.arguments})
+            items.append({"type": "function_call", **fields, "arguments": call.arguments})
     return items
 
 
 def _custom_tool_input(call: ToolCall) -> str:
-    table = parse_arguments(call.arguments)
-    return str(table.get("input", "")) if isinstance(table, dict) else call.arguments
+    arguments = parse_arguments(call.arguments)
+    return str(arguments.get("input", "")) if isinstance(arguments, dict) else call.arguments
 
 
 def _empty_item(item: dict[str, Any]) -> dict[str, Any]:
-    """An item as a stream begins it."""
+    """Return the empty item with which a stream starts an item."""
     empty: dict[str, Any] = {"content": [], "summary": [], "arguments": "", "input": "", "status": "in_progress"}
     return {name: empty.get(name, value) for name, value in item.items()}
 
 
 def _item_events(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events between an item's beginning and its end."""
+    """Yield the events between the start and the end of an item."""
     if item["type"] == "message":
         (part,) = item["content"]
-        place = {"content_index": 0}
-        yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-        yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}
-        yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
-        yield "response.content_part.done", {**place, "part": part}
+        position_fields = {"content_index": 0}
+        yield "response.content_part.added", {**position_fields, "part": {**part, "text": ""}}
+        yield "response.output_text.delta", {**position_fields, "delta": part["text"], "logprobs": []}
+        yield "response.output_text.done", {**position_fields, "text": part["text"], "logprobs": []}
+        yield "response.content_part.done", {**position_fields, "part": part}
     elif item["type"] == "reasoning":
         (part,) = item["summary"]
-        place = {"summary_index": 0}
-        yield "response.reasoning_summary_part.added", {**place, "part": {**part, "text": ""}}
-        yield "response.reasoning_summary_text.delta", {**place, "delta": part["text"]}
-        yield "response.reasoning_summary_text.done", {**place, "text": part["text"]}
-        yield "response.reasoning_summary_part.done", {**place, "part": part}
+        position_fields = {"summary_index": 0}
+        yield "response.reasoning_summary_part.added", {**position_fields, "part": {**part, "text": ""}}
+        yield "response.reasoning_summary_text.delta", {**position_fields, "delta": part["text"]}
+        yield "response.reasoning_summary_text.done", {**position_fields, "text": part["text"]}
+        yield "response.reasoning_summary_part.done", {**position_fields, "part": part}
     elif item["type"] == "function_call":
         yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
         yield "response.function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]}

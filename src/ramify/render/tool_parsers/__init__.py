@@ -1,8 +1,7 @@
-"""How models write tool calls, one module per format.
+"""Parsers of tool calls, one module per format.
 
-A format reads a reply's text and gives back what is said beside the calls, the calls, and what could not be read. A
-malformed call is never dropped: its text stays in the content, where the model will see it again, and a `Problem` says
-what is wrong with it. Writing is the template's business.
+A parser splits the text of a reply into content, calls and problems. A malformed call is not dropped: its text stays in
+the content, where the model will see it again, and a `ParseProblem` says what is wrong. Templates write the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 
 
 def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> str:
-    """The format a template teaches, told by the words it uses, or else by those of the vocabulary."""
+    """Return the format that a template uses, detected from its text, or else from the added tokens."""
     if "<function=" in template:
         return "qwen-coder"
     if "<tool_call>" in template:
@@ -33,9 +32,9 @@ def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> str:
         return "mistral"
     if llama3.PYTHON_TAG in template or ("<|start_header_id|>" in template and "parameters" in template):
         return "llama-3"
-    known = tokenizer.added_tokens
-    if "<tool_call>" in known:
+    added_tokens = tokenizer.added_tokens
+    if "<tool_call>" in added_tokens:
         return "hermes"
-    if mistral.CALLS_TAG in known:
+    if mistral.CALLS_TAG in added_tokens:
         return "mistral"
-    return "llama-3" if llama3.PYTHON_TAG in known else "none"
+    return "llama-3" if llama3.PYTHON_TAG in added_tokens else "none"

@@ -1,4 +1,4 @@
-"""What every format shares: the result of reading a reply, and objects of JSON in the middle of a text."""
+"""Shared by all tool parsers: the result of parsing a reply, and JSON objects inside a text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ramify.render.base import ParseProblem, ParseProblemKind, ToolSchema
 
 WHITESPACE_RE = re.compile(r"\s*")
 MAX_PROBLEMS = 32
-"""The most malformed calls of one reply that are reported.
+"""The maximum number of malformed calls that are reported for one reply.
 
-Reading a well-formed call takes time linear in its length. Finding out that a call is malformed may take time linear in
-all text after it, so the number of malformed calls is bounded to keep the time for a reply linear.
+Parsing a well-formed call takes time linear in its length. Rejecting a malformed call may take time linear in all text
+after it, so the number of malformed calls is bounded to keep the time for a reply linear.
 """
 _decoder = json.JSONDecoder()
 
 
 class RawToolCall(NamedTuple):
-    """A call as it was written; most formats give it no id."""
+    """A call as the model wrote it; most formats have no call ids."""
 
     name: str
     arguments: str
@@ -29,7 +29,7 @@ class RawToolCall(NamedTuple):
 
 
 class ToolParseError(Exception):
-    """A call does not have the form it should. Never leaves a reader."""
+    """A call is malformed. Raised and caught only inside tool parsers."""
 
     def __init__(self, kind: ParseProblemKind, detail: str = "") -> None:
         super().__init__(detail)
@@ -39,18 +39,18 @@ class ToolParseError(Exception):
 
 @dataclass
 class ToolParseResult:
-    """A reply taken apart: pieces of text, calls and problems, collected from left to right."""
+    """The text, calls and problems of a reply, collected from left to right."""
 
     calls: list[RawToolCall] = field(default_factory=list[RawToolCall])
     problems: list[ParseProblem] = field(default_factory=list[ParseProblem])
     _text_parts: list[str] = field(default_factory=list[str])
 
     def add_text(self, text: str) -> None:
-        """Text that is no call."""
+        """Add text that is not a call."""
         self._text_parts.append(text)
 
     def add_calls(self, *calls: RawToolCall) -> None:
-        """Calls that were read; an escape may spell half a character, which no trace and no tool can hold."""
+        """Add parsed calls. Raises ToolParseError for lone surrogates, which cannot be stored."""
         try:
             "".join(text or "" for call in calls for text in call).encode()
         except UnicodeEncodeError as error:
@@ -58,26 +58,26 @@ class ToolParseResult:
         self.calls += calls
 
     def add_problem(self, error: ToolParseError, text: str) -> None:
-        """A call that cannot be read: reported, and kept as text."""
+        """Report a malformed call and keep it as text."""
         self.problems.append(ParseProblem(error.kind, text, error.detail))
         self._text_parts.append(text)
 
     def add_last_problem(self, error: ToolParseError, text: str) -> None:
-        """Report the malformed call at the start of `text`, and do not read the rest: the limit is reached."""
+        """Report the malformed call at the start of `text` and keep all of `text`: the limit is reached."""
         detail = f"{error.detail}; the reply holds {MAX_PROBLEMS} malformed calls, what follows is not read"
         self.add_problem(ToolParseError(error.kind, detail), text)
 
     @property
     def is_at_problem_limit(self) -> bool:
-        """Whether the next malformed call is the last one that is reported."""
+        """Whether the next malformed call is the last one to be reported."""
         return len(self.problems) >= MAX_PROBLEMS - 1
 
     @property
     def content(self) -> str:
-        """What was said beside the calls, without the line breaks that set them off."""
+        """The text beside the calls, without the line breaks that separate them."""
         if not self.calls:
             return "".join(self._text_parts)
-        lines = (piece.strip("\n") for piece in self._text_parts)
+        lines = (part.strip("\n") for part in self._text_parts)
         return "\n".join(line for line in lines if line)
 
 
@@ -85,26 +85,26 @@ ToolParser = Callable[[str, Sequence[ToolSchema]], ToolParseResult]
 
 
 def parse_as_text(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
-    """The format of a model that calls no tools."""
-    reading = ToolParseResult()
-    reading.add_text(text)
-    return reading
+    """Return the whole reply as text, for models that do not call tools."""
+    result = ToolParseResult()
+    result.add_text(text)
+    return result
 
 
 class RawJsonObject(NamedTuple):
-    """An object found in a text: where it ends, and its values as they were written."""
+    """A JSON object inside a text: where it ends, and the source text of its values."""
 
     stop: int
     raw_values: dict[str, str]
 
     def get_text(self, key: str) -> str | None:
-        """The value under `key` if it is a text that is not empty."""
+        """Return the value of `key` if it is a non-empty string."""
         value = _load_json(self.raw_values.get(key, "null"))
         return value if isinstance(value, str) and value else None
 
 
 def _load_json(text: str) -> Any:
-    """A value that was read before; nested as deep as just went, it may not go a few calls further down."""
+    """Parse a value that was parsed before; deeply nested, it may now exceed the recursion limit."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -112,12 +112,13 @@ def _load_json(text: str) -> Any:
 
 
 def skip_whitespace(text: str, position: int) -> int:
+    """Return the position of the next character that is not whitespace."""
     match = WHITESPACE_RE.match(text, position)
     return match.end() if match else position
 
 
 def parse_object(text: str, position: int) -> RawJsonObject:
-    """The object that begins at `at`. Values keep the form the model gave them, spaces and escapes included."""
+    """Parse the object at `position`. Values keep the form that the model wrote, with its whitespace and escapes."""
     try:
         value, stop = _decoder.raw_decode(text, position)
     except (ValueError, RecursionError) as error:
@@ -137,7 +138,7 @@ def parse_object(text: str, position: int) -> RawJsonObject:
 
 
 def parse_call(json_object: RawJsonObject) -> RawToolCall:
-    """An object with a name and arguments, which some models write as text or call parameters."""
+    """Return the call of an object with `name` and `arguments` (or `parameters`)."""
     name = json_object.get_text("name")
     if name is None:
         raise ToolParseError(ParseProblemKind.NO_NAME, "the call has no name")
@@ -146,7 +147,7 @@ def parse_call(json_object: RawJsonObject) -> RawToolCall:
 
 
 def normalize_arguments(raw_arguments: str) -> str:
-    """The text of a table of arguments, unpacked if it was written as a text that holds one."""
+    """Return the JSON object of the arguments; if they are a JSON string, the object inside it."""
     value = _load_json(raw_arguments)
     if isinstance(value, str):
         raw_arguments = value

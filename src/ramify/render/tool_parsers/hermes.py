@@ -1,7 +1,6 @@
 """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-The object is read as JSON before its closing tag is looked for, because an argument may well contain the tag: agents
-write programs about agents.
+The object is parsed as JSON before its closing tag is searched for, because an argument may contain the tag.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
 
 
 def find_block_end(text: str, start: int) -> int:
-    """Where a call that cannot be read ends: behind its closing tag, before the next call, or with the text."""
+    """Return the end of a malformed call: after its closing tag, before the next call, or the end of the text."""
     following = text.find(CALL_START, start + len(CALL_START))
     end = following if following >= 0 else len(text)
     stop = text.find(CALL_STOP, start, end)

@@ -1,7 +1,7 @@
-"""Llama 3: the reply is the call, `{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>`.
+"""Llama 3: the whole reply is the call, `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`.
 
-Nothing sets such a call apart from a reply that happens to be JSON. So only a whole reply is taken for one, only where
-tools were offered, and only if it has a name.
+Such a call looks like any reply in JSON. So a reply is parsed as a call only as a whole, only if tools were offered,
+and only if it has a name.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ CALL_START_RE = re.compile(r'\{\s*"(name|function)"\s*:|\{\s*"type"\s*:\s*"funct
 
 
 def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
-    """The whole reply as calls, or as text."""
-    tagged = text.lstrip().startswith(PYTHON_TAG)
-    start = skip_whitespace(text, text.index(PYTHON_TAG) + len(PYTHON_TAG) if tagged else 0)
-    if not tools or not (tagged or CALL_START_RE.match(text, start)):
+    """Parse the whole reply as calls, or else as text."""
+    has_tag = text.lstrip().startswith(PYTHON_TAG)
+    start = skip_whitespace(text, text.index(PYTHON_TAG) + len(PYTHON_TAG) if has_tag else 0)
+    if not tools or not (has_tag or CALL_START_RE.match(text, start)):
         return parse_as_text(text, tools)
-    reading = ToolParseResult()
+    result = ToolParseResult()
     try:
-        reading.add_calls(*_parse_calls(text, start))
-    except ToolParseError as problem:
-        reading.add_problem(problem, text)
-    return reading
+        result.add_calls(*_parse_calls(text, start))
+    except ToolParseError as error:
+        result.add_problem(error, text)
+    return result
 
 
 def _parse_calls(text: str, position: int) -> list[RawToolCall]:
-    """Calls in a row, set apart by `;` or space."""
+    """Parse consecutive calls, separated by `;` or whitespace."""
     calls: list[RawToolCall] = []
     while position < len(text):
         if text[position] != "{":
             raise ToolParseError(
                 ParseProblemKind.BAD_FORM, f"expected an object, found {text[position : position + 40]!r}"
             )
-        found = parse_object(text, position)
-        calls.append(parse_call(_unwrap_function(found)))
-        position = skip_whitespace(text, found.stop)
+        json_object = parse_object(text, position)
+        calls.append(parse_call(_unwrap_function(json_object)))
+        position = skip_whitespace(text, json_object.stop)
         if text.startswith(";", position):
             position = skip_whitespace(text, position + 1)
     if not calls:
@@ -58,6 +58,6 @@ def _parse_calls(text: str, position: int) -> list[RawToolCall]:
 
 
 def _unwrap_function(json_object: RawJsonObject) -> RawJsonObject:
-    """`{"type": "function", "function": {...}}` is another way to say the inner object."""
+    """Return the inner object of `{"type": "function", "function": {...}}`, or the object itself."""
     inner = json_object.raw_values.get("function", "")
     return parse_object(inner, 0) if inner.startswith("{") else json_object

@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`, later `[TOOL_CALLS]name[ARGS]{...}`."""
+"""Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`; newer: `[TOOL_CALLS]name[ARGS]{...}`."""
 
 from __future__ import annotations
 
@@ -41,16 +41,18 @@ def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
 
 
 def _parse_block(text: str, start: int) -> tuple[list[RawToolCall], int]:
-    at = skip_whitespace(text, start)
-    if text.startswith("[", at) and not text.startswith("[ARGS]", at):
-        return _parse_list(text, at)
-    named = NAMED_CALL_RE.match(text, at)
-    if named is None:
+    position = skip_whitespace(text, start)
+    if text.startswith("[", position) and not text.startswith("[ARGS]", position):
+        return _parse_list(text, position)
+    match = NAMED_CALL_RE.match(text, position)
+    if match is None:
         raise ToolParseError(ParseProblemKind.BAD_FORM, "expected a list of calls, or name[ARGS]{...}")
-    if not named[1]:
+    if not match[1]:
         raise ToolParseError(ParseProblemKind.NO_NAME, "the call has no name")
-    found = parse_object(text, named.end())
-    return [RawToolCall(named[1], normalize_arguments(text[named.end() : found.stop]), named[2])], found.stop
+    json_object = parse_object(text, match.end())
+    return [
+        RawToolCall(match[1], normalize_arguments(text[match.end() : json_object.stop]), match[2])
+    ], json_object.stop
 
 
 def _parse_list(text: str, position: int) -> tuple[list[RawToolCall], int]:
@@ -65,8 +67,8 @@ def _parse_list(text: str, position: int) -> tuple[list[RawToolCall], int]:
             raise ToolParseError(
                 ParseProblemKind.BAD_FORM, f"expected an object, found {text[position : position + 40]!r}"
             )
-        found = parse_object(text, position)
-        calls.append(parse_call(found))
-        position = skip_whitespace(text, found.stop)
+        json_object = parse_object(text, position)
+        calls.append(parse_call(json_object))
+        position = skip_whitespace(text, json_object.stop)
         position = skip_whitespace(text, position + 1) if text.startswith(",", position) else position
     return calls, position + 1

@@ -1,10 +1,10 @@
 """Qwen-coder: `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`.
 
-Values are bare text. A tool's schema says what they mean: text stays as it is, anything else is read as JSON. Without a
-schema a value that is JSON but not a text is taken as such.
+Values are plain text. The tool's schema gives their types: a string is kept unchanged, any other value is parsed as
+JSON. Without a schema, a value is parsed as JSON unless that gives a string.
 
-A value may contain any of the tags, so a tag only closes a block if the text after it fits. Blocks are found with
-`str.find`, each tag once, so that a call is read in linear time whatever the model has written.
+A value may contain any of the tags, so a tag closes a block only if the text after it fits. Blocks are found with
+`str.find`, each tag once, so that a call is parsed in linear time for any text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NamedBlock(NamedTuple):
 
 
 class ClosingTagFinder:
-    """Finds the places `</function> </tool_call>` where calls end, from left to right, each of them once."""
+    """Finds the closing tags `</function> </tool_call>` from left to right, each of them once."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -83,14 +83,14 @@ def _parse_call(
         raise ToolParseError(ParseProblemKind.NO_NAME, "the call has no name")
     types = _parameter_types(block.name, tools)
     arguments: dict[str, Any] = {}
-    at = skip_whitespace(block.body, 0)
-    while (parameter := _parse_parameter(block.body, at)) is not None:
+    position = skip_whitespace(block.body, 0)
+    while (parameter := _parse_parameter(block.body, position)) is not None:
         value = parameter.body.removeprefix("\n").removesuffix("\n")
         arguments[parameter.name] = _parse_value(value, types.get(parameter.name))
-        at = skip_whitespace(block.body, parameter.stop)
-    if at < len(block.body):
-        found = block.body[at : at + 40].rstrip()
-        raise ToolParseError(ParseProblemKind.BAD_ARGUMENTS, f"expected <parameter=name>, found {found!r}")
+        position = skip_whitespace(block.body, parameter.stop)
+    if position < len(block.body):
+        excerpt = block.body[position : position + 40].rstrip()
+        raise ToolParseError(ParseProblemKind.BAD_ARGUMENTS, f"expected <parameter=name>, found {excerpt!r}")
     return RawToolCall(block.name, json.dumps(arguments, ensure_ascii=False)), block.stop
 
 
@@ -99,9 +99,9 @@ def _parse_function(text: str, start: int, closing_tags: ClosingTagFinder) -> Na
     opening = _parse_opening_tag(text, skip_whitespace(text, start + len(CALL_START)), FUNCTION_START)
     if opening is None:
         return None
-    name, inside = opening
-    close = closing_tags.find_after(inside)
-    return None if close is None else NamedBlock(name, text[inside : close[0]], close[1])
+    name, body_start = opening
+    close = closing_tags.find_after(body_start)
+    return None if close is None else NamedBlock(name, text[body_start : close[0]], close[1])
 
 
 def _parse_parameter(body: str, start: int) -> NamedBlock | None:
@@ -109,13 +109,13 @@ def _parse_parameter(body: str, start: int) -> NamedBlock | None:
     opening = _parse_opening_tag(body, start, PARAMETER_START)
     if opening is None or not opening[0]:
         return None
-    name, inside = opening
-    stop = body.find(PARAMETER_STOP, inside)
+    name, body_start = opening
+    stop = body.find(PARAMETER_STOP, body_start)
     while stop >= 0:
-        behind = skip_whitespace(body, stop + len(PARAMETER_STOP))
-        if behind == len(body) or body.startswith(PARAMETER_START, behind):
-            return NamedBlock(name, body[inside:stop], behind)
-        stop = body.find(PARAMETER_STOP, behind)
+        after = skip_whitespace(body, stop + len(PARAMETER_STOP))
+        if after == len(body) or body.startswith(PARAMETER_START, after):
+            return NamedBlock(name, body[body_start:stop], after)
+        stop = body.find(PARAMETER_STOP, after)
     return None
 
 
@@ -129,7 +129,7 @@ def _parse_opening_tag(text: str, start: int, tag: str) -> tuple[str, int] | Non
 
 
 def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
-    """The declared type of each parameter of a tool."""
+    """Return the declared type of each parameter of a tool."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
