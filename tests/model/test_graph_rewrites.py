@@ -1,4 +1,4 @@
-"""Layers are compiled with fewer operators than their code names, and compute the same."""
+"""Graphs are rewritten to call the fused operators, and compute the same."""
 
 import sys
 from functools import partial
@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from ramify.model import graph_rewrites as rewriting
+from ramify.model import graph_rewrites
+from ramify.model.cuda import reference
 from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend
 from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
 from ramify.train.losses import load_loss
@@ -26,53 +27,43 @@ SMALL: dict[str, Any] = {"vocab_size": TOKENS, "hidden_size": 32, "intermediate_
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN3 = Qwen3Config(**SMALL, **HEADS, head_dim=16)
 ones = partial(torch.ones, device=DEVICE)
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
-
-
-def plain(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """What the operator computes, in float32 or more."""
-    exact = x if x.dtype == torch.float64 else x.float()
-    heads = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps) * weight
-    first, second = heads.chunk(2, -1)
-    return (heads * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]).to(x.dtype)
-
-
-def plain_products(
-    x: Tensor, more: Tensor, weight: Tensor, one: Tensor, other: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    both = x + more
-    exact = both if x.dtype == torch.float64 else both.float()
-    norm = (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
-    return both, norm @ one.t(), norm @ other.t(), norm
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def operator() -> Any:
-    """The operator needs Triton; where there is none, the formula stands for it."""
+def operators() -> Any:
+    """Register the fused operators; without Triton the PyTorch reference stands for them."""
     try:
-        import ramify.model.norms
-        import ramify.model.rotary  # noqa: F401
+        import ramify.model.cuda.add_norm
+        import ramify.model.cuda.norm_rotary  # noqa: F401
 
         yield
     except ImportError:
         library = torch.library.Library("ramify", "FRAGMENT")
         library.define("norm_rotate(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> Tensor")
-        library.impl("norm_rotate", plain, "CompositeImplicitAutograd")
+        library.impl("norm_rotate", reference.norm_rotate, "CompositeImplicitAutograd")
         library.define(
-            "add_norm_products(Tensor x, Tensor more, Tensor weight, Tensor one, Tensor other, float eps)"
+            "add_norm_products(Tensor x, Tensor residual, Tensor weight, Tensor gate, Tensor up, float eps)"
             " -> (Tensor, Tensor, Tensor, Tensor)"
         )
-        library.impl("add_norm_products", plain_products, "CompositeImplicitAutograd")
+        library.impl("add_norm_products", reference.add_norm_products, "CompositeImplicitAutograd")
         yield
         library._destroy()
 
 
-def run(config: PretrainedConfig, dtype: torch.dtype, rewritten: list[int] | None) -> list[Tensor]:
-    """What a layer gives, and the gradients of its weights; its graph rewritten if there is a list for how often."""
+def causal_mask(device: torch.device) -> TreeMask:
+    return TreeMask(np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32), device)
 
-    def compiler(graph: fx.GraphModule, _: list[Any]) -> Any:
-        if rewritten is not None:
-            rewritten.append(apply_rewrites(graph, config))
+
+def run_layer(config: PretrainedConfig, dtype: torch.dtype, replacements: list[int] | None) -> list[Tensor]:
+    """Return the output of a layer and the gradients of its weights.
+
+    Its graph is rewritten if `replacements` is given; the number of replacements is appended to it.
+    """
+
+    def backend(graph: fx.GraphModule, _: list[Any]) -> Any:
+        if replacements is not None:
+            replacements.append(apply_rewrites(graph, config))
         return graph.forward
 
     torch.manual_seed(0)
@@ -81,48 +72,48 @@ def run(config: PretrainedConfig, dtype: torch.dtype, rewritten: list[int] | Non
         torch.nn.init.normal_(weight, std=0.3)
     layer = model.model.layers[0]
     torch._dynamo.reset()
-    layer.compile(backend=compiler, dynamic=False)
-    end, position = np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32)
-    tree = TreeMask(end, position, DEVICE)
+    layer.compile(backend=backend, dynamic=False)
     ids = torch.arange(TOKENS, device=DEVICE)[None]
-    found = model.model(input_ids=ids, position_ids=ids, use_cache=False, tree=tree).last_hidden_state
-    found.float().pow(2).sum().backward()
-    return [found, *(weight.grad for weight in layer.parameters())]
+    output = model.model(input_ids=ids, position_ids=ids, use_cache=False, tree_mask=causal_mask(DEVICE))
+    hidden = output.last_hidden_state
+    hidden.float().pow(2).sum().backward()
+    return [hidden, *(weight.grad for weight in layer.parameters())]
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
-    ("config", "often"),
+    ("config", "count"),
     [
-        (QWEN3, 3),  # norm and rotation of queries, and of keys, and the norm in the middle
-        (Qwen3Config(**SMALL, **HEADS, head_dim=24), 1),  # the kernels do not know the width
-        (LlamaConfig(**SMALL, **HEADS), 1),  # does not normalise heads
+        (QWEN3, 3),  # norm and rotation of queries and of keys, and the norm before the MLP
+        (Qwen3Config(**SMALL, **HEADS, head_dim=24), 1),  # the kernels do not support the width
+        (LlamaConfig(**SMALL, **HEADS), 1),  # does not normalize heads
         (LlamaConfig(**SMALL, **HEADS, mlp_bias=True), 0),
     ],
     ids=["qwen3", "width of 24", "llama", "biased"],
 )
-def test_what_is_known_is_replaced_and_gives_the_same(
-    config: PretrainedConfig, often: int, dtype: torch.dtype, near: float
+def test_rewritten_layer_computes_the_same(
+    config: PretrainedConfig, count: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    replaced: list[int] = []
-    for ours, theirs in zip(run(config, dtype, replaced), run(config, dtype, None), strict=True):
-        assert (ours - theirs).norm() <= near * theirs.norm()
-    assert replaced == [often]
+    replacements: list[int] = []
+    rewritten, original = run_layer(config, dtype, replacements), run_layer(config, dtype, None)
+    for actual, expected in zip(rewritten, original, strict=True):
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+    assert replacements == [count]
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """As models write it."""
-    exact = x.to(torch.float32)
-    return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    x_float = x.to(torch.float32)
+    return weight * (x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def written(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    heads = norm(x, weight).transpose(1, 2)
+def norm_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    heads = rms_norm(x, weight).transpose(1, 2)
     return heads * cos + torch.cat((-heads[..., 8:], heads[..., :8]), dim=-1) * sin
 
 
 @pytest.mark.parametrize(
-    ("given", "often"),
+    ("inputs", "count"),
     [
         ({}, 1),
         ({"x": ones(2, TOKENS, 4, 16)}, 0),
@@ -132,150 +123,143 @@ def written(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ({"sin": ones(1, 1, 1, 16)}, 0),
         ({"sin": ones(1, 1, TOKENS, 32)[..., :16]}, 0),
     ],
-    ids=["one row", "two rows", "gaps", "two dtypes", "angles of heads", "one angle", "angles with gaps"],
+    ids=["one row", "two rows", "strided", "two dtypes", "angles per head", "one angle", "strided angles"],
 )
-def test_heads_that_the_operator_does_not_know_are_left(given: dict[str, Tensor], often: int) -> None:
+def test_norm_rotary_is_replaced_only_for_supported_inputs(inputs: dict[str, Tensor], count: int) -> None:
     shapes = {"x": (1, TOKENS, 4, 16), "weight": (16,), "cos": (1, 1, TOKENS, 16), "sin": (1, 1, TOKENS, 16)}
-    assert_replaced(written, shapes, given, often)
+    assert_replaced(norm_rotary, shapes, inputs, count)
 
 
-def middle(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    found = norm(both := x + more, weight)
-    return both, linear(found, gate, None), linear(found, up, None)
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    norm = rms_norm(total := x + residual, weight)
+    return total, linear(norm, gate, None), linear(norm, up, None)
 
 
-def adapted(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+def add_norm_with_adapter(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     """With a third reader of the norm, as adapters have."""
-    found = norm(both := x + more, weight)
-    return both, linear(found, gate, None) + found.sum(), linear(found, up, None)
+    norm = rms_norm(total := x + residual, weight)
+    return total, linear(norm, gate, None) + norm.sum(), linear(norm, up, None)
 
 
-def scaled(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """With a weight that is made where it is used."""
-    found = norm(both := x + more, weight)
-    return both, linear(found, 2 * gate, None), linear(found, up, None)
+def add_norm_scaled(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """With a weight that is computed where it is used."""
+    norm = rms_norm(total := x + residual, weight)
+    return total, linear(norm, 2 * gate, None), linear(norm, up, None)
 
 
-def lifted(x: Tensor, more: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """With a number for a row."""
-    found = norm(both := x + 1.0, weight)
-    return both, linear(found, gate, None), linear(found, up, None)
+def add_norm_of_number(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """With a number instead of a residual."""
+    norm = rms_norm(total := x + 1.0, weight)
+    return total, linear(norm, gate, None), linear(norm, up, None)
 
 
 @pytest.mark.parametrize(
-    ("formula", "given", "often"),
+    ("formula", "inputs", "count"),
     [
-        (middle, {}, 1),
-        (middle, {"x": ones(2, TOKENS, 32), "more": ones(2, TOKENS, 32)}, 0),
-        (middle, {"more": ones(1, 1, 32)}, 0),
-        (middle, {"x": ones(1, TOKENS, 64)[..., :32]}, 0),
-        (middle, {"more": ones(1, TOKENS, 32, dtype=torch.bfloat16)}, 0),
-        (middle, {"weight": ones(TOKENS, 32)}, 0),
-        (adapted, {}, 0),
-        (scaled, {}, 0),
-        (lifted, {}, 0),
-    ],
-    ids=[
-        "one row",
-        "two rows",
-        "one for all",
-        "gaps",
-        "two dtypes",
-        "a weight for each",
-        "read by a third",
-        "a weight made late",
-        "a number",
+        pytest.param(add_norm, {}, 1, id="one row"),
+        pytest.param(add_norm, {"x": ones(2, TOKENS, 32), "residual": ones(2, TOKENS, 32)}, 0, id="two rows"),
+        pytest.param(add_norm, {"residual": ones(1, 1, 32)}, 0, id="broadcast"),
+        pytest.param(add_norm, {"x": ones(1, TOKENS, 64)[..., :32]}, 0, id="strided"),
+        pytest.param(add_norm, {"residual": ones(1, TOKENS, 32, dtype=torch.bfloat16)}, 0, id="two dtypes"),
+        pytest.param(add_norm, {"weight": ones(TOKENS, 32)}, 0, id="a weight per token"),
+        pytest.param(add_norm_with_adapter, {}, 0, id="adapter"),
+        pytest.param(add_norm_scaled, {}, 0, id="computed weight"),
+        pytest.param(add_norm_of_number, {}, 0, id="number"),
     ],
 )
-def test_a_norm_that_the_operator_does_not_know_is_left(formula: Any, given: dict[str, Tensor], often: int) -> None:
-    row = (1, TOKENS, 32)
-    assert_replaced(formula, {"x": row, "more": row, "weight": (32,), "gate": (48, 32), "up": (48, 32)}, given, often)
+def test_add_norm_is_replaced_only_for_supported_inputs(formula: Any, inputs: dict[str, Tensor], count: int) -> None:
+    row, matrix = (1, TOKENS, 32), (48, 32)
+    shapes = {"x": row, "residual": row, "weight": (32,), "gate": matrix, "up": matrix}
+    assert_replaced(formula, shapes, inputs, count)
 
 
-def assert_replaced(formula: Any, shapes: dict[str, tuple[int, ...]], given: dict[str, Tensor], often: int) -> None:
-    """So often in the formula's graph, which computes the same."""
-    replaced: list[int] = []
+def assert_replaced(formula: Any, shapes: dict[str, tuple[int, ...]], inputs: dict[str, Tensor], count: int) -> None:
+    """Assert the number of replacements in the formula's graph, and that it computes the same."""
+    replacements: list[int] = []
 
-    def compiler(graph: fx.GraphModule, _: list[Any]) -> Any:
-        replaced.append(apply_rewrites(graph, QWEN3))
+    def backend(graph: fx.GraphModule, _: list[Any]) -> Any:
+        replacements.append(apply_rewrites(graph, QWEN3))
         return graph.forward
 
-    tensors = {name: ones(shape) for name, shape in shapes.items()} | given
+    tensors = {name: ones(shape) for name, shape in shapes.items()} | inputs
     torch._dynamo.reset()
-    found = torch.compile(formula, backend=compiler, dynamic=False)(**tensors)
-    assert replaced == [often]
-    torch.testing.assert_close(found, formula(**tensors))
+    actual = torch.compile(formula, backend=backend, dynamic=False)(**tensors)
+    assert replacements == [count]
+    torch.testing.assert_close(actual, formula(**tensors))
 
 
 @pytest.mark.parametrize(("device", "tag"), [("cpu", ""), ("cuda:0", KERNEL_SOURCE_HASH)])
-def test_graphs_on_a_gpu_are_rewritten_and_kept_under_the_name_of_the_kernels(
+def test_graphs_on_a_gpu_are_rewritten_and_cached_by_kernel_sources(
     device: str, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "triton" not in sys.modules:
-        for name in ("norms", "rotary"):
-            monkeypatch.setitem(sys.modules, f"ramify.model.{name}", ModuleType(name))
+        for name in ("add_norm", "norm_rotary"):
+            monkeypatch.setitem(sys.modules, f"ramify.model.cuda.{name}", ModuleType(name))
     rewritten: list[fx.GraphModule] = []
-    monkeypatch.setattr(rewriting, "rewrite", lambda graph, _: rewritten.append(graph))
-    monkeypatch.setattr(rewriting, "lookup_backend", lambda _: lambda *_: torch.compiler.config.cache_key_tag)
+    monkeypatch.setattr(graph_rewrites, "apply_rewrites", lambda graph, _: rewritten.append(graph))
+    monkeypatch.setattr(graph_rewrites, "lookup_backend", lambda _: lambda *_: torch.compiler.config.cache_key_tag)
     graph = fx.symbolic_trace(lambda x: x.sin())
     with FakeTensorMode():
-        found: Any = build_compile_backend(QWEN3)(graph, [1, torch.empty(2, device=device)])
-    assert (found, bool(rewritten)) == (tag, device != "cpu")
+        cache_tag: Any = build_compile_backend(QWEN3)(graph, [1, torch.empty(2, device=device)])
+    assert (cache_tag, bool(rewritten)) == (tag, device != "cpu")
 
 
-def test_a_layer_that_is_computed_again_has_room_for_its_kernels(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_recomputed_layer_sets_the_triton_allocator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(QWEN3).save_pretrained(tmp_path)
-    policy = load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"), checkpoint_activations=True)
+    cpu = torch.device("cpu")
+    policy = load_policy(tmp_path, load_loss("dppo"), device=cpu, checkpoint_activations=True)
     ids = torch.arange(TOKENS)[None]
-    tree = TreeMask(np.full(TOKENS, TOKENS, np.int32), np.arange(TOKENS, dtype=np.int32), torch.device("cpu"))
-    found = policy.model.model(input_ids=ids, position_ids=ids, use_cache=False, tree=tree).last_hidden_state
-    made: list[str] = []
-    kernels: Any = ModuleType("kernels")
-    kernels.make_room = lambda: made.append("room")
-    monkeypatch.setitem(sys.modules, "ramify.model.kernels", kernels)
+    output = policy.model.model(input_ids=ids, position_ids=ids, use_cache=False, tree_mask=causal_mask(cpu))
+    calls: list[str] = []
+    kernels: Any = ModuleType("tree_attention")
+    kernels.set_triton_allocator = lambda: calls.append("set")
+    monkeypatch.setitem(sys.modules, "ramify.model.cuda.tree_attention", kernels)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found.sum().backward()
-    assert made == ["room"]
+    output.last_hidden_state.sum().backward()
+    assert calls == ["set"]
 
 
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize(("rows", "width"), [(64, 1024), (4099, 48), (1, 3)])
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_the_norm_in_the_middle_computes_the_formula(rows: int, width: int, dtype: torch.dtype, near: float) -> None:
-    from ramify.model.norms import add_norm_products
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_add_norm_kernel_matches_the_reference(rows: int, width: int, dtype: torch.dtype, tolerance: float) -> None:
+    from ramify.model.cuda.add_norm import add_norm_products
 
     torch.manual_seed(0)
     shapes = (rows, width), (rows, width), (width,), (8, width), (8, width)
-    given = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
     grads = [torch.randn(shape, device="cuda").to(dtype) for shape in ((rows, width), (rows, 8), (rows, 8))]
-    found: list[list[Tensor]] = []
-    for function, kind in ((add_norm_products, dtype), (plain_products, torch.float64)):
-        leaves = [each.to(kind).clone().requires_grad_() for each in given]
-        out: Any = function(*leaves, 1e-6)  # pyright: ignore[reportCallIssue]
-        torch.autograd.backward(out[:3], [grad.to(kind) for grad in grads])
-        found.append([*(each.detach() for each in out[:3]), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
-    for ours, exact in zip(*found, strict=True):
-        assert (ours.double() - exact).norm() <= near * exact.norm()
+    results: list[list[Tensor]] = []
+    for function, kind in ((add_norm_products, dtype), (reference.add_norm_products, torch.float64)):
+        leaves = [tensor.to(kind).clone().requires_grad_() for tensor in inputs]
+        outputs: Any = function(*leaves, 1e-6)  # pyright: ignore[reportCallIssue]
+        torch.autograd.backward(outputs[:3], [grad.to(kind) for grad in grads])
+        results.append(
+            [*(output.detach() for output in outputs[:3]), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        )
+    assert_near(*results, tolerance)
 
 
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(64, 4, 128), (4099, 3, 64), (1, 1, 2)])
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_the_operator_computes_the_formula(
-    tokens: int, heads: int, width: int, dtype: torch.dtype, near: float
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_norm_rotary_kernel_matches_the_reference(
+    tokens: int, heads: int, width: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    from ramify.model.rotary import norm_rotate
+    from ramify.model.cuda.norm_rotary import norm_rotate
 
     torch.manual_seed(0)
     shapes = (tokens, heads, width), (width,), (tokens, width), (tokens, width), (tokens, heads, width)
     x, weight, cos, sin, grad = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    found: list[list[Tensor]] = []
-    for function, kind in ((norm_rotate, dtype), (plain, torch.float64)):
-        leaves = [each.to(kind).requires_grad_() for each in (x.clone(), weight.clone())]
-        out: Any = function(*leaves, cos.to(kind), sin.to(kind), 1e-6)  # pyright: ignore[reportCallIssue]
-        out.backward(grad.to(kind))
-        found.append([out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
-    for ours, exact in zip(*found, strict=True):
-        assert (ours.double() - exact).norm() <= near * exact.norm()
+    results: list[list[Tensor]] = []
+    for function, kind in ((norm_rotate, dtype), (reference.norm_rotate, torch.float64)):
+        leaves = [tensor.to(kind).requires_grad_() for tensor in (x.clone(), weight.clone())]
+        output: Any = function(*leaves, cos.to(kind), sin.to(kind), 1e-6)  # pyright: ignore[reportCallIssue]
+        output.backward(grad.to(kind))
+        results.append([output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert_near(*results, tolerance)
+
+
+def assert_near(actual: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for tensor, expected in zip(actual, exact, strict=True):
+        assert (tensor.double() - expected).norm() <= tolerance * expected.norm()

@@ -19,7 +19,7 @@ SKYLAKE = ["model name\t: Xeon bf16", "flags\t\t: fpu avx2 avx512f avx512bw"]
 def cpu(request, monkeypatch) -> bool:
     """A processor, and whether it multiplies bfloat16."""
     features, able = request.param
-    monkeypatch.setattr(precision, "processor", lambda: features)
+    monkeypatch.setattr(precision, "read_cpu_features", lambda: features)
     return able
 
 
@@ -45,7 +45,7 @@ def test_a_requested_type_is_kept_and_emulation_is_named(cpu):
 
 
 def test_a_model_name_is_not_taken_for_a_feature(monkeypatch):
-    monkeypatch.setattr(precision, "processor", lambda: SKYLAKE)
+    monkeypatch.setattr(precision, "read_cpu_features", lambda: SKYLAKE)
     assert not cpu_has_bfloat16()
 
 

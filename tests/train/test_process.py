@@ -149,9 +149,10 @@ def test_a_recording_replays_forest_and_flat_with_the_same_gradients(model, tmp_
         args = ["--replay", str(recording.directory), *flat, "--trainer.optim.lr", "1e-9"]
         assert main(arguments(model, tmp_path / "out", *args)) == 0
         out = capsys.readouterr().out
-        how, dtype, hello = out.splitlines()[:3]
+        how, dtype, operators, hello = out.splitlines()[:4]
         assert how == ("flat: every branch is computed whole" if flat else "forest: shared prefixes are computed once")
         assert dtype == "dtype: float32 (the default on a CPU)"
+        assert operators == "operators: tree attention in torch"
         assert hello.endswith(f" layout={'flat' if flat else 'forest'}")
         found.append([tuple(map(float, pair)) for pair in re.findall(r"grad_norm=(\S+) .* tokens=(\d+)", out)])
     forest, flat = found

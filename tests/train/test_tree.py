@@ -11,9 +11,10 @@ import torch
 from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from ramify.errors import ModelUnsupported
-from ramify.model.causal_attention import LENGTH_MULTIPLE, MIN_CHAIN_TOKENS, ChainLengths, causal_attention
+from ramify.model.cpu.tree_attention import CpuTreeAttention, split_attention
+from ramify.model.cuda import reference
+from ramify.model.cuda.causal_attention import LENGTH_MULTIPLE, MIN_CHAIN_TOKENS, ChainLengths, causal_attention
 from ramify.model.pack_layout import PackLayout, choose_pack_layout
-from ramify.model.tiles import CpuTreeAttention, split_attention
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_attention
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.trace.forests import Size, group
@@ -43,9 +44,8 @@ def test_tiles_attend_to_what_the_rule_says_forward_and_backward(seed, window):
     torch.manual_seed(seed)
     query = torch.randn(1, 4, len(forest), 8, requires_grad=True)
     key, value = (torch.randn(1, 2, len(forest), 8, requires_grad=True) for _ in range(2))
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=seen(forest, window)
-    )
+    end, position = torch.from_numpy(forest.subtree_end), torch.from_numpy(forest.position_ids)
+    wanted = reference.tree_attention(query, key, value, end, position, window=window)
     grad = torch.randn_like(wanted)
     plan = split_attention(forest.subtree_end, forest.position_ids, window)
     assert any(product.mask is not None for product in plan)
@@ -109,9 +109,8 @@ def test_kernels_attend_to_what_the_rule_says_forward_and_backward(dtype, width,
     blocks = BlockMask.build(forest.subtree_end, forest.position_ids, window, cuda)
     found = block_sparse_attention(query, key, value, blocks, None, window).transpose(1, 2)
     exact = [each.detach().double().requires_grad_() for each in (query, key, value)]
-    seen_pairs = seen(forest, window).to(cuda)
-    repeated = [exact[0], *(each.repeat_interleave(2, 1) for each in exact[1:])]
-    wanted = torch.nn.functional.scaled_dot_product_attention(*repeated, attn_mask=seen_pairs)
+    end, position = torch.from_numpy(forest.subtree_end).to(cuda), torch.from_numpy(forest.position_ids).to(cuda)
+    wanted = reference.tree_attention(*exact, end, position, window=window)
     assert (found - wanted).norm() <= limit * wanted.norm()
     ours = torch.autograd.grad(found, (query, key, value), grad)
     theirs = torch.autograd.grad(wanted, exact, grad.double())
@@ -160,31 +159,31 @@ BIG = """
 import resource
 import numpy as np, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from ramify.model.pack_layout import Layout
-from ramify.model.tree_attention import ATTENTION
-from ramify.trace import Annotation, Message, Sample, Trace, grow
-from ramify.train.losses import find_loss
-from ramify.train.policy import Policy
-from ramify.train.model_inputs import row_of
+from ramify.model.pack_layout import PackLayout
+from ramify.model.tree_attention import ATTENTION_NAME
+from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, build_forest
+from ramify.train.losses import load_loss
+from ramify.train.policy import PolicyModel
+from ramify.train.model_inputs import build_model_inputs
 
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
-model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-policy = Policy(model, Layout.FOREST, find_loss("dppo"))
+model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+policy = PolicyModel(model, PackLayout.FOREST, load_loss("dppo"))
 
 def run(attempts):
     rng, samples = np.random.default_rng(0), []
     prompt = rng.integers(0, 64, 2500)
     for number in range(attempts):
         trace = Trace(id=str(number))
-        trace.add(-1, Message("user"), prompt)
+        trace.add_node(-1, Message("user"), prompt)
         for parent in (0, 1, 1):  # a reply, and two ways to go on
             size = 25 if parent else 500
             ids, logprobs = rng.integers(0, 64, size), [-4.0] * size
-            trace.add(parent, Message("assistant"), ids, sampled=(0, size), logprobs=logprobs)
-        samples.append(Sample(trace, tuple(Annotation(trace.id, node, advantage=1.0) for node in (1, 2, 3))))
-    forest = grow(samples)
-    policy(row_of(forest), forest.counts()).loss.backward()
+            trace.add_node(parent, Message("assistant"), ids, sampled_span=(0, size), logprobs=logprobs)
+        samples.append(AnnotatedTrace(trace, tuple(Annotation(trace.id, node, advantage=1.0) for node in (1, 2, 3))))
+    forest = build_forest(samples)
+    policy(build_model_inputs(forest), forest.count_by_component()).loss.backward()
     return len(forest)
 
 run(2)

@@ -21,6 +21,7 @@ from ramify.infer.cuda_graphs import CudaGraphRunner
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
+from ramify.model.cpu.decoder import ROWS_PER_CHUNK, CompiledDecoderOps
 from ramify.model.fused_model import build_fused_model, build_hf_forward
 from ramify.model.load import ATTENTION_NAME, LoadedModel
 from ramify.model.logprob_check import (
@@ -31,7 +32,6 @@ from ramify.model.logprob_check import (
     compute_reference_logprobs,
     unsupported_error,
 )
-from ramify.model.operators import ROWS_PER_CHUNK, CompiledDecoderOps
 from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 
 MIN_TILE_BLOCKS = 8  # sequences shorter than this many blocks always share a tile

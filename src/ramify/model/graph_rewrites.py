@@ -1,7 +1,8 @@
-"""What layers compute, said to the compiler in fewer words.
+"""FX graph rewrites that replace known formulas by fused operators before compilation.
 
-A layer reaches the compiler as a graph of the operations its code names. Where these are a formula for which there is
-an operator here, the graph is rewritten to call it; a model that writes the formula another way is compiled as it is.
+A layer reaches the compiler as a graph of the operations in its code. Where these are a formula for which
+`ramify.model.cuda` has an operator, the graph is rewritten to call it. A model that writes the formula in another way
+is compiled unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,25 +20,32 @@ from torch.nn import functional as F  # noqa: N812
 CompileBackend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 GraphPattern = Callable[..., Any]
 MatchFilter = Callable[..., bool]
+Rewrite = tuple[GraphPattern, GraphPattern, list[MatchFilter]]  # pattern, replacement, conditions
 
-# Compiled graphs are kept on disk by what they hold, and what an operator does backward is not in them: code that was
-# kept from another version of the kernels would run in place of these
 KERNEL_SOURCE_HASH = sha256(
-    b"".join(Path(__file__).with_name(name).read_bytes() for name in ("kernels.py", "norms.py", "rotary.py"))
+    b"".join(
+        (Path(__file__).parent / "cuda" / name).read_bytes()
+        for name in ("tree_attention.py", "add_norm.py", "norm_rotary.py")
+    )
 ).hexdigest()
+"""Part of the key of the compiler's disk cache. The key covers the graph, but not what its operators do in the backward
+pass: without the hash, code that was cached for another version of the kernels would run."""
 
 
 def build_compile_backend(config: Any) -> CompileBackend:
-    """The compiler of the layers of a model that reads forests. Only graphs on CUDA are rewritten, as only there the
-    operators compute: layers may be on a CPU still when they are told to compile."""
+    """Return the compile backend for the layers of a model that computes forests.
+
+    It rewrites only graphs whose inputs are on CUDA, where the operators exist. The check is made at compile time,
+    because layers may still be on the CPU when the backend is chosen.
+    """
     inductor: Any = lookup_backend("inductor")
     settings: Any = torch.compiler.config
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        if not any(isinstance(each, Tensor) and each.device.type == "cuda" for each in inputs):
+        if not any(isinstance(value, Tensor) and value.device.type == "cuda" for value in inputs):
             return inductor(graph, inputs)
-        import ramify.model.norms
-        import ramify.model.rotary  # noqa: F401 - the operators; needs Triton, which only a torch for CUDA brings
+        import ramify.model.cuda.add_norm
+        import ramify.model.cuda.norm_rotary  # noqa: F401 - the operators; need Triton, which only a torch for CUDA brings
 
         apply_rewrites(graph, config)
         with settings.patch(cache_key_tag=settings.cache_key_tag + KERNEL_SOURCE_HASH):
@@ -47,42 +55,44 @@ def build_compile_backend(config: Any) -> CompileBackend:
 
 
 def apply_rewrites(graph: fx.GraphModule, config: Any) -> int:
-    """Replace what is found in a graph; returns how often."""
-    return sum(len(replace_pattern_with_filters(graph, *formula)) for formula in _iter_rewrites(config))
+    """Replace the known formulas in a graph; returns the number of replacements."""
+    return sum(len(replace_pattern_with_filters(graph, *rewrite)) for rewrite in _iter_rewrites(config))
 
 
-def _iter_rewrites(config: Any) -> Iterator[tuple[GraphPattern, GraphPattern, list[MatchFilter]]]:
-    """As models write them, as they are meant to be computed, and what that is right for."""
+def _iter_rewrites(config: Any) -> Iterator[Rewrite]:
     settings = config.get_text_config()
     eps, width = getattr(settings, "rms_norm_eps", None), getattr(settings, "head_dim", None) or 0
     if eps is None:
         return
     for dtype in (torch.bfloat16, torch.float32):
         yield _add_norm_rewrite(eps, dtype)
-        if width >= 2 and width & (width - 1) == 0:  # the widths the kernels know
+        if width >= 2 and width & (width - 1) == 0:  # the kernels need powers of two
             yield _norm_rotary_rewrite(eps, width // 2, dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    exact = x.to(torch.float32)
-    return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
+    x_float = x.to(torch.float32)
+    return weight * (x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
 
 
-def _add_norm_rewrite(eps: float, dtype: torch.dtype) -> tuple[GraphPattern, GraphPattern, list[MatchFilter]]:
-    """What attention found joins the row; its norm goes through a gate and what the gate lets through."""
+def _add_norm_rewrite(eps: float, dtype: torch.dtype) -> Rewrite:
+    """Residual add, RMSNorm, then the gate and up projections."""
 
     def pattern(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-        both = x + residual
-        norm = _rms_norm(both, weight, eps, dtype)
-        return both, F.linear(norm, gate, None), F.linear(norm, up, None)
+        residual_sum = x + residual
+        norm = _rms_norm(residual_sum, weight, eps, dtype)
+        return residual_sum, F.linear(norm, gate, None), F.linear(norm, up, None)
 
     def replacement(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-        found = torch.ops.ramify.add_norm_products(x.squeeze(0), residual.squeeze(0), weight, gate, up, eps)
-        return found[0].unsqueeze(0), found[1].unsqueeze(0), found[2].unsqueeze(0)
+        outputs = torch.ops.ramify.add_norm_products(x.squeeze(0), residual.squeeze(0), weight, gate, up, eps)
+        return outputs[0].unsqueeze(0), outputs[1].unsqueeze(0), outputs[2].unsqueeze(0)
 
     def matches(match: InternalMatch, *_: fx.Graph) -> bool:
-        """Two rows of one shape, and a weight of their width; no weight that is made behind the sum, where the operator
-        stands."""
+        """Accept two tensors of one shape [1, tokens, width] and a norm weight [width].
+
+        The weights must be inputs of the graph: one that is computed after the sum does not exist yet where the
+        operator is inserted.
+        """
         shapes = _input_shapes(match, dtype)
         return (
             shapes is not None
@@ -95,10 +105,8 @@ def _add_norm_rewrite(eps: float, dtype: torch.dtype) -> tuple[GraphPattern, Gra
     return pattern, replacement, [matches]
 
 
-def _norm_rotary_rewrite(
-    eps: float, half: int, dtype: torch.dtype
-) -> tuple[GraphPattern, GraphPattern, list[MatchFilter]]:
-    """Queries or keys that are normalised by head and then rotated."""
+def _norm_rotary_rewrite(eps: float, half: int, dtype: torch.dtype) -> Rewrite:
+    """RMSNorm of the heads of queries or keys, then the rotary embedding."""
 
     def pattern(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = _rms_norm(x, weight, eps, dtype).transpose(1, 2)
@@ -109,18 +117,18 @@ def _norm_rotary_rewrite(
         return rotated.transpose(0, 1).unsqueeze(0)
 
     def matches(match: InternalMatch, *_: fx.Graph) -> bool:
-        """One row, and one angle for each of its tokens."""
+        """Accept one row, [1, tokens, heads, width], and one angle for each of its tokens."""
         shapes = _input_shapes(match, dtype)
         if shapes is None or len(shapes[0]) != 4 or shapes[0][0] != 1:
             return False
-        turns = (1, 1, shapes[0][1], 2 * half)
-        return shapes[1:] == [(2 * half,), turns, turns]
+        angles = (1, 1, shapes[0][1], 2 * half)
+        return shapes[1:] == [(2 * half,), angles, angles]
 
     return pattern, replacement, [matches]
 
 
 def _input_shapes(match: InternalMatch, dtype: torch.dtype) -> list[tuple[int, ...]] | None:
-    """Of what a formula is given, if those are tensors without gaps and all of one dtype."""
-    given: list[Any] = [getattr(node, "meta", {}).get("example_value") for node in match.placeholder_nodes]
-    even = all(isinstance(each, Tensor) and each.dtype == dtype and each.is_contiguous() for each in given)
-    return [tuple(each.shape) for each in given] if even else None
+    """Return the shapes of a match's inputs if all are contiguous tensors of `dtype`; None otherwise."""
+    inputs: list[Any] = [getattr(node, "meta", {}).get("example_value") for node in match.placeholder_nodes]
+    supported = all(isinstance(value, Tensor) and value.dtype == dtype and value.is_contiguous() for value in inputs)
+    return [tuple(value.shape) for value in inputs] if supported else None

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ramify.model.native import CLibraryUnavailable, read_cpu_features
-from ramify.model.operators import DecoderSizes, DecoderWeights, build_compiled_ops
-from ramify.model.streamed import build_small_gemm_ops
+from ramify.model.cpu import CLibraryUnavailable, build_cpu_ops
+from ramify.model.cpu.c_library import read_cpu_features
+from ramify.model.decoder_ops import DecoderSizes, DecoderWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them: the first two on x86-64, the last on Arm
@@ -62,17 +62,13 @@ def describe_cpu() -> dict[str, str]:
     """Describe for `ramify doctor` what a checkpoint in bfloat16 is computed in here, and which operators are in C."""
     torch.set_num_threads(1)  # the float32 operators are written for one thread
     choice = choose_dtype("auto", torch.bfloat16, torch.device("cpu"))
-    return {
-        "dtype": str(choice),
-        "float32": _describe_ops(build_compiled_ops, torch.float32),
-        "bfloat16": _describe_ops(build_small_gemm_ops, torch.bfloat16),
-    }
+    return {"dtype": str(choice)} | {name: _describe_ops(dtype) for name, dtype in DTYPES.items()}
 
 
-def _describe_ops(build: Any, dtype: torch.dtype) -> str:
+def _describe_ops(dtype: torch.dtype) -> str:
     """Build the operators for a minimal model and return their name, or the reason why there are none."""
     number = torch.ones(1, dtype=dtype)
     try:
-        return build(PROBE_SIZES, DecoderWeights(number, number, number, number, None, [])).note
+        return build_cpu_ops(PROBE_SIZES, DecoderWeights(number, number, number, number, None, [])).description
     except CLibraryUnavailable as reason:
         return f"torch ({reason})"

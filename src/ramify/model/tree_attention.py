@@ -1,10 +1,14 @@
 """Attention over a forest, as one function that any Hugging Face model can call.
 
 **Query q sees key k iff k <= q < end[k]**; a sliding window adds `position[q] - position[k] < window`. One number per
-token is the whole mask, so nothing of size [tokens, tokens] is needed: on CUDA it becomes lists of the blocks that see
-each other, made from the smallest and the largest `end` of each, once per row and shared by all layers
-(`ramify.model.kernels` computes by them); on a CPU it becomes tiles (`ramify.model.tiles`). A row that is nothing but
-long chains needs no tree, and on CUDA has a faster kernel (`ramify.model.causal_attention`).
+token is the whole mask, so nothing of size [tokens, tokens] is needed. `TreeMask` holds it in the form that the device
+needs, built once per pack and shared by all layers:
+
+    CPU                       partial attentions         ramify.model.cpu.tree_attention
+    CUDA                      lists of visible blocks    ramify.model.cuda.tree_attention
+    CUDA, only long chains    lengths of the chains      ramify.model.cuda.causal_attention
+
+`ramify.model.cuda.reference` computes the rule in plain PyTorch.
 """
 
 from typing import Any, NamedTuple
@@ -15,21 +19,19 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import AttentionInterface
 
-from ramify.errors import ModelUnsupported
-from ramify.model.causal_attention import ChainLengths, causal_attention
+from ramify.model.cpu.tree_attention import CpuTreeAttention, PartialAttention, split_attention
+from ramify.model.cuda.causal_attention import ChainLengths, causal_attention
 from ramify.model.device_copy import copy_to_device
-from ramify.model.paged_attention import reject_custom_masks
-from ramify.model.tiles import CpuTreeAttention, PartialAttention, split_attention
+from ramify.model.paged_attention import reject_custom_masks, unsupported_attention
 from ramify.trace.columns import Int32Array
 
 ATTENTION_NAME = "ramify_tree"
-BLOCK_SIZE = 64  # tokens; small, because branches begin and end anywhere and leave the blocks around partly empty
-
-LONG_LIST_FACTOR = 4  # times as many blocks as the mean of a row make a list very long
+BLOCK_SIZE = 64  # tokens; small, because branches begin and end anywhere, which leaves blocks partly visible
+LONG_LIST_FACTOR = 4  # a list is very long if it has this many times the mean number of blocks
 
 
 class TreeMask:
-    """Who sees whom in one row, in the form its device computes it; made for each window once."""
+    """Which tokens of a pack see which, in the form that the device needs, for each sliding window of the model."""
 
     def __init__(
         self,
@@ -45,62 +47,69 @@ class TreeMask:
         self.partial_attentions: dict[int, list[PartialAttention]] = {}
         for window in sliding_windows:
             if device.type == "cpu":
-                reach = window if window and depth.max(initial=0) >= window else 0
-                self.partial_attentions[window] = split_attention(end, depth, reach)
+                effective_window = window if window and depth.max(initial=0) >= window else 0
+                self.partial_attentions[window] = split_attention(end, depth, effective_window)
             elif self.chain_lengths is None:
                 self.block_masks[window] = BlockMask.build(end, depth, window, device)
 
 
+def describe_tree_attention(device: torch.device) -> str:
+    """Name the implementation of tree attention on `device`, for the log line at the start."""
+    if device.type == "cpu":
+        return "tree attention in torch"
+    return "tree attention in Triton, cuDNN for long chains"
+
+
 def get_sliding_windows(config: Any) -> frozenset[int]:
-    """The sliding windows that layers of a model may ask for, 0 for attention without one."""
+    """Return the sliding windows that layers of a model may request; 0 is attention without one."""
     return frozenset({0, getattr(config.get_text_config(), "sliding_window", None) or 0})
 
 
 class BlockMask(NamedTuple):
-    """Who sees whom in a row that is padded to a multiple of `BLOCK`, as the kernels of a GPU read it."""
+    """The visible blocks of a pack that is padded to a multiple of `BLOCK_SIZE`, as the Triton kernels read them."""
 
     end: Tensor  # [tokens]
     position: Tensor  # [tokens], for windows
-    kv_lists: (
-        Tensor  # [blocks, 3 + blocks]: a block of queries, how many blocks of keys it sees wholly, in all, and which
-    )
-    q_lists: Tensor  # a block of keys, and in the same way the blocks of queries that see it
+    kv_lists: Tensor  # [blocks, 3 + blocks]: query block, number of fully visible and of all visible key blocks, these
+    q_lists: Tensor  # the same for key blocks and the query blocks that see them
 
     @classmethod
     def build(cls, end: Int32Array, position: Int32Array, window: int, device: torch.device) -> "BlockMask":
-        """Made on the device, from the smallest and largest `end` of each block, not from pairs of tokens."""
+        """Build the lists on the device, from the smallest and largest `end` of each block, not from token pairs."""
         count = len(end) // BLOCK_SIZE
         if count * BLOCK_SIZE != len(end):
-            raise ValueError(f"a row of {len(end)} tokens is not padded to a multiple of {BLOCK_SIZE}")
-        number, ends = np.arange(count), end.reshape(count, BLOCK_SIZE)
-        since = [number + 1, number]  # the first block of queries that sees a block of keys: wholly, at all
-        until = [ends.min(1) // BLOCK_SIZE, -(-ends.max(1) // BLOCK_SIZE)]  # the first behind it that does not
-        seeing = number + 1 - np.cumsum(np.bincount(until[1], minlength=count + 1))[:count]  # keys a block of queries
-        order = np.stack([_launch_order(seeing), _launch_order(until[1] - number)])
-        columns = [np.asarray(each, np.int32) for each in (end, position, number, since, until)]
-        row_end, row_position, block, first, last, ordered = copy_to_device([*columns, order], device)
-        query = block[:, None]
-        seen = (first[:, None] <= query) & (query < last[:, None])  # [wholly or at all, query block, key block]
+            raise ValueError(f"a pack of {len(end)} tokens is not padded to a multiple of {BLOCK_SIZE}")
+        block, ends = np.arange(count), end.reshape(count, BLOCK_SIZE)
+        first_query_block = [block + 1, block]  # for each key block: the first that sees all of it, that sees any of it
+        end_query_block = [ends.min(1) // BLOCK_SIZE, -(-ends.max(1) // BLOCK_SIZE)]  # the first after those
+        keys_per_query_block = block + 1 - np.cumsum(np.bincount(end_query_block[1], minlength=count + 1))[:count]
+        order = np.stack([_launch_order(keys_per_query_block), _launch_order(end_query_block[1] - block)])
+        arrays = [np.asarray(array, np.int32) for array in (end, position, block, first_query_block, end_query_block)]
+        device_end, device_position, block_index, first, last, device_order = copy_to_device([*arrays, order], device)
+        query_block = block_index[:, None]
+        # [fully or partly visible, query block, key block]
+        visible = (first[:, None] <= query_block) & (query_block < last[:, None])
         if window:
-            places = row_position.view(count, BLOCK_SIZE)
-            near, far = places.amin(1), places.amax(1)
-            seen &= torch.stack([far[:, None] - near, near[:, None] - far]) < window
-        return cls(row_end, row_position, *_build_block_lists(seen, block, ordered))
+            block_positions = device_position.view(count, BLOCK_SIZE)
+            min_position, max_position = block_positions.amin(1), block_positions.amax(1)
+            farthest, nearest = max_position[:, None] - min_position, min_position[:, None] - max_position
+            visible &= torch.stack([farthest, nearest]) < window
+        return cls(device_end, device_position, *_build_block_lists(visible, block_index, device_order))
 
 
 def _launch_order(lengths: np.ndarray) -> np.ndarray:
-    """Of lists: as they are, in which neighbours read the same memory, but the very long ones, which must begin early,
-    come first. Windows are not counted: with one the order is a guess."""
+    """Order block lists for launch: very long ones first, so that they do not finish last; the rest in place, so that
+    neighbours share memory reads. Windows are not considered: with one the order is a guess."""
     return np.argsort(lengths <= LONG_LIST_FACTOR * lengths.mean(), kind="stable")
 
 
 def _build_block_lists(visible: Tensor, block_index: Tensor, order: Tensor) -> Tensor:
-    """Both kinds of lists: of each block its number, how many it sees wholly, how many in all, and which; and of each
-    how it is seen."""
-    both = torch.stack([visible, visible.transpose(1, 2)])
-    which = both.sum(1, dtype=torch.uint8).argsort(dim=2, descending=True, stable=True)
-    counts = both.sum(3, dtype=torch.int32)
-    lists = torch.cat([torch.cat([block_index.expand(2, 1, -1), counts], 1).transpose(1, 2), which.int()], 2)
+    """Return both kinds of lists, [2, blocks, 3 + blocks]; `visible` is [fully or partly, query blocks, key blocks]."""
+    both_directions = torch.stack([visible, visible.transpose(1, 2)])
+    blocks = both_directions.sum(1, dtype=torch.uint8).argsort(dim=2, descending=True, stable=True)
+    counts = both_directions.sum(3, dtype=torch.int32)
+    header = torch.cat([block_index.expand(2, 1, -1), counts], 1).transpose(1, 2)
+    lists = torch.cat([header, blocks.int()], 2)
     return lists.gather(1, order[..., None].expand_as(lists))
 
 
@@ -112,40 +121,41 @@ def tree_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    tree: TreeMask | None = None,
+    tree_mask: TreeMask | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every attention layer; `tree` is what was passed to the model's forward."""
-    if tree is None:
-        raise ModelUnsupported(f"{type(module).__name__} did not pass the tree on to its attention function")
+    """Compute attention; transformers calls this in every layer, with the `tree_mask` that the model's forward got."""
+    if tree_mask is None:
+        raise unsupported_attention(module, "did not pass the tree mask on to its attention function")
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ModelUnsupported(f"{type(module).__name__} uses {name}, which the tree attention does not know")
+            raise unsupported_attention(module, f"uses {name}, which tree attention does not support")
     reject_custom_masks(module, attention_mask)
     if dropout:
-        raise ModelUnsupported(f"{type(module).__name__} drops attention out, which the tree attention does not do")
-    if tree.has_windows and "sliding_window" not in kwargs:
-        raise ModelUnsupported(f"{type(module).__name__} does not tell its attention function about its sliding window")
+        raise unsupported_attention(module, "uses attention dropout, which tree attention does not support")
+    if tree_mask.has_windows and "sliding_window" not in kwargs:
+        raise unsupported_attention(module, "does not pass its sliding window on to its attention function")
     window = kwargs.get("sliding_window") or 0
     if query.device.type == "cpu":
-        out: Any = CpuTreeAttention.apply(query, key, value, tree.partial_attentions[window], scaling)
-    elif tree.chain_lengths is not None:
-        out = causal_attention(query, key, value, tree.chain_lengths, scaling)
+        out: Any = CpuTreeAttention.apply(query, key, value, tree_mask.partial_attentions[window], scaling)
+    elif tree_mask.chain_lengths is not None:
+        out = causal_attention(query, key, value, tree_mask.chain_lengths, scaling)
     else:
-        return block_sparse_attention(query, key, value, tree.block_masks[window], scaling, window), None
+        return block_sparse_attention(query, key, value, tree_mask.block_masks[window], scaling, window), None
     return out.transpose(1, 2), None
 
 
 def block_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scaling: float | None, window: int
 ) -> Tensor:
-    """[1, tokens, heads, head_dim], through the kernels, which know widths that are powers of two."""
-    from ramify.model.kernels import tree_attention_op  # needs Triton, which only a torch for CUDA brings
+    """Return the attention by the Triton kernels, [1, tokens, heads, head_dim]. They need widths of powers of two."""
+    from ramify.model.cuda.tree_attention import tree_attention_op  # needs Triton, which only a torch for CUDA brings
 
     width = query.shape[-1]
-    more = max(16, 1 << (width - 1).bit_length()) - width
-    rows = [F.pad(each.squeeze(0).transpose(0, 1), (0, more)).contiguous() for each in (query, key, value)]
-    out, _ = tree_attention_op(*rows, *block_mask, width**-0.5 if scaling is None else scaling, window)  # pyright: ignore[reportCallIssue]
+    padding = max(16, 1 << (width - 1).bit_length()) - width
+    inputs = [F.pad(tensor.squeeze(0).transpose(0, 1), (0, padding)).contiguous() for tensor in (query, key, value)]
+    scale = width**-0.5 if scaling is None else scaling
+    out, _ = tree_attention_op(*inputs, *block_mask, scale, window)  # pyright: ignore[reportCallIssue]
     return out[..., :width].unsqueeze(0)
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from ramify.model.pack_layout import describe_pack_layout
+from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
+from ramify.model.tree_attention import describe_tree_attention
 from ramify.train.batch import PackSpec
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
@@ -44,6 +45,8 @@ def build_trainer(
     )
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
     log(f"dtype: {choice}")
+    uses_tree_attention = policy.layout is PackLayout.FOREST
+    log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'those of the model'}")
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)
         policy.to(ranks.device if ranks.world_size == 1 else CPU)

@@ -73,7 +73,7 @@ class PolicyModel(nn.Module):
                 f"longrope turns all tokens of a row by other angles where one stands at {self.max_positions} or beyond"
             )
             raise ModelUnsupported(f"{said}; lower seq_len")
-        more = {} if inputs.tree_mask is None else {"tree": inputs.tree_mask}
+        more = {} if inputs.tree_mask is None else {"tree_mask": inputs.tree_mask}
         if more and inputs.input_ids.is_cuda:
             _set_triton_allocator()
         found = self.model.get_decoder()(
@@ -166,7 +166,9 @@ def _recompute_context() -> Iterator[None]:
 
 def _set_triton_allocator() -> None:
     """For the kernels that are launched from here: code compiled by torch 2.13 makes it only where it ran first."""
-    from ramify.model.kernels import set_triton_allocator  # needs Triton, which only a torch for CUDA brings
+    from ramify.model.cuda.tree_attention import (
+        set_triton_allocator,  # needs Triton, which only a torch for CUDA brings
+    )
 
     set_triton_allocator()
 

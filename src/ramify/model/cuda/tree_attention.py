@@ -1,0 +1,265 @@
+"""Tree attention on CUDA: Triton kernels that visit only the blocks in which something is visible.
+
+For each block of queries a list names the blocks of keys that it sees, and for each block of keys a list names the
+blocks of queries that see it (`ramify.model.tree_attention.BlockMask`). Fully visible blocks come first in a list and
+need no mask. In the forward pass a program owns a block of queries and loops over keys. The backward pass runs two
+kernels, one that owns queries and one that owns keys: no two programs add to the same memory, so gradients are
+bitwise reproducible. Very long lists come first, so that programs that start late have little to do.
+
+Tensors are contiguous [tokens, heads, width]; scores are in base 2. Lists are read one iteration ahead, so that the
+address of the next load is known early. Where it pays, loads in loops go through the chip's tensor copy engine, which
+takes the corner of a block instead of one address per thread (`_block_descriptor`); on chips without one, Triton
+emulates it.
+
+The running maximum of a row is an integer, so that changing it only shifts exponents: weights are rounded to bfloat16
+in the same way whatever came before, and a path gets the same result wherever it is in a pack.
+"""
+# ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports] - comes with a torch for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# The score of a masked pair: finite, so that a fully masked row is not NaN yet, and a power of two, so that it stays
+# exact when it is scaled and the largest score of such a row minus itself is 0.
+MASKED_SCORE = tl.constexpr(-(2.0**100))
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _block_offset(block, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the offset of the first element of a head in a block."""
+    return block.to(tl.int64) * (BLOCK * HEADS * D) + head * D
+
+
+@triton.jit
+def _element_offsets(HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the offsets of all elements of a head in a block, relative to the first."""
+    return tl.arange(0, BLOCK)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def _block_descriptor(X, tokens, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a tensor descriptor that loads a block of a head by the coordinates of its first element."""
+    return tl.make_tensor_descriptor(X, [tokens, HEADS * D], [HEADS * D, 1], [BLOCK, D])
+
+
+@triton.jit
+def _mask_scores(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
+    """Mask the invisible pairs; queries and keys are a column and a row, or a row and a column."""
+    visible = (keys <= queries) & (queries < tl.load(END + keys))
+    if WINDOW:
+        visible &= tl.load(POSITION + queries) - tl.load(POSITION + keys) < WINDOW
+    return tl.where(visible, scores, MASKED_SCORE)
+
+
+@triton.jit
+def _forward(
+    Q, K, V, END, POSITION, BLOCK_LISTS, OUT, LSE, tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, list_ptr = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    block, num_full, num_blocks = tl.load(list_ptr), tl.load(list_ptr + 1), tl.load(list_ptr + 2)
+    kv_head = head // (HEADS // KV_HEADS)
+    queries = block * BLOCK + tl.arange(0, BLOCK)
+    own_offsets = _block_offset(block, head, HEADS, D, BLOCK) + _element_offsets(HEADS, D, BLOCK)
+    q = tl.load(Q + own_offsets)
+    k_blocks = _block_descriptor(K, tokens, KV_HEADS, D, BLOCK)
+    v_blocks = _block_descriptor(V, tokens, KV_HEADS, D, BLOCK)
+    acc = tl.zeros([BLOCK, D], tl.float32)
+    row_max = tl.full([BLOCK], MASKED_SCORE, tl.float32)
+    row_sum = tl.zeros([BLOCK], tl.float32)
+    for needs_mask in tl.static_range(2):
+        first, last = (num_full, num_blocks) if needs_mask else (0, num_full)
+        next_block = tl.load(list_ptr + 3 + first)
+        for index in range(first, last):
+            key_block, next_block = next_block, tl.load(list_ptr + 3 + tl.minimum(index + 1, num_blocks - 1))
+            k = k_blocks.load([key_block * BLOCK, kv_head * D])
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if needs_mask:
+                keys = key_block * BLOCK + tl.arange(0, BLOCK)
+                scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
+            new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
+            rescale = tl.exp2(row_max - new_max)
+            weight = tl.exp2(scores * (SCALE * LOG2E) - new_max[:, None])
+            row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
+            v = v_blocks.load([key_block * BLOCK, kv_head * D])
+            acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    tl.store(OUT + own_offsets, (acc / row_sum[:, None]).to(OUT.dtype.element_ty))
+    tl.store(LSE + head * tokens + queries, row_max + tl.log2(row_sum))
+
+
+@triton.jit
+def _backward_queries(
+    Q, K, V, END, POSITION, BLOCK_LISTS, OUT, GRAD, LSE, DELTA, D_Q, tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, list_ptr = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    block, num_full, num_blocks = tl.load(list_ptr), tl.load(list_ptr + 1), tl.load(list_ptr + 2)
+    kv_head = head // (HEADS // KV_HEADS)
+    queries = block * BLOCK + tl.arange(0, BLOCK)
+    own_offsets = _block_offset(block, head, HEADS, D, BLOCK) + _element_offsets(HEADS, D, BLOCK)
+    kv_offsets = _element_offsets(KV_HEADS, D, BLOCK)
+    q, grad = tl.load(Q + own_offsets), tl.load(GRAD + own_offsets)
+    lse = tl.load(LSE + head * tokens + queries)
+    delta = tl.sum(tl.load(OUT + own_offsets).to(tl.float32) * grad, 1)
+    tl.store(DELTA + head * tokens + queries, delta)
+    d_q = tl.zeros([BLOCK, D], tl.float32)
+    for needs_mask in tl.static_range(2):
+        first, last = (num_full, num_blocks) if needs_mask else (0, num_full)
+        next_block = tl.load(list_ptr + 3 + first)
+        for index in range(first, last):
+            key_block, next_block = next_block, tl.load(list_ptr + 3 + tl.minimum(index + 1, num_blocks - 1))
+            key_offset = _block_offset(key_block, kv_head, KV_HEADS, D, BLOCK)
+            k = tl.load(K + key_offset + kv_offsets)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)
+            if needs_mask:
+                keys = key_block * BLOCK + tl.arange(0, BLOCK)
+                scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
+            d_weight = tl.dot(grad, tl.trans(tl.load(V + key_offset + kv_offsets)), input_precision=PRECISION)
+            d_scores = tl.exp2(scores - lse[:, None]) * (d_weight - delta[:, None])
+            d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision=PRECISION)
+    tl.store(D_Q + own_offsets, (d_q * SCALE).to(D_Q.dtype.element_ty))
+
+
+@triton.jit
+def _backward_keys(
+    Q, K, V, END, POSITION, BLOCK_LISTS, GRAD, LSE, DELTA, D_K, D_V, tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    kv_head, list_ptr = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
+    block, num_full, num_blocks = tl.load(list_ptr), tl.load(list_ptr + 1), tl.load(list_ptr + 2)
+    keys = block * BLOCK + tl.arange(0, BLOCK)
+    own_offsets = _block_offset(block, kv_head, KV_HEADS, D, BLOCK) + _element_offsets(KV_HEADS, D, BLOCK)
+    k, v = tl.load(K + own_offsets), tl.load(V + own_offsets)
+    q_blocks = _block_descriptor(Q, tokens, HEADS, D, BLOCK)
+    grad_blocks = _block_descriptor(GRAD, tokens, HEADS, D, BLOCK)
+    d_k = tl.zeros([BLOCK, D], tl.float32)
+    d_v = tl.zeros([BLOCK, D], tl.float32)
+    for needs_mask in tl.static_range(2):
+        first, last = (num_full, num_blocks) if needs_mask else (0, num_full)
+        index, next_block = first, tl.load(list_ptr + 3 + first)
+        next_head = kv_head * (HEADS // KV_HEADS)
+        for _ in range((last - first) * (HEADS // KV_HEADS)):  # the list, once for each head that shares the keys
+            query_block, head = next_block, next_head
+            at_list_end = index + 1 == last
+            index = tl.where(at_list_end, first, index + 1)
+            next_head += at_list_end.to(tl.int32)
+            next_block = tl.load(list_ptr + 3 + index)
+            queries = query_block * BLOCK + tl.arange(0, BLOCK)
+            q = q_blocks.load([query_block * BLOCK, head * D])
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)
+            if needs_mask:
+                scores = _mask_scores(scores, END, POSITION, queries[None, :], keys[:, None], WINDOW)
+            weight = tl.exp2(scores - tl.load(LSE + head * tokens + queries)[None, :])
+            grad = grad_blocks.load([query_block * BLOCK, head * D])
+            d_v = tl.dot(weight.to(grad.dtype), grad, d_v, input_precision=PRECISION)
+            d_weight = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            d_scores = weight * (d_weight - tl.load(DELTA + head * tokens + queries)[None, :])
+            d_k = tl.dot(d_scores.to(q.dtype), q, d_k, input_precision=PRECISION)
+    tl.store(D_K + own_offsets, (d_k * SCALE).to(D_K.dtype.element_ty))
+    tl.store(D_V + own_offsets, d_v.to(D_V.dtype.element_ty))
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+@triton_op("ramify::tree_attention", mutates_args={})
+def tree_attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    end: Tensor,
+    position: Tensor,
+    kv_lists: Tensor,
+    q_lists: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output, [tokens, heads, width], and the base-2 log-sum-exp of scores, [heads, tokens]."""
+    tokens, heads = query.shape[:2]
+    out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
+    constexprs = _constexpr_args(query, key, kv_lists, scale, window, stages=1)
+    set_triton_allocator()
+    inputs = query, key, value, end, position
+    wrap_triton(_forward)[(heads, len(kv_lists))](*inputs, kv_lists, out, lse, tokens, **constexprs)
+    return out, lse
+
+
+@triton_op("ramify::tree_attention_backward", mutates_args={})
+def _tree_attention_backward_op(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    end: Tensor,
+    position: Tensor,
+    kv_lists: Tensor,
+    q_lists: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads = query.shape[:2]
+    d_query, d_key, d_value, delta = (torch.empty_like(tensor) for tensor in (query, key, value, lse))
+    constexprs = _constexpr_args(query, key, kv_lists, scale, window, stages=2 if query.element_size() == 2 else 1)
+    set_triton_allocator()
+    inputs, saved = (query, key, value, end, position), (grad, lse, delta)
+    wrap_triton(_backward_queries)[(heads, len(kv_lists))](
+        *inputs, kv_lists, out, *saved, d_query, tokens, **constexprs
+    )
+    wrap_triton(_backward_keys)[(key.shape[1], len(q_lists))](
+        *inputs, q_lists, *saved, d_key, d_value, tokens, **constexprs
+    )
+    return d_query, d_key, d_value
+
+
+def _constexpr_args(
+    query: Tensor, key: Tensor, kv_lists: Tensor, scale: float, window: int, stages: int
+) -> dict[str, Any]:
+    """Return the arguments that the kernels are compiled for."""
+    return {
+        "HEADS": query.shape[1],
+        "KV_HEADS": key.shape[1],
+        "D": query.shape[2],
+        "BLOCK": query.shape[0] // len(kv_lists),
+        "WINDOW": window,
+        "SCALE": scale,
+        "PRECISION": "ieee",  # of float32; the products of bfloat16 are exact
+        "num_warps": 4 if query.element_size() == 2 else 8,
+        "num_stages": stages,  # with one, more programs run at once
+    }
+
+
+def set_triton_allocator() -> None:
+    """Set Triton's allocator for tensor descriptors. It is local to the thread and context, so every caller sets it."""
+    triton.set_allocator(_allocate)
+
+
+def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+
+
+def _autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    arguments = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window
+    grads = _tree_attention_backward_op(*arguments)  # pyright: ignore[reportCallIssue]
+    return *grads, None, None, None, None, None, None
+
+
+tree_attention_op.register_autograd(_autograd_backward, setup_context=_setup_context)
