@@ -58,7 +58,7 @@ def turn_of(turns: Sequence[SyntheticTurn], index: int) -> Turn:
         call=ModelCall(
             f"call-{index}", "policy", "policy", {"temperature": 1.0}, "stop", Usage(len(ids), MESSAGE_TOKENS)
         ),
-        prompt=ids,
+        prompt_ids=ids,
         spans=spans,
         reply=Message("assistant", turns[index].reply),
         reply_ids=np.array(turns[index].sampled, np.int32),

@@ -80,7 +80,7 @@ def test_a_request_with_an_unknown_key_is_refused(shared):
     runner, _, client = shared
     asked = {"start": 0, "count": 1, "shuffled": True}
     with pytest.raises(RequestInvalid, match="shuffled"):
-        runner.run(client._client.call("tasks", WireMessage.encode(asked), deadline=30.0))
+        runner.run(client._client.call("tasks", WireMessage.encode(asked), timeout=30.0))
 
 
 def test_a_group_is_scored_together(shared):

@@ -112,7 +112,7 @@ def test_conversations_only_grow(turns, offer):
         reply = Message("assistant", "", tool_calls=(call,)) if offer else Message("assistant", f"[{said}]")
         answer = Message("tool", heard, tool_call_id="1") if offer else Message("user", heard)
         whole = RENDERER.render([*messages, reply], tools, add_generation_prompt=False)
-        start, stop = whole.spans[-1].body
+        start, stop = whole.spans[-1].content_span
         sampled = whole.token_ids[start : stop + 1]
         parsed = RENDERER.parse(sampled, prompt)
         assert not parsed.problems

@@ -70,7 +70,7 @@ def test_a_tool_turn_is_bridged_and_equals_the_full_render(name: str):
     assert following.num_reused == len(history.token_ids)
     assert following.token_ids[: following.num_reused].tolist() == history.token_ids.tolist()
     (span,) = following.spans
-    assert 0 < span.body[0] < span.body[1] <= span.stop < len(following.new_token_ids)
+    assert 0 < span.content_span[0] < span.content_span[1] <= span.stop < len(following.new_token_ids)
     full = render.render(following.messages, TOOLS)
     assert following.token_ids.tolist() == full.token_ids.tolist()
 
@@ -93,7 +93,7 @@ def test_spans_partition_what_a_family_renders(name: str):
     prompt = renderer(name).render(messages, TOOLS)
     before = 0
     for span in prompt.spans:
-        assert before <= span.body[0] <= span.body[1] <= span.stop
+        assert before <= span.content_span[0] <= span.content_span[1] <= span.stop
         before = span.stop
     assert 0 < before < len(prompt.token_ids) or len(prompt.generation_prompt_ids) == 0
     assert [span.message for span in prompt.spans] == messages

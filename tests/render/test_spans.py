@@ -20,7 +20,7 @@ def check_partition(prompt: RenderedPrompt, messages: list[Message]) -> None:
     assert [span.message for span in prompt.spans] == messages
     before = 0
     for span in prompt.spans:
-        low, high = span.body
+        low, high = span.content_span
         assert before <= low <= high <= span.stop <= len(prompt.new_token_ids)
         before = span.stop
 
@@ -37,7 +37,7 @@ def test_spans_partition_the_prompt_and_bodies_are_what_is_said(model: Model, da
     for span in prompt.spans:
         if span.message.role == "system" and model.name in MOVES_SYSTEM:
             continue
-        body = oracle.decode(prompt.token_ids[slice(*span.body)])
+        body = oracle.decode(prompt.token_ids[slice(*span.content_span)])
         assert span.message.text.strip() in body
         if span.message.role != "assistant" and not model.spaces and model.name != "mistral-v3":
             assert body.strip() == span.message.text.strip()
@@ -75,7 +75,7 @@ def test_spans_of_a_bridge_start_behind_the_history():
     )
     following = render.bridge(prompt.with_reply(sampled, parsed), [first, second])
     check_partition(following, [first, second])
-    texts = [oracle.decode(following.new_token_ids[slice(*span.body)]) for span in following.spans]
+    texts = [oracle.decode(following.new_token_ids[slice(*span.content_span)]) for span in following.spans]
     assert texts == ["one", "two"]
     stops = [oracle.decode(following.new_token_ids[: span.stop]) for span in following.spans]
     assert stops[0] == "\n<|im_start|>user\n<tool_response>\none\n</tool_response>"
@@ -89,7 +89,7 @@ def test_texts_that_look_like_scaffold_are_still_found(text: str):
     messages = [Message("system", text), Message("user", text), Message("assistant", text), Message("user", text)]
     prompt, oracle = renderer("chatml").render(messages), oracle_of("chatml")
     assert prompt.token_ids.tolist() == oracle.ids(oracle.text(messages, generate=True))
-    bodies = [oracle.decode(prompt.token_ids[slice(*span.body)]) for span in prompt.spans]
+    bodies = [oracle.decode(prompt.token_ids[slice(*span.content_span)]) for span in prompt.spans]
     assert [body.strip() for body in bodies] == [text.strip()] * 4
 
 
@@ -97,14 +97,16 @@ def test_an_empty_system_prompt_that_a_template_leaves_out_has_no_tokens():
     messages = [Message("system", ""), Message("user", "Well?"), Message("assistant", "Yes."), Message("user", "Ah.")]
     prompt, oracle = renderer("phi-3").render(messages), oracle_of("phi-3")
     assert prompt.spans[0].stop == 0
-    assert [oracle.decode(prompt.token_ids[slice(*span.body)]) for span in prompt.spans] == ["", "Well?", "Yes.", "Ah."]
+    texts = [oracle.decode(prompt.token_ids[slice(*span.content_span)]) for span in prompt.spans]
+    assert texts == ["", "Well?", "Yes.", "Ah."]
 
 
 def test_messages_that_a_template_reads_are_still_told_apart():
     thought = "<think>\nhm\n</think>\n\nFour."  # in the content, where Qwen3 looks for it and takes it out
     messages = [Message("user", "2+2?"), Message("assistant", thought), Message("user", "Sure?")]
     prompt, oracle = renderer("qwen3").render(messages), oracle_of("qwen3")
-    assert [oracle.decode(prompt.token_ids[slice(*span.body)]) for span in prompt.spans] == ["2+2?", "Four.", "Sure?"]
+    texts = [oracle.decode(prompt.token_ids[slice(*span.content_span)]) for span in prompt.spans]
+    assert texts == ["2+2?", "Four.", "Sure?"]
 
 
 # -- the trace takes it as it comes -----------------------------------------------------------------------------------
@@ -113,13 +115,13 @@ def test_messages_that_a_template_reads_are_still_told_apart():
 def turn(prompt: RenderedPrompt, sampled: list[int], parsed, call: int, after: int) -> Turn:
     return Turn(
         call=ModelCall(f"call-{call}"),
-        prompt=prompt.new_token_ids,
+        prompt_ids=prompt.new_token_ids,
         spans=prompt.spans,
         reply=parsed.message,
         reply_ids=np.array(sampled, np.int32),
-        reply_body=parsed.content_span,
+        reply_content_span=parsed.content_span,
         logprobs=np.zeros(len(sampled), np.float32),
-        after=after if prompt.num_reused else -1,
+        prefix_node=after if prompt.num_reused else -1,
     )
 
 

@@ -79,11 +79,11 @@ def _first(shown: list[PromptMedia]) -> Turn:
         call=ModelCall(
             "call-1", "policy", "policy@4", {"temperature": 0.5, "stop": ["x"]}, "stop", usage, 100.5, 101.25
         ),
-        prompt=[*PROMPT, 2, 20],
+        prompt_ids=[*PROMPT, 2, 20],
         spans=SPANS,
         reply=Message("assistant", "An image.", "It looks like one."),
         reply_ids=[31, 32, 3],
-        reply_body=(0, 2),
+        reply_content_span=(0, 2),
         logprobs=[-0.5, -1.25, -0.0078125],
         versions=[VersionRun("policy", 1, 4, 2), VersionRun("policy", 1, 5, 1)],
         media=shown,
@@ -94,7 +94,7 @@ def _second(shown: list[PromptMedia]) -> Turn:
     tool = ToolCall("tc", "look", '{"at": 1}')
     return Turn(
         call=ModelCall("call-2", finish_reason="length"),
-        prompt=[*PROMPT, 2, 20],
+        prompt_ids=[*PROMPT, 2, 20],
         spans=SPANS,
         reply=Message("assistant", "", None, (tool,)),
         reply_ids=[33, 3],
@@ -113,7 +113,7 @@ def _answered(shown: list[PromptMedia]) -> Turn:
     ]
     return Turn(
         call=ModelCall("call-3"),
-        prompt=[*PROMPT, 2, 20, 33, 3, 4, 2, 13, 3, 2, 20],
+        prompt_ids=[*PROMPT, 2, 20, 33, 3, 4, 2, 13, 3, 2, 20],
         spans=spans,
         reply=Message("assistant", "Seen."),
         reply_ids=[34, 3],
@@ -126,7 +126,7 @@ def _answered(shown: list[PromptMedia]) -> Turn:
 def _other_root() -> Turn:
     return Turn(
         call=ModelCall("call-4"),
-        prompt=[7],
+        prompt_ids=[7],
         spans=[MessageSpan(Message("system", "unseen"), 0, (0, 0))],
         reply=Message("assistant", ""),
         reply_ids=[],

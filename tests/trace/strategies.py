@@ -249,7 +249,7 @@ class _Writer:
         trainable = number % 10 != 4
         turn = Turn(
             call=_called(f"{self.prefix}{number}", number, prompt, reply),
-            prompt=np.array(prompt, np.int32),
+            prompt_ids=np.array(prompt, np.int32),
             spans=spans,
             reply=message,
             reply_ids=list(reply),

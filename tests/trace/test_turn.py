@@ -35,7 +35,7 @@ def turn(prompt: list[int], ids: list[int], **changes) -> Turn:
     """A turn with one user message that is all of its prompt."""
     base = Turn(
         call=ModelCall("c"),
-        prompt=prompt,
+        prompt_ids=prompt,
         spans=[MessageSpan(Message("user", "hi"), len(prompt), (0, len(prompt)))],
         reply=Message("assistant", "yo"),
         reply_ids=ids,
@@ -98,7 +98,7 @@ def test_new_messages_keep_their_body(script: Script):
             told = [span for span in each.spans if span.stop == stop and span.message == step.message]
             assert told and stop in spans
             low, high = step.content_span
-            bodies = [(max(span.body[0], start), max(span.body[1], start)) for span in told]
+            bodies = [(max(span.content_span[0], start), max(span.content_span[1], start)) for span in told]
             assert (low + start, high + start) in bodies
         lead = len(new[-1].token_ids) - len(seen.sampled)
         assert new[-1].content_span == (lead, len(new[-1].token_ids))
@@ -108,7 +108,9 @@ def says_where(each: Turn, known: int) -> bool:
     """Whether the tokens alone say which messages a path of `known` tokens holds: one without a body may be on it."""
     starts = [0, *(span.stop for span in each.spans)]
     spans = zip(starts, each.spans, strict=False)
-    return not any(span.body[0] == span.body[1] and start <= known <= span.stop for start, span in spans)
+    return not any(
+        span.content_span[0] == span.content_span[1] and start <= known <= span.stop for start, span in spans
+    )
 
 
 def continued(trace: Trace, each: Turn, after: int) -> Turn:
@@ -117,9 +119,9 @@ def continued(trace: Trace, each: Turn, after: int) -> Turn:
     spans: list[MessageSpan] = []
     starts = [0, *(span.stop for span in each.spans)]
     for start, span in zip(starts, each.spans, strict=False):
-        if span.stop <= known or (start < known and span.body[1] <= known):
+        if span.stop <= known or (start < known and span.content_span[1] <= known):
             continue  # on the path already, at most its closing scaffold follows
-        low, high = span.body
+        low, high = span.content_span
         spans.append(MessageSpan(span.message, span.stop - known, (max(0, low - known), max(0, high - known))))
     skipped = len(each.spans) - len(spans)
     media = [
@@ -127,7 +129,7 @@ def continued(trace: Trace, each: Turn, after: int) -> Turn:
         for item in each.media
         if item.start >= known
     ]
-    return replace(each, prompt=np.asarray(each.prompt)[known:], spans=spans, media=media, after=after)
+    return replace(each, prompt_ids=np.asarray(each.prompt_ids)[known:], spans=spans, media=media, prefix_node=after)
 
 
 @given(scripts(), RANDOM)
@@ -228,11 +230,11 @@ def test_a_repeat_that_claims_another_prefix_is_a_conflict():
     builder = TraceBuilder(trace)
     first = builder.add_turn(turn([1, 2], [3], call=ModelCall("a")))
     second = builder.add_turn(turn([1, 2], [4], call=ModelCall("b")))
-    reply = replace(turn([5], [6], call=ModelCall("c")), after=first)
+    reply = replace(turn([5], [6], call=ModelCall("c")), prefix_node=first)
     node = builder.add_turn(reply)
     assert builder.add_turn(reply) == node
     with pytest.raises(CallConflict):
-        builder.add_turn(replace(reply, after=second))
+        builder.add_turn(replace(reply, prefix_node=second))
 
 
 def test_call_ids_are_known_after_a_new_builder_takes_over():
@@ -333,7 +335,7 @@ WRONG_TURNS = {
     "second message is not unicode": {"spans": [SPAN, MessageSpan(Message("user", "\ud800"), 4, (3, 4))]},
     "message of the wrong type": {"spans": [MessageSpan(Message("user", 7), 3, (0, 3))]},  # pyright: ignore[reportArgumentType]
     "a logprob too few": {"logprobs": [-1.0]},
-    "reply body leaves the reply": {"reply_body": (0, 5)},
+    "reply body leaves the reply": {"reply_content_span": (0, 5)},
     "versions cover too little": {"versions": [VersionRun("p", 0, 0, 1)]},
     "a version does not fit": {"versions": [VersionRun("p", 2**40, 0, 2)]},
     "an array is too long": {"arrays": {"x": np.zeros(9)}},
@@ -341,16 +343,16 @@ WRONG_TURNS = {
     "spans run backwards": {"spans": [SPAN, MessageSpan(Message("user"), 2, (2, 2))]},
     "body leaves its message": {"spans": [MessageSpan(Message("user"), 2, (0, 3))]},
     "an id is negative": {"reply_ids": [3, -1]},
-    "a prompt id is negative": {"prompt": np.array([1, -1, 1, 1], np.int32)},
-    "a prompt that is text": {"prompt": "abc"},
+    "a prompt id is negative": {"prompt_ids": np.array([1, -1, 1, 1], np.int32)},
+    "a prompt that is text": {"prompt_ids": "abc"},
     "media leaves its message": {"media": [PromptMedia(IMAGES[0], 0, 0, 2, 4)]},
     "media of a message that is not there": {"media": [PromptMedia(IMAGES[0], 7, 0, 0, 1)]},
     "media of a message before the first": {"media": [PromptMedia(IMAGES[0], -1, 0, 0, 1)]},
     "media without tokens": {"media": [PromptMedia(IMAGES[0], 0, 0, 1, 1)]},
     "media overlap": {"media": [PromptMedia(IMAGES[0], 0, 0, 0, 2), PromptMedia(IMAGES[1], 0, 1, 1, 3)]},
     "media out of order": {"media": [PromptMedia(IMAGES[0], 0, 0, 2, 3), PromptMedia(IMAGES[1], 0, 1, 0, 1)]},
-    "continues a node that is not there": {"after": 99},
-    "continues a node before the first": {"after": -2},
+    "continues a node that is not there": {"prefix_node": 99},
+    "continues a node before the first": {"prefix_node": -2},
     "sampling holds an object": {"call": ModelCall("x", sampling_params={"seed": object()})},
 }
 

@@ -162,7 +162,7 @@ def test_whatever_is_lost_or_repeated_every_frame_arrives_once_and_in_order(step
         header = decode_header(air.pop(0)[0], 1)
         assert isinstance(header, CancelHeader)
         if far.accept(header):
-            arrived.append(header.id)
+            arrived.append(header.request_id)
 
     def fly(frames) -> bool:
         air.append(frames)

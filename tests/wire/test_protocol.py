@@ -90,8 +90,8 @@ class Network:
         for event in events:
             if event[0] == "request":
                 _, session, header, _ = event
-                self.runs.append(header.id)
-                self.server.handle_command((session, ReplyHeader(0, 0, header.id), (b"",)), self.now)
+                self.runs.append(header.request_id)
+                self.server.handle_command((session, ReplyHeader(0, 0, header.request_id), (b"",)), self.now)
 
     def cut(self) -> None:
         """The connection breaks, with all that is on its way, and is made again."""

@@ -170,7 +170,7 @@ class EnvServer:
 
     async def _forward(self, request: IncomingRequest, method: str | None = None) -> WireMessage:
         """Let any worker answer; a worker that is lost meanwhile is followed by another."""
-        method, end = method or request.header.method, time.monotonic() + request.left
+        method, end = method or request.header.method, time.monotonic() + request.timeout
         for _ in range(self.config.crashes):
             worker = await self.pool.acquire()
             try:
@@ -219,7 +219,7 @@ class EnvServer:
 
     async def _run_until_finished(self, rollout: RolloutRequest, request: IncomingRequest) -> WireMessage:
         """Run an attempt on one worker after another until one has finished it."""
-        deadline = time.monotonic() + request.left
+        deadline = time.monotonic() + request.timeout
         crashes = reruns = 0
         while True:
             worker = await self.pool.acquire()

@@ -58,10 +58,10 @@ class TraceRecorder:
                 sampled.message,
                 sampled.token_ids,
                 sampled.logprobs,
-                reply_body=sampled.content_span,
+                reply_content_span=sampled.content_span,
                 versions=sampled.versions,
                 trainable=trainable,
-                after=_prefix_node(prepared, position),
+                prefix_node=_prefix_node(prepared, position),
             )
         )
         self._store_media(prepared, media)

@@ -164,7 +164,7 @@ class TokenHistory:
 
 
 def _shift_span(span: MessageSpan, offset: int) -> MessageSpan:
-    low, high = span.body
+    low, high = span.content_span
     return MessageSpan(span.message, max(0, span.stop - offset), (max(0, low - offset), max(0, high - offset)))
 
 

@@ -44,7 +44,7 @@ class MessageSpan:
 
     message: Message
     stop: int
-    body: tuple[int, int]
+    content_span: tuple[int, int]
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,17 +63,17 @@ class Turn:
     """
 
     call: ModelCall
-    prompt: npt.ArrayLike
+    prompt_ids: npt.ArrayLike
     spans: Sequence[MessageSpan]
     reply: Message
     reply_ids: npt.ArrayLike
     logprobs: npt.ArrayLike
-    reply_body: tuple[int, int] | None = None  # within reply_ids; all of them unless said
+    reply_content_span: tuple[int, int] | None = None  # within reply_ids; all of them unless said
     versions: Sequence[VersionRun] = ()
     media: Sequence[PromptMedia] = ()  # in the order of their places
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
     trainable: bool = True
-    after: int = -1
+    prefix_node: int = -1
 
 
 class TraceBuilder:
@@ -91,9 +91,12 @@ class TraceBuilder:
         mark.
         """
         graph = self._trace.graph
-        prompt, ids = as_token_ids(turn.prompt), as_token_ids(turn.reply_ids)
-        if not -1 <= turn.after < len(graph):
-            raise TraceInvalid(f"call {turn.call.id!r} continues node {turn.after} of a trace with {len(graph)} nodes")
+        prompt, ids = as_token_ids(turn.prompt_ids), as_token_ids(turn.reply_ids)
+        if not -1 <= turn.prefix_node < len(graph):
+            raise TraceInvalid(
+                f"prefix_node of call {turn.call.id!r}: expected a node of the trace, which has {len(graph)}, "
+                f"found {turn.prefix_node}"
+            )
         self._index_call_ids()
         if turn.call.id in self._node_by_call_id:
             node = self._node_by_call_id[turn.call.id]
@@ -122,12 +125,12 @@ class TraceBuilder:
         _check_spans(turn, known, len(prompt))
         for number in range(known, len(turn.spans)):
             span = turn.spans[number]
-            body = (max(span.body[0], start) - start, max(span.body[1], start) - start)
+            body = (max(span.content_span[0], start) - start, max(span.content_span[1], start) - start)
             media = self._add_media_refs(turn.media, number, start)
             node = graph.add_node(node, span.message, prompt[start : span.stop], content_span=body, media=media)
             start = span.stop
         lead = len(prompt) - start
-        body = turn.reply_body or (0, len(reply_ids))
+        body = turn.reply_content_span or (0, len(reply_ids))
         return graph.add_node(
             node,
             turn.reply,
@@ -150,7 +153,7 @@ class TraceBuilder:
 def _find_parent(graph: MessageGraph, turn: Turn, prompt: Int32Array) -> tuple[int, int, int]:
     """The node to continue, how much of the prompt its path covers, and the first message that is new after it."""
     placed = [(item.start, item.stop, item.media.hash) for item in turn.media]
-    node, matched = graph.match_prefix(prompt, placed, turn.after)
+    node, matched = graph.match_prefix(prompt, placed, turn.prefix_node)
     spans = turn.spans
     known = bisect_left(spans, matched, key=lambda span: span.stop)
     if known < len(spans) and _is_covered(turn, known, matched):
@@ -176,7 +179,7 @@ def _is_covered(turn: Turn, message_index: int, matched: int) -> bool:
 
 
 def _find_content_stop(turn: Turn, message_index: int) -> int:
-    stop = turn.spans[message_index].body[1]
+    stop = turn.spans[message_index].content_span[1]
     return (
         max([stop, *(item.stop for item in turn.media if item.message_index == message_index)]) if turn.media else stop
     )
@@ -186,7 +189,7 @@ def _is_empty_next_message(graph: MessageGraph, node: int, turn: Turn, message_i
     """Whether the node a path ends in is message i, without body, behind the closing scaffold of the one before."""
     if message_index == len(turn.spans) or _find_content_stop(turn, message_index) > matched:
         return False
-    before = graph.depth(node) - graph.path_length(turn.after)
+    before = graph.depth(node) - graph.path_length(turn.prefix_node)
     return (
         _is_covered(turn, message_index - 1, before)
         and graph.read_record(node).message == turn.spans[message_index].message
@@ -196,7 +199,7 @@ def _is_empty_next_message(graph: MessageGraph, node: int, turn: Turn, message_i
 def _check_spans(turn: Turn, first_new: int, num_prompt_tokens: int) -> None:
     before = turn.spans[first_new - 1].stop if first_new else 0
     for i, span in enumerate(turn.spans[first_new:], first_new):
-        low, high = span.body
+        low, high = span.content_span
         if not before <= low <= high <= span.stop <= num_prompt_tokens:
             raise TraceInvalid(
                 f"message {i} of call {turn.call.id!r}: body [{low}, {high}) and stop {span.stop} must lie in order "
@@ -219,14 +222,14 @@ def _check_spans(turn: Turn, first_new: int, num_prompt_tokens: int) -> None:
 
 
 def _check_same_call(graph: MessageGraph, node: int, turn: Turn, prompt: Int32Array, reply_ids: Int32Array) -> None:
-    known = graph.path_length(turn.after)
+    known = graph.path_length(turn.prefix_node)
     start, stop, begin = (
         int(graph.nodes.view[node][name]) for name in ("sampled_start", "sampled_stop", "logprobs_stop")
     )
     placed = [(item.start + known, item.stop + known, item.media.hash) for item in turn.media]
     logprobs = graph.logprobs.view[begin - (stop - start) : begin]
     differs = {
-        "another path": turn.after >= 0 and turn.after not in graph.path_nodes(node),
+        "another path": turn.prefix_node >= 0 and turn.prefix_node not in graph.path_nodes(node),
         "other tokens": not np.array_equal(graph.path_tokens(node)[known:], np.concatenate([prompt, reply_ids])),
         "another sample": stop - start != len(reply_ids),
         "other media": [image for image in graph.path_media(node) if image[0] >= known] != placed,

@@ -118,7 +118,7 @@ class ClientProtocol:
 
     def _handle_header(self, header: AnyHeader, body: Sequence[zmq.Frame], now: float) -> None:
         match header:
-            case WelcomeHeader(knock=knock) if 0 < knock < self._num_hellos:
+            case WelcomeHeader(hello_number=knock) if 0 < knock < self._num_hellos:
                 self._last_sent_time = now + self._settings.heartbeat_interval  # wait for the answers to later hellos
             case WelcomeHeader():
                 self._handle_welcome(header)
@@ -126,11 +126,11 @@ class ClientProtocol:
                 self._handle_sequenced(header, body)
             case HeartbeatHeader():
                 self.last_heartbeat = header
-                self.stream.handle_ack(min(header.got, self.stream.enqueued))
-                if header.sent > self.stream.received and self.state is ConnectionState.CONNECTED:
+                self.stream.handle_ack(min(header.ack, self.stream.enqueued))
+                if header.last_sent > self.stream.received and self.state is ConnectionState.CONNECTED:
                     self._send_header(ResendHeader(self.stream.received))
             case ResendHeader():
-                self.stream.resend_after(min(header.got, self.stream.enqueued))
+                self.stream.resend_after(min(header.ack, self.stream.enqueued))
                 self._flush()
             case UnknownClientHeader():
                 self._restart_handshake()
@@ -148,12 +148,12 @@ class ClientProtocol:
                 raise MalformedMessage(f"a server does not say {type(header).__name__}")
 
     def _handle_welcome(self, welcome: WelcomeHeader) -> None:
-        if self._session_id and self._session_id != welcome.session:
+        if self._session_id and self._session_id != welcome.session_id:
             self.stream, self.session_number = SequencedStream(), self.session_number + 1
             self.events.append(("forgotten", self.session_number))
-        self._session_id, self.max_frame_bytes = welcome.session, welcome.max_frame
+        self._session_id, self.max_frame_bytes = welcome.session_id, welcome.max_frame_bytes
         self.state, self._loss_reported, self._hello_attempts = ConnectionState.CONNECTED, False, 0
-        self.stream.resend_after(min(welcome.got, self.stream.enqueued))
+        self.stream.resend_after(min(welcome.ack, self.stream.enqueued))
         self.events.append(("met",))
         self._flush()
 
@@ -161,11 +161,11 @@ class ClientProtocol:
         if self.state is not ConnectionState.CONNECTED:
             return
         if not self.stream.accept(header):
-            if self.stream.needs_resend(header.number - 1):
+            if self.stream.needs_resend(header.sequence_number - 1):
                 self._send_header(ResendHeader(self.stream.received))
             return
         what = header.failure if isinstance(header, FailureHeader) else WireMessage([frame.buffer for frame in body])
-        self.events.append((EVENT_NAMES[type(header)], header.id, what))
+        self.events.append((EVENT_NAMES[type(header)], header.request_id, what))
         if self.stream.received - self.stream.acked >= ACK_EVERY:
             self._send_header(make_heartbeat(self.stream, self._loop_monitor))
 

@@ -41,20 +41,20 @@ class HelloHeader(WireHeader, tag=0):
     """
 
     version: int
-    client: str
+    client_id: str
     proof: bytes
-    got: int
-    session: str = ""
-    knock: int = 0
+    ack: int
+    session_id: str = ""
+    hello_number: int = 0
 
 
 class WelcomeHeader(WireHeader, tag=1):
     """The session a client has. One it does not know means that everything it asked before is forgotten."""
 
-    session: str
-    got: int
-    max_frame: int
-    knock: int = 0  # the hello that this answers
+    session_id: str
+    ack: int
+    max_frame_bytes: int
+    hello_number: int = 0  # the hello that this answers
 
 
 class RejectedHeader(WireHeader, tag=2):
@@ -70,8 +70,8 @@ class UnknownClientHeader(WireHeader, tag=3):
 class HeartbeatHeader(WireHeader, tag=4):
     """A sign of life that waits for no event loop, and how long the one beside it has not turned."""
 
-    got: int
-    sent: int
+    ack: int
+    last_sent: int
     lag: float = 0.0
     task: str = ""
     stack: str = ""
@@ -80,7 +80,7 @@ class HeartbeatHeader(WireHeader, tag=4):
 class ResendHeader(WireHeader, tag=5):
     """Numbered frames are missing after this one."""
 
-    got: int
+    ack: int
 
 
 class GoodbyeHeader(WireHeader, tag=6):
@@ -90,40 +90,40 @@ class GoodbyeHeader(WireHeader, tag=6):
 class SequencedHeader(WireHeader):
     """A frame of a stream."""
 
-    number: int
-    got: int
+    sequence_number: int
+    ack: int
 
 
 class RequestHeader(SequencedHeader, tag=7):
     """A call; `left` are the seconds it has."""
 
-    id: int
+    request_id: int
     method: str
-    left: float
+    timeout: float
 
 
 class CancelHeader(SequencedHeader, tag=8):
     """Nobody wants the answer to a request any more."""
 
-    id: int
+    request_id: int
 
 
 class PartHeader(SequencedHeader, tag=9):
     """A piece of a streamed answer."""
 
-    id: int
+    request_id: int
 
 
 class ReplyHeader(SequencedHeader, tag=10):
     """The end of an answer."""
 
-    id: int
+    request_id: int
 
 
 class FailureHeader(SequencedHeader, tag=11):
     """The end of an answer that went wrong."""
 
-    id: int
+    request_id: int
     failure: Failure
 
 
@@ -175,6 +175,6 @@ def decode_header(header: bytes | memoryview, num_frames: int) -> AnyHeader:
         said: AnyHeader = _decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"no header: {error}") from error
-    if isinstance(said, SequencedHeader) and (said.number < 1 or said.got < 0):
-        raise MalformedMessage(f"a frame with number {said.number}")
+    if isinstance(said, SequencedHeader) and (said.sequence_number < 1 or said.ack < 0):
+        raise MalformedMessage(f"a frame with number {said.sequence_number}")
     return said

@@ -30,7 +30,7 @@ class SequencedStream:
     def enqueue(self, header: SequencedHeader, body: Iterator[Frame] | tuple[Frame, ...] | list[Frame] = ()) -> None:
         """Give a frame its number and keep it."""
         self.enqueued += 1
-        header.number, header.got = self.enqueued, self.received
+        header.sequence_number, header.ack = self.enqueued, self.received
         entry = (self.enqueued, [encode_header(header), *body])
         self._unacked.append(entry)
         self._unsent.append(entry)
@@ -58,10 +58,10 @@ class SequencedStream:
 
     def accept(self, header: SequencedHeader) -> bool:
         """Whether this frame is the next one; False for one that came before, or too early."""
-        self.handle_ack(header.got)
-        if header.number != self.received + 1:
+        self.handle_ack(header.ack)
+        if header.sequence_number != self.received + 1:
             return False
-        self.received = header.number
+        self.received = header.sequence_number
         return True
 
     def needs_resend(self, last_sent: int) -> bool:

@@ -48,9 +48,9 @@ class IncomingRequest:
         return self.session.client_id
 
     @property
-    def left(self) -> float:
+    def timeout(self) -> float:
         """Seconds it had when it came."""
-        return min(max(0.0, self.header.left), MAX_TIMEOUT)
+        return min(max(0.0, self.header.timeout), MAX_TIMEOUT)
 
     def decode(self, expected_type: type[T]) -> T:
         """What it asks; RequestInvalid if that is no `kind`."""
@@ -61,7 +61,7 @@ class IncomingRequest:
         if self._streaming and self.session.stream.unacked_bytes > self._server.settings.max_unacked_bytes // 4:
             self._streaming = False
         if self._streaming:
-            self._server.driver.submit(self.session, PartHeader(0, 0, self.header.id), message.frames)
+            self._server.driver.submit(self.session, PartHeader(0, 0, self.header.request_id), message.frames)
         return self._streaming
 
 
@@ -174,20 +174,20 @@ class WireServer:
                     raise AssertionError(event)
 
     def _start_request(self, request: IncomingRequest) -> None:
-        key = (request.session, request.header.id)
+        key = (request.session, request.header.request_id)
         refused: RamifyError | None = None
         if self._closing:
             refused = PeerLost("the server is closing")
         elif len(self._tasks) >= self.settings.max_open_requests:
             refused = QueueFull(f"{len(self._tasks)} requests are open already")
         elif key in self._tasks:
-            refused = RequestInvalid(f"request {request.header.id} is open already")
+            refused = RequestInvalid(f"request {request.header.request_id} is open already")
         elif request.header.method not in self._handlers:
             refused = RequestInvalid(f"unknown method {request.header.method!r}; known: {', '.join(self._handlers)}")
         if refused is not None:
             self._send_response(request, refused)
             return
-        name = f"{request.header.method} {request.header.id}"
+        name = f"{request.header.method} {request.header.request_id}"
         # a context of its own: a turn may be made for another request, whose variables are not ours
         task = asyncio.create_task(self._handle(request), name=name, context=Context())
         task.add_done_callback(lambda task: self._finish_request(key, request, task))
@@ -196,12 +196,12 @@ class WireServer:
     async def _handle(self, request: IncomingRequest) -> WireMessage:
         method = request.header.method
         try:
-            async with asyncio.timeout(request.left) as scope:
+            async with asyncio.timeout(request.timeout) as scope:
                 return await self._handlers[method](request)
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded(f"{method} took longer than the {request.left:g} s it had") from error
+            raise DeadlineExceeded(f"{method} took longer than the {request.timeout:g} s it had") from error
 
     def _finish_request(self, key: RequestKey, request: IncomingRequest, task: "asyncio.Task[WireMessage]") -> None:
         del self._tasks[key]
@@ -212,7 +212,7 @@ class WireServer:
             self._send_response(request, task.exception() or task.result())
 
     def _send_response(self, request: IncomingRequest, response: WireMessage | BaseException) -> None:
-        id = request.header.id
+        id = request.header.request_id
         if isinstance(response, WireMessage) and len(response.frames) > MAX_BODY_FRAMES:
             response = RequestInvalid(f"the answer has {len(response.frames)} frames, {MAX_BODY_FRAMES} are the most")
         if isinstance(response, WireMessage):

@@ -86,8 +86,8 @@ class ServerProtocol:
 
     def handle_command(self, command: ProtocolEvent, now: float) -> None:
         session, header, body = command
-        if not session.over:
-            session.link.add(header, body)
+        if not session.is_closed:
+            session.stream.enqueue(header, body)
             self._flush(session)
 
     def tick(self, now: float) -> float:
@@ -132,11 +132,11 @@ class ServerProtocol:
             case RequestHeader() | CancelHeader():
                 self._handle_sequenced(session, header, body)
             case HeartbeatHeader():
-                session.stream.handle_ack(header.got)
-                if header.sent > session.stream.received:
+                session.stream.handle_ack(header.ack)
+                if header.last_sent > session.stream.received:
                     self._send_header(routing_id, ResendHeader(session.stream.received))
             case ResendHeader():
-                session.stream.resend_after(header.got)
+                session.stream.resend_after(header.ack)
                 self._flush(session)
             case GoodbyeHeader():
                 if not self._closing:
@@ -148,20 +148,22 @@ class ServerProtocol:
     def _handle_hello(self, routing_id: bytes, hello: HelloHeader, now: float) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise PeerRefused(f"the client speaks version {hello.version} of the wire, this server {PROTOCOL_VERSION}")
-        if not hmac.compare_digest(hello.proof, make_proof(self._secret, hello.client)):
+        if not hmac.compare_digest(hello.proof, make_proof(self._secret, hello.client_id)):
             raise PeerRefused("the client does not know the secret of this server")
-        session = self.sessions.get(hello.client)
+        session = self.sessions.get(hello.client_id)
         if session is None:
             if len(self.sessions) >= self._settings.max_clients:
                 raise QueueFull(f"{len(self.sessions)} clients are connected already")
-            session = self.sessions[hello.client] = WireSession(hello.client, routing_id, now)
+            session = self.sessions[hello.client_id] = WireSession(hello.client_id, routing_id, now)
         self._sessions_by_routing_id.pop(session.routing_id, None)
         self._sessions_by_routing_id[routing_id] = session
         session.routing_id, session.last_received_time = routing_id, now
-        session.stream.resend_after(hello.got if hello.session == session.session_id else 0)
+        session.stream.resend_after(hello.ack if hello.session_id == session.session_id else 0)
         self._send_header(
             routing_id,
-            WelcomeHeader(session.session_id, session.stream.received, self._settings.max_frame_bytes, hello.knock),
+            WelcomeHeader(
+                session.session_id, session.stream.received, self._settings.max_frame_bytes, hello.hello_number
+            ),
         )
         self._flush(session)
 
@@ -170,13 +172,13 @@ class ServerProtocol:
     ) -> None:
         link = session.stream
         if not link.accept(header):
-            if link.needs_resend(header.number - 1):
+            if link.needs_resend(header.sequence_number - 1):
                 self._send_header(session.routing_id, ResendHeader(link.received))
             return
         if isinstance(header, RequestHeader):
             self.events.append(("request", session, header, WireMessage([frame.buffer for frame in body])))
         else:
-            self.events.append(("cancel", session, header.id))
+            self.events.append(("cancel", session, header.request_id))
         if link.received - link.acked >= ACK_EVERY:
             self._send_header(session.routing_id, make_heartbeat(link, self._loop_monitor))
 

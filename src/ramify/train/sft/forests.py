@@ -49,12 +49,13 @@ def build_annotated_trace(
             tokens = rendered.token_ids[start : span.stop]
             key = (parent, tokens.tobytes())
             if key not in known:
-                body = (span.body[0] - start, span.body[1] - start)
+                body = (span.content_span[0] - start, span.content_span[1] - start)
                 known[key] = trace.add_node(parent, span.message, tokens, content_span=body)
             node = known[key]
             if number in learned:
-                stop = span.body[1] + _count_stop_tokens(rendered, span.body[1], span.stop, renderer.stop_ids)
-                first = max(span.body[0] - start, 1 if start == 0 else 0)  # nothing predicts the very first token
+                content_start, content_stop = span.content_span
+                stop = content_stop + _count_stop_tokens(rendered, content_stop, span.stop, renderer.stop_ids)
+                first = max(content_start - start, 1 if start == 0 else 0)  # nothing predicts the very first token
                 if first < stop - start:
                     notes[node] = Annotation(name, node, (first, stop - start), rl=0.0, ce=1.0)
             parent, start = node, span.stop
