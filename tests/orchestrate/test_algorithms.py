@@ -61,15 +61,15 @@ def test_equal_rewards_give_exactly_zero(id):
 def test_every_reply_of_the_policy_is_annotated_and_nothing_else(id):
     traces = [rollout("a", 1.0, turns=3), rollout("b", 0.0), rollout("judge", 0.5, trainable=False)]
     notes = plugin.build_plugin("algorithm", {"id": id}).annotate(traces)
-    assert [(note.trace, note.node) for note in notes] == [("a", 1), ("a", 3), ("a", 5), ("b", 1)]
-    assert len({note.advantage for note in notes if note.trace == "a"}) == 1
+    assert [(note.trace_id, note.node) for note in notes] == [("a", 1), ("a", 3), ("a", 5), ("b", 1)]
+    assert len({note.advantage for note in notes if note.trace_id == "a"}) == 1
     assert all(note.rl == 1.0 and note.ce == 0.0 and note.span is None for note in notes)
 
 
 def test_agents_are_compared_with_themselves():
     traces = [rollout(f"{agent}{i}", reward, agent=agent) for i in (0, 1) for agent, reward in (("a", i), ("b", 5 * i))]
     notes = plugin.build_plugin("algorithm", {"id": "dr_grpo"}).annotate(traces)
-    assert {note.trace: note.advantage for note in notes} == {"a0": -0.5, "a1": 0.5, "b0": -2.5, "b1": 2.5}
+    assert {note.trace_id: note.advantage for note in notes} == {"a0": -0.5, "a1": 0.5, "b0": -2.5, "b1": 2.5}
 
 
 def test_a_rollout_without_its_reward_is_refused():

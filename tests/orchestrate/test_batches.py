@@ -32,7 +32,7 @@ def groups():
         traces = [rollout(f"{number}-{i}", i / 2, (10, 11 + i), turns=1 + i, version=i) for i in range(3)]
         notes = plugin.build_plugin("algorithm", {"id": "grpo"}).annotate(traces)
         if number == 1:
-            notes = [note for note in notes if note.trace != "1-0"]
+            notes = [note for note in notes if note.trace_id != "1-0"]
         yield BatchGroup(number, env, temperature, tuple(f"r{trace.id}" for trace in traces), tuple(notes)), traces
 
 

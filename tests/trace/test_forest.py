@@ -92,10 +92,10 @@ def test_annotations_never_decide_a_merge(attempts, seed):
         for attempt in attempts
     ]
     one, two = (build_forest([attempt.sample() for attempt in either]) for either in (attempts, reweighted))
-    for name in ("ids", "position", "end", "segments"):
+    for name in ("token_ids", "position_ids", "subtree_end", "segments"):
         assert np.array_equal(getattr(one, name), getattr(two, name))
     assert one.media == two.media
-    for name in ("token", "index", "source", "sequence", "version"):
+    for name in ("token", "token_index", "logits_index", "sequence", "version"):
         assert np.array_equal(getattr(one.targets, name), getattr(two.targets, name))
 
 

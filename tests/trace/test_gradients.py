@@ -92,7 +92,7 @@ class Batch:
     rl: torch.Tensor
     ce: torch.Tensor
     ref_kl: torch.Tensor
-    reference: torch.Tensor
+    ref_logprob: torch.Tensor
 
 
 def terms(logp: torch.Tensor, entries: Batch, counts: dict[str, int]) -> torch.Tensor:
@@ -100,7 +100,7 @@ def terms(logp: torch.Tensor, entries: Batch, counts: dict[str, int]) -> torch.T
     lr = logp - torch.where(entries.logprob.isnan(), logp.detach(), entries.logprob)
     ratio, gap = lr.exp(), (logp.exp() - entries.logprob.exp()).detach()
     drop = ((entries.advantage > 0) & (gap > 0.2)) | ((entries.advantage < 0) & (gap < -0.2))
-    bracket = torch.where(entries.reference.isnan(), 0.0, entries.reference - logp.detach())
+    bracket = torch.where(entries.ref_logprob.isnan(), 0.0, entries.ref_logprob - logp.detach())
     losses = {
         "rl": torch.where(drop, 0.0, -entries.advantage * ratio + 1e-3 * lr**2),
         "ce": -logp,
@@ -308,7 +308,7 @@ def test_all_at_once_gives_the_flat_gradients(seed):
 def test_identical_attempts_give_exactly_twice_the_gradient_of_one(seed):
     """Bit for bit: both entries of a place add up to twice one before anything is rounded."""
     model, attempt = Transformer(seed), _attempt(Random(seed), "a", [-1, 0, 0, 1])
-    twin = replace(attempt, name="b", notes=tuple(replace(note, trace="b") for note in attempt.notes))
+    twin = replace(attempt, name="b", notes=tuple(replace(note, trace_id="b") for note in attempt.notes))
     alone, both = build_forest(samples([attempt])), build_forest(samples([attempt, twin]))
     assert len(both) == len(alone)
     assert both.count_by_component() == {name: 2 * count for name, count in alone.count_by_component().items()}

@@ -161,24 +161,24 @@ def test_arrays_belong_to_the_trace_from_the_moment_they_are_given():
     assert encode_trace(trace) == before
 
 
-VALID = {"tokens": [1, 2, 3], "sampled": (1, 3), "logprobs": [-1.0, -2.0], "content": (1, 2)}
+VALID = {"token_ids": [1, 2, 3], "sampled_span": (1, 3), "logprobs": [-1.0, -2.0], "content_span": (1, 2)}
 WRONG_NODES = {
     "parent is itself": {"parent": 1},
     "parent below -1": {"parent": -2},
-    "sampled leaves the tokens": {"sampled": (2, 4)},
-    "sampled runs backwards": {"sampled": (3, 1)},
-    "sampled starts before the node": {"sampled": (-1, 1)},
-    "content leaves the tokens": {"content": (0, 4)},
+    "sampled leaves the tokens": {"sampled_span": (2, 4)},
+    "sampled runs backwards": {"sampled_span": (3, 1)},
+    "sampled starts before the node": {"sampled_span": (-1, 1)},
+    "content leaves the tokens": {"content_span": (0, 4)},
     "a logprob too few": {"logprobs": [-1.0]},
     "logprobs of two axes": {"logprobs": [[-1.0], [-2.0]]},
     "logprobs that are text": {"logprobs": ["x", "y"]},
     "a logprob is missing": {"logprobs": [None, -1.0]},
-    "ids are fractions": {"tokens": [1.0, 2.0, 3.0]},
-    "an id is negative": {"tokens": [1, -2, 3]},
-    "an int32 id is negative": {"tokens": np.array([1, -2, 3], np.int32)},
-    "an id is too large": {"tokens": [1, 2**31, 3]},
-    "ids are text": {"tokens": "abc"},
-    "ids of two axes": {"tokens": np.array([[1, 2, 3]], np.int32)},
+    "ids are fractions": {"token_ids": [1.0, 2.0, 3.0]},
+    "an id is negative": {"token_ids": [1, -2, 3]},
+    "an int32 id is negative": {"token_ids": np.array([1, -2, 3], np.int32)},
+    "an id is too large": {"token_ids": [1, 2**31, 3]},
+    "ids are text": {"token_ids": "abc"},
+    "ids of two axes": {"token_ids": np.array([[1, 2, 3]], np.int32)},
     "versions cover too little": {"versions": [VersionRun("p", 0, 0, 1)]},
     "versions have a negative count": {"versions": [VersionRun("p", 0, 0, 3), VersionRun("p", 0, 1, -1)]},
     "a version does not fit": {"versions": [VersionRun("p", 2**40, 0, 2)]},
@@ -216,7 +216,7 @@ def test_a_wrong_node_is_refused_by_name_and_leaves_no_mark(wrong: dict):
     before = encode_trace(trace)
     node = {"parent": 0, "message": USER} | VALID | wrong
     with pytest.raises((TraceInvalid, ValueRefused)):
-        trace.add_node(node.pop("parent"), node.pop("message"), node.pop("tokens"), **node)
+        trace.add_node(node.pop("parent"), node.pop("message"), node.pop("token_ids"), **node)
     assert encode_trace(trace) == before
     assert trace.add_node(0, USER, [1]) == 1
     oracle.look_at_everything(trace)

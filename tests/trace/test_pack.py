@@ -136,7 +136,7 @@ def test_a_filler_has_no_targets_and_its_tokens_see_only_themselves():
 def test_a_padded_tree_is_the_tree_and_a_filler(batch):
     for tree in batch[1]:
         ours, theirs = pad_forest(tree, len(tree) + 5), concat_forests([tree, make_padding_forest(5)])
-        for name in ("ids", "position", "end"):
+        for name in ("token_ids", "position_ids", "subtree_end"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name))
         assert (ours.num_tokens, ours.num_attention_pairs, calls_of(ours)) == (
             tree.tokens,

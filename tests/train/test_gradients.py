@@ -196,7 +196,7 @@ def gradient(trainer: Trainer, packs) -> torch.Tensor:
 def test_identical_attempts_give_exactly_twice_the_gradient_of_one(shape):
     """Bit for bit: both entries of a place add up to twice one before anything is rounded."""
     one = attempt(Random(0), "a", [-1, 0, 0, 1])
-    twin = replace(one, name="b", notes=tuple(replace(note, trace="b") for note in one.notes))
+    twin = replace(one, name="b", notes=tuple(replace(note, trace_id="b") for note in one.notes))
     alone, both = build_forest([one.sample()]), build_forest([one.sample(), twin.sample()])
     assert len(both) == len(alone)
     module = policy(CONFIGS[shape])
