@@ -101,7 +101,9 @@ class Attempt:
         """(offset in the node, advantage and weights) of each trained token of an annotation."""
         start, stop = note.span or self.nodes[note.node].sampled
         columns = {name: np.broadcast_to(getattr(note, name), stop - start) for name in ("advantage", *COMPONENTS)}
-        columns["ref_logprob"] = np.broadcast_to(np.nan if note.ref_logprobs is None else note.ref_logprobs, stop - start)
+        columns["ref_logprob"] = np.broadcast_to(
+            np.nan if note.ref_logprobs is None else note.ref_logprobs, stop - start
+        )
         rows = [{name: float(column[i]) for name, column in columns.items()} for i in range(stop - start)]
         return [(start + i, row) for i, row in enumerate(rows) if any(row[name] for name in COMPONENTS)]
 

@@ -314,7 +314,7 @@ IMAGE = (Planned(-1, (1, 9, 9), images=((1, 3, b"cat"),)), LEAF)
         (PLAIN, [Annotation("trace-a", 1, advantage=np.ones(3, np.float32))], ["trace-a", "node 1", "advantage"]),
         (PLAIN, [Annotation("trace-a", 1, ce=np.ones(1, np.float32))], ["trace-a", "node 1", "ce"]),
         (PLAIN, [Annotation("trace-a", 1, rl=np.ones((1, 2), np.float32))], ["trace-a", "node 1", "rl"]),
-        (PLAIN, [Annotation("trace-a", 1, ref_kl=1.0, ref_logprobs=[-1.0])], ["trace-a", "node 1", "reference"]),
+        (PLAIN, [Annotation("trace-a", 1, ref_kl=1.0, ref_logprobs=[-1.0])], ["trace-a", "node 1", "ref_logprobs"]),
         (IMAGE, [Annotation("trace-a", 0, (1, 3), rl=0.0, ce=1.0)], ["trace-a", "node 0", "token 1", "placeholder"]),
         ((PLAIN[0], replace(PLAIN[1], trainable=False)), [rl("trace-a", 1)], ["trace-a", "node 1", "trainable"]),
         ((PLAIN[0], replace(PLAIN[1], logprobs=(-np.inf, -1.0))), [rl("trace-a", 1)], ["trace-a", "node 1", "token 1"]),

@@ -61,8 +61,8 @@ def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
         """What each root and its subtree look like."""
         found: Counter = Counter()
         for forest in forests:
-            roots = [i for i, parent in enumerate(parents(forest)) if parent < 0 and i < forest.tokens]
-            for start, stop in zip(roots, [*roots[1:], forest.tokens], strict=True):
+            roots = [i for i, parent in enumerate(parents(forest)) if parent < 0 and i < forest.num_tokens]
+            for start, stop in zip(roots, [*roots[1:], forest.num_tokens], strict=True):
                 assert not forest.visible()[start:stop, :start].any()
                 media = tuple(
                     (item.start - start, item.stop - start, item.media.hash)
@@ -73,7 +73,7 @@ def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
         return found
 
     assert shapes(rows) == shapes(trees)
-    assert sum(row.num_tokens for row in rows) == sum(tree.tokens for tree in trees)
+    assert sum(row.num_tokens for row in rows) == sum(tree.num_tokens for tree in trees)
     assert sum(row.flat_tokens for row in rows) == sum(tree.flat_tokens for tree in trees)
 
 
@@ -107,7 +107,7 @@ def test_tables_of_a_row_are_those_of_its_trees(batch):
     assert calls_of(row) == [call for tree in trees for call in calls_of(tree)]
     assert [item.media for item in row.media] == [item.media for tree in trees for item in tree.media]
     assert row.count_by_component() == {
-        name: sum(tree.counts()[name] for tree in trees) for name in ("rl", "ce", "ref_kl")
+        name: sum(tree.count_by_component()[name] for tree in trees) for name in ("rl", "ce", "ref_kl")
     }
 
 
@@ -139,7 +139,7 @@ def test_a_padded_tree_is_the_tree_and_a_filler(batch):
         for name in ("token_ids", "position_ids", "subtree_end"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name))
         assert (ours.num_tokens, ours.num_attention_pairs, calls_of(ours)) == (
-            tree.tokens,
+            tree.num_tokens,
             theirs.num_attention_pairs,
             calls_of(tree),
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.trace.message import ModelCall
 from ramify.trace.trace import TRACE_SCHEMA, Node, Trace
 
 
@@ -24,7 +25,7 @@ def to_dict(trace: Trace) -> dict[str, Any]:
 
 def _node_to_dict(node: Node) -> dict[str, Any]:
     start, stop = node.sampled_span
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "index": node.index,
         "parent": node.parent,
         "message": msgspec.to_builtins(node.message),
@@ -32,14 +33,25 @@ def _node_to_dict(node: Node) -> dict[str, Any]:
         "sampled": stop - start,
     }
     if node.call is not None:
-        call = node.call
-        names = ("id", "requested", "served", "sampling", "finish", "start", "end")
-        found["call"] = {name: getattr(call, name) for name in names}
-        found["call"]["usage"] = {name: getattr(call.usage, name) for name in ("prompt", "completion", "cached")}
-        found["versions"] = [msgspec.structs.asdict(run) for run in node.versions]
-        found["trainable"] = node.is_trainable
+        fields["call"] = _call_to_dict(node.call)
+        fields["versions"] = [msgspec.structs.asdict(run) for run in node.versions]
+        fields["trainable"] = node.is_trainable
     if node.media:
-        found["media"] = [ref._asdict() for ref in node.media]
+        fields["media"] = [ref._asdict() for ref in node.media]
     if node.arrays:
-        found["arrays"] = {name: f"{array.dtype}{list(array.shape)}" for name, array in node.arrays.items()}
-    return found
+        fields["arrays"] = {name: f"{array.dtype}{list(array.shape)}" for name, array in node.arrays.items()}
+    return fields
+
+
+def _call_to_dict(call: ModelCall) -> dict[str, Any]:
+    usage = call.usage
+    return {
+        "id": call.id,
+        "requested": call.requested_model,
+        "served": call.served_model,
+        "sampling": call.sampling_params,
+        "finish": call.finish_reason,
+        "start": call.start_time,
+        "end": call.end_time,
+        "usage": {"prompt": usage.prompt_tokens, "completion": usage.completion_tokens, "cached": usage.cached_tokens},
+    }
