@@ -63,7 +63,7 @@ def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
         for forest in forests:
             roots = [i for i, parent in enumerate(parents(forest)) if parent < 0 and i < forest.num_tokens]
             for start, stop in zip(roots, [*roots[1:], forest.num_tokens], strict=True):
-                assert not forest.visible()[start:stop, :start].any()
+                assert not forest.build_attention_mask()[start:stop, :start].any()
                 media = tuple(
                     (item.start - start, item.stop - start, item.media.hash)
                     for item in forest.media
