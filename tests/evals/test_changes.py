@@ -155,7 +155,7 @@ def test_a_run_from_before_digests_were_stored_goes_on_and_its_rollouts_are_told
     path = evaluate(environment()).path
     with RunStore.open(path) as store:  # as an earlier version has left it
 
-        def forget(connection, _):
+        def forget(connection):
             connection.execute("DELETE FROM facts WHERE key = 'environments'")
             connection.execute("DELETE FROM tasks")
 

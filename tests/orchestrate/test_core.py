@@ -49,7 +49,7 @@ class Mortal(Ledger):
     left: int | None = None
     after = False
 
-    async def _change(self, apply, rollouts=()) -> None:
+    async def _submit_change(self, apply, rollouts=()) -> None:
         if self.left is not None:
             self.left -= 1
             if self.left == 0 and not self.after:

@@ -1,11 +1,11 @@
-"""Rollouts to keep, made by hand: a question, a reply, a reward."""
+"""Small rollouts for tests: a question, a reply, a reward."""
 
 from ramify.store import RolloutRecord
 from ramify.trace import Message, ModelCall, Trace, Usage
 
 
 def rollout(number: int = 0, *, text: str | None = None, reward: float | None = 0.5, failure: str | None = None):
-    """(row, traces) of rollout `number`."""
+    """Return (record, traces) of rollout `number`."""
     reply = text if text is not None else f"reply {number}"
     trace = Trace(id=f"t{number}", episode=f"e{number}", task={"prompt": f"question {number}"})
     question = trace.add_node(-1, Message("user", f"question {number}"), [1, 2, number])
@@ -19,12 +19,12 @@ def rollout(number: int = 0, *, text: str | None = None, reward: float | None = 
     )
     trace.rewards = {"score": None if reward is None else (reward, 1.0)}
     summary = {"output": 2}
-    row = RolloutRecord(
+    record = RolloutRecord(
         f"r{number}", f"task-{number // 2}", number % 2, reward=reward, failure=failure, summary=summary
     )
-    return row, [trace]
+    return record, [trace]
 
 
 def replies(store) -> dict[str, str]:
-    """What every rollout of the run says: reading them all is the test that none is half there."""
-    return {row.id: store.read(row.id)[0].last_reply for row in store.rows()}
+    """Return the reply of every rollout by its id, which checks that all of them can be read."""
+    return {record.id: store.read_traces(record.id)[0].last_reply for record in store.rollouts()}

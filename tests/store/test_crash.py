@@ -1,4 +1,4 @@
-"""Whatever a crash leaves of the files, what was acknowledged is there and nothing is there by halves."""
+"""After a crash every acknowledged rollout is there, and none is incomplete."""
 
 import asyncio
 import os
@@ -15,41 +15,41 @@ from ramify.store import RunStore
 from tests.store.rollouts import replies, rollout
 
 SEGMENT, WAL = "traces/000000.seg", "run.sqlite-wal"
-COMMITS = 12
+NUM_COMMITS = 12
 
 
 @dataclass(frozen=True)
-class Lived:
-    """The files of a run at the moment it was killed, and how long they were after each commit."""
+class KilledRun:
+    """The files of a run when it was killed, and the lengths of segment and WAL after each commit."""
 
     files: dict[str, bytes]
-    segment: list[int]
-    wal: list[int]
+    segment_lengths: list[int]
+    wal_lengths: list[int]
 
 
 @cache
-def lived() -> Lived:
+def make_killed_run() -> KilledRun:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         with RunStore.open(path) as store:
-            segment, wal = [], []
-            for number in range(COMMITS):
+            segment_lengths, wal_lengths = [], []
+            for number in range(NUM_COMMITS):
                 asyncio.run(store.add_rollout(*rollout(number, text=f"reply {number} " * (number + 1))))
-                segment.append((path / SEGMENT).stat().st_size)
-                wal.append((path / WAL).stat().st_size)
+                segment_lengths.append((path / SEGMENT).stat().st_size)
+                wal_lengths.append((path / WAL).stat().st_size)
             files = {name: (path / name).read_bytes() for name in (SEGMENT, WAL, "run.sqlite")}
-    return Lived(files, segment, wal)
+    return KilledRun(files, segment_lengths, wal_lengths)
 
 
 @st.composite
 def crashes(draw):
-    """(acknowledged, length of the WAL, length of the segment, what was torn behind them)."""
-    run = lived()
-    known = draw(st.integers(0, COMMITS - 1))
-    wal = draw(st.integers(run.wal[known], run.wal[-1]))
-    whole = sum(length <= wal for length in run.wal)  # commits that reached the disk, told to somebody or not
-    segment = draw(st.integers(run.segment[whole - 1], run.segment[-1]))
-    return known + 1, wal, segment, draw(st.binary(max_size=40)), draw(st.binary(max_size=40))
+    """Draw (acknowledged commits, WAL length, segment length, garbage after the WAL, garbage after the segment)."""
+    run = make_killed_run()
+    last_acknowledged = draw(st.integers(0, NUM_COMMITS - 1))
+    wal = draw(st.integers(run.wal_lengths[last_acknowledged], run.wal_lengths[-1]))
+    num_durable = sum(length <= wal for length in run.wal_lengths)  # acknowledged or not
+    segment = draw(st.integers(run.segment_lengths[num_durable - 1], run.segment_lengths[-1]))
+    return last_acknowledged + 1, wal, segment, draw(st.binary(max_size=40)), draw(st.binary(max_size=40))
 
 
 def expected(count: int) -> dict[str, str]:
@@ -57,32 +57,32 @@ def expected(count: int) -> dict[str, str]:
 
 
 @given(crashes())
-def test_a_crash_loses_nothing_acknowledged_and_shows_nothing_half(crash):
+def test_a_crash_keeps_acknowledged_rollouts_and_shows_no_incomplete_ones(crash):
     acknowledged, wal, segment, torn_wal, torn_segment = crash
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "traces").mkdir()
-        for name, data in lived().files.items():
+        for name, data in make_killed_run().files.items():
             (path / name).write_bytes(data)
-        (path / WAL).write_bytes(lived().files[WAL][:wal] + torn_wal)
-        (path / SEGMENT).write_bytes(lived().files[SEGMENT][:segment] + torn_segment)
+        (path / WAL).write_bytes(make_killed_run().files[WAL][:wal] + torn_wal)
+        (path / SEGMENT).write_bytes(make_killed_run().files[SEGMENT][:segment] + torn_segment)
         with RunStore.open(path) as store:
-            found = replies(store)
-            assert len(found) >= acknowledged
-            assert found == expected(len(found))
-            asyncio.run(store.add_rollout(*rollout(len(found), text=f"reply {len(found)} " * (len(found) + 1))))
+            count = len(replies(store))
+            assert count >= acknowledged
+            assert replies(store) == expected(count)
+            asyncio.run(store.add_rollout(*rollout(count, text=f"reply {count} " * (count + 1))))
         with RunStore.open(path, write=False) as store:
-            assert replies(store) == expected(len(found) + 1)
+            assert replies(store) == expected(count + 1)
 
 
-def test_frames_without_a_row_are_cut_when_the_run_is_opened(tmp_path):
+def test_frames_without_a_record_are_truncated_on_open(tmp_path):
     with RunStore.open(tmp_path) as store:
         asyncio.run(store.add_rollout(*rollout(0)))
-    known = (tmp_path / SEGMENT).stat().st_size
+    committed = (tmp_path / SEGMENT).stat().st_size
     with (tmp_path / SEGMENT).open("ab") as file:
         file.write(os.urandom(100))
     shutil.copy(tmp_path / SEGMENT, tmp_path / "traces/000001.seg")
     with RunStore.open(tmp_path) as store:
-        assert (tmp_path / SEGMENT).stat().st_size == known
+        assert (tmp_path / SEGMENT).stat().st_size == committed
         assert (tmp_path / "traces/000001.seg").stat().st_size == 0
         assert replies(store) == {"r0": "reply 0"}

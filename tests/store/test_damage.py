@@ -1,4 +1,4 @@
-"""Damage to a run's files is refused or reported by name, and nothing is deleted because of it."""
+"""A run with damaged files is refused or reported, and nothing is deleted."""
 
 import asyncio
 import sqlite3
@@ -15,7 +15,7 @@ from ramify.store.ledger import GroupRecord
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files
 from tests.store.rollouts import rollout
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
+TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 IDENTITY = {"model": "tiny"}
 
 
@@ -34,7 +34,7 @@ def fill(path: Path, rollouts: int = 3) -> None:
 @pytest.fixture
 def run():
     """A training run with rollouts and a checkpoint."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
         path = Path(folder) / "run"
         fill(path)
         (path / "checkpoints" / "step_000002").mkdir(parents=True)
@@ -74,7 +74,7 @@ def results(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", [remove, empty, drop_tables, delete_rows])
-def test_an_index_that_lost_its_contents_is_refused_and_nothing_is_touched(run, damage):
+def test_an_index_without_contents_is_refused_and_nothing_is_changed(run, damage):
     damage(run)
     before = results(run)
     assert any(before.values())
@@ -89,7 +89,7 @@ def test_an_index_that_lost_its_contents_is_refused_and_nothing_is_touched(run, 
     assert results(run.with_name("run.old-1")) == before
 
 
-def test_an_index_with_a_damaged_page_is_refused_and_nothing_is_touched(run):
+def test_an_index_with_a_damaged_page_is_refused_and_nothing_is_changed(run):
     sqlite3.connect(run / "run.sqlite").execute("PRAGMA wal_checkpoint(TRUNCATE)").connection.close()
     path, before = run / "run.sqlite", results(run)
     intact = path.read_bytes()
@@ -107,7 +107,7 @@ def test_an_index_with_a_damaged_page_is_refused_and_nothing_is_touched(run):
 
 
 @pytest.mark.parametrize("damage", [remove, empty, drop_tables])
-def test_readers_say_so_too(run, damage, capsys):
+def test_commands_that_read_a_damaged_run_report_it(run, damage, capsys):
     damage(run)
     with pytest.raises(RunDamaged):
         RunStore.open(run, write=False)
@@ -116,7 +116,7 @@ def test_readers_say_so_too(run, damage, capsys):
         assert "RunDamaged" in capsys.readouterr().err
 
 
-def test_a_run_that_was_killed_before_its_first_commit_is_continued(tmp_path):
+def test_a_run_killed_before_its_first_commit_is_resumed(tmp_path):
     with open_run(tmp_path / "run", IDENTITY):
         pass
     (tmp_path / "run" / "traces" / "000000.seg").write_bytes(b"a frame that no row points to")
@@ -129,11 +129,11 @@ def test_a_run_that_was_killed_before_its_first_commit_is_continued(tmp_path):
 
 def audit(run: Path, capsys) -> tuple[int, str]:
     code = main(["why", str(run), "--audit"])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
-def test_the_audit_of_a_whole_run_finds_nothing(run, capsys):
+def test_the_audit_of_an_intact_run_finds_nothing(run, capsys):
     assert audit(run, capsys)[0] == 0
 
 
@@ -146,39 +146,39 @@ def test_the_audit_names_a_damaged_checkpoint(run, capsys, damaged_file):
     assert f"step_000002/{damaged_file} is damaged" in output
 
 
-def test_the_audit_of_an_eval_looks_at_its_files(run, capsys):
+def test_the_audit_of_an_eval_checks_its_files(run, capsys):
     (run / "config.toml").write_text("[taskset]\n")
     assert audit(run, capsys)[0] == 0
 
 
-def test_a_changed_byte_anywhere_in_a_segment_is_found(run):
+def test_a_changed_byte_anywhere_in_a_segment_is_reported(run):
     path = run / "traces" / "000000.seg"
-    whole = path.read_bytes()
-    for at in range(0, len(whole), max(1, len(whole) // 40)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    intact = path.read_bytes()
+    for index in range(0, len(intact), max(1, len(intact) // 40)):
+        path.write_bytes(intact[:index] + bytes([intact[index] ^ 1]) + intact[index + 1 :])
         with RunStore.open(run, write=False) as store:
-            assert any("000000.seg" in line for line in check_storage(store)), at
-    path.write_bytes(whole[:-1])
+            assert any("000000.seg" in line for line in check_storage(store)), index
+    path.write_bytes(intact[:-1])
     with RunStore.open(run, write=False) as store:
         assert any("000000.seg" in line for line in check_storage(store))
-    path.write_bytes(whole)
+    path.write_bytes(intact)
 
 
-def test_a_frame_that_no_rollout_points_to_any_more_is_checked_too(run):
+def test_frames_of_replaced_rollouts_are_checked(run):
     with RunStore.open(run) as store:
         asyncio.run(store.add_rollout(*rollout(0, text="another reply")))
     path = run / "traces" / "000000.seg"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])  # of the rollout that was replaced
+    intact = path.read_bytes()
+    path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])  # in the frame of the replaced rollout
     with RunStore.open(run, write=False) as store:
         assert check_storage(store)
         assert all(store.read_traces(row.id) for row in store.rollouts())
 
 
-def test_damage_that_was_found_is_reported_also_where_the_index_cannot_be_read_to_its_end(run):
+def test_damaged_frames_are_reported_even_if_the_index_cannot_be_read_completely(run):
     path = run / "traces" / "000000.seg"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+    intact = path.read_bytes()
+    path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])
     connection = sqlite3.connect(run / "run.sqlite", isolation_level=None)
     connection.execute("UPDATE rollouts SET summary = x'c1' WHERE id = 'r2'")
     connection.close()
@@ -188,19 +188,19 @@ def test_damage_that_was_found_is_reported_also_where_the_index_cannot_be_read_t
     assert "the index cannot be read" in problems[-1]
 
 
-def test_a_page_of_the_database_that_is_lost_is_found(run, capsys):
+def test_a_lost_database_page_is_reported(run, capsys):
     sqlite3.connect(run / "run.sqlite").execute("PRAGMA wal_checkpoint(TRUNCATE)").connection.close()
     path = run / "run.sqlite"
-    whole = path.read_bytes()
-    for page in range(1, len(whole) // 4096):
-        path.write_bytes(whole[: page * 4096] + bytes(4096) + whole[(page + 1) * 4096 :])
-        code, said = audit(run, capsys)
+    intact = path.read_bytes()
+    for page in range(1, len(intact) // 4096):
+        path.write_bytes(intact[: page * 4096] + bytes(4096) + intact[(page + 1) * 4096 :])
+        code, output = audit(run, capsys)
         assert code == 1, page
-        assert "Traceback" not in said
+        assert "Traceback" not in output
 
 
-def test_a_reward_of_the_index_that_is_not_the_trace_s_is_found(run, capsys):
+def test_a_reward_that_differs_from_its_trace_is_reported(run, capsys):
     sqlite3.connect(run / "run.sqlite", isolation_level=None).execute("UPDATE rollouts SET reward = 9 WHERE id = 'r1'")
-    code, said = audit(run, capsys)
+    code, output = audit(run, capsys)
     assert code == 1
-    assert "rollout r1: the index has reward 9.0, its trace 0.5" in said
+    assert "rollout r1: the index has reward 9.0, its trace 0.5" in output

@@ -1,4 +1,4 @@
-"""A run in the forms that other tools read."""
+"""A run is exported as JSONL or Parquet, one record per trace."""
 
 import asyncio
 import json
@@ -35,12 +35,12 @@ def test_parquet_has_a_record_per_trace(store, tmp_path):
     assert export_run(store, "parquet", tmp_path / "run.parquet") == 3
     table = pq.read_table(tmp_path / "run.parquet").to_pylist()
     assert [(record["rollout"], record["reward"]) for record in table] == [("r0", 0.5), ("r1", None), ("r2", 0.5)]
-    assert {record["source"] for record in table} == {row.source for row in store.rows()}
+    assert {record["source"] for record in table} == {row.source for row in store.rollouts()}
     assert json.loads(table[1]["rewards"]) == {"score": None}
     assert json.loads(table[1]["nodes"])[1]["message"]["content"] == "reply 1"
 
 
-def test_another_form_is_refused_and_nothing_is_written(store, tmp_path):
+def test_an_unknown_format_is_refused_and_nothing_is_written(store, tmp_path):
     with pytest.raises(ConfigInvalid, match="jsonl or parquet"):
         export_run(store, "xml", tmp_path / "run.xml")
     assert not (tmp_path / "run.xml").exists()

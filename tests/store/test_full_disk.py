@@ -1,4 +1,4 @@
-"""A disk that fills up: a named error, everything acknowledged still there, and a run that goes on later."""
+"""A full disk raises StorageFull, keeps every acknowledged rollout, and the run can be resumed."""
 
 import asyncio
 import random
@@ -15,12 +15,12 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789-+ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def noise(number: int) -> str:
-    """40 kB that do not compress by much."""
+    """Return 40 kB of text that hardly compresses."""
     return "".join(random.Random(number).choices(LETTERS, k=40_000))
 
 
 def fill(store: RunStore, limit: int = 1000) -> int:
-    """Add rollouts until the disk is full; how many were acknowledged."""
+    """Add rollouts until the disk is full; return how many were acknowledged."""
     for number in range(limit):
         try:
             asyncio.run(store.add_rollout(*rollout(number, text=noise(number))))
@@ -31,19 +31,19 @@ def fill(store: RunStore, limit: int = 1000) -> int:
 
 
 @pytest.mark.megabytes(1)
-def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(small_disk):
+def test_a_full_disk_raises_storage_full_until_there_is_room(small_disk):
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(300_000))
     with RunStore.open(small_disk / "run") as store:
-        kept = fill(store)
-        assert kept >= 3
+        count = fill(store)
+        assert count >= 3
         with pytest.raises(StorageFull):
-            asyncio.run(store.add_rollout(*rollout(kept, text=noise(kept) * 30)))
-        assert replies(store) == {f"r{number}": noise(number) for number in range(kept)}
+            asyncio.run(store.add_rollout(*rollout(count, text=noise(count) * 30)))
+        assert replies(store) == {f"r{number}": noise(number) for number in range(count)}
         ballast.unlink()
-        asyncio.run(store.add_rollout(*rollout(kept, text=noise(kept))))
+        asyncio.run(store.add_rollout(*rollout(count, text=noise(count))))
     with RunStore.open(small_disk / "run") as store:
-        assert replies(store) == {f"r{number}": noise(number) for number in range(kept + 1)}
+        assert replies(store) == {f"r{number}": noise(number) for number in range(count + 1)}
 
 
 LIMITED = """
@@ -57,12 +57,12 @@ with RunStore.open(pathlib.Path(sys.argv[1])) as store:
 """
 
 
-def test_a_process_that_may_write_no_more_says_so_and_the_next_one_goes_on(tmp_path):
+def test_a_file_size_limit_raises_storage_full_and_the_next_process_resumes(tmp_path):
     done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    kept = int(done.stdout)
-    assert kept >= 3
+    count = int(done.stdout)
+    assert count >= 3
     with RunStore.open(tmp_path) as store:
-        assert replies(store) == {f"r{number}": noise(number) for number in range(kept)}
-        asyncio.run(store.add_rollout(*rollout(kept, text=noise(kept))))
-        assert len(store.rollouts()) == kept + 1
+        assert replies(store) == {f"r{number}": noise(number) for number in range(count)}
+        asyncio.run(store.add_rollout(*rollout(count, text=noise(count))))
+        assert len(store.rollouts()) == count + 1

@@ -1,4 +1,4 @@
-"""The ledger keeps its promise: whatever dies, every group is trained in exactly one step or dropped by name."""
+"""Every issued group is trained in exactly one step or dropped with a reason, and the audit checks it."""
 
 import asyncio
 import math
@@ -17,12 +17,12 @@ from ramify.store.ledger import BatchRecord, GroupRecord, Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
 from tests.store.rollouts import rollout
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
+TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 
 
 @pytest.fixture
 def store():
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, RunStore.open(Path(folder)) as store:
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder, RunStore.open(Path(folder)) as store:
         yield store
 
 
@@ -31,224 +31,238 @@ def ledger(store):
     return Ledger.open(store)
 
 
-def do(*changes):
-    async def one_after_the_other():
+def run(*changes):
+    """Run coroutines one after another; return the result of the last."""
+
+    async def run_all():
         return [await change for change in changes][-1]
 
-    return asyncio.run(one_after_the_other())
+    return asyncio.run(run_all())
 
 
 def issue(ledger, number, *, size=2, **more):
-    do(ledger.issue(GroupRecord(number, "reverse", number, size, **more)))
+    run(ledger.issue_group(GroupRecord(number, "reverse", number, size, **more)))
 
 
 def sample(ledger, number, attempt):
-    row, traces = rollout(number * 10 + attempt)
-    do(ledger.sampled(number, attempt, row, traces))
+    run(ledger.record_sampled(number, attempt, *rollout(number * 10 + attempt)))
 
 
-def score(ledger, number, *, size=2, **more):
+def issue_and_score(ledger, number, *, size=2, **more):
     issue(ledger, number, size=size, **more)
     for attempt in range(size):
         sample(ledger, number, attempt)
-    do(ledger.scored(number))
+    run(ledger.record_scored(number))
 
 
-def cut(ledger, step, *groups):
-    do(ledger.batch(BatchRecord(step, groups, b"notes", {"rl": 4})))
+def record_batch(ledger, step, *groups):
+    run(ledger.record_batch(BatchRecord(step, groups, b"notes", {"rl": 4})))
 
 
 def train(ledger, step):
-    do(ledger.serve(step), ledger.acknowledge(step))
+    run(ledger.record_served(step), ledger.acknowledge_step(step))
 
 
 def states(ledger):
     return [group.state.value for group in ledger.groups()]
 
 
-@pytest.mark.parametrize("now", GroupState)
-@pytest.mark.parametrize("then", GroupState)
-def test_only_the_transitions_of_the_table_are_allowed(now, then):
-    if then in TRANSITIONS[now]:
-        check_transition("group 0", now, then)
+@pytest.mark.parametrize("current", GroupState)
+@pytest.mark.parametrize("target", GroupState)
+def test_only_transitions_in_the_table_are_allowed(current, target):
+    if target in TRANSITIONS[current]:
+        check_transition("group 0", current, target)
     else:
-        with pytest.raises(TransitionRefused, match=f"group 0 is {now.value} and cannot become {then.value}"):
-            check_transition("group 0", now, then)
+        with pytest.raises(TransitionRefused, match=f"group 0 is {current.value} and cannot become {target.value}"):
+            check_transition("group 0", current, target)
 
 
-def test_a_group_goes_from_issue_to_history(ledger):
+def test_a_group_passes_through_all_states_until_its_step_is_committed(ledger):
     issue(ledger, 0, incarnation=1, version=3)
     assert states(ledger) == ["issued"]
     sample(ledger, 0, 0)
     assert states(ledger) == ["issued"]
     sample(ledger, 0, 1)
     assert states(ledger) == ["sampled"]
-    do(ledger.scored(0, {1: {"advantage": -0.5}}))
-    cut(ledger, 0, 0)
+    run(ledger.record_scored(0, {1: {"advantage": -0.5}}))
+    record_batch(ledger, 0, 0)
     train(ledger, 0)
     assert states(ledger) == ["batched"]
-    assert ledger.marks() == LedgerProgress(committed=0, acknowledged=1)
-    do(ledger.commit(1))
-    assert ledger.marks() == LedgerProgress(committed=1, acknowledged=1)
-    assert ledger.group(0) == GroupRecord(0, "reverse", 0, 2, 0, 1, 3, GroupState.TRAINED, 0)
+    assert ledger.progress() == LedgerProgress(committed=0, acknowledged=1)
+    run(ledger.commit_version(1))
+    assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1)
+    assert ledger.get_group(0) == GroupRecord(0, "reverse", 0, 2, 0, 1, 3, GroupState.TRAINED, 0)
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.TRAINED] * 2
     assert ledger.attempts(0)[1].notes == {"advantage": -0.5}
-    assert ledger.store.read(ledger.attempts(0)[1].rollout)[0].last_reply == "reply 1"
+    assert ledger.store.read_traces(ledger.attempts(0)[1].rollout_id)[0].last_reply == "reply 1"
     assert audit(ledger) == []
 
 
-def test_an_attempt_that_leaves_completes_its_group_as_well(ledger):
+def test_dropping_the_last_running_attempt_completes_its_group(ledger):
     issue(ledger, 0)
-    do(ledger.retry(0, 0, "ProviderError"), ledger.drop_attempt(0, 0, DropReason.FAILED, "ProviderError: gone"))
+    run(
+        ledger.retry_attempt(0, 0, "ProviderError"), ledger.drop_attempt(0, 0, DropReason.FAILED, "ProviderError: gone")
+    )
     sample(ledger, 0, 1)
     assert states(ledger) == ["sampled"]
-    gone = ledger.attempts(0)[0]
-    assert (gone.tries, gone.state, gone.reason, gone.detail) == (
-        2,
-        GroupState.DROPPED,
-        DropReason.FAILED,
-        "ProviderError: gone",
-    )
-    do(ledger.scored(0))
-    cut(ledger, 0, 0)
+    dropped = ledger.attempts(0)[0]
+    assert (dropped.num_tries, dropped.state) == (2, GroupState.DROPPED)
+    assert (dropped.reason, dropped.detail) == (DropReason.FAILED, "ProviderError: gone")
+    run(ledger.record_scored(0))
+    record_batch(ledger, 0, 0)
     train(ledger, 0)
-    do(ledger.commit(1))
+    run(ledger.commit_version(1))
     assert [attempt.state for attempt in ledger.attempts(0)] == [GroupState.DROPPED, GroupState.TRAINED]
     assert audit(ledger) == []
 
 
-def test_what_the_curriculum_became_is_kept_with_the_group_it_chose(ledger, store):
-    do(ledger.issue(GroupRecord(0, "reverse", 7, 1), {"source/reverse/at": [0, 1]}), ledger.keep({"mix/reverse": 1}))
-    assert ledger.states("source/reverse/") == {"at": [0, 1]}
-    assert ledger.states("mix/") == {"reverse": 1}
+def test_states_are_saved_in_the_transaction_that_issues_the_group(ledger, store):
+    run(
+        ledger.issue_group(GroupRecord(0, "reverse", 7, 1), {"source/reverse/at": [0, 1]}),
+        ledger.save_states({"mix/reverse": 1}),
+    )
+    assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
+    assert ledger.load_states("mix/") == {"reverse": 1}
     with pytest.raises(TransitionRefused):
-        do(ledger.issue(GroupRecord(5, "reverse", 8, 1), {"source/reverse/at": [0, 2]}))
-    assert ledger.states("source/reverse/") == {"at": [0, 1]}
+        run(ledger.issue_group(GroupRecord(5, "reverse", 8, 1), {"source/reverse/at": [0, 2]}))
+    assert ledger.load_states("source/reverse/") == {"at": [0, 1]}
 
 
-REFUSED = {
-    "group 1 cannot be issued: the next one is 2": lambda one: one.issue(GroupRecord(1, "reverse", 1, 1)),
-    "group 9 was never issued": lambda one: one.scored(9),
-    "group 0 is issued and cannot become scored": lambda one: one.scored(0),
-    "group 1 is batched and cannot become dropped": lambda one: one.drop(1, DropReason.CANCELLED),
-    "attempt 7 of group 0 was never issued": lambda one: one.retry(0, 7, "ProviderError"),
-    "attempt 0 of group 1 is batched: it cannot be run again": lambda one: one.retry(1, 0, "ProviderError"),
-    "attempt 0 of group 1 is batched and cannot become sampled": lambda one: one.sampled(1, 0, *rollout(3)),
-    "batch 3 cannot be cut: the next one is 1": lambda one: one.batch(BatchRecord(3, (0,), b"", {})),
-    "group 1 is batched and cannot become batched": lambda one: one.batch(BatchRecord(1, (1,), b"", {})),
-    "batch 1 cannot be served: it was never cut": lambda one: one.serve(1),
-    "step 0 cannot be done: this trainer was never given its batch": lambda one: one.acknowledge(0),
-    "version 1 cannot be committed: between 0 and 0 may be": lambda one: one.commit(1),
+ILLEGAL_CHANGES = {
+    "group 1 cannot be issued: the next group is 2": lambda ledger: ledger.issue_group(GroupRecord(1, "reverse", 1, 1)),
+    "group 9 was never issued": lambda ledger: ledger.record_scored(9),
+    "group 0 is issued and cannot become scored": lambda ledger: ledger.record_scored(0),
+    "group 1 is batched and cannot become dropped": lambda ledger: ledger.drop_group(1, DropReason.CANCELLED),
+    "attempt 7 of group 0 was never issued": lambda ledger: ledger.retry_attempt(0, 7, "ProviderError"),
+    "attempt 0 of group 1 is batched and cannot be retried": lambda ledger: ledger.retry_attempt(1, 0, "ProviderError"),
+    "attempt 0 of group 1 is batched and cannot become sampled": lambda ledger: ledger.record_sampled(
+        1, 0, *rollout(3)
+    ),
+    "batch 3 cannot be recorded: the next batch is 1": lambda ledger: ledger.record_batch(
+        BatchRecord(3, (0,), b"", {})
+    ),
+    "group 1 is batched and cannot become batched": lambda ledger: ledger.record_batch(BatchRecord(1, (1,), b"", {})),
+    "batch 1 cannot be served: it was never recorded": lambda ledger: ledger.record_served(1),
+    "step 0 cannot be acknowledged: its batch was not served to this trainer": lambda ledger: ledger.acknowledge_step(
+        0
+    ),
+    "version 1 cannot be committed: expected 0 to 0": lambda ledger: ledger.commit_version(1),
 }
 
 
-def test_an_illegal_step_is_refused_by_name_and_changes_nothing(ledger):
+def test_illegal_transitions_are_refused_and_change_nothing(ledger):
     issue(ledger, 0)
-    score(ledger, 1)
-    cut(ledger, 0, 1)
-    before = ledger.groups(), ledger.attempts(), ledger.batches(), ledger.marks()
-    for problem, change in REFUSED.items():
+    issue_and_score(ledger, 1)
+    record_batch(ledger, 0, 1)
+    before = ledger.groups(), ledger.attempts(), ledger.batches(), ledger.progress()
+    for problem, change in ILLEGAL_CHANGES.items():
         with pytest.raises(TransitionRefused, match=problem):
-            do(change(ledger))
-        assert (ledger.groups(), ledger.attempts(), ledger.batches(), ledger.marks()) == before
+            run(change(ledger))
+        assert (ledger.groups(), ledger.attempts(), ledger.batches(), ledger.progress()) == before
 
 
-def test_a_new_trainer_is_served_the_batches_after_the_history_again(ledger):
+def test_a_new_trainer_is_served_the_uncommitted_batches_again(ledger):
     for step in range(3):
-        score(ledger, 2 * step)
-        score(ledger, 2 * step + 1)
-        cut(ledger, step, 2 * step + 1, 2 * step)
+        issue_and_score(ledger, 2 * step)
+        issue_and_score(ledger, 2 * step + 1)
+        record_batch(ledger, step, 2 * step + 1, 2 * step)
         train(ledger, step)
-    do(ledger.commit(1))
-    assert do(ledger.restart()) == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
-    assert [(batch.step, batch.groups) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
-    with pytest.raises(TransitionRefused, match="part of the history"):
-        do(ledger.serve(0))
+    run(ledger.commit_version(1))
+    assert run(ledger.begin_incarnation()) == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
+    assert [(batch.step, batch.group_numbers) for batch in ledger.batches(1)] == [(1, (3, 2)), (2, (5, 4))]
+    with pytest.raises(TransitionRefused, match="already committed"):
+        run(ledger.record_served(0))
     train(ledger, 1)
     train(ledger, 2)
-    do(ledger.commit(3))
-    assert [(incarnation, step) for incarnation, step, _ in ledger.served()] == [(0, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    run(ledger.commit_version(3))
+    assert [(incarnation, step) for incarnation, step, _ in ledger.served_batches()] == [
+        (0, 0),
+        (0, 1),
+        (1, 1),
+        (0, 2),
+        (1, 2),
+    ]
     assert audit(ledger) == []
 
 
-def test_a_history_that_is_rolled_back_serves_the_same_batches_and_counts_each_group_once(ledger):
+def test_rollback_serves_the_same_batches_and_counts_each_group_once(ledger):
     for step in range(3):
-        score(ledger, step)
-        cut(ledger, step, step)
+        issue_and_score(ledger, step)
+        record_batch(ledger, step, step)
         train(ledger, step)
-    do(ledger.commit(3))
-    with pytest.raises(TransitionRefused, match="cannot end at version 4: it ends at 3"):
-        do(ledger.roll_back(4))
-    do(ledger.roll_back(1))
-    assert ledger.marks() == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
+    run(ledger.commit_version(3))
+    with pytest.raises(TransitionRefused, match="cannot end at version 4: expected 0 to 3"):
+        run(ledger.roll_back(4))
+    run(ledger.roll_back(1))
+    assert ledger.progress() == LedgerProgress(committed=1, acknowledged=1, incarnation=1)
     assert states(ledger) == ["trained", "batched", "batched"]
     assert [attempt.state for attempt in ledger.attempts(2)] == [GroupState.BATCHED] * 2
     assert audit(ledger, finished=False) == []
     assert [batch.step for batch in ledger.batches(1)] == [1, 2]
     for step in (1, 2):
         train(ledger, step)
-    do(ledger.commit(3))
+    run(ledger.commit_version(3))
     assert states(ledger) == ["trained"] * 3
     assert audit(ledger) == []
 
 
-def test_a_run_that_goes_on_knows_which_attempts_are_missing(tmp_path):
+def test_a_resumed_run_finds_its_unfinished_attempts(tmp_path):
     with RunStore.open(tmp_path) as store:
         ledger = Ledger.open(store)
-        score(ledger, 0)
+        issue_and_score(ledger, 0)
         issue(ledger, 1, size=3)
         sample(ledger, 1, 1)
         issue(ledger, 2)
-        do(ledger.drop_group(2, DropReason.CANCELLED))
+        run(ledger.drop_group(2, DropReason.CANCELLED))
     with RunStore.open(tmp_path) as store:
         ledger = Ledger.open(store)
         assert [(group.number, group.state.value) for group in ledger.open_groups()] == [(0, "scored"), (1, "issued")]
         assert [a.attempt_index for a in ledger.attempts(1) if a.state is GroupState.ISSUED] == [0, 2]
 
 
-def test_why_groups_were_dropped_is_told_by_number_of_groups(ledger):
-    assert ledger.dropped() == ""
+def test_drop_reasons_are_ordered_by_number_of_groups(ledger):
+    assert ledger.describe_drops() == ""
     details = ["zero_advantage", "gibberish", "zero_advantage"]
     for number, detail in enumerate(details):
         issue(ledger, number)
-        do(ledger.drop(number, DropReason.FILTERED, detail))
-    assert ledger.dropped() == "2 × filtered: zero_advantage, 1 × filtered: gibberish"
+        run(ledger.drop_group(number, DropReason.FILTERED, detail))
+    assert ledger.describe_drops() == "2 × filtered: zero_advantage, 1 × filtered: gibberish"
     issue(ledger, 3)
-    do(ledger.drop(3, DropReason.RUN_ENDED))
-    assert ledger.dropped().endswith(", 1 × run_ended")
+    run(ledger.drop_group(3, DropReason.RUN_ENDED))
+    assert ledger.describe_drops().endswith(", 1 × run_ended")
     for number in range(4, 8):
         issue(ledger, number)
-        do(ledger.drop(number, DropReason.TOO_FEW, f"{number} attempts failed"))
-    assert ledger.dropped().endswith(", 2 for other reasons")
+        run(ledger.drop_group(number, DropReason.TOO_FEW, f"{number} attempts failed"))
+    assert ledger.describe_drops().endswith(", 2 for other reasons")
 
 
-def test_a_run_without_a_ledger_cannot_be_read_as_one(tmp_path):
+def test_opening_the_ledger_of_an_eval_run_is_refused(tmp_path):
     RunStore.open(tmp_path).close()
-    with RunStore.open(tmp_path, write=False) as store, pytest.raises(ConfigInvalid, match="no training run"):
+    with RunStore.open(tmp_path, write=False) as store, pytest.raises(ConfigInvalid, match="not a training run"):
         Ledger.open_readonly(store)
 
 
-def test_a_metric_that_is_no_number_is_kept_with_the_others_of_its_step(ledger, store):
-    journal = RunLog(store)
-    journal.log_metrics(3, {"grad_norm": math.nan, "loss": math.inf, "lr": 0.5}).result(10)
-    found = {point.name: point.value for point in journal.metrics()}
-    assert math.isnan(found.pop("grad_norm"))
-    assert found == {"loss": math.inf, "lr": 0.5}
+def test_nan_and_infinite_metrics_are_stored(ledger, store):
+    log = RunLog(store)
+    log.log_metrics(3, {"grad_norm": math.nan, "loss": math.inf, "lr": 0.5}).result(10)
+    values = {point.name: point.value for point in log.metrics()}
+    assert math.isnan(values.pop("grad_norm"))
+    assert values == {"loss": math.inf, "lr": 0.5}
 
 
-def test_metrics_and_events_are_appended_and_the_last_value_counts(ledger, store):
-    journal = RunLog(store)
-    journal.log_metrics(0, {"reward/all/mean": 0.25, "loss": 1.0})
-    journal.log_metrics(1, {"reward/all/mean": 0.5})
-    journal.log_event("restarted", component="trainer", step=0)
-    journal.log_metrics(0, {"loss": 2.0}).result(10)
-    assert [tuple(point) for point in journal.metrics()] == [
+def test_readers_see_the_last_value_of_a_metric(ledger, store):
+    log = RunLog(store)
+    log.log_metrics(0, {"reward/all/mean": 0.25, "loss": 1.0})
+    log.log_metrics(1, {"reward/all/mean": 0.5})
+    log.log_event("restarted", component="trainer", step=0)
+    log.log_metrics(0, {"loss": 2.0}).result(10)
+    assert [tuple(point) for point in log.metrics()] == [
         (0, "loss", 2.0),
         (0, "reward/all/mean", 0.25),
         (1, "reward/all/mean", 0.5),
     ]
-    assert [point.value for point in journal.metrics("reward/*")] == [0.25, 0.5]
-    (event,) = journal.events("restarted")
+    assert [point.value for point in log.metrics("reward/*")] == [0.25, 0.5]
+    (event,) = log.events("restarted")
     assert event.fields == {"component": "trainer", "step": 0}
     assert store.select("SELECT count(*) FROM metrics") == [(4,)]
 
@@ -257,54 +271,54 @@ def test_metrics_and_events_are_appended_and_the_last_value_counts(ledger, store
 
 
 @pytest.fixture(scope="module")
-def finished():
+def finished_run():
     """Two epochs of two tasks: three groups trained in two steps, one dropped."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
         with RunStore.open(Path(folder)) as store:
             ledger = Ledger.open(store)
-            do(ledger.declare_source("reverse", 2))
+            run(ledger.declare_source("reverse", 2))
             for number in range(4):
-                do(ledger.issue_group(GroupRecord(number, "reverse", number % 2, 1, epoch=number // 2)))
+                run(ledger.issue_group(GroupRecord(number, "reverse", number % 2, 1, epoch=number // 2)))
                 sample(ledger, number, 0)
-                do(
+                run(
                     ledger.drop_group(number, DropReason.FILTERED, "zero_advantage")
                     if number == 2
                     else ledger.record_scored(number)
                 )
-            cut(ledger, 0, 1, 0)
-            cut(ledger, 1, 3)
+            record_batch(ledger, 0, 1, 0)
+            record_batch(ledger, 1, 3)
             train(ledger, 0)
             train(ledger, 1)
-            do(ledger.commit_version(1), ledger.begin_incarnation())
+            run(ledger.commit_version(1), ledger.begin_incarnation())
             train(ledger, 1)
-            do(ledger.commit_version(2))
+            run(ledger.commit_version(2))
             assert audit(ledger) == []
         yield Path(folder)
 
 
 @pytest.fixture
-def history(finished):
-    """A copy of that run, to be spoiled."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        shutil.copytree(finished, folder, dirs_exist_ok=True)
+def history(finished_run):
+    """A writable copy of the finished run."""
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
+        shutil.copytree(finished_run, folder, dirs_exist_ok=True)
         with RunStore.open(Path(folder)) as store:
             yield Ledger.open(store)
 
 
-FORGED = {
+PROBLEM_BY_FORGERY = {
     "UPDATE groups SET state = 'issued', step = NULL WHERE number = 2": "group 2 is issued: neither trained nor",
     "UPDATE groups SET reason = NULL WHERE number = 2": "group 2 was dropped without a reason",
     "UPDATE groups SET step = 1 WHERE number = 0": "group 0 is trained in step 1, but its batch does not have it",
     "UPDATE marks SET value = 1 WHERE name = 'committed'": "group 3 is trained in step 1, but the history ends before",
-    "UPDATE groups SET state = 'batched' WHERE number = 3": "group 3 was in step 1, which is history, but",
+    "UPDATE groups SET state = 'batched' WHERE number = 3": "group 3 was in step 1, which is committed, but",
     "UPDATE batches SET members = X'9203 03' WHERE step = 1": "group 3 is 2 times in the batch of step 1",
     "UPDATE batches SET members = X'9203 00' WHERE step = 1": "group 0 is in the batches of steps 0, 1",
     "UPDATE batches SET members = X'9203 02' WHERE step = 1": "group 2 is dropped, but in the batch of step 1",
     "UPDATE batches SET members = X'9203 09' WHERE step = 1": "step 1 has group 9, which was never issued",
     "DELETE FROM batches WHERE step = 0": "step 0 has no batch",
-    "UPDATE served SET members = X'9100' WHERE incarnation = 1": "trainer 1 was given groups [0] for step 1",
-    "DELETE FROM served WHERE step = 0": "step 0 is history, but no trainer was given its batch",
-    "DELETE FROM groups WHERE number = 1": "group 2 stands where group 1 should",
+    "UPDATE served SET members = X'9100' WHERE incarnation = 1": "trainer 1 received groups [0] for step 1",
+    "DELETE FROM served WHERE step = 0": "step 0 is committed, but its batch was served to no trainer",
+    "DELETE FROM groups WHERE number = 1": "group 2 is in the place of group 1",
     "DELETE FROM attempts WHERE number = 3": "group 3 should have 1 attempts, it has []",
     "UPDATE attempts SET state = 'scored' WHERE number = 3": "attempt 0 of group 3 is scored, but its group is trained",
     "DELETE FROM rollouts WHERE id = 'r30'": "attempt 0 of group 3 is trained, but its rollout r30 is not in the run",
@@ -313,15 +327,15 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("forgery", FORGED)
-def test_the_audit_says_in_a_line_what_does_not_agree(history, forgery):
+@pytest.mark.parametrize("forgery", PROBLEM_BY_FORGERY)
+def test_the_audit_describes_each_inconsistency_in_one_line(history, forgery):
     connection = sqlite3.connect(history.store.path / "run.sqlite", isolation_level=None)
     connection.execute(forgery.replace("X'9203 0", "X'92030"))
     connection.close()
-    assert any(line.startswith(FORGED[forgery]) for line in audit(history)), audit(history)
+    assert any(line.startswith(PROBLEM_BY_FORGERY[forgery]) for line in audit(history)), audit(history)
 
 
-def test_groups_on_their_way_are_no_problem_of_a_run_that_goes_on(history):
-    do(history.issue(GroupRecord(4, "reverse", 0, 1, epoch=2)))
+def test_unfinished_groups_are_consistent_in_an_unfinished_run(history):
+    run(history.issue_group(GroupRecord(4, "reverse", 0, 1, epoch=2)))
     assert audit(history, finished=False) == []
     assert audit(history) == ["group 4 is issued: neither trained nor dropped"]

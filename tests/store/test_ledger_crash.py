@@ -1,8 +1,8 @@
-"""A run that is killed at any moment loses no group and doubles none.
+"""A run that is killed at any moment loses no group and counts none twice.
 
-A machine drives a ledger at random beside a plain model of it. A crash is what a crash is: the files as they are at
-that moment, the end of the log torn off somewhere inside the last change. The run goes on from them; what was
-acknowledged is there, and the last change happened or did not, never by halves.
+A state machine changes a ledger at random beside a plain model of it. A crash copies the files as they are, with the
+write-ahead log truncated somewhere inside the last change. The resumed run has every acknowledged change, and the last
+one completely or not at all.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import BatchRecord, GroupRecord, Ledger
 from tests.store.rollouts import rollout
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync costs nothing
+TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs are free there
 WAL = "run.sqlite-wal"
-TASKS = 3
+NUM_TASKS = 3
 
 
 @dataclass
 class Model:
-    """What should be in the ledger."""
+    """The expected contents of the ledger."""
 
     groups: list[str] = field(default_factory=list)
     attempts: list[list[str]] = field(default_factory=list)
@@ -40,180 +40,180 @@ class Model:
     acknowledged: int = 0
     incarnation: int = 0
 
-    def follow(self, number: int, state: str) -> None:
+    def move(self, number: int, state: str) -> None:
         self.groups[number] = state
-        self.attempts[number] = [each if each == "dropped" else state for each in self.attempts[number]]
+        self.attempts[number] = [old if old == "dropped" else state for old in self.attempts[number]]
 
-    def settle(self, number: int, attempt: int, state: str) -> None:
+    def end_attempt(self, number: int, attempt: int, state: str) -> None:
         self.attempts[number][attempt] = state
         if "issued" not in self.attempts[number]:
             self.groups[number] = "sampled"
 
-    def found(self, state: str) -> list[int]:
-        return [number for number, each in enumerate(self.groups) if each == state]
+    def in_state(self, state: str) -> list[int]:
+        return [number for number, group_state in enumerate(self.groups) if group_state == state]
 
-    def missing(self) -> list[tuple[int, int]]:
-        """Attempts of groups that are not over, still to be run."""
+    def running(self) -> list[tuple[int, int]]:
+        """Return (group, attempt) for every attempt that has not ended."""
         return [
             (number, attempt)
-            for number in self.found("issued")
+            for number in self.in_state("issued")
             for attempt, state in enumerate(self.attempts[number])
             if state == "issued"
         ]
 
 
-def seen(ledger: Ledger) -> Model:
+def read_model(ledger: Ledger) -> Model:
     groups = ledger.groups()
-    marks = ledger.progress()
+    progress = ledger.progress()
     return Model(
         [group.state.value for group in groups],
         [[attempt.state.value for attempt in ledger.attempts(group.number)] for group in groups],
         [batch.group_numbers for batch in ledger.batches()],
         ledger.load_states().get("position", 0),
-        marks.committed,
-        marks.acknowledged,
-        marks.incarnation,
+        progress.committed,
+        progress.acknowledged,
+        progress.incarnation,
     )
 
 
 class Run(RuleBasedStateMachine):
-    """A run with a trainer, both of which die now and then."""
+    """A run and its trainer, both of which are killed at random."""
 
     @initialize()
     def begin(self) -> None:
-        self.folders = [tempfile.mkdtemp(dir=MEMORY)]
+        self.folders = [tempfile.mkdtemp(dir=TMPFS)]
         self.open()
         self.model = self.before = Model()
-        self.torn: tuple[int, int] = (0, 0)  # length of the log before and after the last change
-        self.do(lambda ledger: ledger.declare("reverse", TASKS))
+        self.last_change: tuple[int, int] = (0, 0)  # length of the log before and after it
+        self.run(lambda ledger: ledger.declare_source("reverse", NUM_TASKS))
 
     def open(self) -> None:
         self.store = RunStore.open(Path(self.folders[-1]))
         self.ledger = Ledger.open(self.store)
 
-    def log(self) -> int:
+    def log_length(self) -> int:
         path = Path(self.folders[-1]) / WAL
         return path.stat().st_size if path.exists() else 0
 
-    def do(self, change, expected: Model | None = None) -> None:
-        """Make a change, and remember how the run looked before it."""
-        start = self.log()
+    def run(self, change, expected: Model | None = None) -> None:
+        """Make a change, and remember the model from before it."""
+        start = self.log_length()
         asyncio.run(change(self.ledger))
         self.before, self.model = self.model, expected or self.model
-        self.torn = (start, self.log())
+        self.last_change = (start, self.log_length())
 
-    def then(self) -> Model:
+    def copy_model(self) -> Model:
         return copy.deepcopy(self.model)
 
     @rule(size=st.integers(1, 3))
     def issue(self, size: int) -> None:
-        then, number = self.then(), len(self.model.groups)
-        then.groups.append("issued")
-        then.attempts.append(["issued"] * size)
-        then.position += 1
-        epoch, task = divmod(self.model.position, TASKS)
+        expected, number = self.copy_model(), len(self.model.groups)
+        expected.groups.append("issued")
+        expected.attempts.append(["issued"] * size)
+        expected.position += 1
+        epoch, task = divmod(self.model.position, NUM_TASKS)
         group = GroupRecord(number, "reverse", task, size, epoch, self.model.incarnation, self.model.acknowledged)
-        self.do(lambda ledger: ledger.issue(group, {"position": then.position}), then)
+        self.run(lambda ledger: ledger.issue_group(group, {"position": expected.position}), expected)
 
-    @precondition(lambda self: self.model.missing())
-    @rule(data=st.data(), fate=st.sampled_from(["sampled", "sampled", "sampled", "dropped", "again"]))
-    def end_attempt(self, data, fate: str) -> None:
-        number, attempt = data.draw(st.sampled_from(self.model.missing()))
-        then = self.then()
-        if fate == "again":
-            self.do(lambda ledger: ledger.retry(number, attempt, "WorkerDied"))
+    @precondition(lambda self: self.model.running())
+    @rule(data=st.data(), outcome=st.sampled_from(["sampled", "sampled", "sampled", "dropped", "retried"]))
+    def end_attempt(self, data, outcome: str) -> None:
+        number, attempt = data.draw(st.sampled_from(self.model.running()))
+        expected = self.copy_model()
+        if outcome == "retried":
+            self.run(lambda ledger: ledger.retry_attempt(number, attempt, "WorkerDied"))
             return
-        then.settle(number, attempt, fate)
-        kept = rollout(100 * number + attempt)
-        if fate == "sampled":
-            self.do(lambda ledger: ledger.sampled(number, attempt, *kept), then)
+        expected.end_attempt(number, attempt, outcome)
+        record_and_traces = rollout(100 * number + attempt)
+        if outcome == "sampled":
+            self.run(lambda ledger: ledger.record_sampled(number, attempt, *record_and_traces), expected)
         else:
-            self.do(lambda ledger: ledger.drop_attempt(number, attempt, DropReason.FAILED, "WorkerDied"), then)
+            self.run(lambda ledger: ledger.drop_attempt(number, attempt, DropReason.FAILED, "WorkerDied"), expected)
 
-    @precondition(lambda self: self.model.found("sampled"))
-    @rule(data=st.data(), good=st.booleans())
-    def judge(self, data, good: bool) -> None:
-        number = data.draw(st.sampled_from(self.model.found("sampled")))
-        then = self.then()
-        then.follow(number, "scored" if good else "dropped")
-        if good:
-            self.do(lambda ledger: ledger.scored(number), then)
+    @precondition(lambda self: self.model.in_state("sampled"))
+    @rule(data=st.data(), is_kept=st.booleans())
+    def score_or_drop(self, data, is_kept: bool) -> None:
+        number = data.draw(st.sampled_from(self.model.in_state("sampled")))
+        expected = self.copy_model()
+        expected.move(number, "scored" if is_kept else "dropped")
+        if is_kept:
+            self.run(lambda ledger: ledger.record_scored(number), expected)
         else:
-            self.do(lambda ledger: ledger.drop(number, DropReason.FILTERED, "zero_advantage"), then)
+            self.run(lambda ledger: ledger.drop_group(number, DropReason.FILTERED, "zero_advantage"), expected)
 
-    @precondition(lambda self: self.model.found("scored"))
+    @precondition(lambda self: self.model.in_state("scored"))
     @rule(data=st.data())
-    def cut(self, data) -> None:
-        groups = tuple(data.draw(st.lists(st.sampled_from(self.model.found("scored")), unique=True, min_size=1)))
-        then, step = self.then(), len(self.model.batches)
-        then.batches.append(groups)
+    def form_batch(self, data) -> None:
+        groups = tuple(data.draw(st.lists(st.sampled_from(self.model.in_state("scored")), unique=True, min_size=1)))
+        expected, step = self.copy_model(), len(self.model.batches)
+        expected.batches.append(groups)
         for number in groups:
-            then.follow(number, "batched")
-        self.do(lambda ledger: ledger.batch(BatchRecord(step, groups, b"", {})), then)
+            expected.move(number, "batched")
+        self.run(lambda ledger: ledger.record_batch(BatchRecord(step, groups, b"", {})), expected)
 
     @precondition(lambda self: self.model.acknowledged < len(self.model.batches))
     @rule()
     def train(self) -> None:
         step = self.model.acknowledged
-        self.do(lambda ledger: ledger.serve(step))
-        then = self.then()
-        then.acknowledged += 1
-        self.do(lambda ledger: ledger.acknowledge(step), then)
+        self.run(lambda ledger: ledger.record_served(step))
+        expected = self.copy_model()
+        expected.acknowledged += 1
+        self.run(lambda ledger: ledger.acknowledge_step(step), expected)
 
     @precondition(lambda self: self.model.committed < self.model.acknowledged)
     @rule(data=st.data())
     def commit(self, data) -> None:
         version = data.draw(st.integers(self.model.committed + 1, self.model.acknowledged))
-        then = self.then()
-        then.committed = version
-        for groups in then.batches[:version]:
+        expected = self.copy_model()
+        expected.committed = version
+        for groups in expected.batches[:version]:
             for number in groups:
-                then.follow(number, "trained")
-        self.do(lambda ledger: ledger.commit(version), then)
+                expected.move(number, "trained")
+        self.run(lambda ledger: ledger.commit_version(version), expected)
 
     @rule()
-    def kill_the_trainer(self) -> None:
-        then = self.then()
-        then.incarnation += 1
-        then.acknowledged = then.committed
-        self.do(lambda ledger: ledger.restart(), then)
+    def kill_trainer(self) -> None:
+        expected = self.copy_model()
+        expected.incarnation += 1
+        expected.acknowledged = expected.committed
+        self.run(lambda ledger: ledger.begin_incarnation(), expected)
 
     @rule(share=st.floats(0, 1))
-    def kill_the_run(self, share: float) -> None:
-        """The files as they are now, the log torn somewhere in the last change."""
-        self.folders.append(tempfile.mkdtemp(dir=MEMORY))
+    def kill_run(self, share: float) -> None:
+        """Resume from a copy of the files with the log truncated inside the last change."""
+        self.folders.append(tempfile.mkdtemp(dir=TMPFS))
         old, new = Path(self.folders[-2]), Path(self.folders[-1])
         shutil.copytree(old, new, dirs_exist_ok=True)
-        start, stop = self.torn
+        start, stop = self.last_change
         if start < stop:
             os.truncate(new / WAL, start + round(share * (stop - start)))
         self.store.close()
         self.open()
-        now = seen(self.ledger)
-        assert now in (self.before, self.model)
-        assert share < 1 or now == self.model
-        self.before = self.model = now
-        self.torn = (0, 0)
-        self.kill_the_trainer()
+        resumed = read_model(self.ledger)
+        assert resumed in (self.before, self.model)
+        assert share < 1 or resumed == self.model
+        self.before = self.model = resumed
+        self.last_change = (0, 0)
+        self.kill_trainer()
 
     @invariant()
-    def the_ledger_is_what_was_decided(self) -> None:
+    def ledger_equals_model(self) -> None:
         if hasattr(self, "ledger"):
-            assert seen(self.ledger) == self.model
+            assert read_model(self.ledger) == self.model
             assert audit(self.ledger, finished=False) == []
 
     def teardown(self) -> None:
-        """Whatever happened, the run can be finished, and then every group has its one end."""
+        """Finish the run: every group must be trained or dropped exactly once."""
         if not hasattr(self, "ledger"):
             return
-        for number, attempt in self.model.missing():
+        for number, attempt in self.model.running():
             asyncio.run(self.ledger.record_sampled(number, attempt, *rollout(100 * number + attempt)))
         for group in self.ledger.open_groups():
             if group.state is not GroupState.SCORED:
                 asyncio.run(self.ledger.record_scored(group.number))
-        left = tuple(group.number for group in self.ledger.open_groups())
-        if left:
-            asyncio.run(self.ledger.record_batch(BatchRecord(len(self.model.batches), left, b"", {})))
+        scored = tuple(group.number for group in self.ledger.open_groups())
+        if scored:
+            asyncio.run(self.ledger.record_batch(BatchRecord(len(self.model.batches), scored, b"", {})))
         for batch in self.ledger.batches(self.model.acknowledged):
             asyncio.run(self.ledger.record_served(batch.step))
             asyncio.run(self.ledger.acknowledge_step(batch.step))

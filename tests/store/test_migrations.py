@@ -1,4 +1,4 @@
-"""The version of a run's tables: older files are brought up to date once, newer ones are refused by name."""
+"""Older tables are migrated once, newer ones are refused."""
 
 import sqlite3
 
@@ -52,7 +52,7 @@ def test_a_migration_that_fails_changes_nothing(older):
     assert [column[1] for column in older.execute("PRAGMA table_info(runs)")] == ["name"]
 
 
-def test_a_reader_sees_current_tables_and_leaves_the_file_as_it_is(older, tmp_path):
+def test_a_reader_sees_current_tables_and_leaves_the_file_unchanged(older, tmp_path):
     migrated = migrate_copy(older, STEPS)
     assert migrated.execute("SELECT color FROM runs").fetchall() == [("green",)]
     file = connect(tmp_path / "older.sqlite")
@@ -66,7 +66,7 @@ def test_a_reader_of_a_current_file_keeps_its_connection(older):
 
 
 @pytest.mark.parametrize("write", [True, False])
-def test_a_run_of_a_later_version_is_refused_and_left_alone(tmp_path, write):
+def test_a_run_of_a_later_version_is_refused_and_unchanged(tmp_path, write):
     RunStore.open(tmp_path / "run").close()
     file = tmp_path / "run" / "run.sqlite"
     connection = connect(file)
@@ -78,7 +78,7 @@ def test_a_run_of_a_later_version_is_refused_and_left_alone(tmp_path, write):
     assert read_version(connect(file)) == len(MIGRATIONS) + 1
 
 
-def test_a_run_from_before_versions_is_opened_and_then_has_one(tmp_path):
+def test_a_run_without_a_version_gets_one_when_it_is_opened_for_writing(tmp_path):
     RunStore.open(tmp_path / "run").close()
     file = tmp_path / "run" / "run.sqlite"
     connection = connect(file)

@@ -1,4 +1,4 @@
-"""A run keeps what it acknowledged: through replacement, reopening, and writers that come one at a time."""
+"""A run store keeps acknowledged rollouts, and is written by one process at a time."""
 
 import asyncio
 import errno
@@ -11,20 +11,18 @@ import threading
 import pytest
 
 from ramify.errors import ConfigInvalid, RunBusy, StorageFailed, StorageFull, TraceCorrupt, ValueRefused
-from ramify.store import RolloutRecord, RunStore, default_run_name, open_run
-from ramify.store import run_store as stores
-from ramify.store import segment_log as segments
+from ramify.store import RolloutRecord, RunStore, default_run_name, open_run, run_store, segment_log
 from tests.store.rollouts import replies, rollout
 
 
-def add(store: RunStore, *numbers: int, **more) -> None:
-    async def all_of_them() -> None:
-        await asyncio.gather(*(store.add_rollout(*rollout(number, **more)) for number in numbers))
+def add(store: RunStore, *numbers: int, **options) -> None:
+    async def add_all() -> None:
+        await asyncio.gather(*(store.add_rollout(*rollout(number, **options)) for number in numbers))
 
-    asyncio.run(all_of_them())
+    asyncio.run(add_all())
 
 
-def test_what_was_added_is_there_when_the_run_is_opened_again(tmp_path):
+def test_rollouts_are_there_when_the_run_is_opened_again(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0, 1, 2)
     with RunStore.open(tmp_path, write=False) as store:
@@ -36,13 +34,13 @@ def test_what_was_added_is_there_when_the_run_is_opened_again(tmp_path):
         assert trace.reward == 0.5
 
 
-def test_it_is_there_for_a_reader_of_the_same_process_as_soon_as_add_returns(tmp_path):
+def test_a_rollout_can_be_read_as_soon_as_it_is_added(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 3)
         assert replies(store) == {"r3": "reply 3"}
 
 
-def test_a_second_rollout_with_the_same_id_takes_the_place_of_the_first(tmp_path):
+def test_a_rollout_with_the_same_id_replaces_the_first(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0, text="first", failure="ProviderError", reward=None)
         add(store, 0, text="second")
@@ -50,10 +48,10 @@ def test_a_second_rollout_with_the_same_id_takes_the_place_of_the_first(tmp_path
         assert store.rollouts()[0].failure is None
 
 
-def test_many_rollouts_at_once_share_a_commit(tmp_path, monkeypatch):
+def test_concurrent_rollouts_share_a_commit(tmp_path, monkeypatch):
     synced = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), real(handle))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd))[1])
     with RunStore.open(tmp_path) as store:
         before = len(synced)
         add(store, *range(200))
@@ -61,8 +59,8 @@ def test_many_rollouts_at_once_share_a_commit(tmp_path, monkeypatch):
         assert len(synced) - before < 100
 
 
-def test_segments_are_begun_anew_when_they_are_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "FULL", 2000)
+def test_a_full_segment_is_followed_by_a_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_log, "MAX_SEGMENT_BYTES", 2000)
     with RunStore.open(tmp_path) as store:
         add(store, *range(20))
         add(store, *range(20, 25))
@@ -74,18 +72,18 @@ def test_segments_are_begun_anew_when_they_are_full(tmp_path, monkeypatch):
         assert replies(store) == {f"r{number}": f"reply {number}" for number in range(26)}
 
 
-def test_a_rollout_that_cannot_be_encoded_is_refused_and_the_others_stay(tmp_path):
-    row, (trace,) = rollout(0)
+def test_a_rollout_that_cannot_be_encoded_fails_alone(tmp_path):
+    record, (trace,) = rollout(0)
     trace.info["notes"] = []
     trace.info["notes"].append(object())
     with RunStore.open(tmp_path) as store:
         with pytest.raises(ValueRefused, match=r"info\.notes\[0\].*object"):
-            asyncio.run(store.add_rollout(row, [trace]))
+            asyncio.run(store.add_rollout(record, [trace]))
         add(store, 1)
         assert replies(store) == {"r1": "reply 1"}
 
 
-def test_a_row_that_the_table_refuses_fails_alone(tmp_path):
+def test_a_record_that_violates_a_constraint_fails_alone(tmp_path):
     _, traces = rollout(0)
     bad = RolloutRecord(None, "task", summary={})  # type: ignore[arg-type]
 
@@ -95,45 +93,45 @@ def test_a_row_that_the_table_refuses_fails_alone(tmp_path):
         )
 
     with RunStore.open(tmp_path) as store:
-        refused, kept = asyncio.run(both())
-        assert "NOT NULL" in str(refused)
-        assert kept is None
+        error, result = asyncio.run(both())
+        assert "NOT NULL" in str(error)
+        assert result is None
         assert replies(store) == {"r1": "reply 1"}
 
 
-def test_a_writer_that_cannot_begin_tells_whoever_waits(tmp_path, monkeypatch):
-    connect, times = stores._connect, iter(range(9))
+def test_a_writer_thread_that_cannot_start_fails_all_changes(tmp_path, monkeypatch):
+    connect, times = run_store._connect, iter(range(9))
 
-    def second_time_not(path):
+    def fail_after_first(path):
         if next(times):
             raise sqlite3.OperationalError("unable to open database file")
         return connect(path)
 
-    monkeypatch.setattr(stores, "_connect", second_time_not)
+    monkeypatch.setattr(run_store, "_connect", fail_after_first)
     with RunStore.open(tmp_path) as store:
-        for number in range(2):  # who waits already, and who comes later
+        for number in range(2):  # queued before the thread failed, and after
             with pytest.raises(StorageFailed, match="unable to open"):
                 asyncio.run(asyncio.wait_for(store.add_rollout(*rollout(number)), 10))
 
 
-def test_a_full_disk_that_does_not_tell_its_room_is_named_all_the_same(tmp_path, monkeypatch):
-    def broken(*_):
+def test_a_full_disk_is_reported_even_if_its_free_space_is_unknown(tmp_path, monkeypatch):
+    def raise_io_error(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    def full(*_):
+    def raise_no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with RunStore.open(tmp_path) as store:
-        with monkeypatch.context() as trouble:
-            trouble.setattr(os, "statvfs", broken)
-            trouble.setattr(segments.SegmentLog, "append", full)
-            with pytest.raises(StorageFull, match="cannot be told"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", raise_io_error)
+            patch.setattr(segment_log.SegmentLog, "append", raise_no_space)
+            with pytest.raises(StorageFull, match="free space unknown"):
                 asyncio.run(asyncio.wait_for(store.add_rollout(*rollout(0)), 10))
         add(store, 1)
         assert replies(store) == {"r1": "reply 1"}
 
 
-def test_facts_are_remembered(tmp_path):
+def test_facts_are_stored(tmp_path):
     with RunStore.open(tmp_path) as store:
         store.set_fact("colour", {"sky": ["blue", 1]})
         assert store.get_fact("weather") is None
@@ -146,7 +144,7 @@ HOLD = "import sys, pathlib; from ramify.store import RunStore; s = RunStore.ope
 )
 
 
-def test_two_writers_are_refused_by_name_until_the_first_is_dead(tmp_path):
+def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=-1, stdout=-1, text=True)
     try:
         assert holder.stdout.readline() == "open\n"
@@ -164,17 +162,17 @@ def test_readers_share_a_run(tmp_path):
         add(store, 0)
     with RunStore.open(tmp_path, write=False) as one, RunStore.open(tmp_path, write=False) as two:
         assert replies(one) == replies(two) == {"r0": "reply 0"}
-        with pytest.raises(ConfigInvalid, match="only to be read"):
+        with pytest.raises(ConfigInvalid, match="read-only"):
             add(one, 1)
 
 
-def test_reading_what_is_no_run_makes_none(tmp_path):
-    with pytest.raises(ConfigInvalid, match="is no run"):
+def test_opening_a_missing_run_for_reading_creates_nothing(tmp_path):
+    with pytest.raises(ConfigInvalid, match="is not a run"):
         RunStore.open(tmp_path / "nothing", write=False)
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_changed_byte_is_noticed(tmp_path):
+def test_a_changed_byte_raises_trace_corrupt(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0)
     path = tmp_path / "traces" / "000000.seg"
@@ -185,7 +183,7 @@ def test_a_changed_byte_is_noticed(tmp_path):
         store.read_traces("r0")
 
 
-def test_a_segment_shorter_than_the_index_knows_is_refused(tmp_path):
+def test_a_segment_shorter_than_committed_is_refused(tmp_path):
     with RunStore.open(tmp_path) as store:
         add(store, 0)
     os.truncate(tmp_path / "traces" / "000000.seg", 10)
@@ -193,19 +191,19 @@ def test_a_segment_shorter_than_the_index_knows_is_refused(tmp_path):
         RunStore.open(tmp_path)
 
 
-# -- which run ---------------------------------------------------------------------------------------------------------
+# -- identity ----------------------------------------------------------------------------------------------------------
 
 IDENTITY = {"taskset": {"id": "a"}, "model": "tiny", "sampling": {"temperature": 1.0}, "harness": {"id": "chat"}}
 
 
-def test_the_same_identity_continues_the_run(tmp_path):
+def test_the_same_identity_resumes_the_run(tmp_path):
     with open_run(tmp_path / "run", IDENTITY) as store:
         add(store, 0)
     with open_run(tmp_path / "run", IDENTITY) as store:
         assert len(store.rollouts()) == 1
 
 
-def test_another_identity_is_refused_with_the_difference_and_the_run_is_left_alone(tmp_path):
+def test_another_identity_is_refused_with_the_differences(tmp_path):
     open_run(tmp_path / "run", IDENTITY).close()
     other = {**IDENTITY, "sampling": {"temperature": 0.5}, "taskset": {"id": "a", "max_chars": 3}}
     with pytest.raises(ConfigInvalid) as refused:
@@ -216,7 +214,7 @@ def test_another_identity_is_refused_with_the_difference_and_the_run_is_left_alo
     open_run(tmp_path / "run", IDENTITY).close()
 
 
-def test_who_goes_on_with_a_run_waits_for_those_who_read_it(tmp_path):
+def test_a_writer_waits_for_readers_until_its_timeout(tmp_path):
     open_run(tmp_path, {}).close()
     reader = RunStore.open(tmp_path, write=False)
     with pytest.raises(RunBusy):
@@ -228,12 +226,12 @@ def test_who_goes_on_with_a_run_waits_for_those_who_read_it(tmp_path):
     done.join()
 
 
-def test_a_run_that_cannot_be_begun_is_let_go_of(tmp_path, monkeypatch):
-    def full(*_):
+def test_a_run_is_released_if_its_identity_cannot_be_stored(tmp_path, monkeypatch):
+    def raise_full(*_):
         raise StorageFull("no room")
 
-    with monkeypatch.context() as trouble:
-        trouble.setattr(RunStore, "remember", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "set_fact", raise_full)
         with pytest.raises(StorageFull):
             open_run(tmp_path, {"model": "tiny"})
     open_run(tmp_path, {"model": "tiny"}).close()
@@ -249,12 +247,12 @@ def test_fresh_moves_the_old_run_aside(tmp_path):
         assert replies(store) == {"r0": "reply 0"}
 
 
-def test_fresh_does_not_move_a_run_that_lives(tmp_path):
+def test_fresh_does_not_move_a_run_in_use(tmp_path):
     with open_run(tmp_path / "run", IDENTITY), pytest.raises(RunBusy):
         open_run(tmp_path / "run", IDENTITY, fresh=True)
 
 
-def test_the_default_name_is_readable_and_tells_identities_apart():
+def test_the_default_name_is_readable_and_depends_on_the_identity():
     name = default_run_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", IDENTITY)
     assert name.startswith("Reverse-Qwen3-0.6B-")
     assert name == default_run_name("pkg.envs:Reverse", "/models/Qwen3-0.6B/", dict(reversed(IDENTITY.items())))
@@ -263,6 +261,6 @@ def test_the_default_name_is_readable_and_tells_identities_apart():
 
 
 @pytest.mark.parametrize("write", [True, False])
-def test_a_path_that_the_system_refuses_is_a_named_failure(tmp_path, write):
+def test_a_path_that_is_too_long_raises_storage_failed(tmp_path, write):
     with pytest.raises(StorageFailed, match="too long"):
         RunStore.open(tmp_path / ("x" * 300), write=write)

@@ -1,8 +1,8 @@
-"""The run on disk: one directory that survives the death of any process at any moment.
+"""The run on disk: one directory that stays consistent if any process dies at any moment.
 
-One idea: a row is true only when what it points to is safe. Traces go into append-only segments and are synced first;
-one SQLite transaction then makes them part of the run. Whatever lies behind the last transaction never happened, and is
-cut away when the run is opened again. The same file and the same writer hold all a run knows.
+One idea: a row is committed only after the data it points to is durable. Traces are appended to segments, which are
+synced first; one SQLite transaction then makes them part of the run. Bytes after the last transaction are truncated
+when the run is opened again. All other data of a run is in the same database, behind the same writer.
 """
 
 import lazy_loader

@@ -1,19 +1,19 @@
-"""The difference between two identities, for people."""
+"""Differences between two nested values, as lines of text."""
 
 from collections.abc import Iterator
 from typing import Any
 
 
 def diff_values(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """One line for each key whose value is not the same."""
+    """Yield one line for each key whose value differs, such as `sampling.top_p: was 1.0, now 0.9`."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
-            inner = f"{key}.{name}" if key else str(name)
+            inner_key = f"{key}.{name}" if key else str(name)
             if name not in old:
-                yield f"{inner}: was not set, now {new[name]!r}"
+                yield f"{inner_key}: was not set, now {new[name]!r}"
             elif name not in new:
-                yield f"{inner}: was {old[name]!r}, now not set"
+                yield f"{inner_key}: was {old[name]!r}, now not set"
             else:
-                yield from diff_values(old[name], new[name], inner)
+                yield from diff_values(old[name], new[name], inner_key)
     elif old != new:
         yield f"{key}: was {old!r}, now {new!r}"

@@ -2,11 +2,11 @@
 
 A mean over rollouts that were scored by two versions of a reward means nothing. So a run stores, for each source, the
 identity of its environment (digests of its code, and its configuration) and a digest of each task by its number, and
-compares them whenever it is continued. A change is refused. If the user accepts it, it is recorded as a new *revision*
-of the source, and every row says which revision its rollout came from.
+compares them whenever the run is resumed. A change is refused. If the user accepts it, it is recorded as a new
+*revision* of the source, and every rollout's summary says which revision it came from.
 
-A run that was stored before identities were recorded has no revision. When it is continued, the current environment
-becomes revision 1, and earlier rows count as an unrecorded revision.
+A run that was stored before identities were recorded has no revision. When it is resumed, the current environment
+becomes revision 1, and earlier rollouts count as an unrecorded revision.
 """
 
 import sqlite3
@@ -22,12 +22,12 @@ from ramify.store.differences import diff_values
 from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore
 
 ENVIRONMENTS_KEY = "environments"  # the fact that holds identity and revision of each source
-ACCEPT_CHANGES_KEY = "accept changes"  # the fact that says whether the next start of the run may record changes
-CHANGES_ACCEPTED_EVENT = "changes accepted"  # the kind of the event
-MAX_SHOWN_TASKS = 5  # changed tasks that are listed one by one
+ACCEPT_CHANGES_KEY = "accept changes"  # the fact that says whether the next start may accept changes
+CHANGES_ACCEPTED_EVENT = "changes accepted"  # an event kind of the run log
+MAX_SHOWN_TASKS = 5  # changed tasks that a message lists
 RESUME_HINT = (
-    "--fresh (in Python: fresh=True) moves the old run aside and begins anew; --accept-changes (accept_changes=True) "
-    "keeps the stored rollouts, continues with the new version and records the change"
+    "--fresh (in Python: fresh=True) moves the old run aside and starts a new one; --accept-changes "
+    "(accept_changes=True) keeps the stored rollouts, resumes with the new version and records the change"
 )
 
 
@@ -42,16 +42,18 @@ class ObservedEnvironment:
     task_names: Mapping[int, str] = field(default_factory=dict[int, str])
     """The keys or identities of tasks by their number, for messages; not necessarily of all of them."""
     num_tasks: int | None = None
-    """The number of tasks; None if it is not known, or if there is no end of them."""
+    """The number of tasks; None if it is unknown or infinite."""
 
 
 def find_changes(store: RunStore, sources: Mapping[str, ObservedEnvironment]) -> dict[str, list[str]]:
     """Return, by source, a line for each difference from the stored environment; unchanged sources are left out."""
-    known = store.get_fact(ENVIRONMENTS_KEY) or {}
-    lines = {
-        name: list(_diff_environment(store, name, known[name], now)) for name, now in sources.items() if name in known
+    stored = store.get_fact(ENVIRONMENTS_KEY) or {}
+    changes = {
+        name: list(_diff_environment(store, name, stored[name], observed))
+        for name, observed in sources.items()
+        if name in stored
     }
-    return {name: changed for name, changed in lines.items() if changed}
+    return {name: lines for name, lines in changes.items() if lines}
 
 
 def check_no_changes(store: RunStore, changes: Mapping[str, Sequence[str]]) -> None:
@@ -67,19 +69,21 @@ def record_environments(
     store: RunStore, sources: Mapping[str, ObservedEnvironment], changes: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
     """Store the observed environments, and the changes as an event, in one transaction; return the revisions."""
-    known: dict[str, Any] = store.get_fact(ENVIRONMENTS_KEY) or {}
-    revisions = {name: known.get(name, {"revision": 1})["revision"] + (name in changes) for name in sources}
-    for name, now in sources.items():
-        known[name] = {"identity": now.identity, "revision": revisions[name]}
-    fact = msgspec.msgpack.encode(known)
-    tasks = [(name, number, content) for name, now in sources.items() for number, content in now.task_digests.items()]
+    stored: dict[str, Any] = store.get_fact(ENVIRONMENTS_KEY) or {}
+    revisions = {name: stored.get(name, {"revision": 1})["revision"] + (name in changes) for name in sources}
+    for name, observed in sources.items():
+        stored[name] = {"identity": observed.identity, "revision": revisions[name]}
+    fact = msgspec.msgpack.encode(stored)
+    tasks = [
+        (name, number, digest) for name, observed in sources.items() for number, digest in observed.task_digests.items()
+    ]
     event = {"changes": format_changes(changes), "revisions": {name: revisions[name] for name in changes}}
 
-    def apply(connection: sqlite3.Connection, _: object) -> None:
+    def apply(connection: sqlite3.Connection) -> None:
         connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (ENVIRONMENTS_KEY, fact))
-        for name, now in sources.items():
-            if now.num_tasks is not None:
-                connection.execute("DELETE FROM tasks WHERE source = ? AND number >= ?", (name, now.num_tasks))
+        for name, observed in sources.items():
+            if observed.num_tasks is not None:
+                connection.execute("DELETE FROM tasks WHERE source = ? AND number >= ?", (name, observed.num_tasks))
         connection.executemany("INSERT OR REPLACE INTO tasks VALUES (?, ?, ?)", tasks)
         if changes:
             values = (time.time(), CHANGES_ACCEPTED_EVENT, msgspec.msgpack.encode(event))
@@ -90,24 +94,23 @@ def record_environments(
 
 
 def get_task_numbers(store: RunStore, source: str) -> list[int]:
-    """Return the numbers of the tasks of a source whose content is stored."""
-    return [
-        number for (number,) in store.select("SELECT number FROM tasks WHERE source = ? ORDER BY number", (source,))
-    ]
+    """Return the numbers of the tasks of a source whose content digest is stored."""
+    rows = store.select("SELECT number FROM tasks WHERE source = ? ORDER BY number", (source,))
+    return [number for (number,) in rows]
 
 
 def format_changes(changes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return all lines, each with the name of its source where it has one."""
+    """Return all lines, each after the name of its source if that is not empty."""
     return [f"{name}: {line}" if name else line for name, lines in changes.items() for line in lines]
 
 
 def _diff_environment(
     store: RunStore, source: str, stored: Mapping[str, Any], observed: ObservedEnvironment
 ) -> Iterator[str]:
-    before: dict[str, Any] = dict(stored["identity"])
-    after = dict(observed.identity)
-    yield from _diff_files(before.pop("code", {}), after.pop("code", {}))
-    yield from diff_values(before, after)
+    old: dict[str, Any] = dict(stored["identity"])
+    new = dict(observed.identity)
+    yield from _diff_files(old.pop("code", {}), new.pop("code", {}))
+    yield from diff_values(old, new)
     yield from _diff_tasks(store, source, observed)
 
 
@@ -122,15 +125,15 @@ def _diff_files(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]
 
 
 def _diff_tasks(store: RunStore, source: str, observed: ObservedEnvironment) -> Iterator[str]:
-    stored = store.select("SELECT number, content FROM tasks WHERE source = ? ORDER BY number", (source,))
+    rows = store.select("SELECT number, content FROM tasks WHERE source = ? ORDER BY number", (source,))
     lines: list[str] = []
-    for number, content in stored:
+    for number, digest in rows:
         if number not in observed.task_digests:
             if observed.num_tasks is not None and number >= observed.num_tasks:
-                lines.append(f"task {number} is gone: there are {observed.num_tasks}")
-        elif observed.task_digests[number] != content:
-            called = f" ({observed.task_names[number]})" if number in observed.task_names else ""
-            lines.append(f"task {number}{called} has changed (it was {content}, now {observed.task_digests[number]})")
+                lines.append(f"task {number} is gone: the number of tasks is {observed.num_tasks}")
+        elif observed.task_digests[number] != digest:
+            name = f" ({observed.task_names[number]})" if number in observed.task_names else ""
+            lines.append(f"task {number}{name} has changed (it was {digest}, now {observed.task_digests[number]})")
     yield from lines[:MAX_SHOWN_TASKS]
     if len(lines) > MAX_SHOWN_TASKS:
         yield f"and {len(lines) - MAX_SHOWN_TASKS} more of its tasks"

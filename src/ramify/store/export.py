@@ -1,11 +1,11 @@
-"""A run in the forms other tools read: one line or one record per trace, in the order of tasks and repetitions.
+"""Export of a run as JSONL or Parquet: one record per trace, in the order of tasks and repetitions.
 
-Messages, counts and scores, no token ids: those stay in the run, whose binary form is the one that can be trained on.
+Records have messages, counts and scores, but no token ids: only the run's own binary form can be trained on.
 """
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ramify.trace.json_view import to_dict
 EXPORT_FORMATS = ("jsonl", "parquet")
 ReportProgress = Callable[[int, int], None]
 
-ROWS_PER_WRITE = 256  # traces in memory at once
+ROWS_PER_WRITE = 256  # bounds the traces in memory
 JSON_COLUMNS = (
     "task_data",
     "rewards",
@@ -37,18 +37,19 @@ INT_COLUMNS = ("repetition", "attempt", "schema")
 
 
 def export_run(store: RunStore, format: str, path: Path, report_progress: ReportProgress | None = None) -> int:
-    """Write the run to `path`, whole or not at all, and return the number of traces.
+    """Write the run to `path` atomically and return the number of traces.
 
-    `report` is called after every rollout with the number of those that are done and of all.
+    `report_progress` is called after every rollout with the number of finished rollouts and of all.
     """
     if format not in EXPORT_FORMATS:
         raise ConfigInvalid(f"--to: expected {' or '.join(EXPORT_FORMATS)}, got {format!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(fd)
     temporary = Path(name)
     try:
-        count = (_write_jsonl if format == "jsonl" else _write_parquet)(store, temporary, report_progress)
+        write = _write_jsonl if format == "jsonl" else _write_parquet
+        count = write(iter_records(store, report_progress), temporary)
         temporary.chmod(0o644)
         temporary.replace(path)
     finally:
@@ -57,33 +58,39 @@ def export_run(store: RunStore, format: str, path: Path, report_progress: Report
 
 
 def iter_records(store: RunStore, report_progress: ReportProgress | None = None) -> Iterator[dict[str, Any]]:
-    """Each trace as plain data, with the rollout it belongs to. `task` is the task's identity, `task_data` the task."""
+    """Yield each trace as plain data, with its rollout. `task` is the task's identity, `task_data` the task itself."""
     ((total,),) = store.select("SELECT count(*) FROM rollouts")
-    for done, row in enumerate(store.iter_rollouts(), start=1):
-        for trace in store.read_traces(row.id):
-            found = to_dict(trace)
-            found["task_data"] = found.pop("task", {})
-            yield {"rollout": row.id, "source": row.source, "task": row.task, "repetition": row.repetition, **found}
+    for num_done, rollout in enumerate(store.iter_rollouts(), start=1):
+        for trace in store.read_traces(rollout.id):
+            fields = to_dict(trace)
+            fields["task_data"] = fields.pop("task", {})
+            yield {
+                "rollout": rollout.id,
+                "source": rollout.source,
+                "task": rollout.task,
+                "repetition": rollout.repetition,
+                **fields,
+            }
         if report_progress is not None:
-            report_progress(done, total)
+            report_progress(num_done, total)
 
 
-def _write_jsonl(store: RunStore, path: Path, report_progress: ReportProgress | None) -> int:
+def _write_jsonl(records: Iterable[dict[str, Any]], path: Path) -> int:
     count = 0
     with path.open("wb") as file:
-        for record in iter_records(store, report_progress):
+        for record in records:
             file.write(msgspec.json.encode(record) + b"\n")
             count += 1
     return count
 
 
-def _write_parquet(store: RunStore, path: Path, report_progress: ReportProgress | None) -> int:
-    """Flat fields as columns; nested ones as JSON text, because no two environments nest alike."""
+def _write_parquet(records: Iterable[dict[str, Any]], path: Path) -> int:
+    """Write flat fields as columns and nested fields as JSON text, because environments nest them differently."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise ConfigInvalid("--to parquet needs pyarrow: pip install 'ramify[parquet]'") from None
+        raise ConfigInvalid("--to parquet needs pyarrow; install it with: pip install 'ramify[parquet]'") from None
     fields = [
         *((name, pa.string()) for name in STRING_COLUMNS),
         *((name, pa.int64()) for name in INT_COLUMNS),
@@ -91,14 +98,14 @@ def _write_parquet(store: RunStore, path: Path, report_progress: ReportProgress 
     ]
     schema, count = pa.schema(fields), 0
     with pq.ParquetWriter(path, schema) as writer:
-        batch: list[dict[str, Any]] = []
-        for record in iter_records(store, report_progress):
+        rows: list[dict[str, Any]] = []
+        for record in records:
             count += 1
-            batch.append({name: _to_cell(name, record.get(name)) for name in schema.names})
-            if len(batch) == ROWS_PER_WRITE:
-                writer.write_table(pa.Table.from_pylist(batch, schema))
-                batch = []
-        writer.write_table(pa.Table.from_pylist(batch, schema))
+            rows.append({name: _to_cell(name, record.get(name)) for name in schema.names})
+            if len(rows) == ROWS_PER_WRITE:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                rows = []
+        writer.write_table(pa.Table.from_pylist(rows, schema))
     return count
 
 

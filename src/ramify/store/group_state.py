@@ -1,11 +1,11 @@
-"""What can become of a group of attempts, and of each attempt in it.
+"""The state machine of groups and of their attempts.
 
     issued -> sampled -> scored -> batched -> trained
        |         |          |
-       +---------+----------+----> dropped, for a reason that has a name
+       +---------+----------+----> dropped, with a DropReason
 
-A group that is in a batch stays in it: the batch is served until its step is part of the history, then it is trained.
-Only a person who rolls the history back (`ramify rollback`) makes groups that were trained batched again.
+A group never leaves its batch: the batch is served until its step is committed, then the group is trained. Only
+`ramify rollback` turns trained groups into batched ones again.
 """
 
 from enum import Enum
@@ -14,7 +14,7 @@ from ramify.errors import TransitionRefused
 
 
 class GroupState(Enum):
-    """Where a group or an attempt stands. An attempt follows its group from `scored` on, unless it was dropped."""
+    """The state of a group or an attempt. From `scored` on, an attempt has the state of its group or is dropped."""
 
     ISSUED = "issued"
     SAMPLED = "sampled"
@@ -25,7 +25,7 @@ class GroupState(Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the state has no successor."""
         return not TRANSITIONS[self]
 
 
@@ -40,20 +40,20 @@ TRANSITIONS = {
 
 
 class DropReason(Enum):
-    """Why a group or an attempt is not trained on; the row's `detail` says more."""
+    """Why a group or an attempt is not trained on; the record's `detail` says more."""
 
-    FAILED = "failed"  # an attempt whose failures were the system's, every time it was run
-    TOO_FEW = "too_few"  # a group with fewer attempts left than `min_group`
-    UNSCORED = "unscored"  # a reward of the whole group did not run
+    FAILED = "failed"  # every try of the attempt ended with a system failure
+    TOO_FEW = "too_few"  # the group has fewer attempts left than `min_group`
+    UNSCORED = "unscored"  # a group reward could not be computed
     FILTERED = "filtered"  # `detail` names the filters
-    NOT_FINITE = "not_finite"  # an advantage, weight or logprob that is no finite float32; `detail` names the token
+    NOT_FINITE = "not_finite"  # an advantage, weight or logprob is not a finite float32; `detail` names the token
     NOTHING_TRAINABLE = "nothing_trainable"  # no token of the policy, or no path within `seq_len`
-    CANCELLED = "cancelled"  # the user, or a source that was taken away
+    CANCELLED = "cancelled"  # by the user, or because its source was removed
     RUN_ENDED = "run_ended"  # the run reached its last step first
 
 
 def check_transition(subject: str, current: GroupState, target: GroupState) -> None:
-    """Raise TransitionRefused unless `then` may follow `now`."""
+    """Raise TransitionRefused if `target` is not a successor of `current`; `subject` names the group or attempt."""
     if target not in TRANSITIONS[current]:
-        may = " or ".join(sorted(state.value for state in TRANSITIONS[current])) or "nothing else"
-        raise TransitionRefused(f"{subject} is {current.value} and cannot become {target.value}: {may} may follow")
+        expected = " or ".join(sorted(state.value for state in TRANSITIONS[current])) or "no other state"
+        raise TransitionRefused(f"{subject} is {current.value} and cannot become {target.value}: expected {expected}")

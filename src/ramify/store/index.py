@@ -1,8 +1,8 @@
-"""The index of a run, `run.sqlite`, and checks that it belongs to the files beside it.
+"""Checks that the index of a run, `run.sqlite`, belongs to the files beside it.
 
-When a run is opened to write, everything that the index does not list is removed, because it is an unfinished write.
-With an index that was lost or emptied, that would remove all traces and checkpoints. So a directory that holds results
-but whose index lists nothing is refused, before anything in it is changed.
+When a run is opened for writing, everything that the index does not list is removed, because it is an unfinished write.
+If the index was lost or emptied, that would remove all traces and checkpoints. So a directory that holds results but
+whose index lists nothing is refused, before anything in it is changed.
 """
 
 import sqlite3
@@ -12,9 +12,8 @@ from ramify.errors import RunDamaged
 
 DATABASE_NAME, TRACES_DIR, WEIGHTS_GLOB = "run.sqlite", "traces", "weights/*/*.safetensors"
 RECOVERY_HINT = (
-    f"Restore the file (and {DATABASE_NAME}-wal, if there is one) from a copy of the run; or give the "
-    "command with --fresh, "
-    "which moves the directory aside and begins anew"
+    f"Restore the file (and {DATABASE_NAME}-wal, if there is one) from a copy of the run, or repeat the command with "
+    "--fresh, which moves the directory aside and starts a new run"
 )
 USE_WEIGHTS_HINT = ". Weights in it can still be used as a model, with -m PATH"
 
@@ -37,14 +36,14 @@ def check_index_contents(path: Path, connection: sqlite3.Connection, required_fa
 
 
 def check_index_pages(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise RunDamaged if SQLite finds a damaged page: with such an index, traces that are needed could be removed."""
+    """Raise RunDamaged if SQLite finds a damaged page: with such an index, listed traces could be removed."""
     problems = [line for (line,) in connection.execute("PRAGMA quick_check(3)") if line != "ok"]
     if problems:
         raise make_damage_error(path, "; ".join(problems))
 
 
 def make_damage_error(path: Path, problem: str) -> RunDamaged:
-    """Return the failure of a run whose index SQLite cannot read."""
+    """Return the error for an index that SQLite cannot read."""
     return RunDamaged(f"{path / DATABASE_NAME} is damaged: {problem}; nothing was changed. {_recovery_hint(path)}")
 
 
@@ -55,14 +54,13 @@ def is_corruption_error(error: BaseException) -> bool:
 
 
 def describe_results(path: Path) -> str:
-    """Return what a directory holds of a run, such as "2 checkpoints"; "" if it holds nothing."""
+    """Return the results in a run directory as text, such as "2 checkpoints"; "" if there are none."""
     counts = {
         "trace segment": sum(file.stat().st_size > 0 for file in path.glob(f"{TRACES_DIR}/*.seg")),
         "checkpoint": sum(1 for _ in path.glob("checkpoints/step_*")),
         "version of the weights": len({file.parent for file in path.glob(WEIGHTS_GLOB)}),
     }
-    named = {name: f"{count} {name if count == 1 else _pluralize(name)}" for name, count in counts.items() if count}
-    return ", ".join(named.values())
+    return ", ".join(f"{count} {name if count == 1 else _pluralize(name)}" for name, count in counts.items() if count)
 
 
 def _recovery_hint(path: Path) -> str:
@@ -70,8 +68,8 @@ def _recovery_hint(path: Path) -> str:
 
 
 def _pluralize(name: str) -> str:
-    head, _, rest = name.partition(" of ")
-    return f"{head}s of {rest}" if rest else f"{head}s"
+    noun, of, complement = name.partition(" of ")
+    return f"{noun}s{of}{complement}"
 
 
 def _raise_if_results(path: Path, problem: str) -> None:

@@ -1,8 +1,8 @@
-"""Whether the files of a run are whole: its database, and every frame of its trace segments.
+"""Integrity checks of a run's files: its database, and every frame of its trace segments.
 
 SQLite checks its pages and indexes, but cannot detect a value that was changed inside a page. So the tables are
-compared with the segments: every frame matches its checksum, every rollout has a frame, and every row has the reward of
-its trace. `ramify.store.audit` checks that the rows of the ledger agree with each other.
+compared with the segments: every frame must match its checksum, every rollout must have a frame, and every record must
+have the reward of its trace. `ramify.store.audit` checks that the rows of the ledger agree with each other.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from ramify.store.run_store import RunStore
 
 
 def check_storage(store: RunStore) -> list[str]:
-    """Return one line for each problem; an empty list for an intact run."""
+    """Return one line for each problem; an empty list means that the run is intact."""
     problems = list(_check_database(store))
     try:
-        problems.extend(_check_traces(store))  # keeps what was found before an error
+        problems.extend(_check_traces(store))  # keeps the problems before an error
     except (RamifyError, msgspec.MsgspecError, ValueError, TypeError) as error:
         problems.append(f"{store.path}: the index cannot be read: {error}")
     return problems
@@ -27,30 +27,31 @@ def check_storage(store: RunStore) -> list[str]:
 
 def _check_database(store: RunStore) -> Iterator[str]:
     try:
-        found = [line for (line,) in store.select("PRAGMA integrity_check")]
+        problems = [line for (line,) in store.select("PRAGMA integrity_check") if line != "ok"]
     except StorageFailed as error:
-        found = [error.message]
-    yield from (f"{store.path / DATABASE_NAME}: {line}" for line in found if line != "ok")
+        problems = [error.message]
+    yield from (f"{store.path / DATABASE_NAME}: {problem}" for problem in problems)
 
 
 def _check_traces(store: RunStore) -> Iterator[str]:
-    known: dict[int, int] = dict(store.select("SELECT number, length FROM segments"))
-    places = {id: FrameLocation(*place) for id, *place in store.select("SELECT id, segment, start, stop FROM rollouts")}
-    whole: set[FrameLocation] = set()
-    for place, problem in store.segments.verify(known):
+    committed_lengths: dict[int, int] = dict(store.select("SELECT number, length FROM segments"))
+    rows = store.select("SELECT id, segment, start, stop FROM rollouts")
+    locations = {id: FrameLocation(*location) for id, *location in rows}
+    intact: set[FrameLocation] = set()
+    for location, problem in store.segments.verify(committed_lengths):
         if problem:
             yield problem
         else:
-            whole.add(place)
-    for row in store.rollouts():
-        if places[row.id] not in whole:
-            yield f"rollout {row.id}: its place in the segments, {tuple(places[row.id])}, holds no whole frame"
-        elif problem := _check_record(store, row):
+            intact.add(location)
+    for record in store.rollouts():
+        if locations[record.id] not in intact:
+            yield f"rollout {record.id}: there is no intact frame at its location {tuple(locations[record.id])}"
+        elif problem := _check_record(store, record):
             yield problem
 
 
 def _check_record(store: RunStore, record: RolloutRecord) -> str | None:
-    """Compare a row with the trace it points to."""
+    """Compare a record with the trace it points to; return the problem, if any."""
     try:
         trace = store.read_traces(record.id)[0]
     except (RamifyError, IndexError) as error:

@@ -1,4 +1,4 @@
-"""The tables of the ledger, and what their rows are called in code."""
+"""The SQL tables of the ledger, and one dataclass for each kind of row."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,12 @@ LEDGER_TABLES = (
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """Attempts at one task. `number` is its place in the order of issue; (incarnation, version) the weights then."""
+    """A group of attempts at one task.
+
+    `number` counts groups in the order of issue, from 0. `task_number` is the task's number in its source. The group
+    was issued while the trainer of `incarnation` had published `version`. `step` is the step of its batch, if it is in
+    one; `reason` and `detail` say why it was dropped.
+    """
 
     number: int
     source: str
@@ -52,13 +57,19 @@ class GroupRecord:
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> "GroupRecord":
         number, source, task, epoch, size, incarnation, version, state, step, reason, detail = row
-        why = DropReason(reason) if reason else None
-        return cls(number, source, task, size, epoch, incarnation, version, GroupState(state), step, why, detail)
+        drop_reason = DropReason(reason) if reason else None
+        return cls(
+            number, source, task, size, epoch, incarnation, version, GroupState(state), step, drop_reason, detail
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One attempt: how often it was run, the rollout it became, and what was learnt about that (`notes`)."""
+    """One attempt of a group.
+
+    `num_tries` is how often it was run, `rollout_id` the rollout it became. `detail` is the last system failure, or
+    more about the drop `reason`. `notes` is plain data that scoring added, such as the advantage.
+    """
 
     group_number: int
     attempt_index: int
@@ -72,13 +83,15 @@ class AttemptRecord:
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> "AttemptRecord":
         number, attempt, tries, state, rollout, reason, detail, notes = row
-        why = DropReason(reason) if reason else None
-        return cls(number, attempt, tries, GroupState(state), rollout, why, detail, msgspec.msgpack.decode(notes))
+        drop_reason = DropReason(reason) if reason else None
+        return cls(
+            number, attempt, tries, GroupState(state), rollout, drop_reason, detail, msgspec.msgpack.decode(notes)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """A batch as it was decided: which groups in which order, and what the algorithms said about them."""
+    """A recorded batch: its groups in order, the encoded annotations of their traces, and counts for metrics."""
 
     step: int
     group_numbers: tuple[int, ...]
@@ -93,7 +106,11 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class LedgerProgress:
-    """How far the run is: steps in the history, steps the trainer has done since, which trainer it is."""
+    """How far the run is. The field names are stored in the table `marks`.
+
+    `committed` is the number of steps in the history, `acknowledged` the number of steps the trainer has finished, and
+    `incarnation` counts the starts of the trainer.
+    """
 
     committed: int = 0
     acknowledged: int = 0

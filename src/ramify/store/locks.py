@@ -1,4 +1,4 @@
-"""Which process holds a lock file, for the message of RunBusy.
+"""The processes that hold a lock file, for the message of RunBusy.
 
 A process that holds an exclusive lock writes its pid into the file. Processes that hold a shared lock do not, and the
 file may still name the last exclusive holder. On Linux the kernel's list of locks is read first, which has both.
@@ -12,7 +12,7 @@ PROC_LOCKS = Path("/proc/locks")
 
 
 def write_holder(fd: int) -> None:
-    """Write the pid of this process, which holds the lock exclusively. A full disk is ignored: the lock still holds."""
+    """Write the pid of this process, the exclusive holder. A full disk is ignored, because the lock still holds."""
     os.truncate(fd, 0)
     with contextlib.suppress(OSError):
         os.pwrite(fd, str(os.getpid()).encode(), 0)

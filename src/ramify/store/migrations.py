@@ -1,8 +1,8 @@
-"""The version of the tables in `run.sqlite`, and how an older file becomes a current one.
+"""The version of the tables in `run.sqlite`, and the migrations of older files.
 
-SQLite keeps a number for this in the file's header, `user_version`. A file of version n is brought to the current
+The version is SQLite's `user_version` in the file's header. A file of version n is brought to the current
 version by the migrations from n on, all in one transaction: either the file is current afterwards, or it is unchanged.
-Whoever changes a table appends a function to `MIGRATIONS`; an entry that has been released is never changed.
+To change a table, append a function to `MIGRATIONS`; a migration that has been released is never changed.
 """
 
 import sqlite3

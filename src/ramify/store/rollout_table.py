@@ -1,7 +1,7 @@
-"""The tables of `run.sqlite`, and the row that stands for one rollout.
+"""The SQL tables that every run has, and the record of one rollout.
 
-A row holds what lists and statistics ask for, so that nobody decodes a thousand traces to print a mean. Its id is the
-rollout's: a later one with the same id takes its place, and the bytes of the old one stay behind unread.
+A record holds what lists and statistics need, so that printing a mean does not decode a thousand traces. A rollout with
+the id of an earlier one replaces it; the frame of the earlier one stays in its segment, unused.
 """
 
 import sqlite3
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, field
 
 
 class FrameLocation(NamedTuple):
-    """Where a frame lies: bytes [start, stop) of a segment."""
+    """The location of a frame: bytes [start, stop) of a segment."""
 
     segment: int
     start: int
@@ -44,7 +44,11 @@ class FrameLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One rollout of the index. `failure` names what the system did to it: such a rollout counts as missing."""
+    """One rollout in the index.
+
+    `task` is the identity of its task, `repetition` counts the rollouts of one task. `failure` is the name of the
+    system failure that ended it, if any: such a rollout counts as missing.
+    """
 
     id: str
     task: str
@@ -53,7 +57,7 @@ class RolloutRecord:
     reward: float | None = None
     failure: str | None = None
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Plain data that lists and statistics need: counts, timing, metrics."""
+    """Counts, timing and metrics as plain data, from `ramify.store.summary`."""
 
 
 _COLUMNS = "id, task, repetition, source, reward, failure, summary"
@@ -62,7 +66,7 @@ _COLUMNS = "id, task, repetition, source, reward, failure, summary"
 def insert_rollout(
     connection: sqlite3.Connection, record: RolloutRecord, summary: bytes, location: FrameLocation
 ) -> None:
-    """Insert the row, in place of an older one with its id."""
+    """Insert the record, or replace the one with its id."""
     values = (
         record.id,
         record.task,
@@ -73,19 +77,21 @@ def insert_rollout(
         summary,
         *location,
     )
-    marks = ", ".join("?" * len(values))
-    connection.execute(f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}, segment, start, stop) VALUES ({marks})", values)
+    placeholders = ", ".join("?" * len(values))
+    connection.execute(
+        f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}, segment, start, stop) VALUES ({placeholders})", values
+    )
 
 
 def select_rollouts(connection: sqlite3.Connection, **filters: str | int) -> Iterator[RolloutRecord]:
-    """The rows whose columns have these values, by task and repetition."""
-    asked = " AND ".join(f"{column} = ?" for column in filters) or "1"
-    query = f"SELECT {_COLUMNS} FROM rollouts WHERE {asked} ORDER BY source, task, repetition, id"
+    """Yield the records whose columns have these values, by task and repetition."""
+    condition = " AND ".join(f"{column} = ?" for column in filters) or "1"
+    query = f"SELECT {_COLUMNS} FROM rollouts WHERE {condition} ORDER BY source, task, repetition, id"
     yield from _read_records(connection, query, tuple(filters.values()))
 
 
 def select_by_id_prefix(connection: sqlite3.Connection, prefix: str, limit: int) -> Iterator[RolloutRecord]:
-    """Yield the first `limit` rows whose ids begin with `prefix`, by id."""
+    """Yield the first `limit` records whose ids begin with `prefix`, by id."""
     query = f"SELECT {_COLUMNS} FROM rollouts WHERE id >= ? AND substr(id, 1, ?) = ? ORDER BY id LIMIT ?"
     yield from _read_records(connection, query, (prefix, len(prefix), prefix, limit))
 
@@ -96,11 +102,11 @@ def _read_records(connection: sqlite3.Connection, query: str, values: tuple[str 
 
 
 def find_location(connection: sqlite3.Connection, rollout_id: str) -> FrameLocation | None:
-    """Where the rollout's traces lie."""
-    found = connection.execute("SELECT segment, start, stop FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
-    return None if found is None else FrameLocation(*found)
+    """Return the location of a rollout's encoded traces; None if there is no such rollout."""
+    row = connection.execute("SELECT segment, start, stop FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    return None if row is None else FrameLocation(*row)
 
 
 def segment_lengths(connection: sqlite3.Connection) -> dict[int, int]:
-    """How much of each segment is part of the run."""
+    """Return the committed length of each segment by its number."""
     return dict(connection.execute("SELECT number, length FROM segments"))

@@ -1,9 +1,10 @@
-"""Which directory a run is, and whether it may be continued.
+"""Opening a run directory, new or resumed.
 
-One rule for all commands: the same command again continues its run. What makes it the same is the run's *identity*; all
-else (how many, how fast, where the server is) may change from one start to the next. A run whose identity differs would
-mix results that cannot be compared, so it is refused, with the difference shown. The user may accept the difference,
-except that of the model. `ramify.store.environments` does the same for the code and the tasks of environments.
+One rule for all commands: repeating a command resumes its run. A run is the same if its *identity* is equal; other
+settings (the number of rollouts, the concurrency, the address of the server) may change between two starts. Resuming
+with another identity would mix results that cannot be compared, so it is refused, with the differences. The user may
+accept differences, except another model. `ramify.store.environments` does the same for the code and the tasks of
+environments.
 """
 
 import os
@@ -21,7 +22,7 @@ from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore, acquire_lo
 IDENTITY_KEY = "identity"
 MODEL_KEY = "model"  # the key of an identity whose change cannot be accepted
 NEW_RUN_HINT = "give it another --name, or --fresh to move the old one aside and begin anew"
-POLL_INTERVAL = 0.1  # seconds between two looks at a run that somebody holds
+POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run
 
 
 def open_run(
@@ -32,18 +33,18 @@ def open_run(
     accept_changes: bool | None = None,
     lock_timeout: float = 0.0,
 ) -> RunStore:
-    """Open the run at `path`, new or continued. Raises ConfigInvalid if it is another run.
+    """Open the run at `path`, new or resumed. Raises ConfigInvalid if its identity is another.
 
-    With `accept_changes`, a run with another identity is continued and the change is recorded; None means that the
-    command has no such option, so the message does not mention it. If another process holds the run, this waits for
-    `patience` seconds before it raises RunBusy.
+    With `fresh`, an existing run is moved aside first. With `accept_changes`, a run with another identity is resumed
+    and the change is recorded; None means that the command has no such option, so the message does not mention it. If
+    another process holds the run's lock, wait up to `lock_timeout` seconds for it, then raise RunBusy.
     """
-    end = time.monotonic() + lock_timeout
+    deadline = time.monotonic() + lock_timeout
     while True:
         try:
             return _open_once(path, identity, fresh, accept_changes)
         except RunBusy:
-            if time.monotonic() >= end:
+            if time.monotonic() >= deadline:
                 raise
         time.sleep(POLL_INTERVAL)
 
@@ -61,7 +62,7 @@ def _open_once(path: Path, identity: Mapping[str, Any], fresh: bool, accept_chan
 
 
 def _record_identity(store: RunStore, identity: dict[str, Any], accept_changes: bool | None) -> None:
-    """Store the identity of a new run, or check that it is the same; raise ConfigInvalid if it is not."""
+    """Check the identity of the run, then store it if the run is new or the change is accepted."""
     changes = check_identity(store, identity, accept_changes)
     if changes:
         RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes).result(BLOCKING_CHANGE_TIMEOUT)
@@ -71,26 +72,26 @@ def _record_identity(store: RunStore, identity: dict[str, Any], accept_changes: 
 
 def check_identity(store: RunStore, identity: Mapping[str, Any], accept_changes: bool | None) -> list[str]:
     """Return the differences from the stored identity if they are accepted; raise ConfigInvalid if they are not."""
-    known: dict[str, Any] | None = store.get_fact(IDENTITY_KEY)
-    changes = [] if known is None else list(diff_values(known, dict(identity)))
-    if known is None or not changes:
+    stored: dict[str, Any] | None = store.get_fact(IDENTITY_KEY)
+    changes = [] if stored is None else list(diff_values(stored, dict(identity)))
+    if stored is None or not changes:
         return []
-    same_model = known.get(MODEL_KEY) == identity.get(MODEL_KEY)
+    same_model = stored.get(MODEL_KEY) == identity.get(MODEL_KEY)
     if accept_changes and same_model:
         return changes
     lines = "".join(f"\n  {line}" for line in changes)
-    ways = f"give it another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
-    raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{ways}")
+    hint = f"give it another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
+    raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{hint}")
 
 
 def move_aside(path: Path) -> Path:
-    """Move the run to a name that is free beside it. Raises RunBusy while somebody holds it."""
+    """Rename the run's directory to `NAME.old-N` and return the new path. Raises RunBusy if it is in use."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+    while (new_path := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
-    lock = acquire_lock(path)
+    lock_fd = acquire_lock(path)
     try:
-        path.rename(aside)
+        path.rename(new_path)
     finally:
-        os.close(lock)
-    return aside
+        os.close(lock_fd)
+    return new_path

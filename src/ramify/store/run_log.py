@@ -1,11 +1,10 @@
-"""Metrics and events of a run: appended, never changed.
+"""The metrics and events of a run, in append-only tables.
 
-Nobody waits for them: a metric that is lost with its process costs a point of a curve, so these calls only queue. What
-a step that was done again says later counts; what it said first stays in the table.
+Writes are queued and not awaited: losing the last points in a crash is acceptable. If a step is run again, readers see
+its last value; earlier rows stay in the table.
 """
 
 import math
-import sqlite3
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -16,11 +15,11 @@ import msgspec
 
 from ramify.store.run_store import RunStore
 
-NAN_TEXT = "nan"  # SQLite has no such number, and would refuse the row and all that came with it
+NAN_TEXT = "nan"  # SQLite stores NaN as NULL, which the column does not allow
 
 
 class MetricPoint(NamedTuple):
-    """One point of a curve."""
+    """The value of one metric at one step."""
 
     step: int
     name: str
@@ -28,7 +27,7 @@ class MetricPoint(NamedTuple):
 
 
 class RunEvent(NamedTuple):
-    """Something that happened, at Unix seconds `time`."""
+    """An event of a run: its Unix time, its kind, and plain data."""
 
     time: float
     kind: str
@@ -36,7 +35,7 @@ class RunEvent(NamedTuple):
 
 
 def read_metrics_by_step(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run that is over, one dict for each step: `{"step": 3, "train/loss": 0.2, ...}`."""
+    """Return the metrics of a finished run, one dict for each step: `{"step": 3, "train/loss": 0.2, ...}`."""
     steps: dict[int, dict[str, Any]] = {}
     with RunStore.open(path, write=False) as store:
         for step, name, value in RunLog(store).metrics():
@@ -45,36 +44,31 @@ def read_metrics_by_step(path: Path) -> list[dict[str, Any]]:
 
 
 class RunLog:
-    """Beside the ledger, in the same tables and behind the same writer."""
+    """Writes and reads the metrics and events of a run."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> "Future[None]":
-        """Values by name, of one step. Those that are no number count too: they are what one looks for."""
+        """Log the values of one step by name. NaN is stored too, because it is what one looks for when debugging."""
         rows = [(step, name, NAN_TEXT if math.isnan(value) else float(value)) for name, value in values.items()]
-
-        def apply(connection: sqlite3.Connection, _: object) -> None:
-            connection.executemany("INSERT INTO metrics VALUES (?, ?, ?)", rows)
-
-        return self._store.submit_change(apply)
+        query = "INSERT INTO metrics VALUES (?, ?, ?)"
+        return self._store.submit_change(lambda connection: connection.executemany(query, rows))
 
     def log_event(self, kind: str, **fields: Any) -> "Future[None]":
-        """An event with its fields, plain data."""
-        row = (time.time(), kind, msgspec.msgpack.encode(fields))
-        return self._store.submit_change(
-            lambda connection, _: connection.execute("INSERT INTO events VALUES (?, ?, ?)", row) and None
-        )
+        """Log an event with plain data as its fields."""
+        query, row = "INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, msgspec.msgpack.encode(fields))
+        return self._store.submit_change(lambda connection: connection.execute(query, row))
 
     def metrics(self, glob: str = "*") -> list[MetricPoint]:
-        """The last value of every (step, name) whose name matches."""
+        """Return the last value of every (step, name) whose name matches `glob`, ordered by step and name."""
         query = """SELECT step, name, value FROM metrics WHERE rowid IN (
             SELECT max(rowid) FROM metrics WHERE name GLOB ? GROUP BY step, name) ORDER BY step, name"""
-        found = self._store.select(query, (glob,))
-        return [MetricPoint(step, name, float(value)) for step, name, value in found]
+        rows = self._store.select(query, (glob,))
+        return [MetricPoint(step, name, float(value)) for step, name, value in rows]
 
     def events(self, kind: str | None = None) -> list[RunEvent]:
-        """All events, or those of one kind, in order."""
+        """Return all events, or those of one kind, in order."""
         where, values = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
         rows = self._store.select(f"SELECT time, kind, fields FROM events {where} ORDER BY rowid", values)
-        return [RunEvent(at, name, msgspec.msgpack.decode(fields)) for at, name, fields in rows]
+        return [RunEvent(seconds, name, msgspec.msgpack.decode(fields)) for seconds, name, fields in rows]

@@ -1,8 +1,7 @@
-"""Append-only files of compressed frames: `length u32 | crc32 u32 | zstd`.
+"""An append-only log of compressed frames in segment files: `length u32 | crc32 u32 | zstd`.
 
-A segment is only ever appended to or cut. How much of it counts is not for the file to say: the index knows, because
-it was told in the transaction that followed the sync. So a torn tail needs no clever reading; everything behind the
-known length is cut before the next frame is written.
+The valid length of a segment is stored in the index, in the transaction after the fsync. Bytes beyond it are truncated
+before the next append, so torn writes need no detection.
 """
 
 import os
@@ -18,12 +17,16 @@ from ramify.errors import TraceCorrupt
 from ramify.store.rollout_table import FrameLocation
 
 FRAME_HEADER = struct.Struct("<II")
-MAX_SEGMENT_BYTES = 64 * 2**20  # bytes after which a new segment is begun: small enough to copy, large enough to be few
+MAX_SEGMENT_BYTES = 64 * 2**20  # small enough to copy, large enough for few files
 ZSTD_LEVEL = 3
 
 
 class SegmentLog:
-    """The segments of a run: `append`, then `sync`, then the place may be told to the index."""
+    """The segment files of a run in `folder`.
+
+    To add data: `append` it, then `sync`, then store the location in the index. `segment_number` and `segment_length`
+    are those of the segment that is appended to.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,27 +35,26 @@ class SegmentLog:
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
 
     def open(self, committed_lengths: dict[int, int]) -> Self:
-        """Cut every segment to its known length and go on behind the last one."""
+        """Open the log for appending; truncate each segment to its committed length.
+
+        Raises TraceCorrupt if a segment is missing or shorter than committed.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.folder.glob("*.seg")):
             self._truncate_tail(path, committed_lengths.get(int(path.stem), 0))
-        missing = [
-            self._path(number)
-            for number, length in committed_lengths.items()
-            if length and not self._path(number).exists()
-        ]
-        if missing:
-            raise TraceCorrupt(f"{missing[0]} is gone, but the run's index points into it")
+        for number, length in committed_lengths.items():
+            if length and not self._path(number).exists():
+                raise TraceCorrupt(f"{self._path(number)} is missing, but the run's index points into it")
         self.segment_number = max(committed_lengths, default=0)
         self._open_current(committed_lengths.get(self.segment_number, 0))
         return self
 
     def append(self, data: bytes) -> FrameLocation:
-        """Write one frame; nothing is safe before `sync`."""
+        """Write one frame and return its location. It is not durable before `sync`."""
         if self._fd is None:
             raise TraceCorrupt(f"{self.folder} is not open for writing")
-        packed = self._compressor.compress(data)
-        frame = FRAME_HEADER.pack(len(packed), zlib.crc32(packed)) + packed
+        compressed = self._compressor.compress(data)
+        frame = FRAME_HEADER.pack(len(compressed), zlib.crc32(compressed)) + compressed
         if self.segment_length and self.segment_length + len(frame) > MAX_SEGMENT_BYTES:
             self.sync()
             self.close()
@@ -64,12 +66,12 @@ class SegmentLog:
         return FrameLocation(self.segment_number, start, self.segment_length)
 
     def sync(self) -> None:
-        """Return when every byte written so far would survive a power cut."""
+        """Make everything that was appended durable."""
         if self._fd is not None:
             os.fsync(self._fd)
 
     def truncate_to(self, number: int, length: int) -> None:
-        """Forget what was written after this point: the index will never know it."""
+        """Remove what was appended after byte `length` of segment `number`."""
         self.close()
         for path in self.folder.glob("*.seg"):
             if int(path.stem) > number:
@@ -80,7 +82,7 @@ class SegmentLog:
         self._open_current(length)
 
     def read(self, location: FrameLocation) -> bytes:
-        """The frame at `place`. Raises TraceCorrupt if it is not the one that was written."""
+        """Return the data of the frame at `location`. Raises TraceCorrupt if the frame is damaged."""
         path = self._path(location.segment)
         try:
             with path.open("rb") as file:
@@ -89,15 +91,15 @@ class SegmentLog:
         except OSError as error:
             raise TraceCorrupt(f"{path} cannot be read: {error.strerror}") from error
         length, checksum = FRAME_HEADER.unpack_from(frame) if len(frame) >= FRAME_HEADER.size else (-1, 0)
-        packed = frame[FRAME_HEADER.size :]
-        if len(packed) != length or zlib.crc32(packed) != checksum:
+        compressed = frame[FRAME_HEADER.size :]
+        if len(compressed) != length or zlib.crc32(compressed) != checksum:
             raise TraceCorrupt(
                 f"{path}: bytes [{location.start}, {location.stop}) are not the frame that was written there"
             )
-        return zstandard.ZstdDecompressor().decompress(packed)
+        return zstandard.ZstdDecompressor().decompress(compressed)
 
     def verify(self, committed_lengths: dict[int, int]) -> Iterator[tuple[FrameLocation, str]]:
-        """Yield the place of every frame, superseded ones included, with its problem; "" if it is intact."""
+        """Yield the location of every frame, replaced ones included, with its problem; "" if it is intact."""
         for number, length in sorted(committed_lengths.items()):
             try:
                 data = self._path(number).read_bytes()
@@ -107,42 +109,41 @@ class SegmentLog:
             yield from self._verify_segment(number, data, length)
 
     def _verify_segment(self, number: int, data: bytes, length: int) -> Iterator[tuple[FrameLocation, str]]:
-        start = 0
+        path, start = self._path(number), 0
         while start < length:
-            size, checksum = FRAME_HEADER.unpack_from(data, start) if start + FRAME_HEADER.size <= len(data) else (0, 0)
+            has_header = start + FRAME_HEADER.size <= len(data)
+            size, checksum = FRAME_HEADER.unpack_from(data, start) if has_header else (0, 0)
             stop = start + FRAME_HEADER.size + size
-            place = FrameLocation(number, start, stop)
+            location = FrameLocation(number, start, stop)
             if not size or stop > min(length, len(data)):
-                yield (
-                    place,
-                    f"{self._path(number)}: the frame at byte {start} of {length} is cut short or has no valid size",
-                )
+                yield location, f"{path}: the frame at byte {start} of {length} is cut short or has no valid size"
                 return
-            broken = zlib.crc32(data[start + FRAME_HEADER.size : stop]) != checksum
-            yield place, f"{self._path(number)}: bytes [{start}, {stop}) do not match their checksum" if broken else ""
+            matches = zlib.crc32(data[start + FRAME_HEADER.size : stop]) == checksum
+            yield location, "" if matches else f"{path}: bytes [{start}, {stop}) do not match their checksum"
             start = stop
 
     def close(self) -> None:
-        """Close the segment that is written to."""
+        """Close the segment that is appended to."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def _open_current(self, length: int) -> None:
-        fresh = not self._path(self.segment_number).exists()
-        self._fd = os.open(self._path(self.segment_number), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        path = self._path(self.segment_number)
+        is_new = not path.exists()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self.segment_length = length
-        if fresh:
+        if is_new:
             fsync_directory(self.folder)
 
     def _truncate_tail(self, path: Path, length: int) -> None:
-        found = path.stat().st_size
-        if found < length:
+        size = path.stat().st_size
+        if size < length:
             raise TraceCorrupt(
-                f"{path} has {found} bytes, but the run's index points to {length}: the disk lost what it had synced; "
-                f"copy the run from elsewhere or start it --fresh"
+                f"{path} has {size} bytes, but the run's index expects {length}: the disk lost synced data; "
+                f"restore the run from a copy, or start a new run with --fresh"
             )
-        if found > length:
+        if size > length:
             os.truncate(path, length)
 
     def _path(self, number: int) -> Path:
@@ -150,15 +151,15 @@ class SegmentLog:
 
 
 def fsync_directory(folder: Path) -> None:
-    """A new name in `folder` survives a power cut once this returns."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Make new file names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]

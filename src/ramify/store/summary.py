@@ -1,4 +1,4 @@
-"""What an index row says about a rollout, so that a table of them needs no trace opened."""
+"""The summary of a rollout in the index, so that lists and statistics need not decode traces."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ import msgspec
 from ramify.errors import Failure
 from ramify.trace import Trace
 
-REVISION_KEY = "revision"  # the key that says which revision of its source's environment a rollout came from
-UNRECORDED_REVISION = 0  # the revision of rollouts that were stored before revisions were
+REVISION_KEY = "revision"  # the summary's key for the revision of the source's environment
+UNRECORDED_REVISION = 0  # of rollouts from before revisions were stored
 
 
 def summarize_rollout(traces: Sequence[Trace], failure: Failure | None = None) -> dict[str, Any]:
-    """The rollout in numbers; `failure` is the system's, if that ended it."""
+    """Return counts, scores and timing of a rollout as plain data; `failure` is the system failure that ended it."""
     first = traces[0]
     calls = [node.call for trace in traces for node in trace.nodes if node.call is not None]
     return {
