@@ -7,8 +7,8 @@ import tomllib
 
 from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
-from ramify.recipe.local_model import open_local_model
 from tests.cli.command import ramify_command
+from tools.tiny.local_model import open_local_model
 
 
 def test_the_package_works_as_it_is_written(tmp_path):

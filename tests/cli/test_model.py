@@ -45,13 +45,3 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     done = ramify_command("model", "show", str(tmp_path))
     assert done.returncode == 1
     assert f"WeightsRefused: {tmp_path / 'model.safetensors'} is not a safetensors file" in done.stderr
-
-
-def test_build_does_not_overwrite(tmp_path):
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "file").write_text("mine")
-    done = ramify_command("model", "build", "tiny", "-o", str(kept))
-    assert done.returncode == 2
-    assert "--force" in done.stderr
-    assert (kept / "file").read_text() == "mine"

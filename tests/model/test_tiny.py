@@ -79,8 +79,8 @@ def test_heads_look_back_before_any_training():
     import torch
     from transformers import LlamaForCausalLM
 
-    from ramify.model.tiny.induction_heads import LOOKBACK, init_induction_heads
-    from ramify.model.tiny.tokenizer import build_model_config
+    from tools.tiny.induction_heads import LOOKBACK, init_induction_heads
+    from tools.tiny.tokenizer import build_model_config
 
     config = build_model_config()
     config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage] - the only one that shows what it attends to
@@ -136,9 +136,9 @@ def test_a_tool_call_comes_back_as_it_was_written():
 
 def test_sampled_replies_are_well_formed():
     from ramify.client import ClientSampling
-    from ramify.recipe.corpus import build_reversal_prompt
-    from ramify.recipe.local_model import open_local_model
     from ramify.tasksets.reversal import ReversalTextsConfig, generate_texts, is_well_formed
+    from tools.tiny.corpus import build_reversal_prompt
+    from tools.tiny.local_model import open_local_model
 
     config = ReversalTextsConfig(split="eval", num_tasks=32, seed=1)
     prompts = [RENDERER.render(build_reversal_prompt(text).messages) for text in generate_texts(config)]
@@ -150,8 +150,8 @@ def test_sampled_replies_are_well_formed():
 
 
 def test_a_rollout_of_it_calls_tools_over_several_turns():
-    from ramify.recipe.local_model import open_local_model
-    from ramify.recipe.metrics import WIKISPEEDIA
+    from tools.tiny.local_model import open_local_model
+    from tools.tiny.metrics import WIKISPEEDIA
 
     with open_local_model(TINY) as player:
         groups = asyncio.run(player.run_rollouts(WIKISPEEDIA, 4, 2, seed=0))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ramify.model.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
+from tools.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 
 DEADLINE = 60.0
 

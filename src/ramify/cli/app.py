@@ -45,7 +45,7 @@ COMMANDS: dict[str, CliCommand] = {
     "trainer": CliCommand("ramify.cli.trainer", "the trainer alone: batches from an orchestrator, or recorded ones"),
     "serve": CliCommand("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
     "env-server": CliCommand("ramify.cli.env_server", "serve a source of rollouts from worker processes"),
-    "model": CliCommand("ramify.cli.model", "models: list, show, fetch from the hub, build"),
+    "model": CliCommand("ramify.cli.model", "models: list, show, fetch from the hub"),
     "doctor": CliCommand("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
 }
 

@@ -1,9 +1,8 @@
-"""`ramify model`: the models that ship with the package, what is known about a model, and how to build one again."""
+"""`ramify model`: the models that ship with the package, what is known about a model, and how to fetch one."""
 
 import argparse
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ramify.cli.console import PipeConsole
-from ramify.errors import ConfigInvalid, ModelNotFound, WeightsRefused
+from ramify.errors import ModelNotFound, WeightsRefused
 from ramify.model.resolve import PACKAGED_MODELS, fetch_model, resolve_model_path
 
 MEASUREMENT_LABELS = {
@@ -51,15 +50,13 @@ class ModelInfo:
     num_bytes: int
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     build_info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the build measured and wrote beside the model; empty for a model that `ramify model build` did not make."""
+    """What the build measured and wrote beside the model; empty for a model that does not ship with the package."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """List, show, fetch or build."""
+    """List, show or fetch."""
     options = _build_parser().parse_args(argv)
-    return {"list": _list_models, "show": _show_model, "fetch": _fetch_model, "build": _build_model}[options.action](
-        options
-    )
+    return {"list": _list_models, "show": _show_model, "fetch": _fetch_model}[options.action](options)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -70,16 +67,10 @@ def _build_parser() -> argparse.ArgumentParser:
     listing = actions.add_parser("list", help="the models that ship with the package")
     show = actions.add_parser("show", help="a model's sizes, and its figures where they were measured")
     show.add_argument("name", metavar="NAME", help="a packaged model, a directory, or a cached Hugging Face id")
-    show.add_argument("--measure", action="store_true", help="measure the figures now (a minute for tiny)")
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
     fetch = actions.add_parser("fetch", help="download a model from the Hugging Face hub into its local cache")
     fetch.add_argument("name", metavar="NAME", help="ORG/NAME")
-    build = actions.add_parser("build", help="train a packaged model from its recipe")
-    build.add_argument("name", metavar="NAME", choices=PACKAGED_MODELS, help=" or ".join(PACKAGED_MODELS))
-    build.add_argument("--seed", type=int, default=0, help="0 is the model that ships")
-    build.add_argument("-o", dest="directory", metavar="DIR", type=Path, required=True, help="where to write it")
-    build.add_argument("--force", action="store_true", help="replace DIR if it exists")
     return parser
 
 
@@ -146,10 +137,6 @@ def _list_models(options: argparse.Namespace) -> int:
 
 def _show_model(options: argparse.Namespace) -> int:
     info = read_model_info(options.name)
-    if options.measure:
-        from ramify.recipe.metrics import measure_model  # torch is loaded here, not for help
-
-        info.build_info = {**info.build_info, "figures": measure_model(info.path).to_dict(), "built": "measured now"}
     if options.json:
         print(json.dumps(_to_json(info), indent=2))
         return 0
@@ -165,28 +152,12 @@ def _show_model(options: argparse.Namespace) -> int:
         table.add_row("build", ", ".join(f"{key} {value}" for key, value in recipe.items()))
     for key, value in info.build_info.get("figures", {}).items():
         table.add_row(MEASUREMENT_LABELS.get(key, key), f"{value:.3f}")
-    console = PipeConsole(highlight=False, soft_wrap=True)
-    console.print(table)
-    if "figures" not in info.build_info:
-        console.print("figures: not measured; --measure does it now")
+    PipeConsole(highlight=False, soft_wrap=True).print(table)
     return 0
 
 
 def _fetch_model(options: argparse.Namespace) -> int:
     print(fetch_model(options.name))
-    return 0
-
-
-def _build_model(options: argparse.Namespace) -> int:
-    if options.directory.exists() and not options.force:
-        raise ConfigInvalid(f"{options.directory} exists; --force replaces it")
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
-    from ramify.recipe.build import build_model  # torch is loaded here, not for help
-    from ramify.store import wrap_storage_errors
-    from ramify.train.sft.display import choose_display
-
-    with wrap_storage_errors(options.directory):
-        build_model(options.name, options.directory, seed=options.seed, display=choose_display)
     return 0
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from ramify.infer.config import ModelConfig
-from ramify.recipe.conversation import DrillConversation
-from ramify.recipe.corpus import CorpusMix, draw_conversations
-from ramify.recipe.drills import draw_drills
 from ramify.train.config import CheckpointConfig, OptimConfig, ScheduleConfig, TrainerConfig
 from ramify.train.sft.config import SftConfig, SftDataConfig
+from tools.tiny.conversation import DrillConversation
+from tools.tiny.corpus import CorpusMix, draw_conversations
+from tools.tiny.drills import draw_drills
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ramify.env import collect_hooks
-from ramify.recipe.conversation import DrillConversation
 from ramify.tasksets import alphabet_sort as names
 from ramify.tasksets import wordle
 from ramify.tasksets.splits import assign_split
 from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
+from tools.tiny.conversation import DrillConversation
 
 GRAPH_SIZES: list[dict[str, Any]] = [
     {"num_articles": 24, "num_topics": 4, "num_tasks": 300},

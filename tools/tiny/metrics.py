@@ -9,12 +9,12 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ramify.client import ClientSampling
-from ramify.recipe.corpus import build_reversal_prompt, draw_tool_prompt, load_vocabulary
-from ramify.recipe.local_model import LocalModel, open_local_model
 from ramify.render import ParsedReply, RenderedPrompt, load_renderer
 from ramify.tasksets import reversal
 from ramify.tasksets.alphabet_sort import get_tag_name
 from ramify.trace import Message, Trace
+from tools.tiny.corpus import build_reversal_prompt, draw_tool_prompt, load_vocabulary
+from tools.tiny.local_model import LocalModel, open_local_model
 
 NUM_PROMPTS = 256
 ATTEMPTS_PER_TASK = 4  # at each task of several turns

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ramify.recipe.conversation import DrillConversation, draw_tool_call, make_tool
-from ramify.recipe.drills import LETTERS, draw_drills, draw_reversal_drill
-from ramify.recipe.games import make_guessing_generator, make_sorting_generator, make_walk_generator
 from ramify.tasksets import reversal
 from ramify.trace import Message
+from tools.tiny.conversation import DrillConversation, draw_tool_call, make_tool
+from tools.tiny.drills import LETTERS, draw_drills, draw_reversal_drill
+from tools.tiny.games import make_guessing_generator, make_sorting_generator, make_walk_generator
 
 
 @dataclass(frozen=True, slots=True)

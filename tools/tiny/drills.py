@@ -7,8 +7,8 @@ times the steps: most of each row is prompt, and English words can be guessed wi
 import random
 from collections.abc import Iterator
 
-from ramify.recipe.conversation import DrillConversation, draw_tool_call, make_tool
 from ramify.tasksets.reversal import wrap_in_tags
+from tools.tiny.conversation import DrillConversation, draw_tool_call, make_tool
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_TURNS = 5  # at most, so that a row is mostly replies

@@ -9,20 +9,20 @@ from itertools import islice
 import pytest
 from safetensors.numpy import load_file
 
-from ramify.model.tiny.weights import write_bfloat16_model, write_initial_model
-from ramify.recipe.corpus import CorpusMix, draw_conversations
-from ramify.recipe.drills import draw_drills
-from ramify.recipe.stages import STAGES, SftStage, build_sft_config, write_stage_data
 from ramify.tasksets.data_files import read_rows
 from ramify.tasksets.reversal import SYSTEM as REVERSING
 from ramify.tasksets.splits import assign_split
 from ramify.tasksets.wikispeedia import SYSTEM as WALKING
 from ramify.train.sft import run_sft
 from ramify.train.sft.conversations import parse_conversations
+from tools.tiny.corpus import CorpusMix, draw_conversations
+from tools.tiny.drills import draw_drills
+from tools.tiny.stages import STAGES, SftStage, build_sft_config, write_stage_data
+from tools.tiny.weights import write_bfloat16_model, write_initial_model
 
 
 def test_what_is_taught_loads_no_torch():
-    code = "import sys, ramify.recipe.stages; sys.exit('torch' in sys.modules)"
+    code = "import sys, tools.tiny.stages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from ramify.model.tiny.induction_heads import init_induction_heads
-from ramify.model.tiny.tokenizer import build_model_config, write_tokenizer
+from tools.tiny.induction_heads import init_induction_heads
+from tools.tiny.tokenizer import build_model_config, write_tokenizer
 
 
 def write_initial_model(directory: Path, seed: int) -> None:

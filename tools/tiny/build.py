@@ -8,12 +8,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ramify.model.tiny.weights import write_bfloat16_model, write_initial_model
-from ramify.recipe import MODEL_INFO_FILE, RECIPE_VERSION
-from ramify.recipe.metrics import measure_model
-from ramify.recipe.stages import STAGES, build_sft_config, write_stage_data
 from ramify.train.sft import run_sft
 from ramify.train.sft.display import NullSftDisplay, SftDisplay
+from tools.tiny import MODEL_INFO_FILE, RECIPE_VERSION
+from tools.tiny.metrics import measure_model
+from tools.tiny.stages import STAGES, build_sft_config, write_stage_data
+from tools.tiny.weights import write_bfloat16_model, write_initial_model
 
 
 def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], SftDisplay] = NullSftDisplay) -> None:

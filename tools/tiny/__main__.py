@@ -1,0 +1,51 @@
+"""`python -m tools.tiny`: build the packaged model `tiny` again, or measure what a model can do."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ramify.errors import ConfigInvalid, RamifyError
+
+
+def main() -> int:
+    """Build or measure, as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m tools.tiny", description=__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="train the model from its recipe")
+    build.add_argument("--seed", type=int, default=0, help="0 is the model that ships")
+    build.add_argument("-o", dest="directory", metavar="DIR", type=Path, required=True, help="where to write it")
+    build.add_argument("--force", action="store_true", help="replace DIR if it exists")
+    measure = actions.add_parser("measure", help="measure the figures of a model (a minute for tiny)")
+    measure.add_argument("name", metavar="NAME", help="a packaged model, a directory, or a cached Hugging Face id")
+    options = parser.parse_args()
+    try:
+        _build(options) if options.action == "build" else _measure(options.name)
+    except RamifyError as error:
+        print(f"{error.name}: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _build(options: argparse.Namespace) -> None:
+    if options.directory.exists() and not options.force:
+        raise ConfigInvalid(f"{options.directory} exists; --force replaces it")
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: one thread chosen later gives other bits
+    from ramify.store import wrap_storage_errors
+    from ramify.train.sft.display import choose_display
+    from tools.tiny.build import build_model
+
+    with wrap_storage_errors(options.directory):
+        build_model("tiny", options.directory, seed=options.seed, display=choose_display)
+
+
+def _measure(name: str) -> None:
+    from ramify.model.resolve import resolve_model_path
+    from tools.tiny.metrics import measure_model
+
+    for figure, value in measure_model(resolve_model_path(name)).to_dict().items():
+        print(f"{figure:20} {value:.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
