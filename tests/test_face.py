@@ -35,6 +35,7 @@ def test_the_face_shows_what_an_environment_is_written_with():
     assert set(ramify.__all__) >= {
         *("Task", "Taskset", "TasksetConfig", "Harness", "Runtime", "Trace", "User", "Judge", "Endpoint"),
         *("reward", "metric", "group_reward", "stop", "tool"),
+        *("Branch", "Message", "ToolCall", "ModelUser", "RubricJudge", "Algorithm", "evaluate", "rl", "sft"),
     }
 
 

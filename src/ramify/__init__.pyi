@@ -9,10 +9,16 @@ from .env import metric as metric
 from .env import reward as reward
 from .env import stop as stop
 from .env import tool as tool
+from .env.judge import RubricJudge as RubricJudge
+from .env.user import ModelUser as ModelUser
 from .evals import evaluate as evaluate
 from .harness import Harness as Harness
 from .launch import rl as rl
+from .orchestrate.algorithms import Algorithm as Algorithm
 from .runtime import Runtime as Runtime
+from .trace import Branch as Branch
+from .trace import Message as Message
+from .trace import ToolCall as ToolCall
 from .trace import Trace as Trace
 from .train.sft import sft as sft
 
