@@ -1,8 +1,8 @@
-"""Time for people."""
+"""Durations as text."""
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as people read them: `42s`, `3m05s`, `1h02m`."""
+    """Return a duration in the form `42s`, `3m05s` or `1h02m`."""
     total = round(seconds)
     if total < 60:
         return f"{total}s"

@@ -15,7 +15,7 @@ from ramify.cli import doctor_checks as look
 from ramify.launch.machine import CgroupLimits, read_cgroup_limits, usable_cores
 from ramify.launch.subprocess_probe import run_probe
 from ramify.model.precision import cpu_has_bfloat16
-from tests.cli.command import ramify_command
+from tests.cli.installed_command import ramify_command
 
 EXTRAS = set(metadata("ramify").get_all("Provides-Extra") or [])
 
@@ -63,7 +63,7 @@ def crippled(tmp_path_factory) -> dict[str, dict]:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_everything_asked_for_is_reported(bare):
+def test_every_check_is_reported(bare):
     fixed = {
         "Python",
         "platform",
@@ -80,7 +80,7 @@ def test_everything_asked_for_is_reported(bare):
     assert set(bare) == fixed | {f"extra {name}" for name in EXTRAS}
 
 
-def test_a_missing_piece_says_what_it_would_enable_and_how_to_get_it(bare):
+def test_missing_component_says_what_it_enables_and_how_to_install_it(bare):
     for name in ("bubblewrap", "docker", "Node"):
         assert bare[name]["state"] == "missing"
     for finding in bare.values():
@@ -89,29 +89,29 @@ def test_a_missing_piece_says_what_it_would_enable_and_how_to_get_it(bare):
             assert finding["get"]
 
 
-def test_a_piece_that_answers_is_ok(equipped):
+def test_working_component_is_ok(equipped):
     for name, version in (("bubblewrap", "0.8.0"), ("docker", "27.0"), ("Node", "20.1.0")):
         assert equipped[name]["state"] == "ok"
         assert version in equipped[name]["found"]
 
 
-def test_a_docker_client_without_an_engine_is_not_ok(crippled):
+def test_docker_client_without_an_engine_is_broken(crippled):
     assert crippled["docker"]["state"] == "broken"
     assert "27.1" in crippled["docker"]["found"]
     assert "no daemon" in crippled["docker"]["found"]
 
 
-def test_a_bubblewrap_that_may_not_make_a_sandbox_is_not_ok(crippled):
+def test_bubblewrap_that_cannot_make_a_sandbox_is_broken(crippled):
     assert crippled["bubblewrap"]["state"] == "broken"
     assert "no user namespaces" in crippled["bubblewrap"]["found"]
 
 
-def test_a_node_that_does_not_run_is_not_ok(crippled):
+def test_node_that_does_not_run_is_broken(crippled):
     assert crippled["Node"]["state"] == "broken"
     assert "exit code 3" in crippled["Node"]["found"]
 
 
-def test_torch_is_asked_in_a_process_of_its_own(bare):
+def test_torch_is_probed_in_a_subprocess(bare):
     import torch
 
     assert bare["torch"]["state"] == "ok"
@@ -119,22 +119,22 @@ def test_torch_is_asked_in_a_process_of_its_own(bare):
     assert (bare["CUDA"]["state"] == "ok") == torch.cuda.is_available()
 
 
-def test_the_number_type_of_the_cpu_is_reported_with_its_reason(equipped):
+def test_cpu_dtype_is_reported(equipped):
     chosen = "bfloat16 (the type" if cpu_has_bfloat16() else "float32 (the checkpoint is in bfloat16, which this CPU"
     assert f"auto is {chosen}" in equipped["CPU dtype"]["found"]
 
 
-def test_the_operators_in_c_are_reported_and_why_they_are_missing(bare):
+def test_cpu_operators_are_reported(bare):
     assert "no C compiler" in bare["CPU operators"]["found"]  # a machine without any program
     assert "float32 on one thread: torch (" in bare["CPU operators"]["found"]
 
 
-def test_the_doctor_itself_never_loads_torch():
+def test_doctor_does_not_import_torch():
     script = "import sys; from ramify.cli import main; main(['doctor', '--json']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, stdout=subprocess.DEVNULL)
 
 
-def test_the_report_for_people_names_everything_without_a_terminal(bare):
+def test_report_without_a_terminal_names_every_check(bare):
     done = ramify_command("doctor", env={"PATH": "", "COLUMNS": "60", "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
@@ -143,18 +143,18 @@ def test_the_report_for_people_names_everything_without_a_terminal(bare):
     assert "enables" in done.stdout
 
 
-def test_an_argument_it_does_not_know_is_exit_2():
+def test_unknown_argument_is_exit_2():
     assert ramify_command("doctor", "--jsn").returncode == 2
 
 
 # -- extras -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_extra_of_the_package_is_explained():
+def test_every_extra_has_a_purpose():
     assert set(look.EXTRA_PURPOSES) == EXTRAS
 
 
-def test_an_extra_is_missing_when_one_of_its_requirements_is(monkeypatch):
+def test_extra_is_missing_if_one_requirement_is(monkeypatch):
     requires = ["numpy>=2", "msgspec>=0.1; extra == 'local'", "not-a-package[x]>=1; extra == 'local'"]
     monkeypatch.setattr(look, "requires", lambda _: requires)
     finding = next(finding for finding in look.check_extras() if finding.name == "extra local")
@@ -163,7 +163,7 @@ def test_an_extra_is_missing_when_one_of_its_requirements_is(monkeypatch):
     assert "ramify[local]" in finding.get
 
 
-def test_a_package_that_was_never_installed_is_reported(monkeypatch):
+def test_uninstalled_package_is_reported(monkeypatch):
     def requires(_: str) -> list[str]:
         raise PackageNotFoundError
 
@@ -190,7 +190,7 @@ def test_cores_respect_a_cgroup_quota():
     assert usable_cores(CgroupLimits(cpus=10_000.0)) == usable_cores(CgroupLimits())
 
 
-def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
+def test_tightest_cgroup_of_all_ancestors_counts(tmp_path):
     root, inner = tmp_path / "cgroup", tmp_path / "cgroup" / "a" / "b"
     inner.mkdir(parents=True)
     (tmp_path / "membership").write_text("0::/a/b\n", encoding="utf-8")
@@ -202,7 +202,7 @@ def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
     assert read_cgroup_limits(root, tmp_path / "membership") == CgroupLimits(cpus=1.5, memory=2**30)
 
 
-def test_first_generation_cgroups_are_read_too(tmp_path):
+def test_cgroup_v1_limits_are_read(tmp_path):
     (tmp_path / "membership").write_text("4:memory:/job\n3:cpu,cpuacct:/job\n", encoding="utf-8")
     for name, file, value in [
         ("memory", "memory.limit_in_bytes", "536870912"),
@@ -214,14 +214,14 @@ def test_first_generation_cgroups_are_read_too(tmp_path):
     assert read_cgroup_limits(tmp_path, tmp_path / "membership") == CgroupLimits(cpus=2.0, memory=2**29)
 
 
-def test_no_cgroup_is_no_limit(tmp_path):
+def test_no_cgroup_means_no_limit(tmp_path):
     assert read_cgroup_limits(tmp_path / "nowhere", tmp_path / "nothing") == CgroupLimits()
 
 
 # -- asking other programs --------------------------------------------------------------------------------------------
 
 
-def test_a_program_that_never_answers_is_given_up_with_its_children(tmp_path):
+def test_hanging_program_is_killed_with_its_children(tmp_path):
     program(tmp_path, "hang", f"sleep 600 & echo $! > {tmp_path}/child; wait")
     answer = run_probe([str(tmp_path / "hang")], timeout=2.0)
     assert not answer.ok
@@ -243,7 +243,7 @@ def gone(pid: int, *, within: float) -> bool:
     return False
 
 
-def test_a_program_that_is_not_there_is_an_answer_too():
+def test_missing_program_is_a_failed_probe():
     answer = run_probe(["no-such-program-anywhere"], timeout=5.0)
     assert not answer.ok
     assert "no-such-program-anywhere" in answer.text

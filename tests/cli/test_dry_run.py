@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("envs.py").write_text(TASKSETS)
 
 
-def test_tasks_and_losses_that_cannot_be_loaded_are_refused_together(capsys):
+def test_unloadable_tasks_and_losses_are_reported_together(capsys):
     names = ("Sound", "Raising", "Empty", "Promptless")
     sources = "".join(f'[[train]]\nname = "{name}"\ntaskset = {{ id = "envs.py:{name}" }}\n' for name in names)
     Path("run.toml").write_text(f'{sources}[trainer.loss]\nid = "nowhere.loss"\n')
@@ -66,12 +66,12 @@ def test_tasks_and_losses_that_cannot_be_loaded_are_refused_together(capsys):
         (["--renderer.type", "family", "--renderer.name", "nonsense"], "renderer: "),
     ],
 )
-def test_what_a_process_of_the_run_would_refuse_is_refused(args, message, capsys):
+def test_dry_run_refuses_what_a_process_would_refuse(args, message, capsys):
     assert main(["rl", "envs.py:Sound", *args, "--dry-run"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_directory_that_holds_another_run_is_refused_unless_it_is_moved_aside(capsys):
+def test_directory_of_another_run_is_refused_without_fresh(capsys):
     path = Path("outputs/run")
     open_run(path, {"model": "another"}).close()
     before = sorted(file.name for file in path.iterdir())
@@ -82,7 +82,7 @@ def test_a_directory_that_holds_another_run_is_refused_unless_it_is_moved_aside(
     assert sorted(file.name for file in path.iterdir()) == before
 
 
-def test_a_run_that_is_running_is_refused(capsys):
+def test_busy_run_is_refused(capsys):
     Path("outputs").mkdir()
     with Path("outputs/.run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

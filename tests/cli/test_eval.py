@@ -14,9 +14,9 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.store import RunStore
-from tests.cli.command import COMMAND, ramify_command
+from tests.cli.installed_command import COMMAND, ramify_command
 from tests.evals import environments
-from tests.evals.scripted import scripted
+from tests.evals.scripted_engine import run_scripted_engine
 from tests.source_lines import line_number
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
@@ -28,7 +28,7 @@ QUICK = ["--attempts", "1", "--model_retries", "0"]
 
 @pytest.fixture(scope="module")
 def engine():
-    with scripted() as engine:
+    with run_scripted_engine() as engine:
         yield engine
 
 
@@ -52,7 +52,7 @@ def outcome(path: Path) -> dict[str, tuple]:
 # -- finishing, continuing -------------------------------------------------------------------------------------------
 
 
-def test_it_runs_says_what_it_found_and_is_finished_the_second_time(engine, capsys):
+def test_eval_prints_its_result_and_is_finished_on_rerun(engine, capsys):
     command = ["eval", ECHO, "-m", "tiny", "-b", engine.url, "-n", "3", "-r", "2", "-c", "4", "--name", "run"]
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_it_runs_says_what_it_found_and_is_finished_the_second_time(engine, caps
     assert len(engine.asked) == 3
 
 
-def test_a_reward_that_raises_shows_its_file_line_and_text_everywhere(engine, capsys):
+def test_raising_reward_shows_file_line_and_message(engine, capsys):
     command = ["eval", ECHO, "--taskset.fault", "raise", "-m", "tiny", "-b", engine.url, "-n", "3", "-r", "1", *QUICK]
     text = 'raise RuntimeError("the judge fell asleep")'
     raised = f"environments.py:{line_number(environments, text)} in right: {text}"
@@ -82,7 +82,7 @@ def test_a_reward_that_raises_shows_its_file_line_and_text_everywhere(engine, ca
     assert raised in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_taskset_without_any_reward_has_no_score_and_says_so(engine, capsys):
+def test_taskset_without_rewards_has_no_score(engine, capsys):
     command = ["eval", UNREWARDED, "-m", "tiny", "-b", engine.url, "-n", "2", "-r", "1", "--name", "run"]
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -94,18 +94,18 @@ def test_a_taskset_without_any_reward_has_no_score_and_says_so(engine, capsys):
         assert [row.reward for row in store.rollouts()] == [None, None]
 
 
-def test_the_address_may_end_in_v1(engine):
+def test_base_url_may_end_in_v1(engine):
     assert main(["eval", ECHO, "-m", "tiny", "-b", f"{engine.url}/v1", "-n", "1", "-r", "1"]) == 0
 
 
-def test_servers_that_run_already_replace_the_engine_of_a_file(engine, capsys):
+def test_base_url_flag_replaces_the_inference_table_of_a_file(engine, capsys):
     Path("run.toml").write_text(f'[taskset]\nid = "{ECHO}"\n[inference]\nmax_running = 8\n')
     assert main(["eval", "@", "run.toml", "-b", f"{engine.url}/v1", "http://127.0.0.1:9/v1/", "--dry-run"]) == 0
     assert main(["eval", "@", "run.toml", "-b", "--dry-run"]) == 2
     assert "-b: needs the address of a server" in capsys.readouterr().err
 
 
-def test_a_file_and_flags_say_the_same_as_short_flags(engine, capsys):
+def test_config_file_and_flags_match_short_flags(engine, capsys):
     Path("run.toml").write_text(f'name = "run"\nnum_tasks = 2\nrepetitions = 1\n[taskset]\nid = "{ECHO}"\n')
     assert main(["eval", "@", "run.toml", "-b", engine.url, "--taskset.size", "1"]) == 0
     assert list(outcome(Path("outputs/run"))) == ["task-0.0"]
@@ -114,7 +114,7 @@ def test_a_file_and_flags_say_the_same_as_short_flags(engine, capsys):
     assert "taskset.size: was 1, now 2" in capsys.readouterr().err
 
 
-def test_dry_run_checks_and_runs_nothing(engine, capsys):
+def test_dry_run_runs_no_rollout(engine, capsys):
     engine.asked.clear()
     assert main(["eval", ECHO, "-b", engine.url, "-n", "2", "--name", "dry", "--dry-run"]) == 0
     assert "would run 8 rollouts" in capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_dry_run_checks_and_runs_nothing(engine, capsys):
     assert not Path("outputs/dry/run.sqlite").exists()
 
 
-def test_one_task_can_be_shown_and_its_work_directory_kept(engine, capsys):
+def test_show_prints_traces_and_keep_keeps_the_work_directory(engine, capsys):
     writing = ECHO.replace(":Echo", ":Writing")
     assert main(["eval", writing, "-b", engine.url, "-n", "1", "-r", "1", "--show", "--keep", "--name", "run"]) == 0
     said = capsys.readouterr().out
@@ -134,11 +134,11 @@ def test_one_task_can_be_shown_and_its_work_directory_kept(engine, capsys):
 
 
 def test_exit_1_if_every_rollout_failed(engine, capsys):
-    engine.refuse = 100
+    engine.fail_next = 100
     try:
         assert main(["eval", ECHO, "-b", engine.url, "-n", "1", "-r", "2", *QUICK]) == 1
     finally:
-        engine.refuse = 0
+        engine.fail_next = 0
     assert "ProviderError 2" in capsys.readouterr().out
 
 
@@ -158,7 +158,7 @@ def test_exit_1_if_every_rollout_failed(engine, capsys):
     ],
     ids=["taskset", "taskset key", "load", "no tasks", "model", "key", "nothing"],
 )
-def test_what_cannot_work_is_exit_2_with_one_message(arguments, said, capsys):
+def test_invalid_command_lines_are_exit_2(arguments, said, capsys):
     assert main(["eval", *arguments]) == 2
     captured = capsys.readouterr()
     assert said in captured.err
@@ -166,7 +166,7 @@ def test_what_cannot_work_is_exit_2_with_one_message(arguments, said, capsys):
     assert not Path("outputs").exists()
 
 
-def test_an_address_where_nobody_answers_is_exit_2(capsys):
+def test_unreachable_server_is_exit_2(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     assert main(["eval", ECHO, "-b", url]) == 2
@@ -175,14 +175,14 @@ def test_an_address_where_nobody_answers_is_exit_2(capsys):
     assert message.count("cannot be reached") == 1
 
 
-def test_a_port_in_use_is_exit_2(capsys):
+def test_port_in_use_is_exit_2(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert main(["eval", ECHO, "-m", "tiny", "--server.port", str(port)]) == 2
     assert f"server.port: 127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
 
 
-def test_a_run_that_another_process_has_is_exit_1_by_name(engine, capsys):
+def test_busy_run_is_exit_1_with_the_error_name(engine, capsys):
     with RunStore.open(Path("outputs/run")):
         assert main(["eval", ECHO, "-b", engine.url, "--name", "run"]) == 1
     assert capsys.readouterr().err.startswith("RunBusy: outputs/run is in use")
@@ -203,10 +203,10 @@ def when(condition, seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def test_killed_at_random_moments_and_continued_it_ends_as_if_nothing_had_happened():
+def test_eval_killed_at_random_times_resumes_to_the_same_result():
     tasks, kills = (24, 10) if FULL else (8, 2)
     common = ["reverse-text", "-m", "tiny", "-n", str(tasks), "-r", "2", "--sampling.temperature", "0"]
-    with scripted(late=0.03) as slow:
+    with run_scripted_engine(delay=0.03) as slow:
         whole = ["eval", *common, "-b", slow.url, "--name"]
         assert main([*whole, "whole"]) == 0
         expected = outcome(Path("outputs/whole"))
@@ -229,9 +229,9 @@ def test_killed_at_random_moments_and_continued_it_ends_as_if_nothing_had_happen
 @pytest.mark.parametrize(
     ("number", "ctrl_c"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)]
 )
-def test_ctrl_c_stops_cleanly_and_says_how_to_continue(number, ctrl_c):
+def test_signal_stops_cleanly_and_prints_the_resume_command(number, ctrl_c):
     """SIGTERM too, and where a script has started us in the background, with Ctrl-C ignored."""
-    with scripted(late=0.1) as slow:
+    with run_scripted_engine(delay=0.1) as slow:
         before = signal.signal(signal.SIGINT, ctrl_c)
         try:
             process = started("eval", ECHO, "-b", slow.url, "-c", "1", "-r", "20", "--name", "run")
@@ -247,7 +247,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_continue(number, ctrl_c):
 
 
 @pytest.mark.megabytes(8)
-def test_no_room_is_exit_1_by_name_and_the_run_can_be_continued(engine, small_disk, capsys):
+def test_full_disk_is_exit_1_and_the_run_can_be_resumed(engine, small_disk, capsys):
     command = ["eval", "reverse-text", "-b", engine.url, "-n", "40", "-r", "2", "-c", "1", "-o", str(small_disk)]
     command += ["--name", "run"]
     ballast = small_disk / "ballast"
@@ -273,7 +273,7 @@ def ran(engine):
     return "run"
 
 
-def test_show_lists_the_rollouts_and_prints_one(ran, capsys):
+def test_show_lists_rollouts_and_prints_one(ran, capsys):
     capsys.readouterr()
     assert main(["show", ran]) == 0
     said = capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_show_lists_the_rollouts_and_prints_one(ran, capsys):
     assert "no run 'nothing'" in capsys.readouterr().err
 
 
-def test_export_writes_the_run_for_other_tools(ran, tmp_path):
+def test_export_writes_jsonl_and_parquet(ran, tmp_path):
     assert main(["export", ran, "--to", "jsonl", "-o", "out.jsonl"]) == 0
     assert [json.loads(line)["rollout"] for line in Path("out.jsonl").read_text().splitlines()] == [
         "task-0.0",
@@ -299,7 +299,7 @@ def test_export_writes_the_run_for_other_tools(ran, tmp_path):
     assert Path("outputs/run/export.parquet").is_file()
 
 
-def test_replay_scores_again_with_the_rewards_as_they_are_now(engine, capsys):
+def test_replay_rescores_with_the_current_rewards(engine, capsys):
     Path("changing.py").write_text(
         "from pathlib import Path\n"
         "import ramify as rf\n"
@@ -369,7 +369,7 @@ def replayed(engine, capsys, other: str = "") -> str:
     return done.stdout + done.stderr
 
 
-def test_replay_gives_rewards_the_state_that_the_rollout_ended_with(engine, capsys):
+def test_replay_passes_the_saved_state_to_rewards(engine, capsys):
     lines = [line.split() for line in replayed(engine, capsys).splitlines()]
     assert ["k0.0", "0.250", "0.000"] in lines and ["k1.0", "0.250", "1.000"] in lines
 
@@ -384,12 +384,12 @@ def test_replay_gives_rewards_the_state_that_the_rollout_ended_with(engine, caps
         ),
     ],
 )
-def test_replay_says_why_a_state_could_not_be_saved(engine, capsys, other, reason):
+def test_replay_explains_why_a_state_was_not_saved(engine, capsys, other, reason):
     output = " ".join(replayed(engine, capsys, other).split())  # the table breaks lines
     assert output.count(reason) == 2 and "AttributeError" not in output
 
 
-def test_replay_refuses_rewards_that_need_what_ended_with_the_rollout(engine, capsys):
+def test_replay_refuses_rewards_that_need_the_runtime(engine, capsys):
     stateful()
     assert main(["eval", "stateful.py", "-b", engine.url, "-n", "1", "-r", "1", "--name", "run"]) == 0
     text = (
@@ -404,7 +404,7 @@ def test_replay_refuses_rewards_that_need_what_ended_with_the_rollout(engine, ca
 # -- the engine that comes with it ------------------------------------------------------------------------------------
 
 
-def test_a_model_alone_is_enough_and_lands_where_the_model_is(capsys):
+def test_eval_starts_an_engine_for_the_model(capsys):
     tasks, repetitions = ("64", "4") if FULL else ("12", "1")
     command = ["eval", "reverse-text", "-m", "tiny", "-n", tasks, "-r", repetitions]
     assert main(command) == 0
@@ -432,7 +432,7 @@ time.sleep(600)
 """
 
 
-def test_the_engine_does_not_outlive_whoever_started_it():
+def test_engine_exits_when_its_parent_is_killed():
     starter = subprocess.Popen([sys.executable, "-c", STARTER, LEASHED], stdout=-1, text=True)
     pid = max(int(starter.stdout.readline()) for _ in range(2))
     starter.kill()
@@ -447,7 +447,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_changed_environment_is_refused_by_name_by_the_run_and_its_dry_run(engine, tmp_path, capsys):
+def test_changed_environment_is_refused_by_run_and_dry_run(engine, tmp_path, capsys):
     source = tmp_path / "words.py"
     code = "import ramify as rf\n\nclass Words(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='a')\n\n"
     source.write_text(f"{code}    @rf.reward\n    def any(self, trace):\n        return 1.0\n")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import COMMAND
+from tests.cli.installed_command import COMMAND
 from tests.evals import environments
-from tests.evals.scripted import scripted
+from tests.evals.scripted_engine import run_scripted_engine
 from tests.launch.scripts import until
 
 BLOCKING = f"{environments.__file__}:Blocking"
@@ -17,7 +17,7 @@ LATE = 60.0  # seconds after which it hangs: every limit below is a second
 
 @pytest.fixture(scope="module")
 def engine():
-    with scripted() as engine:
+    with run_scripted_engine() as engine:
         yield engine
 
 
@@ -37,33 +37,35 @@ def end(eval: subprocess.Popen[str]) -> tuple[int, str]:
     return eval.returncode, said
 
 
-def test_a_load_that_blocks_is_a_deadline_that_says_where_it_stands(engine, tmp_path):
+def test_blocking_load_is_deadline_exceeded_with_a_stack(engine, tmp_path):
     code, said = end(start(engine, tmp_path, "load", "--timeouts.load", "1"))
     assert code == 1, said
-    assert f"DeadlineExceeded: load of taskset {BLOCKING} took longer than 1 s (timeouts.load); it stands at:" in said
+    assert (
+        f"DeadlineExceeded: load of taskset {BLOCKING} took longer than 1 s (timeouts.load); its current stack:" in said
+    )
     assert "time.sleep(900)" in said
 
 
-def test_a_setup_that_blocks_the_event_loop_is_a_worker_that_died_and_says_where_it_stands(engine, tmp_path):
+def test_setup_that_blocks_the_event_loop_is_worker_died_with_a_stack(engine, tmp_path):
     code, said = end(start(engine, tmp_path, "setup", "--hang_timeout", "1"))
     assert code == 1, said
-    assert "WorkerDied: hung: the event loop stood still for " in said
+    assert "WorkerDied: hung: the event loop was blocked for " in said
     assert "time.sleep(900)" in said
     assert "Continue with: ramify eval " in said
 
 
-def test_code_that_holds_the_interpreter_lock_for_ever_ends_too(engine, tmp_path):
+def test_code_that_holds_the_interpreter_lock_is_ended(engine, tmp_path):
     code, said = end(start(engine, tmp_path, "regex", "--hang_timeout", "1"))
     assert code == 1, said
     assert "in setup" in said
 
 
 @pytest.mark.parametrize("where", ["load", "setup"])
-def test_sigterm_ends_it_while_code_blocks(engine, tmp_path, where):
+def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
     eval = start(engine, tmp_path, where)
     until(lambda: (tmp_path / "begun").exists() or eval.poll() is not None, seconds=LATE)
     eval.send_signal(signal.SIGTERM)
     code, said = end(eval)
     assert code == 130, said
-    assert "stopped; " in said
+    assert "interrupted; " in said
     assert ("time.sleep(900)" in said) == (where == "setup")  # a loop that turns ends as always

@@ -7,11 +7,11 @@ import tomllib
 
 from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
-from tests.cli.command import ramify_command
+from tests.cli.installed_command import ramify_command
 from tools.tiny.local_model import open_local_model
 
 
-def test_the_package_works_as_it_is_written(tmp_path):
+def test_generated_package_works_unchanged(tmp_path):
     place = tmp_path / "letter-count"
     done = ramify_command("init", "letter-count", "-o", str(place))
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_the_package_works_as_it_is_written(tmp_path):
     assert "1 passed" in tested.stdout
 
 
-def test_the_attempts_of_tiny_at_one_task_earn_different_rewards(tmp_path):
+def test_rewards_of_tiny_differ_within_a_task(tmp_path):
     """A group whose rewards are all equal teaches nothing, so a run on it would never make a step."""
     assert main(["init", "letter-count", "-o", str(tmp_path / "new")]) == 0
     taskset = {"id": f"{tmp_path}/new/letter_count.py"}
@@ -40,28 +40,28 @@ def test_the_attempts_of_tiny_at_one_task_earn_different_rewards(tmp_path):
     assert sum(len(set(group)) > 1 for group in rewards) >= 6, rewards
 
 
-def test_nothing_is_overwritten(tmp_path, capsys):
+def test_existing_files_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
     assert main(["init", "letter-count", "-o", str(tmp_path)]) == 2
     assert "not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_name_that_cannot_be_one_is_refused(tmp_path, capsys):
+def test_invalid_name_is_refused(tmp_path, capsys):
     for name in ("Letter Count", "1st", "class", "a/b"):
         assert main(["init", name, "-o", str(tmp_path / "new")]) == 2
         assert repr(name) in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_a_name_under_which_the_package_would_not_be_found_is_refused(tmp_path, capsys):
+def test_name_of_an_existing_module_or_taskset_is_refused(tmp_path, capsys):
     for name in ("wordle", "random", "numpy", "ramify"):
         assert main(["init", name, "-o", str(tmp_path / "new")]) == 2
         assert repr(name) in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_a_place_that_cannot_be_written_is_a_named_failure(tmp_path, capsys):
+def test_unwritable_directory_is_a_named_failure(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["init", "letter-count", "-o", str(tmp_path / "file" / "new")]) == 1
     assert "StorageFailed" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 import ramify
 from ramify.cli import app
-from tests.cli.command import COMMAND, ramify_command
+from tests.cli.installed_command import COMMAND, ramify_command
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_version():
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], []])
-def test_help_lists_every_command_with_a_line_about_it(args):
+def test_help_lists_every_command(args):
     done = ramify_command(*args)
     assert done.returncode == 0
     for name, command in app.COMMANDS.items():
@@ -39,12 +39,12 @@ def test_help_lists_every_command_with_a_line_about_it(args):
         assert command.help in done.stdout
 
 
-def test_the_module_is_the_command():
+def test_python_m_ramify_is_the_command():
     done = subprocess.run([sys.executable, "-m", "ramify", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout == ramify_command("--version").stdout
 
 
-def test_help_loads_neither_torch_nor_any_other_library():
+def test_help_imports_no_heavy_library():
     script = "import sys; before = set(sys.modules); from ramify.cli import main; main(['--help']); " + (
         "print(*sorted(set(sys.modules) - before), file=sys.stderr)"
     )
@@ -54,7 +54,7 @@ def test_help_loads_neither_torch_nor_any_other_library():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "psutil"}
 
 
-def test_an_unknown_command_is_refused_with_the_nearest_one():
+def test_unknown_command_suggests_the_nearest():
     done = ramify_command("docter")
     assert done.returncode == 2
     assert "unknown command 'docter'" in done.stderr
@@ -62,7 +62,7 @@ def test_an_unknown_command_is_refused_with_the_nearest_one():
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_option_is_refused():
+def test_unknown_option_is_refused():
     done = ramify_command("--nonsense")
     assert done.returncode == 2
     assert "--nonsense" in done.stderr
@@ -75,49 +75,49 @@ def test_every_command_has_help(name):
     assert f"ramify {name}" in done.stdout
 
 
-def test_a_command_gets_its_arguments_and_gives_the_exit_code(command):
+def test_command_receives_arguments_and_returns_the_exit_code(command):
     command("return len(args)")
     assert app.main(["scratch", "a", "b", "c"]) == 3
 
 
-def test_a_bad_configuration_is_exit_2_with_the_message_alone(command, capsys):
+def test_invalid_configuration_is_exit_2_with_the_message(command, capsys):
     command("from ramify.errors import ConfigInvalid", "raise ConfigInvalid('max_step: unknown key')")
     assert app.main(["scratch"]) == 2
     assert capsys.readouterr().err == "max_step: unknown key\n"
 
 
-def test_a_failure_is_exit_1_with_its_name(command, capsys):
+def test_failure_is_exit_1_with_its_name(command, capsys):
     command("from ramify.errors import WorkerDied", "raise WorkerDied('exit code -9')")
     assert app.main(["scratch"]) == 1
     assert capsys.readouterr().err == "WorkerDied: exit code -9\n"
 
 
-def test_a_failure_from_another_version_is_named_once(command, capsys):
+def test_failure_from_another_version_is_named_once(command, capsys):
     command("from ramify.errors import Failure", "raise Failure('Newer', 'what', 'system', False).error()")
     assert app.main(["scratch"]) == 1
     assert capsys.readouterr().err == "Newer: what\n"
 
 
-def test_an_interrupt_is_exit_130(command, capsys):
+def test_interrupt_is_exit_130(command, capsys):
     command("raise KeyboardInterrupt")
     assert app.main(["scratch"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_bug_keeps_its_traceback(command):
+def test_unexpected_exception_keeps_its_traceback(command):
     command("return 1 // 0")
     with pytest.raises(ZeroDivisionError):
         app.main(["scratch"])
 
 
-def test_a_module_of_ours_that_is_not_there_is_a_bug(command):
+def test_missing_ramify_module_keeps_its_traceback(command):
     command("import ramify.nowhere")
     with pytest.raises(ModuleNotFoundError):
         app.main(["scratch"])
 
 
 @pytest.mark.parametrize("library", ["torch", "transformers"])
-def test_a_model_without_what_runs_it_is_exit_2_with_the_extra_to_install(command, capsys, monkeypatch, library):
+def test_missing_torch_or_transformers_is_exit_2_with_the_extra(command, capsys, monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)  # Python then says what it says of one that is not installed
     command(f"import {library}")
     assert app.main(["scratch"]) == 2
@@ -125,7 +125,7 @@ def test_a_model_without_what_runs_it_is_exit_2_with_the_extra_to_install(comman
 
 
 @pytest.mark.parametrize(("buffered", "args"), [("", ["--help"]), ("1", ["--help"]), ("", ["model", "list"])])
-def test_a_reader_who_leaves_is_no_traceback(buffered, args):
+def test_closed_output_pipe_prints_no_traceback(buffered, args):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as gone:
@@ -134,7 +134,7 @@ def test_a_reader_who_leaves_is_no_traceback(buffered, args):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_broken_pipe_that_is_not_our_output_is_a_bug(command):
+def test_broken_pipe_of_another_file_keeps_its_traceback(command):
     command("raise BrokenPipeError")
     with pytest.raises(BrokenPipeError):
         app.main(["scratch"])
@@ -142,6 +142,6 @@ def test_a_broken_pipe_that_is_not_our_output_is_a_bug(command):
 
 @pytest.mark.parametrize("name", ["..", ".", "/elsewhere", "a/../../b"])
 @pytest.mark.parametrize("words", ["rl reverse-text", "eval reverse-text", "trainer", "sft"])
-def test_a_run_stays_below_its_output(words, name, capsys):
+def test_run_name_must_stay_below_output(words, name, capsys):
     assert app.main([*words.split(), "--name", name, "--dry-run"]) == 2
     assert "below `output`" in capsys.readouterr().err

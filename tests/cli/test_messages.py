@@ -16,7 +16,7 @@ from ramify.launch.execution import lock_run
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.ledger import Ledger
 from ramify.trace import Trace
-from tests.evals.scripted import scripted
+from tests.evals.scripted_engine import run_scripted_engine
 
 HOLDER = """
 import sys
@@ -52,7 +52,7 @@ def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine():
-    with scripted() as engine:
+    with run_scripted_engine() as engine:
         yield engine
 
 
@@ -86,7 +86,7 @@ def holder(imports: str, held: str):
         ("show --fulll", "unknown flag --fulll; did you mean --full?"),
     ],
 )
-def test_an_unknown_flag_is_called_that_with_the_nearest_one(command, message, capsys):
+def test_unknown_flag_suggests_the_nearest(command, message, capsys):
     try:
         assert main(command.split()) == 2
     except SystemExit as ended:  # as argparse ends a command
@@ -97,7 +97,7 @@ def test_an_unknown_flag_is_called_that_with_the_nearest_one(command, message, c
 # -- models and tasksets -----------------------------------------------------------------------------------------------
 
 
-def test_a_misspelt_model_suggests_the_one_that_ships_with_the_package(capsys):
+def test_misspelt_model_suggests_the_packaged_one(capsys):
     assert main(["eval", "reverse-text", "-m", "tinny"]) == 2
     assert "did you mean 'tiny'?" in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_a_misspelt_model_suggests_the_one_that_ships_with_the_package(capsys):
 @pytest.mark.parametrize(
     ("name", "file"), [("my_env", "my_env.py"), ("my-env", "my_env.py"), ("my_env", "my_env/my_env.py")]
 )
-def test_a_taskset_without_its_suffix_suggests_the_file_that_is_there(name, file, capsys):
+def test_taskset_without_suffix_suggests_the_file(name, file, capsys):
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_text("")
     assert main(["eval", name, "-m", "tiny"]) == 2
@@ -115,7 +115,7 @@ def test_a_taskset_without_its_suffix_suggests_the_file_that_is_there(name, file
 # -- runs in use -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_in_use_names_the_process_that_writes_it(tmp_path):
+def test_busy_run_names_the_writing_process(tmp_path):
     with (
         holder("from ramify.store import RunStore", "RunStore.open(Path('run'))") as pid,
         pytest.raises(RunBusy, match=rf"run is in use by process {pid}\b"),
@@ -124,7 +124,7 @@ def test_a_run_in_use_names_the_process_that_writes_it(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux says who holds a lock that others share")
-def test_a_run_in_use_names_a_process_that_reads_it_and_not_the_last_writer(tmp_path):
+def test_busy_run_names_a_reading_process(tmp_path):
     RunStore.open(Path("run")).close()  # this process is the last one that wrote it
     with (
         holder("from ramify.store import RunStore", "RunStore.open(Path('run'), write=False)") as pid,
@@ -134,7 +134,7 @@ def test_a_run_in_use_names_a_process_that_reads_it_and_not_the_last_writer(tmp_
     assert str(os.getpid()) not in caught.value.message
 
 
-def test_a_run_that_another_supervisor_runs_names_its_process():
+def test_supervised_run_names_its_supervisor():
     with (
         holder("from ramify.launch.execution import claim", "claim(Path('outputs/run'))") as pid,
         pytest.raises(RunBusy, match=rf"by another `ramify rl`, process {pid}\b"),
@@ -147,7 +147,7 @@ def test_a_run_that_another_supervisor_runs_names_its_process():
 
 
 @pytest.mark.parametrize(("at", "kept"), [(0, None), (2, "kept: 2 rollouts")])
-def test_an_interrupted_eval_says_what_is_kept_only_if_something_is(engine, at, kept, capsys):
+def test_interrupted_eval_prints_what_is_kept(engine, at, kept, capsys):
     Path("env.py").write_text(INTERRUPTED.format(at=at))
     assert main(["eval", "env.py", "-m", "tiny", "-b", engine.url, "-c", "1", "-r", "1", "--name", "run"]) == 130
     message = capsys.readouterr().err
@@ -166,19 +166,19 @@ async def record_rollouts(path: Path, count: int) -> None:
     ("count", "message"),
     [(0, "nothing is finished yet. Begin with: ramify rl"), (2, "kept: 2 rollouts. Continue with: ramify rl")],
 )
-def test_a_training_run_says_what_is_kept_only_if_something_is(count, message):
+def test_training_run_prints_what_is_kept(count, message):
     assert describe_resume(Path("run"), "ramify rl") == "nothing is finished yet. Begin with: ramify rl"
     asyncio.run(record_rollouts(Path("run"), count))
     assert describe_resume(Path("run"), "ramify rl") == message
 
 
-def test_a_run_that_cannot_be_read_does_not_hide_the_failure_that_ended_it():
+def test_unreadable_run_does_not_hide_the_failure():
     asyncio.run(record_rollouts(Path("run"), 2))
     with RunStore.open(Path("run")):
         assert describe_resume(Path("run"), "ramify rl") == "what was finished is kept. Continue with: ramify rl"
 
 
-def test_a_run_that_cannot_be_made_does_not_claim_that_something_is_kept(engine, capsys):
+def test_run_that_cannot_be_created_does_not_claim_to_keep_anything(engine, capsys):
     Path("outputs").write_text("a file where a directory is needed")
     assert main(["eval", "reverse-text", "-m", "tiny", "-b", engine.url, "-n", "1", "-r", "1"]) == 1
     message = capsys.readouterr().err

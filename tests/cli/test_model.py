@@ -2,10 +2,10 @@
 
 import json
 
-from tests.cli.command import ramify_command
+from tests.cli.installed_command import ramify_command
 
 
-def test_the_packaged_model_is_listed():
+def test_packaged_model_is_listed():
     done = ramify_command("model", "list")
     assert done.returncode == 0
     assert "tiny" in done.stdout
@@ -14,7 +14,7 @@ def test_the_packaged_model_is_listed():
     assert listed["bytes"] <= 6_000_000
 
 
-def test_show_prints_sizes_and_figures():
+def test_show_prints_dimensions_and_measurements():
     done = ramify_command("model", "show", "tiny")
     assert done.returncode == 0
     for words in (
@@ -29,13 +29,13 @@ def test_show_prints_sizes_and_figures():
         assert words in done.stdout
 
 
-def test_a_model_that_is_not_there_is_named():
+def test_missing_model_is_named():
     done = ramify_command("model", "show", "no-such-model")
     assert done.returncode == 1
     assert "no-such-model" in done.stderr
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     done = ramify_command("model", "show", str(tmp_path))
     assert done.returncode == 1

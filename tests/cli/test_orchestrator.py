@@ -92,7 +92,7 @@ SLOW = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="tests/launc
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 75, marks=SLOW)], ids=["killed", "asked"]
 )
-def test_its_env_servers_run_rollouts_and_end_with_it(home, chat, number, code):
+def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, number, code):
     """One source asks the run's engine and is trained on, the other asks an endpoint that only chats."""
     file, name = (home / "run.toml").read_text(), f"ended-{code}"
     (home / "eval.toml").write_text(file + CHAT.format(file=environments.__file__, url=chat))
@@ -119,7 +119,7 @@ threads = [threading.Thread(target=work, args=word) for word in "ab"]
 """
 
 
-def test_lines_of_two_threads_stay_whole_where_output_is_unbuffered(tmp_path):
+def test_unbuffered_lines_of_two_threads_are_not_mixed(tmp_path):
     """`eval at step 0: eval/held-out/avg 0.000step=0 eval/held-out/avg=0`: the log of a run in a container."""
     with (tmp_path / "log").open("w+") as log:
         subprocess.run([sys.executable, "-u", "-c", LINES], stdout=log, check=True, timeout=60)
@@ -127,7 +127,7 @@ def test_lines_of_two_threads_stay_whole_where_output_is_unbuffered(tmp_path):
     assert (len(lines), set(lines)) == (4000, {"a" * 20, "b" * 20})
 
 
-def test_an_endpoint_that_only_chats_is_never_trained_on(home, chat):
+def test_chat_only_endpoint_is_refused_for_training(home, chat):
     file = (home / "run.toml").read_text()
     (home / "train.toml").write_text(f'{file}endpoint = {{ base_url = "{chat}", model = "big" }}\n')
     named = [sys.executable, "-m", "ramify", "orchestrator", "@", "train.toml", "--name", "refused"]
@@ -135,7 +135,7 @@ def test_an_endpoint_that_only_chats_is_never_trained_on(home, chat):
     assert (done.returncode, "TokensRequired: train source plain" in done.stderr) == (2, True), done.stderr
 
 
-def test_who_has_no_supervisor_says_where_the_run_can_be_asked(home, capsys):
+def test_status_address_is_recorded_without_a_supervisor(home, capsys):
     with started(home, "env-server", "@", "run.toml", "--source", "train/plain", "--address_file", "at") as _:
         until(lambda: (home / "at").exists(), seconds=60)
         address = (home / "at").read_text().strip()
@@ -155,7 +155,7 @@ def test_who_has_no_supervisor_says_where_the_run_can_be_asked(home, capsys):
             assert process.wait(30) == 75
 
 
-def test_a_sink_whose_library_is_missing_is_refused_before_anything_starts(home, capsys, monkeypatch):
+def test_sink_without_its_library_is_refused_before_start(home, capsys, monkeypatch):
     monkeypatch.chdir(home)
     sinks = '[{"type": "trackio"}]'
     assert main(["orchestrator", "@", "run.toml", "--name", "unsunk", "--monitor.sinks", sinks]) == 2

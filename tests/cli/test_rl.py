@@ -43,13 +43,13 @@ def blocked(tmp_path):
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_every_example_has_its_three_files_and_a_page():
+def test_every_example_has_its_files_and_readme():
     for name in NAMES:
         found = {path.name for path in (ROOT / "examples" / name).iterdir()}
         assert {"README.md", "rl.toml", "rl_gpu.toml", "rl_gpu_shared.toml"} <= found
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing_with_the_heavy_libraries_blocked(blocked, tmp_path):
+def test_dry_run_prints_the_plan_without_heavy_libraries(blocked, tmp_path):
     args = ["rl", "@", "examples/reverse_text/rl.toml", "-o", str(tmp_path), "--dry-run"]
     done = subprocess.run(
         [sys.executable, "-m", "ramify", *args], capture_output=True, text=True, env=blocked, cwd=ROOT
@@ -62,7 +62,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing_with_the_heavy_libraries_b
     assert found == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
 
 
-def test_a_dry_run_beside_a_run_changes_none_of_the_files_its_processes_read(tmp_path, capsys):
+def test_dry_run_does_not_change_the_files_of_a_run(tmp_path, capsys):
     args = ["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--dry-run"]
     assert main(args) == 0
     (tmp_path / "reverse-text" / "run.json").touch()  # what a run that has begun has
@@ -99,7 +99,7 @@ print(json.dumps(tables.examine(asked)["problems"]))
 """
 
 
-def test_every_example_can_be_planned_with_the_heavy_libraries_blocked(blocked, tmp_path):
+def test_every_example_is_planned_without_heavy_libraries(blocked, tmp_path):
     files = [str(path.relative_to(ROOT)) for path in EXAMPLES]
     command = [sys.executable, "-c", EVERY, str(tmp_path), *files]
     done = subprocess.run(command, capture_output=True, text=True, env=blocked, cwd=ROOT)
@@ -117,12 +117,12 @@ def test_every_example_passes_its_dry_run(blocked, tmp_path, file):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_value_may_be_negative():
+def test_flag_value_may_be_negative():
     config = parse(RunConfig, expand_arguments(["reverse-text", "--taskset.seed", "-1"]))
     assert config.train[0].taskset["seed"] == config.eval[0].taskset["seed"] == -1
 
 
-def test_a_taskset_and_a_model_are_enough(tmp_path):
+def test_taskset_and_model_are_sufficient(tmp_path):
     short = [
         "reverse-text",
         "-m",
@@ -157,14 +157,14 @@ def test_a_taskset_and_a_model_are_enough(tmp_path):
         (["-m", "nowhere/model"], "model.name: model 'nowhere/model' is not in the local cache"),
     ],
 )
-def test_what_cannot_be_is_exit_2(capsys, tmp_path, args, said):
+def test_invalid_configurations_are_exit_2(capsys, tmp_path, args, said):
     file = str(ROOT / "examples" / "reverse_text" / "rl.toml")
     assert main(["rl", "@", file, "-o", str(tmp_path), *args]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "reverse-text").exists()
 
 
-def test_a_misspelt_key_of_a_taskset_is_exit_2_and_named_with_the_nearest(capsys, tmp_path):
+def test_misspelt_taskset_key_suggests_the_nearest(capsys, tmp_path):
     assert main(["rl", "reverse-text", "--taskset.max_char", "6", "-o", str(tmp_path), "--dry-run"]) == 2
     assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in capsys.readouterr().err
 
@@ -176,11 +176,11 @@ def stubbed(folder: Path, code: str) -> subprocess.Popen[str]:
     """`ramify rl` over small programs, in a process of its own."""
     shutil.copy(ROOT / "examples" / "reverse_text" / "rl.toml", folder)
     args = ["@", str(folder / "rl.toml"), "-o", str(folder), "--max_steps", "5"]
-    command = [sys.executable, "-m", "tests.cli.stubbed", str(folder), code, *args]
+    command = [sys.executable, "-m", "tests.cli.stubbed_rl", str(folder), code, *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-def test_an_interrupt_leaves_nothing_behind_and_says_how_to_go_on(tmp_path):
+def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
     process = stubbed(tmp_path, FOR_EVER)
     until(lambda: pids(tmp_path, "orchestrator") and pids(tmp_path, "trainer"), seconds=60)
     process.send_signal(signal.SIGINT)
@@ -191,7 +191,7 @@ def test_an_interrupt_leaves_nothing_behind_and_says_how_to_go_on(tmp_path):
     assert err == f"stopped; nothing is finished yet. Begin with: {again}\n"
 
 
-def test_a_failure_has_its_name_and_the_command_to_go_on(tmp_path):
+def test_failure_prints_its_name_and_the_resume_command(tmp_path):
     out, err = stubbed(tmp_path, "print('DeadlineExceeded: batch 3 waited for inference'); sys.exit(1)").communicate()
     assert err.splitlines()[-1] == "DeadlineExceeded: batch 3 waited for inference"
     assert "nothing is finished yet. Begin with: ramify rl @" in err

@@ -40,7 +40,7 @@ def run(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_history_ends_where_it_is_told_and_the_steps_after_it_are_trained_again(run, capsys):
+def test_rollback_ends_the_history_at_the_step(run, capsys):
     assert main(["rollback", str(run), "2"]) == 0
     out = capsys.readouterr().out
     assert "goes on from step 2" in out
@@ -66,7 +66,7 @@ def test_the_history_ends_where_it_is_told_and_the_steps_after_it_are_trained_ag
         ("6", 2, "history ends at step 4"),
     ],
 )
-def test_a_step_that_cannot_be_gone_on_from_changes_nothing(run, capsys, step, code, reason):
+def test_unusable_step_changes_nothing(run, capsys, step, code, reason):
     save(run, 6)  # made, and never committed
     assert main(["rollback", str(run), step]) == code
     assert reason in capsys.readouterr().err
@@ -75,7 +75,7 @@ def test_a_step_that_cannot_be_gone_on_from_changes_nothing(run, capsys, step, c
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
 
 
-def test_a_run_that_somebody_holds_is_left_alone(run, capsys):
+def test_busy_run_is_not_changed(run, capsys):
     with RunStore.open(run):
         assert main(["rollback", str(run), "2"]) == 1
     assert "RunBusy" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def show(path, capsys):
     return shown
 
 
-def test_a_page_is_shown_and_how_to_see_more(show):
+def test_first_page_is_shown_with_a_hint(show):
     ids, said = show()
     assert len(ids) == 20
     assert len(said.splitlines()) < 50
@@ -73,12 +73,12 @@ def test_a_page_is_shown_and_how_to_see_more(show):
     assert "--page" not in said
 
 
-def test_all_rollouts_are_shown_when_asked_for(show):
+def test_limit_0_shows_all_rollouts(show):
     ids, _ = show("--limit", "0")
     assert len(ids) == len(set(ids)) == COUNT + 1
 
 
-def test_the_worst_and_the_best_come_first(show):
+def test_worst_and_best_order(show):
     rewards = {f"{number}.0": row(number).reward for number in range(COUNT)} | {"held-out.0": 1.0}
     counted = sorted((reward, id) for id, reward in rewards.items() if reward is not None)
     worst, _ = show("--worst", "--limit", "5")
@@ -88,7 +88,7 @@ def test_the_worst_and_the_best_come_first(show):
     assert best == [id for _, id in counted[::-1][:5]]
 
 
-def test_a_source_is_shown_alone_and_an_unknown_one_is_refused(show, path, capsys):
+def test_source_filter_and_unknown_source(show, path, capsys):
     ids, said = show("--source", HELD_OUT)
     assert ids == ["held-out.0"]
     assert "1 counted, 0 failed" in said
@@ -96,7 +96,7 @@ def test_a_source_is_shown_alone_and_an_unknown_one_is_refused(show, path, capsy
     assert "no rollouts of source 'held-out'; the run has eval/held-out, train" in capsys.readouterr().err
 
 
-def test_failed_rollouts_are_those_the_system_failed_and_those_that_ended_by_a_failure(show):
+def test_failed_filter_includes_system_and_policy_failures(show):
     ids, said = show("--failed", "--limit", "0")
     assert sorted(ids) == sorted(f"{number}.0" for number in range(COUNT) if number % 10 == 3 or number % 7 == 0)
     assert "EnvironmentFault" in said and "BudgetExceeded" in said
@@ -105,7 +105,7 @@ def test_failed_rollouts_are_those_the_system_failed_and_those_that_ended_by_a_f
     assert "no failed rollouts" in said
 
 
-def test_flags_that_contradict_each_other_or_make_no_sense_are_refused(path, capsys):
+def test_contradicting_flags_are_refused(path, capsys):
     for args in (["--worst", "--best"], ["--page", "0"], ["--limit", "-1"], ["7.0", "--worst"]):
         with pytest.raises(SystemExit) as refused:
             main(["show", str(path), *args])
@@ -113,7 +113,7 @@ def test_flags_that_contradict_each_other_or_make_no_sense_are_refused(path, cap
         assert capsys.readouterr().err
 
 
-def test_a_rollout_is_found_by_how_its_id_begins_without_reading_the_others(tmp_path, capsys):
+def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
     with RunStore.open(tmp_path / "run") as store:
         rows = [(each, traces) for each, traces in map(rollout, range(12))]
         store.submit_change(lambda *_: None, rows).result(60)
@@ -125,7 +125,7 @@ def test_a_rollout_is_found_by_how_its_id_begins_without_reading_the_others(tmp_
     assert "is not one rollout: r0, r1, r10" in capsys.readouterr().err
 
 
-def test_export_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+def test_export_reports_progress(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export_command, "INTERVAL", 0.0)
     with RunStore.open(tmp_path / "run") as store:
         rows = [(each, traces) for each, traces in map(rollout, range(3))]

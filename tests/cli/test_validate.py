@@ -1,7 +1,7 @@
 """`ramify validate`: every task without a model, and an exit code that says whether all are sound."""
 
 from ramify.cli import main
-from tests.cli.command import ramify_command
+from tests.cli.installed_command import ramify_command
 
 TASKSET = """
 import ramify as rf
@@ -58,13 +58,13 @@ class Ungolden(rf.Taskset):
 """
 
 
-def test_a_built_in_taskset_is_sound():
+def test_built_in_taskset_is_valid():
     done = ramify_command("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 tasks, 20 sound, 0 checked in part, 0 failed" in done.stdout
 
 
-def test_each_task_is_reported_and_one_that_fails_decides(tmp_path):
+def test_one_failing_task_fails_the_command(tmp_path):
     (tmp_path / "mixed.py").write_text(TASKSET)
     done = ramify_command("validate", str(tmp_path / "mixed.py"))
     assert done.returncode == 1
@@ -81,7 +81,7 @@ def test_each_task_is_reported_and_one_that_fails_decides(tmp_path):
     assert "6 tasks, 1 sound, 1 checked in part, 4 failed" in done.stdout
 
 
-def test_the_rewards_of_tasks_without_gold_run_and_what_is_not_checked_is_named(tmp_path, capsys):
+def test_tasks_without_gold_are_checked_in_part(tmp_path, capsys):
     (tmp_path / "ungolden.py").write_text(UNGOLDEN)
     assert main(["validate", str(tmp_path / "ungolden.py")]) == 1
     said = capsys.readouterr().out
@@ -94,7 +94,7 @@ def test_the_rewards_of_tasks_without_gold_run_and_what_is_not_checked_is_named(
     assert "2 tasks, 0 sound, 1 checked in part, 1 failed" in said
 
 
-def test_a_taskset_without_any_reward_is_not_sound(tmp_path, capsys):
+def test_taskset_without_rewards_is_invalid(tmp_path, capsys):
     (tmp_path / "silent.py").write_text(UNGOLDEN.replace("@rf.reward", "").replace("@rf.group_reward", ""))
     assert main(["validate", str(tmp_path / "silent.py")]) == 1
     said = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_a_taskset_without_any_reward_is_not_sound(tmp_path, capsys):
     assert "sound" not in said
 
 
-def test_what_cannot_be_loaded_is_a_problem_of_the_command_line(tmp_path, capsys):
+def test_unloadable_taskset_is_exit_2(tmp_path, capsys):
     broken = tmp_path / "broken.py"
     broken.write_text("import ramify as rf\nclass B(rf.Taskset):\n  def load(self):\n    1 / 0\n")
     refused = {

@@ -15,7 +15,7 @@ from ramify.config import write_toml
 from ramify.envserver import EnvClient
 from ramify.envserver.server_process import EnvServerProcess
 from ramify.errors import ConfigInvalid, PeerLost, RequestCancelled
-from tests.cli.command import ramify_command
+from tests.cli.installed_command import ramify_command
 from tests.envserver.stage import QUICK, configured, family, gone, task, until
 
 PARENT = """

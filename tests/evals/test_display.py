@@ -33,13 +33,13 @@ def progress() -> EvalProgress:
     return found
 
 
-def test_a_line_has_everything_in_fields():
+def test_format_line_lists_all_fields():
     line = format_line(progress())
     assert line.startswith("reverse-text done=4/10 failed=1 running=1 reward=0.625±0.239 tokens_in=500 tokens_out=50 ")
     assert "left=" in line
 
 
-def test_the_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
+def test_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
     console = Console(width=120, file=io.StringIO(), no_color=True)
     console.print(render_page(progress()))
     text = console.file.getvalue()
@@ -48,7 +48,7 @@ def test_the_page_shows_progress_rewards_metrics_errors_slowest_and_phases():
     assert text.index("task-4.0") < text.index("task-3.0")  # the slowest first
 
 
-def test_lines_name_the_rollouts_that_failed_and_the_end(capsys):
+def test_log_display_prints_failed_rollouts_and_the_final_state(capsys):
     lines, state = LogEvalDisplay(), EvalProgress("x", 2)
     for one in (row(0, 1.0), row(1, None, "ProviderError")):
         state.finish_rollout(one)
@@ -58,5 +58,5 @@ def test_lines_name_the_rollouts_that_failed_and_the_end(capsys):
     assert said[1].startswith("x done=1/2 failed=1 ")
 
 
-def test_durations_are_readable():
+def test_format_duration():
     assert [format_duration(s) for s in (0.4, 59, 60, 125, 3725)] == ["0s", "59s", "1m00s", "2m05s", "1h02m"]

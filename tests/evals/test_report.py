@@ -19,17 +19,17 @@ def names(*repetitions: int) -> list[str]:
     return [name for name, *_ in compute_scores(rows, threshold=1.0)]
 
 
-def test_an_eval_shows_powers_of_two_and_the_repetitions_it_was_asked_for():
+def test_scores_use_powers_of_two_and_the_number_of_repetitions():
     assert names(6, 6, 5) == ["avg@6", "pass@1", "pass@2", "pass^2", "pass@4", "pass^4", "pass@6", "pass^6"]
     assert names(1) == ["avg@1", "pass@1"]
     assert names() == []
 
 
-def test_a_run_that_met_its_tasks_unequally_often_shows_what_half_of_them_can_tell():
+def test_unequal_counts_show_k_up_to_the_median_count():
     assert names(3, 5, 4, 7) == ["avg", "pass@1", "pass@2", "pass^2", "pass@4", "pass^4"]
 
 
-def test_tasks_of_two_sources_are_apart_where_their_names_are_the_same():
+def test_tasks_of_two_sources_with_the_same_name_are_separate():
     rows = [
         RolloutRecord(
             id=f"{source}{number}", task="0", repetition=number, source=source, reward=1.0, failure=None, summary={}
@@ -61,7 +61,7 @@ def test_intervals_stay_in_the_range_of_the_rewards():
     assert clustered_mean(group_rewards_by_task(rows).values()).interval()[1] > 1.0
 
 
-def test_the_range_of_a_weighted_sum_is_that_of_its_parts():
+def test_reward_bounds_of_a_weighted_sum():
     rows = [scored(0, 0, 0.9, right=(0.7, 1.0), form=(1.0, 0.2)), scored(1, 0, 0.0, right=(0.0, 1.0), form=(0.0, 0.2))]
     assert reward_bounds(rows) == (0.0, 1.2)
     assert reward_bounds([*rows, scored(2, 0, -1.0, source="b", ends=(-1.0, 1.0))]) == (-1.0, 1.2)

@@ -7,14 +7,14 @@ from ramify.errors import ConfigInvalid
 from ramify.evals import EvalConfig
 from ramify.store import RunStore
 from tests.evals import environments
-from tests.evals.scripted import reply_to, scripted
+from tests.evals.scripted_engine import reply_to, run_scripted_engine
 
 FILE = environments.__file__
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with scripted() as engine:
+    with run_scripted_engine() as engine:
         yield engine
 
 
@@ -24,7 +24,7 @@ def configured(engine, tmp_path):
 
     def make(cls: str = "Echo", taskset: dict | None = None, **more) -> EvalConfig:
         engine.asked.clear()
-        engine.refuse = 0
+        engine.fail_next = 0
         base = {
             "taskset": {"id": f"{FILE}:{cls}", **(taskset or {})},
             "inference": {"engine": "external", "base_url": [engine.url]},
@@ -50,7 +50,7 @@ def pairs(result) -> list[tuple[str, int]]:
     return [(row.task, row.repetition) for row in result.rows]
 
 
-def test_every_task_is_run_so_often_and_scored(configured, engine):
+def test_every_task_is_repeated_and_scored(configured, engine):
     result = rf.evaluate(configured())
     assert pairs(result) == [(f"task-{number}", again) for number in range(4) for again in range(2)]
     assert [row.reward for row in result.rows] == [right(number) for number in range(4) for _ in range(2)]
@@ -65,14 +65,14 @@ def test_every_task_is_run_so_often_and_scored(configured, engine):
         assert len(trace.sampled_nodes) == 1
 
 
-def test_the_same_again_is_finished_and_asks_nobody(configured, engine):
+def test_rerun_of_a_finished_eval_sends_no_requests(configured, engine):
     first = rf.evaluate(configured())
     again = rf.evaluate(configured())
     assert (again.num_run, engine.asked) == (0, [])
     assert again.rows == first.rows
 
 
-def test_more_repetitions_and_more_tasks_run_only_what_is_new(configured, engine):
+def test_more_repetitions_or_tasks_run_only_the_new_rollouts(configured, engine):
     rf.evaluate(configured())
     result = rf.evaluate(configured(repetitions=3))
     assert result.num_run == len(engine.asked) == 4
@@ -81,12 +81,12 @@ def test_more_repetitions_and_more_tasks_run_only_what_is_new(configured, engine
     assert len(result.rows) == 18
 
 
-def test_fewer_than_there_are_are_judged_alone(configured):
+def test_fewer_tasks_report_only_their_rows(configured):
     rf.evaluate(configured())
     assert len(rf.evaluate(configured(num_tasks=1)).rows) == 2
 
 
-def test_every_rollout_has_a_seed_of_its_own_and_keeps_it(configured, engine):
+def test_every_rollout_has_its_own_stable_seed(configured, engine):
     rf.evaluate(configured(num_tasks=2))
     seeds = {body["sampling_params"]["seed"] for body in engine.asked}
     assert len(seeds) == 4
@@ -97,9 +97,9 @@ def test_every_rollout_has_a_seed_of_its_own_and_keeps_it(configured, engine):
     assert not seeds & {body["sampling_params"]["seed"] for body in engine.asked}
 
 
-def test_what_the_system_failed_is_run_again_and_nothing_else(configured, engine):
+def test_only_rollouts_with_system_failures_are_rerun(configured, engine):
     config = configured(concurrency=1)
-    engine.refuse = 3
+    engine.fail_next = 3
     result = rf.evaluate(config)
     assert [row.failure for row in result.rows] == ["ProviderError"] * 3 + [None] * 5
     assert not result.all_failed
@@ -108,14 +108,14 @@ def test_what_the_system_failed_is_run_again_and_nothing_else(configured, engine
     assert [row.failure for row in again.rows] == [None] * 8
 
 
-def test_if_all_failed_it_says_so(configured, engine):
+def test_all_failed(configured, engine):
     config = configured(num_tasks=1)
-    engine.refuse = 100
+    engine.fail_next = 100
     assert rf.evaluate(config).all_failed
 
 
 @pytest.mark.parametrize(("fault", "said"), [("text", "str"), ("raise", "the judge fell asleep")])
-def test_a_reward_that_breaks_is_a_named_error_on_its_rollout_and_the_rest_finish(configured, fault, said):
+def test_failing_reward_fails_only_its_rollout(configured, fault, said):
     result = rf.evaluate(configured(taskset={"fault": fault}))
     broken = [row for row in result.rows if row.task == "task-1"]
     assert all(row.failure and said in row.summary["message"] for row in broken)
@@ -123,7 +123,7 @@ def test_a_reward_that_breaks_is_a_named_error_on_its_rollout_and_the_rest_finis
     assert [row.failure for row in result.rows if row.task != "task-1"] == [None] * 6
 
 
-def test_what_cannot_be_kept_is_named_with_key_and_type(configured):
+def test_unserializable_info_is_named_with_key_and_type(configured):
     result = rf.evaluate(configured(taskset={"fault": "info"}))
     broken = [row for row in result.rows if row.task == "task-1"]
     assert [row.failure for row in broken] == ["ValueRefused"] * 2
@@ -131,15 +131,15 @@ def test_what_cannot_be_kept_is_named_with_key_and_type(configured):
     assert len(result.rows) == 8
 
 
-def test_group_rewards_see_all_repetitions_also_those_of_an_earlier_start(configured):
+def test_group_rewards_include_repetitions_of_an_earlier_start(configured):
     result = rf.evaluate(configured("Compared"))
     assert [row.reward for row in result.rows if row.task == "task-0"] == [right(0), right(0) + 0.5]
     result = rf.evaluate(configured("Compared", repetitions=3))
     assert [row.reward for row in result.rows if row.task == "task-0"] == [right(0) + 0.5 * rank for rank in range(3)]
 
 
-def test_a_server_without_tokens_is_asked_as_a_chat_endpoint(tmp_path, configured):
-    with scripted(owner="somebody") as chat:
+def test_server_without_token_ids_is_used_as_a_chat_endpoint(tmp_path, configured):
+    with run_scripted_engine(owner="somebody") as chat:
         config = configured(inference={"engine": "external", "base_url": [chat.url]}, model={"name": "gpt-x"})
         result = rf.evaluate(config)
         assert {body["model"] for body in chat.asked} == {"gpt-x"}
@@ -147,7 +147,7 @@ def test_a_server_without_tokens_is_asked_as_a_chat_endpoint(tmp_path, configure
     assert {(row.summary["input"], row.summary["output"]) for row in result.rows} == {(11, 7)}
 
 
-def test_another_identity_is_refused_and_fresh_moves_the_old_run_aside(configured, tmp_path):
+def test_other_identity_is_refused_and_fresh_renames_the_old_run(configured, tmp_path):
     rf.evaluate(configured())
     hot = configured(sampling={"temperature": 0.5})
     with pytest.raises(ConfigInvalid, match=r"sampling\.temperature: was 1\.0, now 0\.5"):
@@ -156,7 +156,7 @@ def test_another_identity_is_refused_and_fresh_moves_the_old_run_aside(configure
     assert (tmp_path / "run.old-1" / "run.sqlite").exists()
 
 
-def test_without_a_name_another_identity_is_another_run(configured):
+def test_default_run_name_depends_on_the_identity(configured):
     one = rf.evaluate(configured(name="", num_tasks=1))
     two = rf.evaluate(configured(name="", num_tasks=1, sampling={"temperature": 0.5}))
     assert one.path.parent == two.path.parent
@@ -164,7 +164,7 @@ def test_without_a_name_another_identity_is_another_run(configured):
     assert one.path.name.startswith("Echo-tiny-")
 
 
-def test_the_same_task_twice_is_two_tasks(configured, tmp_path):
+def test_duplicate_task_gets_its_own_key(configured, tmp_path):
     path = tmp_path / "twins.py"
     path.write_text(
         "import ramify as rf\n"

@@ -22,7 +22,7 @@ SAMPLES = st.lists(st.booleans(), min_size=1, max_size=8)
 
 
 @given(SAMPLES, st.data())
-def test_both_are_the_share_of_all_choices_of_k_samples(samples, data):
+def test_pass_at_k_and_pass_hat_k_match_enumeration(samples, data):
     k = data.draw(st.integers(1, len(samples)))
     chosen = list(itertools.combinations(samples, k))
     n, c = len(samples), sum(samples)
@@ -30,7 +30,7 @@ def test_both_are_the_share_of_all_choices_of_k_samples(samples, data):
     assert pass_hat_k(n, c, k) == pytest.approx(sum(map(all, chosen)) / len(chosen))
 
 
-def test_a_task_with_fewer_samples_than_k_is_left_out():
+def test_tasks_with_fewer_than_k_samples_are_ignored():
     rewards = {"a": [1.0, 0.0], "b": [1.0], "c": []}
     at, every = estimate_pass_rates(rewards.values(), 2, threshold=1.0)
     assert (at.mean, every.mean, at.num_tasks) == (1.0, 0.0, 1)
@@ -38,11 +38,11 @@ def test_a_task_with_fewer_samples_than_k_is_left_out():
     assert estimate_pass_rates(rewards.values(), 1, threshold=1.0)[0].mean == pytest.approx(0.75)
 
 
-def test_the_threshold_is_what_passes():
+def test_threshold_itself_passes():
     assert estimate_pass_rates([[0.7, 0.4]], 1, threshold=0.7)[0].mean == 0.5
 
 
-def test_repeating_a_sample_adds_nothing_to_what_is_known():
+def test_repeated_samples_do_not_reduce_the_standard_error():
     once = clustered_mean([[0.0], [1.0], [0.5]])
     often = clustered_mean([[0.0] * 100, [1.0] * 100, [0.5] * 100])
     assert often.mean == once.mean
@@ -55,7 +55,7 @@ COVERAGE = [(40, 1.0, 1.0, 1), (10, 1.0, 1.0, 1), (10, 1.8, 0.2, 1), (20, 1.94, 
 
 
 @pytest.mark.parametrize(("tasks", "a", "b", "levels"), COVERAGE)
-def test_about_95_of_100_intervals_hold_the_truth_and_none_leaves_the_range(tasks, a, b, levels):
+def test_interval_coverage_is_about_95_percent_and_within_the_range(tasks, a, b, levels):
     rng, inside, truth = random.Random(0), 0, a / (a + b)
 
     def score(chance: float) -> float:
@@ -70,7 +70,7 @@ def test_about_95_of_100_intervals_hold_the_truth_and_none_leaves_the_range(task
 
 
 @given(st.lists(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 1.0]), min_size=1, max_size=4), min_size=2, max_size=12))
-def test_an_interval_holds_its_mean_and_scales_with_the_range(groups):
+def test_interval_contains_its_mean_and_scales_with_the_range(groups):
     estimate = clustered_mean(groups, -1.0, 1.0)
     low, high = estimate.interval()
     assert -1.0 <= low <= estimate.mean <= high <= 1.0
@@ -78,17 +78,17 @@ def test_an_interval_holds_its_mean_and_scales_with_the_range(groups):
     assert tenfold == pytest.approx((10 * low, 10 * high), abs=1e-9)
 
 
-def test_without_a_range_the_interval_is_students():
+def test_interval_without_a_range_is_students():
     low, high = clustered_mean([[0.0], [10.0], [5.0]]).interval()
     assert (low, high) == pytest.approx((5 - 4.3027 * 5 / math.sqrt(3), 5 + 4.3027 * 5 / math.sqrt(3)), rel=1e-3)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (30, 2.042)])
-def test_quantiles_are_those_of_the_tables(freedom, quantile):
+def test_student_quantiles_match_the_tables(freedom, quantile):
     assert student_quantile(freedom) == pytest.approx(quantile, rel=2e-3)
 
 
-def test_one_task_has_no_interval_and_none_has_no_mean():
+def test_one_task_has_no_interval_and_no_task_has_no_mean():
     assert clustered_mean([[0.5, 1.0]]).interval() is None
     assert clustered_mean([[], []]) is None
 
@@ -98,14 +98,14 @@ def test_ten_passes_of_ten_do_not_prove_that_all_pass():
     assert (low, high) == (pytest.approx(0.661, abs=0.01), 1.0)
 
 
-def test_what_is_shown():
+def test_choose_ks():
     assert choose_ks(1) == [1]
     assert choose_ks(6) == [1, 2, 4, 6]
     assert choose_ks(8) == [1, 2, 4, 8]
     assert choose_ks(0) == []
 
 
-def test_values_beyond_what_can_be_squared_or_summed_have_a_mean_and_an_error():
+def test_mean_and_error_of_huge_values():
     found = clustered_mean([[1e300], [-1e300]])
     assert (found.mean, found.stderr) == (0.0, pytest.approx(1e300))
     assert clustered_mean([[1.7e308], [1.7e308]]).mean == pytest.approx(1.7e308)

@@ -34,7 +34,7 @@ def forked() -> Trace:
     return trace
 
 
-def test_every_message_stands_there_once_with_its_counts():
+def test_every_message_is_shown_once_with_its_counts():
     text = printed(forked())
     for said in ("go", "left way", "seen", "right way"):
         assert text.count(said) == 1
@@ -49,14 +49,14 @@ def test_forks_show_their_reasons():
 
 def test_rewards_metrics_and_errors_are_shown():
     text = printed(forked())
-    assert "reward due" in text
+    assert "reward missing" in text
     assert "score: 0.5 x 2" in text
-    assert "late: due" in text
+    assert "late: missing" in text
     assert "EnvironmentFault: reward late raised" in text
     assert "stop done" in text
 
 
-def test_a_long_message_is_cut_unless_it_is_asked_for():
+def test_long_message_is_truncated_unless_full():
     trace = Trace(id="t")
     trace.add_node(-1, Message("user", "x" * 5000 + "END"), [1])
     assert "END" not in printed(trace)
@@ -64,7 +64,7 @@ def test_a_long_message_is_cut_unless_it_is_asked_for():
     assert "END" in printed(trace, full=True)
 
 
-def test_a_long_conversation_is_a_list():
+def test_long_conversation_does_not_recurse():
     trace = Trace(id="t")
     node = -1
     for number in range(1500):
@@ -72,13 +72,13 @@ def test_a_long_conversation_is_a_list():
     assert "turn 1499" in printed(trace)
 
 
-def test_square_brackets_of_a_message_are_text():
+def test_square_brackets_are_not_markup():
     trace = Trace(id="t")
     trace.add_node(-1, Message("user", "guess [crane] and [/red]"), [1])
     assert "[crane] and [/red]" in printed(trace)
 
 
-def test_what_is_wider_than_the_page_goes_on_in_the_next_line(capsys):
+def test_long_lines_are_wrapped(capsys):
     trace = Trace(id="t")
     trace.add_node(-1, Message("user", " ".join(f"word{number}" for number in range(40))), [1])
     make_console().print(render_trace_tree(trace))

@@ -18,21 +18,21 @@ from ramify.evals import watchdog
 watchdog.TIMER_MARGIN = 0.5
 
 
-async def main(watching):
-    with watching.watching():
+async def main(watchdog_thread):
+    with watchdog_thread.watch():
         print("running", flush=True)
         while not Path("continued").exists():
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
 
 
-with watchdog.Watchdog(0.5, "advice") as watching:
-    asyncio.run(main(watching))
+with watchdog.Watchdog(0.5, "advice") as watchdog_thread:
+    asyncio.run(main(watchdog_thread))
 print("ended by itself")
 """
 
 
-def test_a_command_that_was_suspended_for_longer_than_it_may_hang_goes_on(tmp_path):
+def test_suspended_time_does_not_count_as_hanging(tmp_path):
     command = [sys.executable, "-c", PROGRAM]
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -13,7 +13,7 @@ from ramify.tasksets.alphabet_sort import (
     sort_key,
 )
 from ramify.tasksets.person_names import load_names
-from tests.tasksets.playing import play, said
+from tests.tasksets.scripted_agent import get_texts, play
 
 FIRST, LATER = "alphabetical_sorted", "combined_alphabetical_sorted"
 TASK = AlphabetSortTask(by="last", turns=(("BobYang", "AnnZeller"), ("CyAdams",)))
@@ -31,28 +31,28 @@ def played(*replies: str):
     ("name", "first", "last"),
     [("AdaReed", "Ada", "Reed"), ("AdaMcReed", "Ada", "McReed"), ("Ada", "Ada", ""), ("adaReed", "ada", "Reed")],
 )
-def test_a_name_splits_at_the_first_capital_after_its_first_letter(name, first, last):
+def test_name_is_split_at_the_second_capital(name, first, last):
     assert (sort_key(name, "first"), sort_key(name, "last")) == (first, last)
 
 
-def test_equal_keys_keep_their_order():
+def test_sorting_is_stable():
     turns = [["AnnMoss", "BoReed", "AnnBell"], ["AnnAdler"]]
     assert build_expected_lines("first", turns, 0) == ["AnnMoss", "AnnBell", "BoReed"]
     assert build_expected_lines("first", turns, 1) == ["AnnMoss", "AnnBell", "AnnAdler // new name!", "BoReed"]
 
 
-def test_only_the_names_of_this_turn_are_new():
+def test_only_names_of_the_current_turn_are_marked_new():
     turns = [["CyMoss"], ["BoReed"], ["AnnBell"]]
     assert build_expected_lines("first", turns, 2) == ["AnnBell // new name!", "BoReed", "CyMoss"]
 
 
-def test_a_perfect_conversation_scores_one():
+def test_gold_conversation_scores_one():
     trace = played(*RIGHT)
     assert (trace.reward, trace.metrics) == (1.0, {"all_correct": 1.0})
 
 
-def test_the_user_opens_and_brings_one_turn_after_another():
-    asked = said(played(*RIGHT, "more?"), "user")
+def test_user_sends_the_names_of_one_turn_after_another():
+    asked = get_texts(played(*RIGHT, "more?"), "user")
     assert [text.splitlines()[1:] for text in asked] == [["BobYang", "AnnZeller"], ["CyAdams"]]
     assert all("last name" in text for text in asked)
     assert f"<{FIRST}>" in asked[0]
@@ -60,12 +60,12 @@ def test_the_user_opens_and_brings_one_turn_after_another():
     assert "// new name!" in asked[1]
 
 
-def test_a_turn_that_was_never_answered_scores_nothing():
+def test_unanswered_turn_scores_zero():
     trace = played(RIGHT[0])
     assert (trace.reward, trace.metrics["all_correct"]) == (0.5, 0.0)
 
 
-def test_the_mean_is_of_powers():
+def test_reward_is_the_mean_of_turn_scores():
     close = RIGHT[1].replace("BobYang", "BobYaxg")
     similar = 1 - 1 / len("cyadams // new name!\nbobyang\nannzeller")
     assert played(RIGHT[0], close).reward == pytest.approx((1 + similar**4) / 2)
@@ -83,11 +83,11 @@ def test_the_mean_is_of_powers():
         ("", 0.0),
     ],
 )
-def test_lines_in_the_right_tags_count_whatever_their_case_and_spaces(reply, value):
+def test_lines_in_tags_are_compared_without_case_and_spaces(reply, value):
     assert score_reply(reply, FIRST, ["AnnMoss", "BoReed"]) == value
 
 
-def test_several_blocks_count_only_while_they_improve():
+def test_several_blocks_score_only_if_each_improves():
     lines = ["AnnMoss", "BoReed"]
     good, worse, bad = (
         format_block(FIRST, lines),
@@ -102,7 +102,7 @@ def test_several_blocks_count_only_while_they_improve():
     assert score_reply(worse + bad + good, FIRST, lines) == 0.0
 
 
-def test_turns_and_names_keep_to_the_config():
+def test_turns_and_names_follow_the_config():
     config = AlphabetSortConfig(min_turns=2, max_turns=4, min_names=2, max_names=3, num_tasks=100)
     tasks = list(AlphabetSort(config).load())
     assert {len(task.turns) for task in tasks} == {2, 3, 4}
@@ -116,6 +116,6 @@ def test_names_are_two_capitalised_words():
 
 
 @pytest.mark.parametrize("wrong", [{"min_turns": 4}, {"min_names": 6}, {"max_turns": 0}, {"names": 3}])
-def test_sizes_that_cannot_be_are_refused(wrong):
+def test_impossible_sizes_are_refused(wrong):
     with pytest.raises(ValidationError):
         AlphabetSortConfig(**wrong)

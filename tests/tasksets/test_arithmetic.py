@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.answers import extract_boxed, is_same_value
 from ramify.tasksets.arithmetic import SENTENCES, Arithmetic, ArithmeticConfig
-from tests.tasksets.playing import play
+from tests.tasksets.scripted_agent import play
 
 
 def retold(story: str) -> int:
@@ -31,17 +31,17 @@ def retold(story: str) -> int:
     return count
 
 
-def test_the_answer_is_what_the_story_tells():
+def test_answer_matches_the_story():
     for task in Arithmetic().load():
         assert int(task.answer) == retold(task.prompt)
 
 
-def test_stories_have_as_many_steps_as_asked():
+def test_number_of_steps_follows_the_config():
     tasks = Arithmetic(ArithmeticConfig(min_steps=3, max_steps=5, num_tasks=100)).load()
     assert {len(re.findall(r"[.?]", task.prompt)) - 2 for task in tasks} == {3, 4, 5}
 
 
-def test_only_the_allowed_operations_are_told():
+def test_only_allowed_operations_are_used():
     tasks = Arithmetic(ArithmeticConfig(operations=("add",), num_tasks=50)).load()
     assert not any(word in task.prompt for task in tasks for word in ("taken", "sold", "lost", "times", "shared"))
 
@@ -67,7 +67,7 @@ def test_only_the_allowed_operations_are_told():
         ("", 0.0),
     ],
 )
-def test_the_value_in_the_last_box_counts(reply, reward):
+def test_last_boxed_value_is_scored(reply, reward):
     taskset = Arithmetic(ArithmeticConfig(num_tasks=1))
     task = next(iter(taskset.load())).model_copy(update={"answer": "42"})
     assert play(taskset, task, reply).reward == reward
@@ -82,7 +82,7 @@ def test_the_value_in_the_last_box_counts(reply, reward):
         ("", None),
     ],
 )
-def test_braces_in_a_box_balance(text, found):
+def test_extract_boxed_balances_braces(text, found):
     assert extract_boxed(text) == found
 
 
@@ -107,11 +107,11 @@ def test_answers_are_compared_by_value(one, other, same):
 @pytest.mark.parametrize(
     "wrong", [{"min_steps": 9}, {"operations": ()}, {"operations": ("divide",)}, {"max_number": 1}]
 )
-def test_configs_without_stories_are_refused(wrong):
+def test_configs_without_any_story_are_refused(wrong):
     with pytest.raises(ValidationError):
         ArithmeticConfig(**wrong)
 
 
-def test_a_dead_end_is_noticed():
+def test_config_that_never_yields_a_story_is_an_error():
     with pytest.raises(ConfigInvalid, match="only 0 were found"):
         list(Arithmetic(ArithmeticConfig(operations=("multiply",), min_steps=40, max_steps=40)).load())

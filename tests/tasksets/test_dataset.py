@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.dataset import BOXED_INSTRUCTIONS, Dataset, DatasetConfig, extract_final_answer
-from tests.tasksets.playing import play
+from tests.tasksets.scripted_agent import play
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.\n#### {2 * n}"} for n in range(50)]
 GSM8K = {"prompt": "question", "reward": "boxed"}
@@ -30,7 +30,7 @@ def questions(taskset: Dataset) -> list[str]:
     return [task.prompt for task in taskset.load()]
 
 
-def test_a_file_in_the_shape_of_gsm8k_needs_no_code(tmp_path):
+def test_gsm8k_file_needs_no_code(tmp_path):
     taskset = dataset(jsonl(tmp_path / "rows.jsonl"), eval_share=0, **GSM8K)
     tasks = list(taskset.load())
     assert [task.prompt for task in tasks] == [row["question"] for row in ROWS]
@@ -41,7 +41,7 @@ def test_a_file_in_the_shape_of_gsm8k_needs_no_code(tmp_path):
     assert play(taskset, tasks[3], "6").reward == 0.0
 
 
-def test_a_solution_in_the_shape_of_math_is_judged_by_its_box(tmp_path):
+def test_math_solution_is_scored_by_its_boxed_answer(tmp_path):
     row = {"problem": "Half of one?", "solution": "So it is $\\boxed{\\frac{1}{2}}$."}
     taskset = dataset(
         jsonl(tmp_path / "rows.jsonl", [row]), prompt="problem", answer="solution", reward="boxed", eval_share=0
@@ -51,11 +51,11 @@ def test_a_solution_in_the_shape_of_math_is_judged_by_its_box(tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "result"), [("a\n#### 7", "7"), ("so \\boxed{7}", "7"), (" 7 ", "7")])
-def test_the_result_of_a_worked_answer(answer, result):
+def test_extract_final_answer(answer, result):
     assert extract_final_answer(answer) == result
 
 
-def test_exact_compares_the_whole_reply(tmp_path):
+def test_score_exact_compares_the_whole_reply(tmp_path):
     rows = [{"prompt": "Say yes.", "answer": "yes", "how": "Be brief."}]
     taskset = dataset(jsonl(tmp_path / "rows.jsonl", rows), system="how", eval_share=0)
     (task,) = taskset.load()
@@ -64,7 +64,7 @@ def test_exact_compares_the_whole_reply(tmp_path):
     assert taskset.gold(task) == "yes"
 
 
-def test_a_function_of_your_own_sees_task_row_and_trace(tmp_path):
+def test_custom_reward_receives_task_row_and_trace(tmp_path):
     code = "def longer(task, trace):\n    return float(len(trace.last_reply) > task.row['length'])\n"
     (tmp_path / "mine.py").write_text(code)
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "Talk.", "answer": None, "length": 3}])
@@ -75,26 +75,26 @@ def test_a_function_of_your_own_sees_task_row_and_trace(tmp_path):
 
 
 @pytest.mark.parametrize(("reward", "told"), [("nowhere.py:f", "no file nowhere.py"), ("{}:g", "no function 'g'")])
-def test_a_reward_that_is_not_there_is_an_error(tmp_path, reward, told):
+def test_missing_custom_reward_is_an_error(tmp_path, reward, told):
     (tmp_path / "mine.py").write_text("")
     with pytest.raises(ConfigInvalid, match=told):
         dataset("rows.jsonl", reward=reward.format(tmp_path / "mine.py"))
 
 
-def test_an_unknown_reward_is_refused():
+def test_unknown_reward_is_refused():
     with pytest.raises(ValidationError, match="'exact', 'boxed' or"):
         DatasetConfig(path="rows.jsonl", reward="exakt")
 
 
 @given(count=st.integers(1, 60), share=st.floats(0, 1))
-def test_rows_are_in_one_split_each_by_their_prompt(tmp_path_factory, count, share):
+def test_rows_are_split_by_their_prompt(tmp_path_factory, count, share):
     rows = [{"prompt": f"Row {n}", "answer": n} for n in range(count)]
     path = jsonl(tmp_path_factory.getbasetemp() / "split.jsonl", rows)
     train, held = (questions(dataset(path, split=split, eval_share=share)) for split in ("train", "eval"))
     assert sorted(train + held) == sorted(row["prompt"] for row in rows)
 
 
-def test_messages_are_a_prompt_too_and_equal_rows_are_one_task(tmp_path):
+def test_messages_prompt_and_duplicate_rows(tmp_path):
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "?"},
@@ -105,7 +105,7 @@ def test_messages_are_a_prompt_too_and_equal_rows_are_one_task(tmp_path):
     assert task.prompt == tuple(messages)
 
 
-def test_parquet_and_saved_datasets_are_read(tmp_path):
+def test_parquet_files_and_saved_datasets_are_read(tmp_path):
     pa = pytest.importorskip("pyarrow")
     table = pa.Table.from_pylist(ROWS)
     data = tmp_path / "downloaded" / "data"
@@ -129,14 +129,14 @@ def test_parquet_and_saved_datasets_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow"])
-def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path, name):
+def test_file_with_the_wrong_suffix_is_named(tmp_path, name):
     pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(b"\xff\xfe not rows at all")
     with pytest.raises(ConfigInvalid, match=name):
         questions(dataset(tmp_path / name, eval_share=0, **GSM8K))
 
 
-def test_an_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+def test_dataset_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     entry = tmp_path / "datasets--some--rows"
     (entry / "refs").mkdir(parents=True)
@@ -157,7 +157,7 @@ def test_an_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
         ('{"prompt": 7}', "neither text nor messages"),
     ],
 )
-def test_rows_that_cannot_be_tasks_are_named(tmp_path, text, told):
+def test_invalid_rows_are_named(tmp_path, text, told):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ConfigInvalid, match=told):
         questions(dataset(tmp_path / "rows.jsonl", eval_share=0))
@@ -199,26 +199,26 @@ def test_csv_and_json_files_are_read(tmp_path, name):
         ("rows.json", '[{"prompt": "a"}', r"rows.json is not JSON"),
     ],
 )
-def test_a_csv_or_json_file_that_holds_no_rows_is_refused_with_the_place(tmp_path, name, text, message):
+def test_invalid_csv_or_json_file_is_refused_with_its_position(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigInvalid, match=message):
         list(dataset(tmp_path / name, eval_share=0).load())
 
 
-def test_a_long_field_of_a_csv_file_is_read(tmp_path):
+def test_long_csv_field_is_read(tmp_path):
     (tmp_path / "rows.csv").write_text(f"prompt,answer\n{'a' * 200_000},b\n")
     (task,) = dataset(tmp_path / "rows.csv", eval_share=0).load()
     assert len(task.prompt) == 200_000
 
 
-def test_notes_beside_the_data_of_a_directory_are_not_read_as_rows(tmp_path):
+def test_metadata_files_in_a_directory_are_not_read_as_rows(tmp_path):
     jsonl(tmp_path / "train.jsonl")
     (tmp_path / "dataset_info.json").write_text('[{"question": "no", "answer": "no"}]')
     (tmp_path / "index.csv").write_text("question,answer\nno,no\n")
     assert questions(dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
 
 
-def test_a_directory_of_csv_or_json_files_is_read_without_the_notes_of_datasets(tmp_path):
+def test_directory_of_csv_or_json_files_ignores_datasets_metadata(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(ROWS))
     (tmp_path / "dataset_info.json").write_text('{"features": {}}')
     assert questions(dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]

@@ -11,7 +11,7 @@ from ramify.tasksets.general_agent import (
 )
 from ramify.tasksets.general_agent.world import ActionRefused, make_call
 from ramify.trace import Message, ToolCall
-from tests.tasksets.playing import calling, play, said
+from tests.tasksets.scripted_agent import get_texts, make_tool_call, play
 
 WRITES = {
     "shop": {"place_order", "cancel_order", "move_customer"},
@@ -30,37 +30,37 @@ def plain(world) -> dict:
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_doing_nothing_leaves_the_goal_unreached(domain):
+def test_doing_nothing_does_not_reach_the_goal(domain):
     for task in tasks(domain):
         assert plain(build_goal_world(task)) != task.database
         assert play(GeneralAgent(), task, "Done.").reward == 0.0
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_only_the_calls_that_write_are_needed(domain):
+def test_write_calls_alone_reach_the_goal(domain):
     for task in tasks(domain):
-        replies = [calling(step.tool, **step.arguments) for step in task.calls if step.tool in WRITES[domain]]
+        replies = [make_tool_call(step.tool, **step.arguments) for step in task.calls if step.tool in WRITES[domain]]
         assert play(GeneralAgent(), task, [*replies, "Done."]).reward == 1.0
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_a_call_too_few_misses_the_goal_and_a_refused_one_does_no_harm(domain):
-    refused = calling(sorted(WRITES[domain])[0])  # without arguments
+def test_missing_call_misses_the_goal_and_refused_call_is_harmless(domain):
+    refused = make_tool_call(sorted(WRITES[domain])[0])  # without arguments
     for task in tasks(domain, 10, max_goals=1):
         *gold, done = GeneralAgent().gold(task)
         assert play(GeneralAgent(), task, [*gold[:-1], done]).reward == 0.0
         assert play(GeneralAgent(), task, [*gold, refused, done]).reward == 1.0
 
 
-def test_something_done_beside_the_goal_is_not_the_goal():
+def test_extra_change_misses_the_goal():
     for task in tasks("shop", 10):
         *gold, done = GeneralAgent().gold(task)
-        beside = calling("move_customer", customer_id="C0", city="Nowhere")
+        beside = make_tool_call("move_customer", customer_id="C0", city="Nowhere")
         assert play(GeneralAgent(), task, [*gold, beside, done]).reward == 0.0
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_the_words_name_everything_that_reading_does_not_tell(domain):
+def test_every_argument_is_in_the_prompt_or_in_tool_results(domain):
     """Every argument of a known call is in the words, in what a tool answered, or a state of the world by name."""
     for task in tasks(domain):
         world = build_initial_world(task)
@@ -74,7 +74,7 @@ def test_the_words_name_everything_that_reading_does_not_tell(domain):
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_a_tool_that_refuses_changes_nothing(domain):
+def test_refused_call_changes_nothing(domain):
     for task in tasks(domain, 10):
         world = build_initial_world(task)
         for step in (step for step in task.calls if step.tool in WRITES[domain]):
@@ -87,26 +87,26 @@ def test_a_tool_that_refuses_changes_nothing(domain):
 
 
 @pytest.mark.parametrize("domain", WORLDS)
-def test_every_goal_of_a_domain_is_asked(domain):
+def test_every_write_tool_of_a_domain_is_used(domain):
     asked = {step.tool for task in tasks(domain, 150) for step in task.calls}
     assert WRITES[domain] <= asked
 
 
-def test_tool_errors_are_text_that_the_agent_can_go_on_from():
+def test_agent_can_continue_after_tool_errors():
     taskset, (task,) = GeneralAgent(), tasks("library", 1)
     wrong = [
-        calling("find_member", name="Nobody"),
-        calling("pay_fine"),
-        calling("burn_book", book_id="B0"),
+        make_tool_call("find_member", name="Nobody"),
+        make_tool_call("pay_fine"),
+        make_tool_call("burn_book", book_id="B0"),
         Message("assistant", tool_calls=(ToolCall("x", "find_book", "{not json"),)),
     ]
     trace = play(taskset, task, [*wrong, *taskset.gold(task)])
-    assert all(text.startswith("error:") for text in said(trace, "tool")[:4])
-    assert "no member called 'Nobody'" in said(trace, "tool")[0]
+    assert all(text.startswith("error:") for text in get_texts(trace, "tool")[:4])
+    assert "no member called 'Nobody'" in get_texts(trace, "tool")[0]
     assert trace.reward == 1.0
 
 
-def test_two_rollouts_of_a_task_have_worlds_of_their_own():
+def test_rollouts_of_a_task_do_not_share_a_world():
     taskset, (task,) = GeneralAgent(), tasks("shop", 1)
     assert play(taskset, task, taskset.gold(task)).reward == 1.0
     assert play(taskset, task, "Done.").reward == 0.0
@@ -118,6 +118,6 @@ def test_several_goals_are_numbered():
     assert [line[:2] for line in task.prompt.splitlines()] == ["1.", "2.", "3."]
 
 
-def test_the_database_is_left_in_the_trace():
+def test_final_database_is_stored_in_the_trace():
     taskset, (task,) = GeneralAgent(), tasks("tickets", 1)
     assert play(taskset, task, taskset.gold(task)).info["database"] == plain(build_goal_world(task))

@@ -25,35 +25,35 @@ from ramify.tasksets.reversal import (
 )
 from ramify.tasksets.reverse_text import ReverseText, ReverseTextConfig
 from ramify.tasksets.splits import assign_split
-from tests.tasksets.playing import play
+from tests.tasksets.scripted_agent import play
 
 
-def test_the_same_config_gives_the_same_tasks():
+def test_same_config_gives_the_same_texts():
     config = ReverseTextConfig(num_tasks=200)
     assert list(generate_texts(config)) == list(generate_texts(config))
     assert list(generate_texts(config))[:4] == ["courage", "window", "flood", "bowl way"]
 
 
-def test_another_seed_gives_other_tasks():
+def test_other_seed_gives_other_texts():
     assert list(generate_texts(ReverseTextConfig(num_tasks=50))) != list(
         generate_texts(ReverseTextConfig(num_tasks=50, seed=1))
     )
 
 
-def test_fewer_tasks_are_the_first_of_more():
+def test_fewer_texts_are_a_prefix_of_more():
     few, more = (list(generate_texts(ReverseTextConfig(num_tasks=count))) for count in (20, 60))
     assert more[:20] == few
 
 
 @given(seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)), longest=st.integers(8, 40))
-def test_train_and_eval_share_no_text_whatever_the_config(seeds, longest):
+def test_train_and_eval_texts_are_disjoint_for_any_config(seeds, longest):
     train = ReverseTextConfig(num_tasks=60, seed=seeds[0], max_chars=longest)
     held = ReverseTextConfig(num_tasks=60, seed=seeds[1], split="eval")
     assert not set(generate_texts(train)) & set(generate_texts(held))
 
 
 @given(shortest=st.integers(1, 30), more=st.integers(4, 30), alphabet=st.sampled_from(["", " "]))
-def test_texts_keep_to_the_lengths_and_the_alphabet_and_differ(shortest, more, alphabet):
+def test_texts_are_distinct_and_follow_lengths_and_alphabet(shortest, more, alphabet):
     letters = string.ascii_lowercase + alphabet
     config = ReverseTextConfig(min_chars=shortest, max_chars=shortest + more, alphabet=letters, num_tasks=40)
     made = list(generate_texts(config))
@@ -62,22 +62,22 @@ def test_texts_keep_to_the_lengths_and_the_alphabet_and_differ(shortest, more, a
     assert all(text == text.strip() for text in made)
 
 
-def test_more_texts_than_there_are_is_an_error():
+def test_too_many_texts_is_an_error():
     with pytest.raises(ConfigInvalid, match="num_tasks is 100000"):
         list(generate_texts(ReverseTextConfig(min_chars=1, max_chars=3, num_tasks=100_000)))
 
 
-def test_an_alphabet_without_words_is_an_error():
+def test_alphabet_without_words_is_an_error():
     with pytest.raises(ConfigInvalid, match="alphabet 'XYZ'"):
         list(generate_texts(ReverseTextConfig(alphabet="XYZ")))
 
 
-def test_lengths_the_wrong_way_round_are_refused():
+def test_min_chars_above_max_chars_is_refused():
     with pytest.raises(ValidationError, match="above max_chars"):
         ReverseTextConfig(min_chars=9, max_chars=8)
 
 
-def test_a_file_gives_its_lines_each_to_one_split(tmp_path):
+def test_lines_of_a_file_belong_to_one_split_each(tmp_path):
     lines = [f"Line number {number}!" for number in range(60)]
     file = tmp_path / "texts.txt"
     file.write_text("\n".join([*lines, "", lines[0]]))
@@ -87,18 +87,18 @@ def test_a_file_gives_its_lines_each_to_one_split(tmp_path):
     assert all(assign_split(text) == "eval" for text in held)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigInvalid, match=r"nowhere\.txt"):
         list(generate_texts(ReverseTextConfig(path=tmp_path / "nowhere.txt")))
 
 
-def test_the_word_list_is_plain_and_sorted():
+def test_word_list_is_lowercase_and_sorted():
     listed = load_words()
     assert list(listed) == sorted(set(listed))
     assert all(set(word) <= set(string.ascii_lowercase) for word in listed)
 
 
-def test_the_prompt_names_the_tags():
+def test_system_prompt_names_the_tags():
     assert "<reversed_text>" in SYSTEM
 
 
@@ -114,11 +114,11 @@ def test_the_prompt_names_the_tags():
         ("", ""),
     ],
 )
-def test_the_first_tagged_text_counts(reply, found):
+def test_extract_tagged_takes_the_first_match(reply, found):
     assert extract_tagged(reply) == found
 
 
-def test_scores_of_a_right_a_wrong_and_a_missing_answer():
+def test_scores_of_right_wrong_and_missing_answers():
     assert (score_similarity(wrap_in_tags("olleh"), "olleh"), score_exact(wrap_in_tags("olleh"), "olleh")) == (1.0, 1.0)
     assert score_similarity(wrap_in_tags("ollxx"), "olleh") == pytest.approx(2 * 3 / 10)
     assert score_exact(wrap_in_tags("ollxx"), "olleh") == 0.0
@@ -129,15 +129,15 @@ def test_scores_of_a_right_a_wrong_and_a_missing_answer():
     "reply",
     ["olleh", wrap_in_tags(""), wrap_in_tags("a") + wrap_in_tags("b"), "so: " + wrap_in_tags("a"), "<reversed_text>a"],
 )
-def test_replies_that_are_not_well_formed(reply):
+def test_malformed_replies(reply):
     assert not is_well_formed(reply)
 
 
-def test_a_well_formed_reply():
+def test_well_formed_reply():
     assert is_well_formed(wrap_in_tags("olleh") + "\n")
 
 
-def test_random_letters_and_echoes_score_little():
+def test_random_letters_and_echoes_score_low():
     """On sentences, as published: random letters about 0.18, the text itself about 0.22."""
     rng = random.Random(0)
     made = list(generate_texts(ReverseTextConfig(min_chars=20, max_chars=80, num_tasks=300)))
@@ -148,7 +148,7 @@ def test_random_letters_and_echoes_score_little():
     assert echo == pytest.approx(0.22, abs=0.04)
 
 
-def test_the_taskset_asks_for_a_text_and_scores_the_last_reply():
+def test_taskset_scores_the_last_reply():
     taskset = ReverseText(ReverseTextConfig(num_tasks=1))
     (task,) = taskset.load()
     assert (task.prompt, task.system, task.answer) == ("courage", SYSTEM, "egaruoc")
@@ -157,6 +157,6 @@ def test_the_taskset_asks_for_a_text_and_scores_the_last_reply():
     assert played.metrics == {"exact": 0.0, "well_formed": 1.0}
 
 
-def test_the_part_that_the_recipe_uses_loads_no_environment():
+def test_reversal_module_does_not_import_env():
     code = "import sys, ramify.tasksets.reversal; sys.exit('ramify.env' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -20,7 +20,7 @@ from ramify.tasksets.article_graph import (
 )
 from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 from ramify.trace import Message
-from tests.tasksets.playing import calling, play, said
+from tests.tasksets.scripted_agent import get_texts, make_tool_call, play
 
 SMALL = {"num_articles": 24, "num_topics": 4, "max_links": 6, "min_dist": 1, "max_dist": 3, "num_tasks": 40}
 TITLES = "abcdefgh"
@@ -48,7 +48,7 @@ def by_relaxing(links: dict[str, set[str]], source: str) -> dict[str, int]:
 
 
 @given(links=GRAPHS)
-def test_distances_and_paths_are_shortest(links):
+def test_distances_and_paths_match_brute_force(links):
     graph = ArticleGraph({title: tuple(sorted(found)) for title, found in links.items()}, {})
     expected = by_relaxing(links, "a")
     assert compute_distances(graph, "a") == expected
@@ -59,7 +59,7 @@ def test_distances_and_paths_are_shortest(links):
 
 
 @given(topics=st.integers(1, 16), each=st.integers(4, 26), max_links=st.integers(3, 30))
-def test_every_made_graph_is_connected_and_keeps_to_its_degrees(topics, each, max_links):
+def test_generated_graphs_are_connected_within_the_link_limits(topics, each, max_links):
     graph = build_graph(topics * each, topics, max_links)
     assert len(graph.links) == topics * each
     for title, links in graph.links.items():
@@ -68,7 +68,7 @@ def test_every_made_graph_is_connected_and_keeps_to_its_degrees(topics, each, ma
     assert all(len(compute_distances(graph, title)) == len(graph.links) for title in list(graph.links)[:5])
 
 
-def test_the_default_graph_has_long_ways():
+def test_default_graph_has_long_paths():
     taskset = Wikispeedia()
     tasks = list(taskset.load())
     assert {task.shortest for task in tasks} == set(range(3, 9))
@@ -77,22 +77,22 @@ def test_the_default_graph_has_long_ways():
 
 
 @pytest.mark.parametrize("wrong", [(10, 4), (500, 16), (40, 17)])
-def test_sizes_that_the_topics_do_not_give_are_refused(wrong):
+def test_sizes_beyond_the_topics_are_refused(wrong):
     with pytest.raises(ConfigInvalid, match=f"found {wrong[0]}"):
         build_graph(*wrong, 30)
 
 
-def test_more_pairs_than_there_are_is_an_error():
+def test_too_many_pairs_is_an_error():
     with pytest.raises(ConfigInvalid, match="at distances 1 to 3"):
         list(Wikispeedia(WikispeediaConfig(**SMALL | {"num_tasks": 2000})).load())
 
 
 @pytest.mark.parametrize("name", ["Bronze Age", "Bronze_Age", "bronze age", "BRONZE_AGE", " Bronze Age"])
-def test_a_link_is_found_with_underscores_and_in_any_case(name):
+def test_match_title_ignores_underscores_and_case(name):
     assert match_title(name, ("Bread", "Bronze Age")) == "Bronze Age"
 
 
-def test_an_exact_title_wins_over_another_in_other_case():
+def test_exact_title_wins_over_other_case():
     assert match_title("turkey", ("Turkey", "turkey")) == "turkey"
     assert match_title("Bronze", ("Bronze Age",)) is None
 
@@ -118,7 +118,7 @@ def pairs(taskset):
             yield from Wikispeedia(config).load()
 
 
-def test_snap_files_are_read_with_their_escapes_and_comments(snap):
+def test_snap_files_are_read_with_escapes_and_comments(snap):
     assert snap.graph.links == {
         "A Tale": ("Bread",),
         "Bread": ("A Tale", "Café"),
@@ -127,7 +127,7 @@ def test_snap_files_are_read_with_their_escapes_and_comments(snap):
     }
 
 
-def test_a_page_shows_title_and_sorted_links_and_text_if_asked(snap, tmp_path):
+def test_page_shows_title_sorted_links_and_optional_text(snap, tmp_path):
     assert snap.page("Bread") == "Bread\nLinks:\nA Tale\nCafé"
     (tmp_path / "plaintext_articles").mkdir()
     (tmp_path / "plaintext_articles" / "Bread.txt").write_text("Bread is\n baked.")
@@ -136,45 +136,47 @@ def test_a_page_shows_title_and_sorted_links_and_text_if_asked(snap, tmp_path):
     assert Wikispeedia(config).render_page("Bread") == "Bread\nBread is\nLinks:\nA Tale\nCafé"
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigInvalid, match=r"articles\.tsv"):
         load_snap_graph(tmp_path, with_texts=False)
 
 
-def test_the_shortest_way_has_efficiency_one(snap, tale):
-    trace = play(snap, tale, [calling("click_link", article=title) for title in ("bread", "Café", "Door")])
+def test_shortest_path_has_efficiency_one(snap, tale):
+    trace = play(snap, tale, [make_tool_call("click_link", article=title) for title in ("bread", "Café", "Door")])
     assert trace.reward == 1.0
     assert trace.metrics == {"clicks": 3.0, "shortest": 3.0, "efficiency": 1.0}
-    assert said(trace, "tool")[-1] == "You have reached Door."
+    assert get_texts(trace, "tool")[-1] == "You have reached Door."
 
 
-def test_a_wrong_link_is_answered_with_the_links_and_does_not_move(snap, tale):
-    trace = play(snap, tale, [calling("click_link", article="Door"), calling("click_link", article="Bread")])
-    assert said(trace, "tool")[0] == "error: A Tale has no link 'Door'. Links:\nBread"
+def test_unknown_link_lists_the_links_and_does_not_move(snap, tale):
+    trace = play(
+        snap, tale, [make_tool_call("click_link", article="Door"), make_tool_call("click_link", article="Bread")]
+    )
+    assert get_texts(trace, "tool")[0] == "error: A Tale has no link 'Door'. Links:\nBread"
     assert trace.info["walk"] == {"path": ["A Tale", "Bread"], "clicks": 1, "turns": 2}
     assert (trace.reward, trace.metrics["efficiency"]) == (0.0, 0.0)
 
 
-def test_going_back_and_detours_cost_clicks(snap, tale):
+def test_detours_cost_clicks(snap, tale):
     way = [("click_link", "Bread"), ("go_back", None), ("go_back", None), ("click_link", "Bread")]
     way += [("click_link", "A Tale"), ("click_link", "Bread"), ("click_link", "Café"), ("click_link", "Door")]
-    replies = [calling(name, **({"article": title} if title else {})) for name, title in way]
+    replies = [make_tool_call(name, **({"article": title} if title else {})) for name, title in way]
     trace = play(snap, tale, replies)
-    assert "is the first page" in said(trace, "tool")[2]
+    assert "is the first page" in get_texts(trace, "tool")[2]
     assert trace.metrics == {"clicks": 6.0, "shortest": 3.0, "efficiency": 0.5}
 
 
-def test_reaching_the_target_ends_the_walk_even_in_the_middle_of_a_reply(snap, tale):
-    three = [calling("click_link", article=title).tool_calls[0] for title in ("Bread", "Café", "Door", "A Tale")]
-    back = calling("go_back").tool_calls[0]
-    trace = play(snap, tale, [Message("assistant", tool_calls=(*three, back)), "never said"])
+def test_reaching_the_target_ends_the_walk_within_a_reply(snap, tale):
+    three = [make_tool_call("click_link", article=title).tool_calls[0] for title in ("Bread", "Café", "Door", "A Tale")]
+    back = make_tool_call("go_back").tool_calls[0]
+    trace = play(snap, tale, [Message("assistant", tool_calls=(*three, back)), "never get_texts"])
     assert (trace.reward, trace.metrics["clicks"]) == (1.0, 3.0)
-    assert len(said(trace, "assistant")) == 1
+    assert len(get_texts(trace, "assistant")) == 1
 
 
-def test_the_walk_ends_when_its_turns_are_used_up(snap, tale):
+def test_walk_ends_after_max_turns(snap, tale):
     snap.config = snap.config.model_copy(update={"max_turns": 2})
-    three = [calling("click_link", article=title) for title in ("Bread", "Café", "Door")]
+    three = [make_tool_call("click_link", article=title) for title in ("Bread", "Café", "Door")]
     at_once = Message("assistant", tool_calls=tuple(call for reply in three for call in reply.tool_calls))
     for replies in (three, [at_once]):
         trace = play(snap, tale, replies)
@@ -182,15 +184,15 @@ def test_the_walk_ends_when_its_turns_are_used_up(snap, tale):
 
 
 @pytest.mark.parametrize(
-    "reply", ["I click Bread.", calling("click", article="Bread"), calling("click_link", page="x")]
+    "reply", ["I click Bread.", make_tool_call("click", article="Bread"), make_tool_call("click_link", page="x")]
 )
-def test_a_malformed_reply_moves_nothing(snap, tale, reply):
+def test_malformed_reply_does_not_move(snap, tale, reply):
     trace = play(snap, tale, [reply])
     assert trace.info["walk"]["path"] == ["A Tale"]
     assert trace.reward == 0.0
 
 
-def test_a_perfect_walk_in_the_small_world_fits_the_small_model():
+def test_gold_walk_in_the_small_graph_fits_tiny():
     renderer = load_renderer(Path(ramify.__file__).parent / "models" / "tiny")
     taskset = Wikispeedia(WikispeediaConfig(**SMALL))
     pages = [taskset.render_page(title) for title in taskset.graph.links]

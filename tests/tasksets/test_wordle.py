@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import ConfigInvalid
 from ramify.tasksets.wordle import Wordle, WordleConfig, compute_feedback, load_words, parse_guess, play_replies
-from tests.tasksets import playing
+from tests.tasksets import scripted_agent
 
 TASK = next(iter(Wordle().load())).model_copy(update={"answer": "crane"})
 LETTERS = st.text("abc", min_size=5, max_size=5)  # few letters, so that they repeat
@@ -29,7 +29,7 @@ def marks_by_rules(guess: str, secret: str) -> str:
 
 
 @given(guess=LETTERS, secret=LETTERS)
-def test_marks_are_those_of_the_rules(guess, secret):
+def test_marks_follow_the_rules(guess, secret):
     assert compute_feedback(guess, secret) == marks_by_rules(guess, secret)
 
 
@@ -59,16 +59,16 @@ def test_marks_of_repeated_letters(guess, secret, marks):
         ("", None),
     ],
 )
-def test_the_first_word_in_brackets_is_the_guess(reply, guess):
+def test_parse_guess_takes_the_first_word_in_brackets(reply, guess):
     assert parse_guess(reply) == guess
 
 
-def test_a_win_scores_one_however_long_it_took():
+def test_win_scores_one_after_any_number_of_guesses():
     game = play_replies("crane", ["[light]", "[slate]", "[crane]"])
     assert (game.is_won, game.is_over, game.score, len(game.guesses)) == (True, True, 1.0, 3)
 
 
-def test_a_loss_scores_the_latest_valid_guess():
+def test_loss_scores_the_latest_valid_guess():
     wrong = ["[light]", "[moist]", "[bread]", "[plumb]", "[drink]", "[brake]"]
     game = play_replies("crane", wrong)
     assert (game.is_over, game.is_won) == (True, False)
@@ -82,7 +82,7 @@ def test_yellows_are_worth_half():
 
 
 @pytest.mark.parametrize("invalid", ["crane", "[cranes]", "[xxxxx]", "[light]"])
-def test_one_invalid_guess_is_warned_about_and_a_second_in_a_row_ends_the_game(invalid):
+def test_second_invalid_guess_in_a_row_ends_the_game(invalid):
     warned = play_replies("crane", ["[light]", invalid])
     assert (warned.is_over, bool(warned.problem), warned.guesses) == (False, True, ("light",))
     assert play_replies("crane", ["[light]", invalid, "[crane]"]).is_won
@@ -90,38 +90,38 @@ def test_one_invalid_guess_is_warned_about_and_a_second_in_a_row_ends_the_game(i
     assert not play_replies("crane", ["[light]", invalid, "[slate]", invalid]).is_over
 
 
-def test_the_score_after_two_invalid_guesses_is_that_of_the_valid_one_before():
+def test_invalid_guesses_keep_the_last_valid_score():
     assert play_replies("crane", ["[slate]", "?", "?", "[crane]"]).score == pytest.approx(2 / 5)
     assert play_replies("crane", ["?", "?"]).score == 0.0
 
 
-def test_invalid_guesses_cost_no_guess():
+def test_invalid_guesses_are_not_counted():
     replies = [word for guess in ["light", "moist", "bread", "plumb", "drink", "crane"] for word in ("?", f"[{guess}]")]
     assert play_replies("crane", replies).is_won
 
 
-def test_the_host_answers_with_marks_and_warnings_until_the_end():
-    trace = playing.play(Wordle(), TASK, ["[slate]", "hm", "[crane]", "[light]"])
-    opening, marks, warning = playing.said(trace, "user")
+def test_user_answers_with_marks_and_warnings_until_the_end():
+    trace = scripted_agent.play(Wordle(), TASK, ["[slate]", "hm", "[crane]", "[light]"])
+    opening, marks, warning = scripted_agent.get_texts(trace, "user")
     assert opening == TASK.prompt
     assert marks == "SLATE\nXXGXG"
     assert "[word]" in warning
-    assert len(playing.said(trace, "assistant")) == 3
+    assert len(scripted_agent.get_texts(trace, "assistant")) == 3
     assert (trace.reward, trace.metrics) == (1.0, {"guesses": 2.0})
 
 
-def test_the_list_is_plain_sorted_and_long():
+def test_word_list_is_lowercase_sorted_and_long():
     assert len(load_words()) >= 500
     assert list(load_words()) == sorted(set(load_words()))
     assert all(len(word) == 5 and set(word) <= set(string.ascii_lowercase) for word in load_words())
 
 
-def test_every_word_is_in_one_split():
+def test_every_word_belongs_to_one_split():
     train, held = ({task.answer for task in Wordle(WordleConfig(split=split)).load()} for split in ("train", "eval"))
     assert train | held == set(load_words())
     assert not train & held
 
 
-def test_more_secrets_than_words_is_an_error():
+def test_too_many_secrets_is_an_error():
     with pytest.raises(ConfigInvalid, match="num_tasks is 5000"):
         list(Wordle(WordleConfig(num_tasks=5000)).load())

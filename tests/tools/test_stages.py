@@ -21,12 +21,12 @@ from tools.tiny.stages import STAGES, SftStage, build_sft_config, write_stage_da
 from tools.tiny.weights import write_bfloat16_model, write_initial_model
 
 
-def test_what_is_taught_loads_no_torch():
+def test_corpus_does_not_import_torch():
     code = "import sys, tools.tiny.stages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_no_conversation_to_learn_from_is_of_an_eval_split():
+def test_no_training_conversation_is_from_an_eval_split():
     seen = set[str]()
     for made in islice(draw_conversations(7, CorpusMix()), 300):
         first = made.messages[0].text
@@ -43,7 +43,7 @@ def test_no_conversation_to_learn_from_is_of_an_eval_split():
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
+def test_stage_data_round_trips(stage, tmp_path):
     short = replace(stage, steps=4)
     write_stage_data(short, tmp_path / "rows.jsonl", seed=3)
     config = build_sft_config(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
@@ -53,7 +53,7 @@ def test_a_stage_reads_back_the_conversations_that_were_drawn(stage, tmp_path):
     assert [list(chat.tools) for chat in chats] == [list(made.tools) for made in drawn]
 
 
-def test_stages_pass_on_whole_weights_and_a_seed_gives_the_same_model(tmp_path):
+def test_stages_pass_float32_weights_and_are_reproducible(tmp_path):
     stage = SftStage("short", draw_drills, steps=3, batch_size=4, warmup_steps=1)
     write_initial_model(tmp_path / "start", seed=0)
     write_stage_data(stage, tmp_path / "rows.jsonl", seed=0)

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     from ramify.evals.watchdog import Watchdog
 
     if dry:
-        from ramify.evals.loading import load_plan
+        from ramify.evals.plan import load_plan
         from ramify.evals.policy import check_server
         from ramify.rollout import Environment
 
@@ -73,7 +73,12 @@ def run(argv: Sequence[str]) -> int:
     try:
         with Watchdog(config.hang_timeout, advice) as watchdog:
             result = evaluate(
-                config, fresh=fresh, accept_changes=accept, keep=keep, display=choose_display(), watchdog=watchdog
+                config,
+                fresh=fresh,
+                accept_changes=accept,
+                keep_workdirs=keep,
+                display=choose_display(),
+                watchdog=watchdog,
             )
     except KeyboardInterrupt:
         from ramify.cli.run_lookup import describe_resume

@@ -1,7 +1,7 @@
-"""Evaluation: a taskset, a model, so many tasks, so many repetitions of each, and what that says.
+"""Evaluation: run a model on n tasks of a taskset, r rollouts each, and report scores with confidence intervals.
 
-One idea: an eval is a table of (task, repetition) pairs that is to be filled. Whatever ends it, the same command fills
-what is missing; whatever changes, a pair is never filled twice. `evaluate` is the same from Python.
+One idea: an eval is a table of (task, repetition) pairs. A rerun of the same command runs the rollouts that are missing
+or failed because of the system, and never a finished one. `evaluate` is the entry point from Python.
 """
 
 import lazy_loader

@@ -12,7 +12,7 @@ from ramify.store import RolloutRecord
 
 KNOWN_RANGES = ((0.0, 1.0), (-1.0, 1.0))
 TOLERANCE = 1e-6
-TOTAL_NAME = ""  # the name of the whole reward, for rows that do not store its parts
+TOTAL_NAME = ""  # stands for the total reward in rows that do not store its parts
 
 Bounds = tuple[float, float]
 

@@ -1,6 +1,6 @@
-"""How an eval shows itself while it runs: a live page in a terminal, log lines everywhere else.
+"""The display of a running eval: a live page in a terminal, log lines elsewhere.
 
-One protocol, two front ends. Both read the same `Progress`; the loop that runs the eval tells them when to look.
+Displays only read the `EvalProgress`; the loop that runs the eval calls them.
 """
 
 import sys
@@ -18,38 +18,38 @@ from ramify.evals.progress import EvalProgress
 from ramify.evals.stats import Estimate
 from ramify.store import RolloutRecord
 
-REFRESH_INTERVAL = 0.25  # seconds between two looks
-LOG_INTERVAL = 5.0  # seconds between two log lines
-MAX_RUNNING_SHOWN = 12  # running rollouts on the page
+REFRESH_INTERVAL = 0.25  # seconds
+LOG_INTERVAL = 5.0  # seconds between log lines
+MAX_RUNNING_SHOWN = 12
 
 
 class EvalDisplay(Protocol):
-    """A front end. `look` is called often, `ended` once per rollout."""
+    """A display. `refresh` is called every REFRESH_INTERVAL seconds, `on_rollout_finished` once per rollout."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def print_line(self, line: str) -> None:
-        """Something worth a line of its own."""
+        """Print one message."""
         ...
 
     def refresh(self, progress: EvalProgress) -> None:
-        """The state now."""
+        """Show the current progress."""
         ...
 
     def on_rollout_finished(self, row: RolloutRecord, progress: EvalProgress) -> None:
-        """A rollout is kept."""
+        """Show a rollout that has just been stored."""
         ...
 
 
 def choose_display() -> EvalDisplay:
-    """The page where there is a terminal to draw it on, lines where there is none."""
+    """Return the live page if stdout is a terminal, else log lines."""
     return LiveEvalDisplay() if sys.stdout.isatty() else LogEvalDisplay()
 
 
 class NullEvalDisplay:
-    """Shows nothing: for programs."""
+    """A display that shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -64,7 +64,7 @@ class NullEvalDisplay:
 
 
 class LogEvalDisplay(NullEvalDisplay):
-    """One line every few seconds, one at the end, and one for each rollout that the system failed."""
+    """Prints a line every LOG_INTERVAL seconds, one at the end, and one for each rollout with a system failure."""
 
     def __init__(self) -> None:
         self._next_log_time = 0.0
@@ -85,7 +85,7 @@ class LogEvalDisplay(NullEvalDisplay):
 
 
 class LiveEvalDisplay(NullEvalDisplay):
-    """A page that is drawn anew several times a second."""
+    """A live page in the terminal."""
 
     def __init__(self) -> None:
         self._live = Live(console=Console(), auto_refresh=False, transient=True)
@@ -105,7 +105,7 @@ class LiveEvalDisplay(NullEvalDisplay):
 
 
 def format_line(progress: EvalProgress) -> str:
-    """The state in one line of fields."""
+    """Return the progress as one line of `name=value` fields."""
     tokens_in, tokens_out = progress.token_counts
     fields = {
         "done": f"{progress.num_completed}/{progress.total}",
@@ -121,7 +121,7 @@ def format_line(progress: EvalProgress) -> str:
 
 
 def render_page(progress: EvalProgress) -> RenderableType:
-    """The state as a page: bar, figures, metrics and errors, slowest, and what each running rollout does."""
+    """Return the progress as a page: bar, rewards, metrics, errors, slowest and running rollouts."""
     remaining = "" if progress.remaining_seconds is None else f"{format_duration(progress.remaining_seconds)} left"
     head = Table.grid(padding=(0, 2, 0, 0))
     bar = ProgressBar(total=max(progress.total, 1), completed=len(progress.rows), width=40)
@@ -141,15 +141,15 @@ def render_page(progress: EvalProgress) -> RenderableType:
     for id, seconds, state in progress.slowest:
         slowest.add_row(id, f"{seconds:.1f}", state)
     running = _make_grid("running", "seconds", "phase", "calls")
-    for one in sorted(progress.running.values(), key=lambda one: one.started_at)[:MAX_RUNNING_SHOWN]:
-        running.add_row(one.id, f"{one.elapsed:.1f}", one.phase, str(one.calls))
+    for rollout in sorted(progress.running.values(), key=lambda rollout: rollout.started_at)[:MAX_RUNNING_SHOWN]:
+        running.add_row(rollout.id, f"{rollout.elapsed:.1f}", rollout.phase, str(rollout.calls))
     if len(progress.running) > MAX_RUNNING_SHOWN:
         running.add_row(f"and {len(progress.running) - MAX_RUNNING_SHOWN} more")
     return Group(head, Text(), stats_table, Text(), slowest, Text(), running)
 
 
 def format_estimate(estimate: Estimate | None) -> str:
-    """A mean with its standard error."""
+    """Return a mean with its standard error."""
     if estimate is None:
         return "none"
     return f"{estimate.mean:.3f}" if estimate.stderr is None else f"{estimate.mean:.3f}±{estimate.stderr:.3f}"

@@ -1,7 +1,7 @@
-"""Rewards that only all repetitions of a task together can have.
+"""Group rewards: rewards that compare all repetitions of a task.
 
-They run when the last repetition is there, over every trace that counts, also those of an earlier start: a group that
-has grown is judged anew.
+They run after the last rollout, over all valid traces of a task, including those of earlier starts. A group that has
+grown is scored again.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -20,16 +20,17 @@ async def score_pending_groups(
     rollouts: Sequence[PlannedRollout],
     rows: MutableMapping[str, RolloutRecord],
 ) -> None:
-    """Judge every group in which a rollout still waits for it, and keep what was found in place of what was there."""
+    """Score every group that has a rollout without a reward, and replace its rows in `rows` and in the store."""
     if not environment.hooks.group_rewards:
         return
-    for _, group in groupby(rollouts, key=lambda pair: pair.task_key):
-        valid_rollouts = [pair for pair in group if (row := rows.get(pair.id)) is not None and row.failure is None]
-        if any(rows[pair.id].reward is None for pair in valid_rollouts):
-            episodes = [store.read_traces(pair.id) for pair in valid_rollouts]
-            await score_group(environment, valid_rollouts[0].task, [traces[0] for traces in episodes])
-            for pair, traces in zip(valid_rollouts, episodes, strict=True):
-                revision = rows[pair.id].summary.get(REVISION_KEY, UNRECORDED_REVISION)
-                row = build_row(environment, pair.task_key, pair.repetition, traces, revision)
-                await store.add_rollout(row, traces)
-                rows[pair.id] = row
+    for _, group in groupby(rollouts, key=lambda rollout: rollout.task_key):
+        valid = [rollout for rollout in group if (row := rows.get(rollout.id)) is not None and row.failure is None]
+        if all(rows[rollout.id].reward is not None for rollout in valid):
+            continue
+        episodes = [store.read_traces(rollout.id) for rollout in valid]
+        await score_group(environment, valid[0].task, [traces[0] for traces in episodes])
+        for rollout, traces in zip(valid, episodes, strict=True):
+            revision = rows[rollout.id].summary.get(REVISION_KEY, UNRECORDED_REVISION)
+            row = build_row(environment, rollout.task_key, rollout.repetition, traces, revision)
+            await store.add_rollout(row, traces)
+            rows[rollout.id] = row

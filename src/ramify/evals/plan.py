@@ -1,23 +1,28 @@
-"""What an eval consists of: the first n tasks of the taskset, r repetitions of each, and which of them are missing."""
+"""The rollouts of an eval: the first n tasks of the taskset, r repetitions of each, and which of them are missing."""
 
 import hashlib
+import sys
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from ramify.env import Task
-from ramify.errors import ConfigInvalid, RamifyError
+from ramify.env.hook_threads import run_in_hook_thread
+from ramify.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.errors.origin import describe_exception
 from ramify.evals.config import EvalConfig
 from ramify.evals.summary import make_rollout_id
 from ramify.rollout import Environment
+from ramify.rollout.timeout import fail_after
 from ramify.store import RolloutRecord
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRollout:
-    """One rollout to have: repetition `repetition` of the task called `key`."""
+    """One repetition of a task. `task_key` is the task's identity, with `#2` appended for a second equal task."""
 
     task_key: str
     task: Task
@@ -25,19 +30,41 @@ class PlannedRollout:
 
     @property
     def id(self) -> str:
+        """The rollout's id in the run."""
         return make_rollout_id(self.task_key, self.repetition)
 
     def derive_seed(self, base_seed: int) -> int:
-        """The rollout's own seed: the same on every start, another one for every pair."""
+        """Return the rollout's seed: the same on every start, different for every rollout."""
         digest = hashlib.sha256(f"{base_seed}:{self.task_key}:{self.repetition}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
 
-def plan_rollouts(environment: Environment, config: EvalConfig) -> list[PlannedRollout]:
-    """All pairs, task by task; ConfigInvalid for a task that cannot be run.
+async def load_plan(environment: Environment, config: EvalConfig) -> list[PlannedRollout]:
+    """Return the rollouts of an eval, task by task.
 
-    A task that comes twice is two: the second is called `identity#2`.
+    The tasks are loaded in a thread, so that the timeout also applies to a `load` that blocks. Raises
+    DeadlineExceeded, with the stack of `load`, after `timeouts.load` seconds, and ConfigInvalid for a task that cannot
+    be run.
     """
+    timeout, thread_id = config.timeouts.load, 0
+
+    def load() -> list[PlannedRollout]:
+        nonlocal thread_id
+        thread_id = threading.get_ident()
+        return _plan_rollouts(environment, config)
+
+    operation = f"load of taskset {environment.name}"
+    try:
+        async with fail_after(timeout, operation):
+            return await run_in_hook_thread(load, {})
+    except DeadlineExceeded as error:
+        frame = sys._current_frames().get(thread_id)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        message = f"{operation} took longer than {timeout:g} s (timeouts.load); its current stack:\n{stack}"
+        raise DeadlineExceeded(message.rstrip()) from error
+
+
+def _plan_rollouts(environment: Environment, config: EvalConfig) -> list[PlannedRollout]:
     times_seen: Counter[str] = Counter()
     rollouts: list[PlannedRollout] = []
     for task in load_first_tasks(environment, config.num_tasks):
@@ -50,7 +77,7 @@ def plan_rollouts(environment: Environment, config: EvalConfig) -> list[PlannedR
 
 
 def load_first_tasks(environment: Environment, count: int) -> list[Task]:
-    """The first `count` tasks; ConfigInvalid if loading them raises, or if there are none."""
+    """Return the first `count` tasks. Raises ConfigInvalid if loading them raises, or if there are none."""
     name = environment.name
     try:
         tasks = list(islice(environment.iter_tasks(), count))
@@ -64,5 +91,5 @@ def load_first_tasks(environment: Environment, count: int) -> list[Task]:
 
 
 def find_missing(rollouts: Sequence[PlannedRollout], rows: Mapping[str, RolloutRecord]) -> list[PlannedRollout]:
-    """The pairs that no rollout fills, or one that the system failed."""
-    return [pair for pair in rollouts if (row := rows.get(pair.id)) is None or row.failure is not None]
+    """Return the rollouts that have not run, or that failed because of the system."""
+    return [rollout for rollout in rollouts if (row := rows.get(rollout.id)) is None or row.failure is not None]

@@ -1,6 +1,6 @@
-"""Who answers in an eval: a server that runs already, or one that is started for it.
+"""The policy of an eval: a running server, or one that is started for it.
 
-Whatever is wrong with the model or the address is found here, before the first rollout.
+A wrong model or address is reported here, before the first rollout.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from ramify.model.resolve import fetch_model, resolve_model_path
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """Who answers, and the server behind it where it is ours."""
+    """A policy, and the engine that was started for it; None if it uses running servers."""
 
     policy: Policy
     engine: EngineProcess | None = None
 
     @property
     def engine_url(self) -> str:
-        """Where the server that was started for us answers."""
+        """The address of the started engine."""
         assert self.engine is not None
         return self.engine.url
 
 
 def check_server(config: EvalConfig) -> None:
-    """Refuse a model that would have to be served here and is not there, or a port that is taken."""
+    """Raise ConfigInvalid if the eval has to serve a model that is missing, or at a port that is in use."""
     if not isinstance(config.inference, ExternalConfig):
         _resolve_model(config)
         _check_port(config.server.host, config.server.port)
@@ -44,7 +44,7 @@ def check_server(config: EvalConfig) -> None:
 async def open_policy(
     config: EvalConfig, run_dir: Path, print_line: Callable[[str], None]
 ) -> AsyncIterator[ServedPolicy]:
-    """The policy while it can be asked."""
+    """Yield the policy; an engine that is started for it is stopped on exit."""
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(config.inference, ExternalConfig):
             yield ServedPolicy(await _connect(config, config.inference.base_url, stack, print_line))
@@ -78,12 +78,12 @@ def _check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        message = f"server.port: {host}:{port} cannot be listened on: {error.strerror}; 0 takes a free one"
+        message = f"server.port: cannot listen on {host}:{port}: {error.strerror}; 0 picks a free port"
         raise ConfigInvalid(message) from error
 
 
 def fetch_served_model(config: EvalConfig) -> None:
-    """Download the model if it would have to be served here and is a hub id that is not in the cache."""
+    """Download the model if the eval has to serve it and it is a hub id that is not in the cache."""
     if not isinstance(config.inference, ExternalConfig):
         _resolve_model(config, fetch_model)
 

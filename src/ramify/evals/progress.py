@@ -1,8 +1,8 @@
-"""Where an eval stands: all that a display shows, kept by the loop that runs it. A display only reads."""
+"""The progress of an eval: everything a display shows. The loop that runs the eval updates it; displays only read."""
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ramify.evals.stats import Estimate, clustered_mean
@@ -14,7 +14,7 @@ NUM_SLOWEST = 5
 
 @dataclass(slots=True)
 class RunningRollout:
-    """One rollout that is on its way."""
+    """A rollout in flight: its phase, and the number of model calls so far."""
 
     id: str
     started_at: float
@@ -23,12 +23,16 @@ class RunningRollout:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since it started."""
         return time.monotonic() - self.started_at
 
 
 @dataclass(slots=True)
 class EvalProgress:
-    """Counts over all rollouts of the run, and the rate of this start."""
+    """Counts over all rollouts of the run, and rates since this start.
+
+    `rows` are the stored rollouts by id, `running` those in flight, `total` is the number of planned rollouts.
+    """
 
     title: str
     total: int
@@ -39,21 +43,21 @@ class EvalProgress:
     output_tokens_this_start: int = 0
 
     def start_clock(self) -> None:
-        """Rollouts begin now: rates count from here."""
+        """Measure rates from now on; call it when the first rollout starts."""
         self.started_at = time.monotonic()
 
     def start_rollout(self, id: str) -> None:
-        """A rollout starts."""
+        """Record that a rollout starts."""
         self.running[id] = RunningRollout(id, time.monotonic())
 
     def update_rollout(self, id: str, phase: str, calls: int) -> None:
-        """A rollout enters a phase, or (`turn`) has recorded a call."""
+        """Record that a rollout enters a phase, or has finished a model call (`turn`)."""
         if (running := self.running.get(id)) is not None:
             running.phase = running.phase if phase == "turn" else phase
             running.calls = calls
 
     def finish_rollout(self, row: RolloutRecord) -> None:
-        """A rollout is kept."""
+        """Record that a rollout has been stored."""
         self.running.pop(row.id, None)
         self.rows[row.id] = row
         self.finished_this_start += 1
@@ -61,52 +65,53 @@ class EvalProgress:
 
     @property
     def num_completed(self) -> int:
-        """Rollouts that count."""
+        """Number of rollouts without a system failure."""
         return sum(row.failure is None for row in self.rows.values())
 
     @property
     def num_failed(self) -> int:
-        """Rollouts that the system failed."""
+        """Number of rollouts with a system failure."""
         return sum(row.failure is not None for row in self.rows.values())
 
     @property
     def elapsed(self) -> float:
+        """Seconds since `start_clock`."""
         return time.monotonic() - self.started_at
 
     @property
     def remaining_seconds(self) -> float | None:
-        """Seconds to the end at the rate so far; None while there is no rate."""
+        """Estimated seconds until the end; None before the first rollout has finished."""
         waiting = self.total - len(self.rows)
         return self.elapsed / self.finished_this_start * waiting if self.finished_this_start else None
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens a second, finished rollouts only."""
+        """Sampled tokens per second, of finished rollouts only."""
         return self.output_tokens_this_start / max(self.elapsed, 1e-9)
 
     @property
     def reward(self) -> Estimate | None:
+        """The mean reward; None if no rollout has one."""
         return clustered_mean(group_rewards_by_task(self.rows.values()).values())
 
     @property
     def metrics(self) -> dict[str, float]:
+        """The mean of each metric."""
         return mean_by_name(self.rows.values(), "metrics")
 
     @property
     def error_counts(self) -> Counter[str]:
+        """How many rollouts had each error, by name."""
         return count_errors(self.rows.values())
 
     @property
     def token_counts(self) -> tuple[int, int]:
-        """Prompt and sampled tokens, as the servers counted them."""
-        rows = self.rows.values()
-        return sum(int(row.summary.get("input", 0)) for row in rows), sum(
-            int(row.summary.get("output", 0)) for row in rows
-        )
+        """Prompt and sampled tokens, as counted by the servers."""
+        return count_tokens(self.rows.values())
 
     @property
     def slowest(self) -> list[tuple[str, float, str]]:
-        """(rollout, seconds, phase) of the slowest, finished or not."""
+        """(id, seconds, phase or stop reason) of the slowest rollouts, finished or not."""
         durations = [(running.id, running.elapsed, running.phase) for running in self.running.values()]
         durations += [
             (row.id, total_seconds(row), row.failure or row.summary.get("stop", "")) for row in self.rows.values()
@@ -115,7 +120,7 @@ class EvalProgress:
 
 
 def group_rewards_by_task(rows: Iterable[RolloutRecord]) -> dict[tuple[str, str], list[float]]:
-    """The rewards of the rollouts that count, by source and task."""
+    """Return the rewards of the rollouts without a system failure, by source and task."""
     rewards: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row.failure is None and row.reward is not None:
@@ -124,18 +129,24 @@ def group_rewards_by_task(rows: Iterable[RolloutRecord]) -> dict[tuple[str, str]
 
 
 def mean_by_name(rows: Iterable[RolloutRecord], summary_key: str) -> dict[str, float]:
-    """The mean of each entry of a table of the summary, over the rollouts that count and have it."""
+    """Return the mean of each number in `row.summary[summary_key]`, over the rollouts without a system failure."""
     values: dict[str, list[float]] = {}
     for row in rows:
         if row.failure is None:
             for name, value in row.summary.get(summary_key, {}).items():
                 if value is not None:
                     values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+
+
+def count_tokens(rows: Collection[RolloutRecord]) -> tuple[int, int]:
+    """Return the prompt and the sampled tokens of all rollouts."""
+    prompt, sampled = (sum(int(row.summary.get(key, 0)) for row in rows) for key in ("input", "output"))
+    return prompt, sampled
 
 
 def count_errors(rows: Iterable[RolloutRecord]) -> Counter[str]:
-    """How many rollouts met each error."""
+    """Return how many rollouts had each error, by name."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts.update({*row.summary.get("errors", {}), *([row.failure] if row.failure else [])})

@@ -1,4 +1,4 @@
-"""Saved rollouts under the rewards as they are now. Nothing is sampled, and the run stays as it is."""
+"""Rescoring of saved rollouts with the current reward code. Nothing is sampled, and the run is not changed."""
 
 import random
 import tomllib
@@ -18,7 +18,7 @@ from ramify.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class RescoredRollout:
-    """A rollout, what it scored, and what it scores now; `failure` says why it could not be scored."""
+    """The stored and the new reward of a rollout; `failure` says why it could not be scored."""
 
     id: str
     old_reward: float | None
@@ -27,15 +27,15 @@ class RescoredRollout:
 
 
 def load_environment(store: RunStore) -> Environment:
-    """The run's environment, with its code as it is now."""
+    """Return the run's environment, with its current code."""
     path = store.path / "config.toml"
     if not path.is_file() or "taskset" not in tomllib.loads(path.read_text("utf-8")):
-        raise ConfigInvalid(f"{store.path} is no run of `ramify eval`: only their rollouts can be scored again")
+        raise ConfigInvalid(f"{store.path} is not an eval run; replay works on eval runs only")
     return Environment.load(parse(EvalConfig, ["@", str(path)]).source)
 
 
 async def rescore(store: RunStore, environment: Environment) -> AsyncIterator[RescoredRollout]:
-    """Every rollout of the run that counts, scored again, task by task."""
+    """Score every rollout without a system failure again, and yield the results task by task."""
     groups: dict[str, list[RolloutRecord]] = {}
     for row in store.rollouts(source=""):
         if row.failure is None:
@@ -54,17 +54,17 @@ async def rescore(store: RunStore, environment: Environment) -> AsyncIterator[Re
 
 
 def check_replayable(environment: Environment) -> None:
-    """Refuse, with ConfigInvalid, rewards that use the runtime or the endpoint, which ended with the rollout."""
+    """Raise ConfigInvalid if a reward uses the runtime or the endpoint, which ended with the rollout."""
     for hook in environment.hooks.rewards:
         if unavailable := sorted({"runtime", "endpoint"} & hook.injected_parameters):
             raise ConfigInvalid(
-                f"`{hook.name}` uses `{unavailable[0]}`, which ended with the rollout: it cannot be computed again. "
+                f"`{hook.name}` cannot be rescored: it uses `{unavailable[0]}`, which ended with the rollout. "
                 "Read what it needs in `finalize` and put it into `state`, which is saved"
             )
 
 
 async def _rescore_trace(environment: Environment, task: Task, trace: Trace) -> None:
-    """Run the current rewards with the saved state. Metrics are not run, because they are not shown."""
+    """Run the current rewards with the saved state. Metrics are not shown, so they are not run."""
     context = RolloutContext(task, trace, rng=random.Random(f"{trace.id}:{task.identity}"))
     hooks_using_state = [hook.name for hook in environment.hooks.rewards if "state" in hook.injected_parameters]
     if hooks_using_state:

@@ -1,8 +1,8 @@
-"""The table at the end of an eval."""
+"""The report of an eval: scores with confidence intervals, and a summary of the rollouts."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import median_high
+from statistics import fmean, median_high
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,17 +10,17 @@ from rich.text import Text
 
 from ramify.durations import format_duration
 from ramify.evals.bounds import reward_bounds
-from ramify.evals.progress import count_errors, group_rewards_by_task, mean_by_name
+from ramify.evals.progress import count_errors, count_tokens, group_rewards_by_task, mean_by_name
 from ramify.evals.stats import Estimate, choose_ks, clustered_mean, estimate_pass_rates
 from ramify.evals.summary import PHASES, total_seconds
 from ramify.store import RolloutRecord
 from ramify.store.summary import REVISION_KEY, UNRECORDED_REVISION
 
-MAX_FAILURES_SHOWN = 3  # that are shown with their messages
+MAX_FAILURES_SHOWN = 3  # distinct failures that are shown with their messages
 
 
 def build_report(rows: Sequence[RolloutRecord], *, threshold: float) -> RenderableType:
-    """Scores with their intervals, then what happened on the way."""
+    """Return the scores with their intervals, and the summary. `threshold` is the minimum reward that passes."""
     scores = Table("score", "mean", "95 % interval", "tasks", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name, estimate in compute_scores(rows, threshold=threshold):
         scores.add_row(name, f"{estimate.mean:.3f}", _format_interval(estimate), str(estimate.num_tasks))
@@ -35,9 +35,10 @@ def build_report(rows: Sequence[RolloutRecord], *, threshold: float) -> Renderab
 
 
 def compute_scores(rows: Sequence[RolloutRecord], *, threshold: float) -> Iterator[tuple[str, Estimate]]:
-    """Yield (name, estimate): avg@k, then pass@k and pass^k for each k that half of the tasks have rollouts for.
+    """Yield (name, estimate): avg@k, then pass@k and pass^k for every k up to the median number of rollouts
+    per task.
 
-    A training run samples some tasks more often than others; its mean is then called avg, without a k.
+    If tasks have different numbers of rollouts, as in a training run, the mean is named avg, without a k.
     """
     rewards = group_rewards_by_task(rows)
     mean = clustered_mean(rewards.values(), *reward_bounds(rows))
@@ -64,21 +65,18 @@ def _iter_summary(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str]]:
             yield name, f"{value:.3f}"
     if valid_rows:
         yield "truncated", f"{sum(bool(row.summary.get('truncated')) for row in valid_rows) / len(valid_rows):.1%}"
-        tokens = [sum(int(row.summary.get(name, 0)) for row in rows) for name in ("input", "output")]
-        yield "tokens", f"{tokens[0]:,} in, {tokens[1]:,} out"
+        prompt_tokens, sampled_tokens = count_tokens(rows)
+        yield "tokens", f"{prompt_tokens:,} in, {sampled_tokens:,} out"
     errors = count_errors(rows)
     yield "errors", ", ".join(f"{name} {count}" for name, count in errors.most_common()) or "none"
     failures = Counter((row.failure, row.summary.get("message", "")) for row in rows if row.failure is not None)
     for (name, message), count in failures.most_common(MAX_FAILURES_SHOWN):
         yield f"{count} × {name}", message
     if rows:
-        times = {phase: _mean([row.summary.get("timing", {}).get(phase, 0.0) for row in rows]) for phase in PHASES}
+        times = {phase: fmean(row.summary.get("timing", {}).get(phase, 0.0) for row in rows) for phase in PHASES}
         timings = ", ".join(f"{phase} {value:.2f}s" for phase, value in times.items() if value >= 0.005)
-        yield (
-            "timing",
-            f"{timings or 'nothing measurable'} (means; slowest rollout "
-            f"{format_duration(max(map(total_seconds, rows)))})",
-        )
+        slowest = format_duration(max(map(total_seconds, rows)))
+        yield "timing", f"{timings or 'nothing measurable'} (means; slowest rollout {slowest})"
 
 
 def describe_mixed_revisions(rows: Sequence[RolloutRecord]) -> str:
@@ -101,7 +99,3 @@ def describe_mixed_revisions(rows: Sequence[RolloutRecord]) -> str:
 def _format_interval(estimate: Estimate) -> str:
     interval = estimate.interval()
     return "one task: unknown" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Where the rollouts of an eval run: here, or in the workers of an env server. What comes of them is the same."""
+"""Runs the rollouts of an eval in this process or in the workers of an env server, with the same results."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,13 +18,13 @@ from ramify.trace import Trace
 WORKER_WAIT_TIMEOUT = 600.0  # seconds a rollout may wait for a worker
 
 RolloutRunner = Callable[[PlannedRollout, ProgressCallback], Awaitable[Sequence[Trace]]]
-"""Runs one pair, telling whoever watches."""
+"""Runs one rollout and returns its traces."""
 
 
 def open_rollout_runner(
     config: EvalConfig, environment: Environment, served: ServedPolicy, path: Path
 ) -> contextlib.AbstractAsyncContextManager[RolloutRunner]:
-    """What runs the pairs of an eval."""
+    """Yield the function that runs the rollouts of an eval; `path` is the run's directory."""
     if config.workers:
         return _open_in_workers(config, environment, served, path)
     return _open_in_process(config, environment, served)
@@ -62,7 +62,7 @@ async def _open_in_workers(
     from ramify.envserver import EnvClient, EnvServerConfig, EnvServerProcess
     from ramify.envserver.messages import compute_environment_digest
 
-    expected = compute_environment_digest(environment.identity)
+    environment_digest = compute_environment_digest(environment.identity)
     urls = config.inference.base_url if isinstance(config.inference, ExternalConfig) else [served.engine_url]
     source = environment.source.model_dump(mode="json")
     if environment.runtime_config.keep:
@@ -84,10 +84,9 @@ async def _open_in_workers(
     async with (
         EnvServerProcess(
             server_config, path / "configs" / "env-server.toml", start_timeout=config.start_deadline
-        ) as child,
-        EnvClient(child.address) as client,
+        ) as server,
+        EnvClient(server.address) as client,
     ):
-        attempts = environment.source.attempts
 
         async def run_in_worker(rollout: PlannedRollout, on_progress: ProgressCallback) -> Sequence[Trace]:
             try:
@@ -97,9 +96,9 @@ async def _open_in_workers(
                     group=rollout.task_key,
                     attempt=rollout.repetition,
                     seed=rollout.derive_seed(config.sampling.seed or 0),
-                    environment_digest=expected,
+                    environment_digest=environment_digest,
                     on_progress=on_progress,
-                    timeout=attempts * environment.source.max_attempt_seconds(rollout.task.timeout)
+                    timeout=environment.source.attempts * environment.source.max_attempt_seconds(rollout.task.timeout)
                     + WORKER_WAIT_TIMEOUT,
                 )
             except WorkerDied as error:
@@ -110,7 +109,7 @@ async def _open_in_workers(
 
 
 def _make_failed_trace(environment: Environment, rollout: PlannedRollout, error: WorkerDied) -> Trace:
-    """What is left of a rollout that no worker survived."""
+    """Return the trace of a rollout whose workers all died."""
     trace = Trace(
         id=rollout.id,
         episode=rollout.id,

@@ -1,4 +1,4 @@
-"""An eval from its configuration to its result: open the run, find what is missing, fill it, say what it means."""
+"""The run of an eval: open the run directory, find the missing rollouts, run them, and return the result."""
 
 import asyncio
 import contextlib
@@ -14,15 +14,14 @@ from ramify.evals.bounds import reward_bounds
 from ramify.evals.config import EvalConfig
 from ramify.evals.display import REFRESH_INTERVAL, EvalDisplay, NullEvalDisplay, choose_display
 from ramify.evals.engine_process import EngineProcess
-from ramify.evals.eval_input import EvalInput, flatten_row, read_config
+from ramify.evals.eval_input import EvalInput, read_config
 from ramify.evals.group_scoring import score_pending_groups
-from ramify.evals.loading import load_plan
-from ramify.evals.plan import PlannedRollout, find_missing
+from ramify.evals.plan import PlannedRollout, find_missing, load_plan
 from ramify.evals.policy import check_server, fetch_served_model, open_policy
 from ramify.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.evals.stats import Estimate, clustered_mean
-from ramify.evals.summary import build_row
+from ramify.evals.summary import build_row, flatten_row
 from ramify.evals.watchdog import Watchdog
 from ramify.interactive import AwaitableResult, is_interactive, run_coroutine
 from ramify.rollout import Environment
@@ -38,19 +37,19 @@ from ramify.store.index import DATABASE_NAME, check_index_file
 from ramify.store.run_directory import check_identity
 from ramify.trace import Trace
 
-IMPORT_TIMEOUT = 120.0  # seconds to import the code of an environment; a worker has as many to boot
-SOURCE_NAME = ""  # what the rows of an eval call their only source
-WORK_DIR = "work"  # where the work directories that are kept lie in the run
+IMPORT_TIMEOUT = 120.0  # seconds to import the environment's code; the boot timeout of a worker is the same
+SOURCE_NAME = ""  # source of all rows of an eval
+WORK_DIR = "work"  # directory of kept work directories, below the run directory
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult(AwaitableResult):
-    """What an eval found: one row for each (task, repetition) that was asked for and has run."""
+    """The result of an eval: the run directory, and one row for each planned rollout that has run."""
 
     path: Path
     rows: Sequence[RolloutRecord]
     num_run: int
-    """How many of them ran now; 0 if all were there."""
+    """Number of rollouts that ran in this call; 0 if the eval was finished before."""
 
     @property
     def reward(self) -> Estimate | None:
@@ -58,12 +57,12 @@ class EvalResult(AwaitableResult):
         return clustered_mean(group_rewards_by_task(self.rows).values(), *reward_bounds(self.rows))
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one plain dict for each rollout, as `pandas.DataFrame` takes them."""
+        """Return one dict of plain values for each rollout, for example for `pandas.DataFrame`."""
         return [flatten_row(row) for row in self.rows]
 
     @property
     def all_failed(self) -> bool:
-        """Whether not a single rollout counts."""
+        """Whether every rollout had a system failure."""
         return all(row.failure is not None for row in self.rows)
 
 
@@ -72,28 +71,36 @@ def evaluate(
     *,
     fresh: bool = False,
     accept_changes: bool = False,
-    keep: bool = False,
+    keep_workdirs: bool = False,
     display: EvalDisplay | None = None,
     watchdog: Watchdog | None = None,
     **settings: Any,
 ) -> EvalResult:
-    """Run an eval, or the rest of it, and return its result. `fresh` begins anew, `keep` leaves work directories.
+    """Run an eval, or the missing part of it, and return its result.
 
     `config` is a configuration, a table of settings, or a taskset: its class, an instance, or its id. `settings` are
     further keys of the table. The call blocks until the eval ends, also inside a running event loop (in a notebook);
-    its result may be awaited. An environment that has changed since the run was started raises EnvironmentChanged,
-    unless `accept_changes`. A `watchdog` may end the process, so only commands should pass one.
+    its result may be awaited. With `fresh` the eval starts over; with `keep_workdirs` work directories are not deleted.
+    Raises EnvironmentChanged if the environment has changed since the run was started, unless `accept_changes` is set.
+    A `watchdog` may end the process, so only commands should pass one.
     """
-    checked = read_config(config, settings)
-    fetch_served_model(checked)  # before the loop: a download blocks, and Ctrl-C should end it
-    options = {"fresh": fresh, "accept_changes": accept_changes, "keep": keep}
-    shown = display or (choose_display() if is_interactive() else NullEvalDisplay())
+    eval_config = read_config(config, settings)
+    fetch_served_model(eval_config)  # outside the event loop: a download blocks, and Ctrl-C must interrupt it
+    if display is None:
+        display = choose_display() if is_interactive() else NullEvalDisplay()
 
-    async def watched() -> EvalResult:
+    async def run(display: EvalDisplay) -> EvalResult:
         with watchdog.watch() if watchdog is not None else contextlib.nullcontext():
-            return await evaluate_async(checked, **options, display=shown, watchdog=watchdog)
+            return await evaluate_async(
+                eval_config,
+                fresh=fresh,
+                accept_changes=accept_changes,
+                keep_workdirs=keep_workdirs,
+                display=display,
+                watchdog=watchdog,
+            )
 
-    return run_coroutine(watched())
+    return run_coroutine(run(display))
 
 
 async def evaluate_async(
@@ -101,17 +108,16 @@ async def evaluate_async(
     *,
     fresh: bool,
     accept_changes: bool,
-    keep: bool,
+    keep_workdirs: bool,
     display: EvalDisplay,
     watchdog: Watchdog | None = None,
 ) -> EvalResult:
-    """The same, inside a loop."""
+    """Run an eval as `evaluate` does, in the running event loop."""
     config = with_eval_split(config)
     path = get_run_path(config)
     with watchdog.extend_timeout(IMPORT_TIMEOUT) if watchdog is not None else contextlib.nullcontext():
-        environment = Environment.load(
-            config.source_with_workdirs_in(path / WORK_DIR) if keep else config.source, keep_sandboxes=keep
-        )
+        source = config.source_with_workdirs_in(path / WORK_DIR) if keep_workdirs else config.source
+        environment = Environment.load(source, keep_sandboxes=keep_workdirs)
     rollouts = await load_plan(environment, config)
     check_server(config)
     if not environment.has_rewards:
@@ -124,13 +130,12 @@ async def evaluate_async(
         )
         with wrap_storage_errors(path):
             write_toml(config, path / "config.toml")
-            if keep:
+            if keep_workdirs:
                 (path / WORK_DIR).mkdir(exist_ok=True)
         rows = {row.id: row for row in store.rollouts(source=SOURCE_NAME)}
         missing_rollouts = find_missing(rollouts, rows)
-        finished_rows = {
-            pair.id: rows[pair.id] for pair in rollouts if pair.id in rows and rows[pair.id].failure is None
-        }
+        missing_ids = {rollout.id for rollout in missing_rollouts}
+        finished_rows = {rollout.id: rows[rollout.id] for rollout in rollouts if rollout.id not in missing_ids}
         progress = EvalProgress(environment.name, len(rollouts), finished_rows)
         try:
             if missing_rollouts:
@@ -144,14 +149,15 @@ async def evaluate_async(
             await score_pending_groups(environment, store, rollouts, progress.rows)
         finally:
             await environment.close()
-        return EvalResult(
-            path, [progress.rows[pair.id] for pair in rollouts if pair.id in progress.rows], len(missing_rollouts)
-        )
+        return EvalResult(path, [progress.rows[rollout.id] for rollout in rollouts], len(missing_rollouts))
 
 
 @dataclass(slots=True)
 class EvalRunner:
-    """Runs the pairs that are missing, so many at a time, and keeps each as soon as it is done."""
+    """Runs rollouts, `config.concurrency` at a time, and stores each as soon as it is finished.
+
+    `revision` is the revision of the environment.
+    """
 
     config: EvalConfig
     environment: Environment
@@ -160,33 +166,30 @@ class EvalRunner:
     progress: EvalProgress
     display: EvalDisplay
     revision: int
-    """Of the environment."""
 
     async def run_all(self, rollouts: Sequence[PlannedRollout]) -> None:
-        """Run them all; the first failure that is not a rollout's own ends them and is raised."""
-        waiting = iter(rollouts)
+        """Run all rollouts. An exception outside a rollout cancels the others and is raised."""
+        queue = iter(rollouts)
         self.progress.start_clock()
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(min(self.config.concurrency, len(rollouts))):
-                    group.create_task(self._run_from_queue(waiting), name=f"rollouts {number}")
+                    group.create_task(self._run_from_queue(queue), name=f"rollouts {number}")
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _run_from_queue(self, waiting: Iterator[PlannedRollout]) -> None:
-        for rollout in waiting:
+    async def _run_from_queue(self, queue: Iterator[PlannedRollout]) -> None:
+        for rollout in queue:
+
+            def on_progress(phase: str, trace: Trace, id: str = rollout.id) -> None:
+                self.progress.update_rollout(id, phase, len(trace.sampled_nodes))
+
             self.progress.start_rollout(rollout.id)
-            traces = await self._run_one(rollout)
+            traces = await self.run_rollout(rollout, on_progress)
             row = build_row(self.environment, rollout.task_key, rollout.repetition, traces, self.revision)
             await self.store.add_rollout(row, traces)
             self.progress.finish_rollout(row)
             self.display.on_rollout_finished(row, self.progress)
-
-    async def _run_one(self, rollout: PlannedRollout) -> Sequence[Trace]:
-        def on_progress(phase: str, trace: Trace) -> None:
-            self.progress.update_rollout(rollout.id, phase, len(trace.sampled_nodes))
-
-        return await self.run_rollout(rollout, on_progress)
 
 
 def find_rollouts_to_run(
@@ -197,7 +200,7 @@ def find_rollouts_to_run(
     fresh: bool,
     accept_changes: bool,
 ) -> list[PlannedRollout]:
-    """Return the pairs that an eval would run. Raises what the eval would raise when it opens its run."""
+    """Return the rollouts that an eval would run. Raises what the eval would raise when it opens its run."""
     path = get_run_path(config)
     if fresh:
         return list(rollouts)
@@ -216,7 +219,7 @@ def find_rollouts_to_run(
 def _observe_environment(
     environment: Environment, rollouts: Sequence[PlannedRollout], config: EvalConfig
 ) -> ObservedEnvironment:
-    tasks = [pair.task for pair in rollouts if pair.repetition == 0]
+    tasks = [rollout.task for rollout in rollouts if rollout.repetition == 0]
     return ObservedEnvironment(
         environment.identity,
         {number: task.content_digest for number, task in enumerate(tasks)},
@@ -226,7 +229,7 @@ def _observe_environment(
 
 
 def _check_environment(store: RunStore, observed: ObservedEnvironment, display: EvalDisplay, *, accept: bool) -> int:
-    """Return the revision of the environment; raise EnvironmentChanged where it is a new one that nobody accepted."""
+    """Record the environment and return its revision. Raises EnvironmentChanged if it changed, unless `accept`."""
     changes = find_changes(store, {SOURCE_NAME: observed})
     if not accept:
         check_no_changes(store, changes)
@@ -238,12 +241,12 @@ def _check_environment(store: RunStore, observed: ObservedEnvironment, display: 
 
 
 def with_eval_split(config: EvalConfig) -> EvalConfig:
-    """The configuration with the `eval` split, unless it says which."""
+    """Return the configuration with the `eval` split, unless it sets a split."""
     return config.model_copy(update={"taskset": {"split": "eval", **config.taskset}})
 
 
 def get_run_path(config: EvalConfig) -> Path:
-    """The run's directory."""
+    """Return the directory of the run."""
     name = config.name or default_run_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
     return config.output / name
 
@@ -267,7 +270,7 @@ async def _refresh_display(progress: EvalProgress, display: EvalDisplay) -> Asyn
 
 @contextlib.asynccontextmanager
 async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncIterator[None]:
-    """Give up as soon as the server that was started for this eval is gone: no rollout can succeed any more."""
+    """Raise ProviderError as soon as the engine that was started for this eval exits; no rollout could succeed then."""
     current_task = asyncio.current_task()
     assert current_task is not None
     engine_exited = False
@@ -289,6 +292,7 @@ async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncIterat
         if not engine_exited:
             raise
         current_task.uncancel()
-        raise ProviderError(f"the model server is gone; the end of {engine.log_path}:\n{engine.log_tail()}") from None
+        message = f"the model server exited; last lines of {engine.log_path}:\n{engine.log_tail()}"
+        raise ProviderError(message) from None
     finally:
         watch_task.cancel()

@@ -1,17 +1,17 @@
-"""What a set of scored rollouts says about a model, and how sure one can be of it.
+"""Scores of a set of rollouts: means, pass rates and their confidence intervals.
 
 Repetitions of one task are not independent, so intervals are clustered by task: a thousand samples of ten tasks are ten
-observations with less noise, not a thousand. An interval for values of a known range stays inside that range: it is
-Wilson's score interval with the sample size that explains the clustered error, and Student's quantile for the number of
-tasks. Simulated coverage is 94 to 99 % from five tasks on, also where nearly all rollouts pass; there `mean ± 2 errors`
-covers 14 to 80 % and ends outside the range. Without a range it is Student's interval.
+observations with less noise, not a thousand. An interval of values with a known range stays inside that range: it is
+Wilson's score interval with the sample size that explains the clustered standard error, and Student's quantile for the
+number of tasks. Its simulated coverage is 94 to 99 % from five tasks on, even if nearly all rollouts pass; there
+`mean ± 2 standard errors` covers 14 to 80 % and leaves the range. Without a range it is Student's interval.
 
 With n samples of a task of which c pass, and C the binomial coefficient, the unbiased estimates are
 
     pass@k = 1 - C(n - c, k) / C(n, k)      at least one of k passes
     pass^k = C(c, k) / C(n, k)              all of k pass
 
-A task with fewer than k samples says nothing about k, and is left out of it.
+A task with fewer than k samples is not used for that k.
 """
 
 import math
@@ -19,15 +19,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-SCALING_THRESHOLD = 1e100  # values from here on are scaled before they are squared or summed
-Z95 = 1.959964  # the normal quantile of a 95 % interval
+SCALING_THRESHOLD = 1e100  # larger values are scaled before they are squared or summed
+Z95 = 1.959964  # normal quantile of a 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks. `error` is its standard error; None with a single task, from which no spread can be seen.
+    """A mean over tasks. `stderr` is its standard error; None for a single task.
 
-    `low` and `high` bound what a single value can be; infinite where the range is unknown.
+    `low` and `high` are the bounds of a single value; infinite if they are unknown.
     """
 
     mean: float
@@ -66,9 +66,9 @@ def student_quantile(degrees_of_freedom: int) -> float:
 
 
 def _wilson_interval(proportion: float, stderr: float, num_tasks: int, quantile: float) -> tuple[float, float]:
-    """Wilson's interval of a share of 0 to 1, for the number of independent samples whose error would be `error`.
+    """Return Wilson's interval of a proportion, for the number of independent samples that has this standard error.
 
-    Without any spread the number of tasks is that of the samples: ten passes of ten do not prove that all pass.
+    If the standard error is 0, the sample size is the number of tasks: ten passes of ten do not prove that all pass.
     """
     variance = proportion * (1.0 - proportion)
     sample_size = variance / stderr**2 if stderr > 0.0 and variance > 0.0 else float(num_tasks)
@@ -81,21 +81,21 @@ def _wilson_interval(proportion: float, stderr: float, num_tasks: int, quantile:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples passes, from n samples of which c did."""
+    """Estimate the probability that at least one of k samples passes, from n samples of which c passed."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """The chance that all of k samples pass."""
+    """Estimate the probability that all of k samples pass, from n samples of which c passed."""
     return math.comb(c, k) / math.comb(n, k)
 
 
 def clustered_mean(
     groups: Iterable[Sequence[float]], low: float = -math.inf, high: float = math.inf
 ) -> Estimate | None:
-    """Return the mean of all values, with an error that treats each group as one observation.
+    """Return the mean of all values, with a standard error that treats each group as one observation.
 
-    `low` and `high` are the lowest and the highest possible value.
+    `low` and `high` are the lowest and the highest possible value. Without any value, return None.
     """
     non_empty = [group for group in groups if group]
     count = sum(map(len, non_empty))
@@ -123,7 +123,7 @@ def safe_mean(values: Sequence[float]) -> float:
 def estimate_pass_rates(
     groups: Iterable[Sequence[float]], k: int, threshold: float
 ) -> tuple[Estimate, Estimate] | None:
-    """(pass@k, pass^k) over the tasks whose groups have k samples; None if none has."""
+    """Return (pass@k, pass^k) over the groups with at least k samples; None if there is none."""
     counts = [(len(group), sum(value >= threshold for value in group)) for group in groups if len(group) >= k]
     if not counts:
         return None
@@ -134,5 +134,5 @@ def estimate_pass_rates(
 
 
 def choose_ks(max_k: int) -> list[int]:
-    """The values of k that are worth showing: powers of two, and the most there is."""
+    """Return the values of k to report: the powers of two up to `max_k`, and `max_k`."""
     return sorted({min(2**power, max_k) for power in range(max_k.bit_length() + 1)}) if max_k else []

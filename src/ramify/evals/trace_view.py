@@ -1,7 +1,7 @@
-"""A trace as a tree in the terminal: what follows without a fork is a list, a fork opens a level.
+"""A trace as a tree in the terminal: nodes without a fork form a list, a fork opens a level.
 
-Each line is one node: who spoke, how many tokens it added, how many of them the policy sampled, and how it ended. Where
-a branch leaves another, the reason stands in front of it.
+Each entry is one node: role, number of tokens, how many of them were sampled, and the finish reason. A branch starts
+with the reason of its fork.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from rich.tree import Tree
 
 from ramify.trace import Node, Trace
 
-MAX_EXCERPT_CHARS = 400  # characters of a message that are shown
+MAX_EXCERPT_CHARS = 400
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 def render_trace_tree(trace: Trace, *, full: bool = False) -> RenderableType:
-    """The whole trace; `full` shows every message to its end."""
+    """Return the trace as a tree, with its rewards and errors below. `full` shows long messages untruncated."""
     forks = {fork["node"]: _format_fork(fork) for fork in trace.info.get("forks", [])}
     untrained = {entry["node"]: str(entry["reason"]) for entry in trace.info.get("untrained", [])}
     tree = Tree(_format_title(trace))
@@ -28,14 +28,14 @@ def render_trace_tree(trace: Trace, *, full: bool = False) -> RenderableType:
 
 
 class NodeLabels(NamedTuple):
-    """What is said about nodes beside their messages: why a branch forked there, why a call is not trained."""
+    """Remarks on nodes, by node index: why a branch forks there, and why a call is not trained."""
 
     forks: Mapping[int, str]
     untrained: Mapping[int, str]
 
 
 def _add_subtrees(tree: Tree, trace: Trace, first_nodes: list[int], labels: NodeLabels, full: bool) -> None:
-    """Add the subtrees that begin at `starts`. No recursion: a conversation may fork a thousand times."""
+    """Add the subtrees of `first_nodes`. Not recursive, because a conversation may fork a thousand times."""
     pending = [(tree, first_nodes)]
     while pending:
         level, nodes = pending.pop()
@@ -72,7 +72,7 @@ def _format_node(node: Node, full: bool, fork: str, untrained: str) -> Text:
     if fork:
         line.append(f" fork: {fork}", "magenta")
     if message.reasoning:
-        line.append(f"\n(thinks) {_excerpt(message.reasoning, full)}", "dim italic")
+        line.append(f"\n[reasoning] {_excerpt(message.reasoning, full)}", "dim italic")
     if message.text:
         line.append(f"\n{_excerpt(message.text, full)}")
     for call in message.tool_calls:
@@ -81,9 +81,9 @@ def _format_node(node: Node, full: bool, fork: str, untrained: str) -> Text:
 
 
 def _format_scores(trace: Trace) -> list[Text]:
-    lines = [Text(f"reward {'due' if trace.reward is None else format(trace.reward, '.4g')}", style="bold")]
+    lines = [Text(f"reward {'missing' if trace.reward is None else format(trace.reward, '.4g')}", style="bold")]
     for name, entry in trace.rewards.items():
-        lines.append(Text(f"  {name}: " + ("due" if entry is None else f"{entry[0]:.4g} x {entry[1]:g}")))
+        lines.append(Text(f"  {name}: " + ("missing" if entry is None else f"{entry[0]:.4g} x {entry[1]:g}")))
     lines += [Text(f"  {name} = {value:.4g}", style="dim") for name, value in trace.metrics.items()]
     if trace.stop:
         lines.append(Text(f"stop {trace.stop}"))
@@ -92,17 +92,15 @@ def _format_scores(trace: Trace) -> list[Text]:
 
 
 def _format_untrained(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
-    """How many calls are not trained; each of them says why."""
+    """Return the number of calls that are not trained; the tree shows the reason at each of them."""
     if not untrained:
         return []
     nodes = ", ".join(f"[{node}]" for node in untrained)
-    return [
-        Text(f"{len(untrained)} of {len(trace.sampled_nodes)} calls are left out of training: {nodes}", style="dim")
-    ]
+    return [Text(f"{len(untrained)} of {len(trace.sampled_nodes)} calls are not trained: {nodes}", style="dim")]
 
 
 def _format_refusals(trace: Trace) -> list[Text]:
-    """What the gateway refused to answer, each once."""
+    """Return one line for each kind of request that the gateway refused."""
     lines: list[Text] = []
     for entry in trace.info.get("refusals", []):
         times = f" ({entry['count']} times)" if entry["count"] > 1 else ""

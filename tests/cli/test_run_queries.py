@@ -49,13 +49,13 @@ def run(tmp_path, monkeypatch):
     return path
 
 
-def test_metrics_of_a_run_that_is_over_are_a_list_of_points(run, capsys):
+def test_metrics_of_an_ended_run_are_a_list_of_points(run, capsys):
     assert main(["metrics", "run", "--name", "reward/*", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == [{"step": step, "name": "reward/all/mean", "value": step / 2} for step in range(3)]
 
 
-def test_metrics_are_summarised_one_line_each_unless_points_are_asked_for(run, capsys):
+def test_metrics_prints_a_summary_or_points(run, capsys):
     assert main(["metrics", str(run)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].split() == ["name", "points", "first", "last", "min", "max", "curve"]
@@ -76,20 +76,20 @@ def test_metrics_are_summarised_one_line_each_unless_points_are_asked_for(run, c
         assert len(said) == 10
 
 
-def test_metrics_of_a_run_that_lives_are_asked_of_it(run, capsys):
+def test_metrics_of_a_live_run_come_from_its_status_server(run, capsys):
     with answering(run), RunStore.open(run):  # its orchestrator holds the database
         assert main(["metrics", "run", "--name", "eval/*/avg", "--json"]) == 0
     assert [point["value"] for point in json.loads(capsys.readouterr().out)] == pytest.approx([0.4, 0.41, 0.42])
 
 
-def test_a_pattern_means_the_same_whether_the_run_lives_or_not(run, capsys):
+def test_pattern_matches_the_same_for_live_and_ended_runs(run, capsys):
     for lives in (answering(run), contextlib.nullcontext()):
         with lives:
             assert main(["metrics", "run", "--name", "[!rt]*", "--json"]) == 0
         assert {point["name"] for point in json.loads(capsys.readouterr().out)} == {"eval/held-out/avg"}
 
 
-def test_why_asks_a_run_that_lives(run, capsys):
+def test_why_queries_a_live_run(run, capsys):
     with answering(run), RunStore.open(run):
         assert main(["why", "run"]) == 0
     said = capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_why_asks_a_run_that_lives(run, capsys):
     assert "1800.0" in said
 
 
-def test_why_of_a_run_that_lives_says_what_failed_and_how_often(run, capsys):
+def test_why_of_a_live_run_counts_failures(run, capsys):
     with answering(run, failures={"WorkerDied": 3}), RunStore.open(run):
         assert main(["why", "run"]) == 0
     said = capsys.readouterr().out
@@ -107,13 +107,13 @@ def test_why_of_a_run_that_lives_says_what_failed_and_how_often(run, capsys):
     assert "WorkerDied: exit code -9" in said
 
 
-def test_why_of_a_run_that_lives_says_which_groups_were_dropped(run, capsys):
+def test_why_of_a_live_run_shows_dropped_groups(run, capsys):
     with answering(run), RunStore.open(run):
         assert main(["why", "run"]) == 0
     assert "dropped groups: 37 × filtered: zero_advantage\n" in capsys.readouterr().out
 
 
-def test_why_reads_how_a_run_ended(run, capsys):
+def test_why_of_an_ended_run_reads_its_files(run, capsys):
     log = run / "logs" / "trainer.log"
     log.parent.mkdir()
     log.write_text("step 3\nProviderError: gone\n")
@@ -126,7 +126,7 @@ def test_why_reads_how_a_run_ended(run, capsys):
     assert "ProviderError: gone" in said
 
 
-def test_an_audit_says_that_nothing_is_lost_or_what_is(run, capsys):
+def test_audit_reports_problems_or_none(run, capsys):
     assert main(["why", "run", "--audit"]) == 0
     assert "1 groups, 0 steps: nothing is lost, nothing counts twice" in capsys.readouterr().out
     with RunStore.open(run) as store:
@@ -135,7 +135,7 @@ def test_an_audit_says_that_nothing_is_lost_or_what_is(run, capsys):
     assert "group 0 was dropped without a reason" in capsys.readouterr().out
 
 
-def test_a_run_whose_database_is_held_and_that_does_not_answer_is_busy(run, capsys):
+def test_run_that_is_locked_and_unresponsive_is_busy(run, capsys):
     with RunStore.open(run):
         assert main(["why", "run"]) == 1
     assert "RunBusy" in capsys.readouterr().err
@@ -155,7 +155,7 @@ with RunStore.open(path):
 """
 
 
-def test_why_shows_the_last_state_of_an_orchestrator_that_does_not_answer(run, capsys):
+def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
     log = run / "logs" / "orchestrator.log"
     log.parent.mkdir()
     log.write_text("step 6: reward 0.625\n")
@@ -185,7 +185,7 @@ def test_why_shows_the_last_state_of_an_orchestrator_that_does_not_answer(run, c
     assert f"the orchestrator, process {holder.pid}, is gone; last state, " in said
 
 
-def test_curves_are_drawn(run, tmp_path, capsys):
+def test_plot_writes_an_image(run, tmp_path, capsys):
     assert main(["plot", "run", str(run), "-o", "pictures/reward.png"]) == 0
     assert (tmp_path / "pictures" / "reward.png").read_bytes().startswith(PNG)
     assert main(["plot", "run", "--name", "nothing/*", "-o", "reward.png"]) == 2
@@ -193,7 +193,7 @@ def test_curves_are_drawn(run, tmp_path, capsys):
     assert main(["plot", "run", "-o", "reward.nonsense"]) == 2
 
 
-def test_runs_of_one_name_in_two_places_are_two_curves(run, tmp_path, monkeypatch):
+def test_plot_labels_runs_with_the_same_name_by_path(run, tmp_path, monkeypatch):
     drawn: dict[str, list[MetricPoint]] = {}
     monkeypatch.setattr("ramify.monitor.plot.draw", lambda points, _: drawn.update(points))
     shutil.copytree(run, tmp_path / "elsewhere" / "run")
@@ -202,19 +202,19 @@ def test_runs_of_one_name_in_two_places_are_two_curves(run, tmp_path, monkeypatc
     assert {label: len(points) for label, points in drawn.items()} == {"outputs/run": 6, "elsewhere/run": 6, "other": 6}
 
 
-def test_a_picture_without_an_ending_is_refused(run, tmp_path, capsys):
+def test_image_path_without_suffix_is_refused(run, tmp_path, capsys):
     assert main(["plot", "run", "-o", "reward"]) == 2
     assert ".png" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_an_export_that_cannot_be_written_is_a_named_failure(run, tmp_path, capsys):
+def test_unwritable_export_is_a_named_failure(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["export", "run", "--to", "jsonl", "-o", str(tmp_path / "file" / "x.jsonl")]) == 1
     assert "StorageFailed" in capsys.readouterr().err
 
 
-def test_a_run_of_another_command_is_refused_by_name(run, capsys):
+def test_why_refuses_sft_and_eval_runs(run, capsys):
     (run / "config.toml").write_text("[data]\n")  # as `ramify sft` leaves it
     assert main(["why", "run"]) == 2
     assert "is no run of `ramify rl`; 'ramify metrics' says what is in it" in capsys.readouterr().err
@@ -228,7 +228,7 @@ def test_a_run_of_another_command_is_refused_by_name(run, capsys):
     assert "is no run of `ramify eval`" in capsys.readouterr().err
 
 
-def test_why_reads_the_ledger_of_a_run_whose_other_files_are_broken(run, capsys):
+def test_why_reads_the_ledger_if_other_files_are_broken(run, capsys):
     (run / "config.toml").write_text("[[train]\n")
     (run / "run.json").write_text("[]")
     for args in (["why", "run"], ["why", "run", "--audit"], ["metrics", "run"]):
@@ -236,12 +236,12 @@ def test_why_reads_the_ledger_of_a_run_whose_other_files_are_broken(run, capsys)
     assert "1 groups, 0 steps: nothing is lost" in capsys.readouterr().out
 
 
-def test_a_run_that_is_not_there_is_exit_2(run, capsys):
+def test_missing_run_is_exit_2(run, capsys):
     for command in ("why", "metrics"):
         assert main([command, "nowhere"]) == 2
     assert "no run 'nowhere'" in capsys.readouterr().err
 
 
-def test_a_mean_does_not_shift_the_curve():
+def test_rolling_mean_does_not_shift_the_curve():
     assert smooth([1.0, 2.0, 3.0, 4.0, 5.0], window=3) == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert smooth([0.0, 3.0, 0.0], window=9) == [0.0, 1.0, 0.0]

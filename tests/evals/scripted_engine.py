@@ -26,13 +26,13 @@ def reply_to(text: str) -> str:
     return f"<reversed_text>{text[::-1][cut:]}</reversed_text>"
 
 
-class Scripted(Fake):
+class ScriptedEngine(Fake):
     """One server, serving "tiny"."""
 
-    def __init__(self, *, late: float = 0.0, owner: str = "ramify") -> None:
+    def __init__(self, *, delay: float = 0.0, owner: str = "ramify") -> None:
         super().__init__()
-        self.late, self.owner = late, owner
-        self.refuse = 0  # how many of the next requests to answer with an error
+        self.delay, self.owner = delay, owner
+        self.fail_next = 0  # how many of the next requests to answer with an error
 
     def card(self) -> dict[str, Any]:
         return {"id": "tiny", "owned_by": self.owner, "max_model_len": 2048, "version": self.version._asdict()}
@@ -48,7 +48,7 @@ class Scripted(Fake):
         if path != "/v1/chat/completions":
             return await super().control(path, exchange)
         self.asked.append(exchange.body)
-        await asyncio.sleep(self.late)
+        await asyncio.sleep(self.delay)
         said = {"role": "assistant", "content": reply_to(exchange.body["messages"][-1]["content"])}
         usage = {"prompt_tokens": 11, "completion_tokens": 7}
         return await exchange.reply({"choices": [{"message": said, "finish_reason": "stop"}], "usage": usage})
@@ -59,18 +59,18 @@ def _user(prompt: str) -> str:
 
 
 async def _answer(engine: Fake, exchange: Exchange) -> None:
-    assert isinstance(engine, Scripted)
-    if engine.refuse:
-        engine.refuse -= 1
+    assert isinstance(engine, ScriptedEngine)
+    if engine.fail_next:
+        engine.fail_next -= 1
         return await exchange.reply({"error": {"message": "out of cheese", "type": "other"}}, 500)
-    await asyncio.sleep(engine.late)
+    await asyncio.sleep(engine.delay)
     return await exchange.reply(engine.sample(exchange.body))
 
 
 @contextlib.contextmanager
-def scripted(**options: Any) -> Iterator[Scripted]:
+def run_scripted_engine(**options: Any) -> Iterator[ScriptedEngine]:
     """The engine, answering from a thread of its own."""
-    loop, engine, stop, ready = asyncio.new_event_loop(), Scripted(**options), asyncio.Event(), threading.Event()
+    loop, engine, stop, ready = asyncio.new_event_loop(), ScriptedEngine(**options), asyncio.Event(), threading.Event()
     engine.behaviour = _answer
 
     async def main() -> None:

@@ -8,13 +8,13 @@ from ramify.env import RolloutContext, Task, Taskset, collect_hooks
 from ramify.trace import Message, ToolCall, Trace
 
 
-def calling(tool: str, /, **arguments: object) -> Message:
+def make_tool_call(tool: str, /, **arguments: object) -> Message:
     """A reply that calls a tool."""
     return Message("assistant", tool_calls=(ToolCall("call", tool, json.dumps(arguments)),))
 
 
-def said(trace: Trace, role: str) -> list[str]:
-    """What was said in a role."""
+def get_texts(trace: Trace, role: str) -> list[str]:
+    """What was get_texts in a role."""
     return [node.message.text for node in trace.nodes if node.message.role == role]
 
 

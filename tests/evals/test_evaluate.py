@@ -10,12 +10,12 @@ import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.evals.config import EvalConfig
 from tests.evals.environments import Config, Echo
-from tests.evals.scripted import scripted
+from tests.evals.scripted_engine import run_scripted_engine
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with scripted() as engine:
+    with run_scripted_engine() as engine:
         yield engine
 
 
@@ -30,7 +30,7 @@ def settings(engine, tmp_path):
     }
 
 
-def test_in_a_running_loop_it_may_be_called_plainly_and_awaited_and_shows_progress(settings):
+def test_evaluate_in_a_running_loop_can_be_called_or_awaited(settings):
     async def cell():
         plain = rf.evaluate(Echo, **settings)
         return plain, await rf.evaluate(Echo, **settings)
@@ -42,13 +42,13 @@ def test_in_a_running_loop_it_may_be_called_plainly_and_awaited_and_shows_progre
     assert "done=4/4" in printed.getvalue()
 
 
-def test_a_class_an_instance_and_a_table_mean_the_same_tasks(settings):
+def test_class_instance_and_table_give_the_same_tasks(settings):
     given = [Echo, Echo(Config(size=2)), {"taskset": Echo}, {"taskset": {"id": Echo, "size": 2}}]
     results = [rf.evaluate(each, **settings, name=f"run-{number}") for number, each in enumerate(given)]
     assert len({tuple(row["id"] for row in result.table()) for result in results}) == 1
 
 
-def test_rows_are_plain_dicts_with_a_column_for_each_reward_and_metric(settings):
+def test_table_has_a_column_per_reward_and_metric(settings):
     rows = rf.evaluate(Echo, **settings).table()
     assert len(rows) == 4
     for row in rows:
@@ -65,12 +65,12 @@ def test_rows_are_plain_dicts_with_a_column_for_each_reward_and_metric(settings)
         assert all(value is None or isinstance(value, str | int | float | bool) for value in row.values())
 
 
-def test_without_anybody_who_watches_nothing_is_printed(settings, capsys):
+def test_nothing_is_printed_outside_a_terminal_or_notebook(settings, capsys):
     rf.evaluate("reverse-text", **settings)
     assert capsys.readouterr().out == ""
 
 
-def test_settings_beside_a_configuration_are_checked_like_those_of_a_table(settings):
+def test_keyword_settings_are_validated(settings):
     config = EvalConfig(taskset={"id": "reverse-text"}, inference=settings["inference"], output=settings["output"])
     assert rf.evaluate(config, model="tiny", num_tasks=1, repetitions=2).num_run == 2
     with pytest.raises(ConfigInvalid, match=r"eval\.num_task: unknown key; did you mean eval\.num_tasks\?"):

@@ -9,7 +9,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
 
 
-def test_the_environment_on_the_page_validates_and_evaluates(tmp_path):
+def test_documented_environment_validates_and_evaluates(tmp_path):
     found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found
     assert sum(bool(line.strip()) for line in found[1].splitlines()) <= 40

@@ -17,7 +17,7 @@ from ramify.gateway import TokenPolicy
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from tests.gateway.sampler import Sampler
 from tests.render.models import renderer
-from tests.tasksets.playing import play
+from tests.tasksets.scripted_agent import play
 
 EXAMPLES = max(6, settings.default.max_examples // 8) if settings.default else 6
 
@@ -40,9 +40,9 @@ def asked(id: str, task) -> str:
     return str({"alphabet-sort": getattr(task, "turns", ""), "wordle": task.answer}.get(id, task.prompt))
 
 
-def test_another_process_with_another_hash_seed_makes_the_same_tasks():
+def test_tasks_do_not_depend_on_the_hash_seed():
     code = (
-        "import json; from tests.tasksets.test_all import SIZES, first_tasks;"
+        "import json; from tests.tasksets.test_every_taskset import SIZES, first_tasks;"
         "print(json.dumps({id: [task.wire() for task in first_tasks(id)] for id in SIZES}))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "17"}
@@ -54,7 +54,7 @@ def test_another_process_with_another_hash_seed_makes_the_same_tasks():
 @pytest.mark.parametrize("id", SIZES)
 @given(data=st.data(), seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)))
 @settings(max_examples=EXAMPLES)
-def test_train_and_eval_share_no_task_whatever_the_config(id, data, seeds):
+def test_train_and_eval_splits_are_disjoint_for_any_config(id, data, seeds):
     sizes = [{name: data.draw(values) for name, values in SIZES[id].items()} for _ in range(2)]
     train = {asked(id, task) for task in first_tasks(id, 40, seed=seeds[0], **sizes[0])}
     held = {asked(id, task) for task in first_tasks(id, 40, seed=seeds[1], split="eval", **sizes[1])}
@@ -64,20 +64,20 @@ def test_train_and_eval_share_no_task_whatever_the_config(id, data, seeds):
 
 @pytest.mark.parametrize("id", SIZES)
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_a_perfect_agent_scores_one(id, split):
+def test_gold_replies_score_one(id, split):
     taskset = plugin.build_plugin("taskset", {"id": id, "split": split})
     for task in islice(taskset.load(), 12):
         assert play(taskset, task, taskset.gold(task)).reward == 1.0
 
 
 @pytest.mark.parametrize("id", SIZES)
-def test_another_seed_makes_other_tasks_and_fewer_are_the_first_of_more(id):
+def test_seed_changes_tasks_and_num_tasks_takes_a_prefix(id):
     assert first_tasks(id, num_tasks=10) == first_tasks(id, num_tasks=15)[:10]
     assert first_tasks(id, num_tasks=10) != first_tasks(id, num_tasks=10, seed=1)
 
 
 @pytest.mark.parametrize("id", SIZES)
-def test_tasks_differ_and_survive_the_wire(id):
+def test_tasks_are_distinct_and_survive_serialization(id):
     tasks = first_tasks(id, 100)
     assert len({task.identity for task in tasks}) == 100
     kind = plugin.build_plugin("taskset", {"id": id}).task_type
@@ -87,7 +87,7 @@ def test_tasks_differ_and_survive_the_wire(id):
 @pytest.mark.parametrize(
     ("settings", "before"), [({"id": "alphabet-sort", "min_turns": 3}, []), ({"id": "wordle"}, ["[about]", "hm"])]
 )
-def test_a_reply_counts_once_where_the_template_rewrites_what_was_said(settings, before):
+def test_reply_counts_once_when_the_template_rewrites_history(settings, before):
     qwen = renderer("qwen3")
     env = Environment.load(SourceConfig(taskset=settings))
     task = next(env.iter_tasks())
@@ -99,7 +99,7 @@ def test_a_reply_counts_once_where_the_template_rewrites_what_was_said(settings,
 
 
 @pytest.mark.parametrize("id", SIZES)
-def test_saying_nothing_scores_nothing(id):
+def test_empty_reply_scores_zero(id):
     taskset = plugin.build_plugin("taskset", {"id": id})
     for task in islice(taskset.load(), 5):
         assert play(taskset, task, "").reward == 0.0

@@ -77,11 +77,11 @@ def ended(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_extras_are_those_that_are_declared():
+def test_extras_match_pyproject():
     assert {"torch", "transformers", "peft", "mcp", "pyarrow", "wandb", "matplotlib"} <= set(extras())
 
 
-def test_every_page_of_help_is_printed(ended):
+def test_every_help_page_is_printed(ended):
     for name in ["--help", *(f"{name} --help" for name in COMMANDS)]:
         code, said = ended[name]
         assert code == 0 and "usage: ramify" in said, (name, code, said[-1000:])
@@ -93,6 +93,6 @@ def test_every_dry_run_works(ended, name):
     assert code == 0, (code, said[-1000:])
 
 
-def test_every_command_with_a_dry_run_is_tried():
+def test_every_command_with_a_dry_run_is_covered():
     sources = {name: (ROOT / "src" / f"{command.module.replace('.', '/')}.py") for name, command in COMMANDS.items()}
     assert {name for name, source in sources.items() if "--dry-run" in source.read_text()} == set(DRY_RUNS)

@@ -60,14 +60,14 @@ def file(tmp_path, monkeypatch):
     return "run.toml"
 
 
-def test_an_engine_has_the_runs_model_and_length_and_its_own_flags(file):
+def test_serve_takes_model_and_length_of_the_run(file):
     config, whole = parse_component(ServeConfig, ["@", file, "--server.port", "81"], RunConfig, build_serve_config)
     assert (config.inference.max_running, config.inference.max_model_len) == (8, 300)
     assert (config.server.port, config.server.model_name) == (81, "tiny")
     assert whole == parse(RunConfig, ["@", file])
 
 
-def test_an_engine_listens_where_the_run_expects_it(file, capsys):
+def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
     outside = ["@", file, "--inference.engine", "vllm"]
     run = parse(RunConfig, ["@", file, '--inference={"engine": "external", "base_url": ["http://127.0.0.2:8123"]}'])
     assert build_serve_config(run)["server"] == {"model_name": "tiny", "host": "127.0.0.2", "port": 8123}
@@ -83,7 +83,7 @@ def test_an_engine_listens_where_the_run_expects_it(file, capsys):
 
 @pytest.mark.parametrize("said", ["", 'dtype = "float32"', 'dtype = "bfloat16"', 'device = "cpu"'])
 @pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
-def test_an_engine_computes_in_the_type_that_a_run_on_one_machine_would_give_it(file, gpus, said, monkeypatch):
+def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, said, monkeypatch):
     """With the type of the files, what was trained was not what was sampled."""
     monkeypatch.setattr("ramify.launch.process_configs.visible_gpus", lambda: gpus)
     Path("run.toml").write_text(f"{RUN}[trainer]\n{said}\n")
@@ -95,7 +95,7 @@ def test_an_engine_computes_in_the_type_that_a_run_on_one_machine_would_give_it(
     assert mine.inference.dtype == "bfloat16"
 
 
-def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys):
+def test_trainer_takes_path_and_address_of_the_run(file, capsys):
     config, _ = parse_component(TrainerProcessConfig, ["@", file], RunConfig, build_trainer_config)
     assert (str(config.path), config.address, config.seed) == ("outputs/whole", "tcp://127.0.0.1:5100", 5)
     assert (config.trainer.optim.lr, config.checkpoint.interval) == (0.5, 3)
@@ -107,7 +107,7 @@ def test_a_trainer_has_the_runs_place_and_the_orchestrators_address(file, capsys
     assert main(["trainer", "@", file, "--replay", "batches", "--dry-run"]) == 0
 
 
-def test_an_env_server_has_one_source_of_the_run_with_the_runs_limits(file, capsys):
+def test_env_server_takes_one_source_with_the_limits_of_the_run(file, capsys):
     words = ["@", file, "--source", "train/one", "--inference.base_url", "http://127.0.0.1:8"]
     config, _ = parse_component(
         EnvServerConfig, words, RunConfig, lambda whole: build_env_server_config(whole, "train/one")
@@ -124,18 +124,18 @@ def test_an_env_server_has_one_source_of_the_run_with_the_runs_limits(file, caps
     assert "source: there are several; pick one of train/one, train/two, eval/one" in capsys.readouterr().err
 
 
-def test_a_source_with_an_endpoint_of_its_own_asks_that(file):
+def test_source_with_its_own_endpoint_uses_it(file):
     table = build_env_server_config(parse(RunConfig, ["@", file]), "train/two")
     assert (table["inference"], table["model"]) == ({"base_url": ["http://127.0.0.1:9"]}, {"name": "other"})
 
 
-def test_the_secret_is_the_runs_where_there_is_one(file, monkeypatch):
+def test_secret_of_the_run_is_used(file, monkeypatch):
     monkeypatch.setenv("RAMIFY_SECRET", "x")
     run = parse(RunConfig, ["@", file])
     assert (run.secret, build_env_server_config(run, "train/one")["secret_env"]) == ("x", "RAMIFY_SECRET")
 
 
-def test_an_address_that_others_can_reach_needs_a_secret(file, monkeypatch, capsys):
+def test_public_address_requires_a_secret(file, monkeypatch, capsys):
     words = ["env-server", "@", file, "--source", "train/two", "--train.1.address", "tcp://0.0.0.0:0", "--dry-run"]
     assert main(words) == 2
     assert "give the server a secret, in the variable that secret_env names" in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_an_address_that_others_can_reach_needs_a_secret(file, monkeypatch, caps
     assert main(words) == 0
 
 
-def test_ports_are_fixed_by_the_base_and_by_nothing_else(file):
+def test_ports_depend_only_on_base_port(file):
     run = parse(RunConfig, ["@", file, "--launch.base_port", "7000"])
     fixed = {"train/one": "tcp://127.0.0.1:7000", "train/two": "tcp://127.0.0.1:7001"}
     assert build_source_addresses(run) == {**fixed, "eval/one": "tcp://127.0.0.1:8000"}
@@ -151,7 +151,7 @@ def test_ports_are_fixed_by_the_base_and_by_nothing_else(file):
     assert set(build_source_addresses(parse(RunConfig, ["@", file])).values()) == {"tcp://127.0.0.1:0"}
 
 
-def test_a_taken_port_is_a_named_failure_of_every_part(file, capsys):
+def test_port_in_use_is_a_named_failure_of_every_part(file, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ["-b", "http://127.0.0.1:9", "--orchestrator.address", f"tcp://127.0.0.1:{port}"]
@@ -159,7 +159,7 @@ def test_a_taken_port_is_a_named_failure_of_every_part(file, capsys):
     assert f"PortTaken: orchestrator.address: tcp://127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
 
 
-def test_an_address_of_another_machine_is_no_port_that_is_taken(file, monkeypatch, capsys):
+def test_address_of_another_machine_is_not_checked(file, monkeypatch, capsys):
     monkeypatch.setenv("RAMIFY_SECRET", "x")
     said = f"tcp://{ELSEWHERE}:5100 cannot be listened on: {ELSEWHERE} is no address of this machine"
     words = ["-b", "http://127.0.0.1:9", "--orchestrator.address", f"tcp://{ELSEWHERE}:5100"]
@@ -171,7 +171,7 @@ def test_an_address_of_another_machine_is_no_port_that_is_taken(file, monkeypatc
 
 
 @pytest.mark.parametrize("command", ["serve", "trainer", "env-server", "orchestrator"])
-def test_an_unknown_key_is_refused_with_the_nearest_wherever_it_stands(file, capsys, command):
+def test_unknown_key_suggests_the_nearest_in_file_and_flags(file, capsys, command):
     Path("run.toml").write_text(RUN.replace("seq_len", "seq_length"))
     assert main([command, "@", file]) == 2
     assert "seq_length: unknown key; did you mean seq_len? (run.toml)" in capsys.readouterr().err
@@ -188,14 +188,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_wherever_it_stands(file, cap
         ("env-server", "--hang_timeot", "hang_timeout"),
     ],
 )
-def test_flags_are_the_parts_own(file, capsys, command, flag, nearest):
+def test_flags_are_keys_of_the_part(file, capsys, command, flag, nearest):
     source = ["--source", "train/two"] if command == "env-server" else []
     assert main([command, "@", file, *source, flag, "3"]) == 2
     assert f"unknown flag {flag}; did you mean --{nearest}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "trainer", "env-server"])
-def test_help_says_which_files_are_read(capsys, command):
+def test_help_describes_the_accepted_files(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert "a whole run's as `ramify rl` takes it" in capsys.readouterr().out

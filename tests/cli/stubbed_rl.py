@@ -1,4 +1,4 @@
-"""`ramify rl` with small programs in place of its processes: `python -m tests.cli.stubbed FOLDER CODE ARGS...`."""
+"""`ramify rl` with small programs in place of its processes: `python -m tests.cli.stubbed_rl FOLDER CODE ARGS...`."""
 
 import dataclasses
 import sys

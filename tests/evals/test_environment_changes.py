@@ -9,7 +9,7 @@ from ramify.errors import ConfigInvalid, EnvironmentChanged
 from ramify.evals import EvalConfig
 from ramify.evals.report import build_report
 from ramify.store import RunLog, RunStore
-from tests.evals.scripted import scripted
+from tests.evals.scripted_engine import run_scripted_engine
 
 ENVIRONMENT = """
 import ramify as rf
@@ -29,7 +29,7 @@ WORDS = ("one", "two", "three", "four")
 
 @pytest.fixture(scope="module")
 def engine():
-    with scripted() as engine:
+    with run_scripted_engine() as engine:
         yield engine
 
 
@@ -77,7 +77,7 @@ def text_of(result) -> str:
     return captured.get()
 
 
-def test_a_changed_reward_is_refused_and_the_file_named(environment, evaluate, engine):
+def test_changed_reward_is_refused_and_names_the_file(environment, evaluate, engine):
     evaluate(environment())
     engine.asked.clear()
     with pytest.raises(EnvironmentChanged, match=r"words\.py has changed") as refused:
@@ -88,13 +88,13 @@ def test_a_changed_reward_is_refused_and_the_file_named(environment, evaluate, e
     assert rewards(evaluate(environment())) == [1.0, 1.0]  # brought back, it is the same run again
 
 
-def test_half_old_half_new_is_refused_where_rollouts_are_missing(environment, evaluate):
+def test_changed_reward_is_refused_when_rollouts_are_missing(environment, evaluate):
     evaluate(environment())
     with pytest.raises(EnvironmentChanged, match=r"words\.py has changed"):
         evaluate(environment(reward="0.5"), num_tasks=4)
 
 
-def test_a_module_beside_the_environment_belongs_to_it(environment, evaluate, tmp_path):
+def test_module_next_to_the_environment_is_part_of_it(environment, evaluate, tmp_path):
     path = environment()
     evaluate(path)
     (tmp_path / "scoring.py").write_text("FULL_MARKS = 0.25\n")
@@ -103,7 +103,7 @@ def test_a_module_beside_the_environment_belongs_to_it(environment, evaluate, tm
         evaluate(path)
 
 
-def test_a_changed_task_is_refused_and_named_although_its_key_is_the_same(environment, evaluate, tmp_path):
+def test_changed_task_with_the_same_key_is_refused_and_named(environment, evaluate, tmp_path):
     data = tmp_path / "words.txt"
     data.write_text("one two three")
     path = tmp_path / "filed.py"
@@ -123,7 +123,7 @@ def test_a_changed_task_is_refused_and_named_although_its_key_is_the_same(enviro
     assert len(evaluate(path, num_tasks=5).rows) == 5
 
 
-def test_an_accepted_change_keeps_what_is_there_and_is_recorded(environment, evaluate):
+def test_accepted_change_keeps_rollouts_and_is_recorded(environment, evaluate):
     evaluate(environment())
     result = evaluate(environment(reward="0.5"), num_tasks=4, accept_changes=True)
     assert rewards(result) == [1.0, 1.0, 0.5, 0.5]
@@ -135,11 +135,11 @@ def test_an_accepted_change_keeps_what_is_there_and_is_recorded(environment, eva
     assert (again.ran, rewards(again)) == (0, rewards(result))
 
 
-def test_without_a_change_nothing_is_said_of_revisions(environment, evaluate):
+def test_report_omits_revisions_without_a_change(environment, evaluate):
     assert "revision" not in text_of(evaluate(environment()))
 
 
-def test_a_changed_key_of_the_taskset_can_be_accepted_and_another_model_cannot(evaluate, engine):
+def test_changed_taskset_key_can_be_accepted_but_not_another_model(evaluate, engine):
     from tests.evals.environments import __file__ as file
 
     evaluate(f"{file}:Echo")
@@ -151,7 +151,7 @@ def test_a_changed_key_of_the_taskset_can_be_accepted_and_another_model_cannot(e
         evaluate("", accept_changes=True, model={"name": "other"}, **changed)
 
 
-def test_a_run_from_before_digests_were_stored_goes_on_and_its_rollouts_are_told_apart(environment, evaluate):
+def test_run_without_stored_digests_resumes_with_unrecorded_revision(environment, evaluate):
     path = evaluate(environment()).path
     with RunStore.open(path) as store:  # as an earlier version has left it
 
