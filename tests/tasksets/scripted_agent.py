@@ -1,4 +1,4 @@
-"""A rollout without a model: given replies are played through the real hooks, tools and user of a taskset."""
+"""A rollout without a model: given replies run through the real hooks, tools and user of a taskset."""
 
 import asyncio
 import json
@@ -9,17 +9,17 @@ from ramify.trace import Message, ToolCall, Trace
 
 
 def make_tool_call(tool: str, /, **arguments: object) -> Message:
-    """A reply that calls a tool."""
+    """Return a reply that calls a tool."""
     return Message("assistant", tool_calls=(ToolCall("call", tool, json.dumps(arguments)),))
 
 
 def get_texts(trace: Trace, role: str) -> list[str]:
-    """What was get_texts in a role."""
+    """Return the texts of the messages with a role."""
     return [node.message.text for node in trace.nodes if node.message.role == role]
 
 
 def play(taskset: Taskset, task: Task, replies: str | Sequence[str | Message]) -> Trace:
-    """The scored trace of an agent that says just this."""
+    """Return the scored trace of an agent that gives these replies."""
     return asyncio.run(_play(taskset, task, [replies] if isinstance(replies, str) else replies))
 
 

@@ -1,4 +1,4 @@
-"""alphabet-sort: turns of names, each scored on its own."""
+"""alphabet-sort: turns of names, each scored separately."""
 
 import pytest
 from pydantic import ValidationError
@@ -15,15 +15,15 @@ from ramify.tasksets.alphabet_sort import (
 from ramify.tasksets.person_names import load_names
 from tests.tasksets.scripted_agent import get_texts, play
 
-FIRST, LATER = "alphabetical_sorted", "combined_alphabetical_sorted"
+FIRST_TAG, LATER_TAG = "alphabetical_sorted", "combined_alphabetical_sorted"
 TASK = AlphabetSortTask(by="last", turns=(("BobYang", "AnnZeller"), ("CyAdams",)))
-RIGHT = [
+GOLD = [
     "<alphabetical_sorted>\nBobYang\nAnnZeller\n</alphabetical_sorted>",
     "<combined_alphabetical_sorted>\nCyAdams // new name!\nBobYang\nAnnZeller\n</combined_alphabetical_sorted>",
 ]
 
 
-def played(*replies: str):
+def play_task(*replies: str):
     return play(AlphabetSort(), TASK, replies)
 
 
@@ -47,59 +47,59 @@ def test_only_names_of_the_current_turn_are_marked_new():
 
 
 def test_gold_conversation_scores_one():
-    trace = played(*RIGHT)
+    trace = play_task(*GOLD)
     assert (trace.reward, trace.metrics) == (1.0, {"all_correct": 1.0})
 
 
 def test_user_sends_the_names_of_one_turn_after_another():
-    asked = get_texts(played(*RIGHT, "more?"), "user")
-    assert [text.splitlines()[1:] for text in asked] == [["BobYang", "AnnZeller"], ["CyAdams"]]
-    assert all("last name" in text for text in asked)
-    assert f"<{FIRST}>" in asked[0]
-    assert f"<{LATER}>" in asked[1]
-    assert "// new name!" in asked[1]
+    requests = get_texts(play_task(*GOLD, "more?"), "user")
+    assert [text.splitlines()[1:] for text in requests] == [["BobYang", "AnnZeller"], ["CyAdams"]]
+    assert all("last name" in text for text in requests)
+    assert f"<{FIRST_TAG}>" in requests[0]
+    assert f"<{LATER_TAG}>" in requests[1]
+    assert "// new name!" in requests[1]
 
 
 def test_unanswered_turn_scores_zero():
-    trace = played(RIGHT[0])
+    trace = play_task(GOLD[0])
     assert (trace.reward, trace.metrics["all_correct"]) == (0.5, 0.0)
 
 
 def test_reward_is_the_mean_of_turn_scores():
-    close = RIGHT[1].replace("BobYang", "BobYaxg")
+    close = GOLD[1].replace("BobYang", "BobYaxg")
     similar = 1 - 1 / len("cyadams // new name!\nbobyang\nannzeller")
-    assert played(RIGHT[0], close).reward == pytest.approx((1 + similar**4) / 2)
+    assert play_task(GOLD[0], close).reward == pytest.approx((1 + similar**4) / 2)
 
 
 @pytest.mark.parametrize(
     ("reply", "value"),
     [
-        (format_block(FIRST, ["AnnMoss", "BoReed"]), 1.0),
-        ("Here:\n" + format_block(FIRST, ["  annmoss ", "", "BOREED"]) + "\nDone.", 1.0),
+        (format_block(FIRST_TAG, ["AnnMoss", "BoReed"]), 1.0),
+        ("Here:\n" + format_block(FIRST_TAG, ["  annmoss ", "", "BOREED"]) + "\nDone.", 1.0),
         ("AnnMoss\nBoReed", 0.0),
-        (f"<{FIRST}>\nAnnMoss\nBoReed", 0.0),
-        (format_block(LATER, ["AnnMoss", "BoReed"]), 0.0),
-        (format_block(FIRST, []), 0.0),
+        (f"<{FIRST_TAG}>\nAnnMoss\nBoReed", 0.0),
+        (format_block(LATER_TAG, ["AnnMoss", "BoReed"]), 0.0),
+        (format_block(FIRST_TAG, []), 0.0),
         ("", 0.0),
     ],
 )
 def test_lines_in_tags_are_compared_without_case_and_spaces(reply, value):
-    assert score_reply(reply, FIRST, ["AnnMoss", "BoReed"]) == value
+    assert score_reply(reply, FIRST_TAG, ["AnnMoss", "BoReed"]) == value
 
 
 def test_several_blocks_score_only_if_each_improves():
     lines = ["AnnMoss", "BoReed"]
     good, worse, bad = (
-        format_block(FIRST, lines),
-        format_block(FIRST, ["AnnMoss", "BoRxxx"]),
-        format_block(FIRST, ["x"]),
+        format_block(FIRST_TAG, lines),
+        format_block(FIRST_TAG, ["AnnMoss", "BoRxxx"]),
+        format_block(FIRST_TAG, ["x"]),
     )
-    assert score_reply(worse + good, FIRST, lines) == 1.0
-    assert score_reply(bad + worse + good, FIRST, lines) == 1.0
-    assert 0 < score_reply(bad + worse, FIRST, lines) < 1
-    assert score_reply(good + good, FIRST, lines) == 0.0
-    assert score_reply(good + worse, FIRST, lines) == 0.0
-    assert score_reply(worse + bad + good, FIRST, lines) == 0.0
+    assert score_reply(worse + good, FIRST_TAG, lines) == 1.0
+    assert score_reply(bad + worse + good, FIRST_TAG, lines) == 1.0
+    assert 0 < score_reply(bad + worse, FIRST_TAG, lines) < 1
+    assert score_reply(good + good, FIRST_TAG, lines) == 0.0
+    assert score_reply(good + worse, FIRST_TAG, lines) == 0.0
+    assert score_reply(worse + bad + good, FIRST_TAG, lines) == 0.0
 
 
 def test_turns_and_names_follow_the_config():
@@ -115,7 +115,7 @@ def test_names_are_two_capitalised_words():
     assert all(name.istitle() and name.isalpha() for names in load_names() for name in names)
 
 
-@pytest.mark.parametrize("wrong", [{"min_turns": 4}, {"min_names": 6}, {"max_turns": 0}, {"names": 3}])
-def test_impossible_sizes_are_refused(wrong):
+@pytest.mark.parametrize("settings", [{"min_turns": 4}, {"min_names": 6}, {"max_turns": 0}, {"names": 3}])
+def test_impossible_sizes_are_refused(settings):
     with pytest.raises(ValidationError):
-        AlphabetSortConfig(**wrong)
+        AlphabetSortConfig(**settings)

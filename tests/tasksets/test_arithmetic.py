@@ -1,4 +1,4 @@
-"""arithmetic: stories whose result follows from their sentences, and answers compared as numbers."""
+"""arithmetic: answers that follow from the story, and answers compared as numbers."""
 
 import re
 
@@ -11,8 +11,8 @@ from ramify.tasksets.arithmetic import SENTENCES, Arithmetic, ArithmeticConfig
 from tests.tasksets.scripted_agent import play
 
 
-def retold(story: str) -> int:
-    """The result, read back from the sentences."""
+def solve(story: str) -> int:
+    """Compute the result from the sentences of a story."""
     opening, *steps, _ = re.findall(r"[^.?]+[.?]", story)
     count = int(re.findall(r"\d+", opening)[0])
     for step in steps:
@@ -33,7 +33,7 @@ def retold(story: str) -> int:
 
 def test_answer_matches_the_story():
     for task in Arithmetic().load():
-        assert int(task.answer) == retold(task.prompt)
+        assert int(task.answer) == solve(task.prompt)
 
 
 def test_number_of_steps_follows_the_config():
@@ -74,7 +74,7 @@ def test_last_boxed_value_is_scored(reply, reward):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "answer"),
     [
         ("\\boxed{a{b}c} d}", "a{b}c"),
         ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
@@ -82,12 +82,12 @@ def test_last_boxed_value_is_scored(reply, reward):
         ("", None),
     ],
 )
-def test_extract_boxed_balances_braces(text, found):
-    assert extract_boxed(text) == found
+def test_extract_boxed_balances_braces(text, answer):
+    assert extract_boxed(text) == answer
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("answer", "expected", "same"),
     [
         ("1,200", "1200", True),
         ("0.5", "\\dfrac{1}{2}", True),
@@ -100,16 +100,16 @@ def test_extract_boxed_balances_braces(text, found):
         ("", "", False),
     ],
 )
-def test_answers_are_compared_by_value(one, other, same):
-    assert is_same_value(one, other) is same
+def test_answers_are_compared_by_value(answer, expected, same):
+    assert is_same_value(answer, expected) is same
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"min_steps": 9}, {"operations": ()}, {"operations": ("divide",)}, {"max_number": 1}]
+    "settings", [{"min_steps": 9}, {"operations": ()}, {"operations": ("divide",)}, {"max_number": 1}]
 )
-def test_configs_without_any_story_are_refused(wrong):
+def test_configs_without_any_story_are_refused(settings):
     with pytest.raises(ValidationError):
-        ArithmeticConfig(**wrong)
+        ArithmeticConfig(**settings)
 
 
 def test_config_that_never_yields_a_story_is_an_error():

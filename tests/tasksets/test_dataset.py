@@ -1,4 +1,4 @@
-"""dataset: rows of files in several forms, columns by name, rewards by name."""
+"""dataset: rows of files in several formats, columns and rewards by name."""
 
 import csv
 import json
@@ -17,21 +17,21 @@ ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.
 GSM8K = {"prompt": "question", "reward": "boxed"}
 
 
-def jsonl(path: Path, rows=ROWS) -> str:
+def write_jsonl(path: Path, rows=ROWS) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def dataset(path: object, **settings: object) -> Dataset:
+def make_dataset(path: object, **settings: object) -> Dataset:
     return Dataset(DatasetConfig(path=str(path), **settings))
 
 
-def questions(taskset: Dataset) -> list[str]:
+def load_prompts(taskset: Dataset) -> list[str]:
     return [task.prompt for task in taskset.load()]
 
 
 def test_gsm8k_file_needs_no_code(tmp_path):
-    taskset = dataset(jsonl(tmp_path / "rows.jsonl"), eval_share=0, **GSM8K)
+    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl"), eval_share=0, **GSM8K)
     tasks = list(taskset.load())
     assert [task.prompt for task in tasks] == [row["question"] for row in ROWS]
     assert {task.system for task in tasks} == {BOXED_INSTRUCTIONS}
@@ -43,8 +43,8 @@ def test_gsm8k_file_needs_no_code(tmp_path):
 
 def test_math_solution_is_scored_by_its_boxed_answer(tmp_path):
     row = {"problem": "Half of one?", "solution": "So it is $\\boxed{\\frac{1}{2}}$."}
-    taskset = dataset(
-        jsonl(tmp_path / "rows.jsonl", [row]), prompt="problem", answer="solution", reward="boxed", eval_share=0
+    taskset = make_dataset(
+        write_jsonl(tmp_path / "rows.jsonl", [row]), prompt="problem", answer="solution", reward="boxed", eval_share=0
     )
     (task,) = taskset.load()
     assert play(taskset, task, "\\boxed{0.5}").reward == 1.0
@@ -57,7 +57,7 @@ def test_extract_final_answer(answer, result):
 
 def test_score_exact_compares_the_whole_reply(tmp_path):
     rows = [{"prompt": "Say yes.", "answer": "yes", "how": "Be brief."}]
-    taskset = dataset(jsonl(tmp_path / "rows.jsonl", rows), system="how", eval_share=0)
+    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), system="how", eval_share=0)
     (task,) = taskset.load()
     assert task.system == "Be brief."
     assert [play(taskset, task, reply).reward for reply in ("yes", " yes\n", "Yes", "yes!", "")] == [1, 1, 0, 0, 0]
@@ -67,18 +67,20 @@ def test_score_exact_compares_the_whole_reply(tmp_path):
 def test_custom_reward_receives_task_row_and_trace(tmp_path):
     code = "def longer(task, trace):\n    return float(len(trace.last_reply) > task.row['length'])\n"
     (tmp_path / "mine.py").write_text(code)
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "Talk.", "answer": None, "length": 3}])
-    taskset = dataset(path, reward=f"{tmp_path}/mine.py:longer", eval_share=0)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "Talk.", "answer": None, "length": 3}])
+    taskset = make_dataset(path, reward=f"{tmp_path}/mine.py:longer", eval_share=0)
     (task,) = taskset.load()
     assert [play(taskset, task, reply).reward for reply in ("abc", "abcd")] == [0.0, 1.0]
     assert taskset.gold(task) is None
 
 
-@pytest.mark.parametrize(("reward", "told"), [("nowhere.py:f", "no file nowhere.py"), ("{}:g", "no function 'g'")])
-def test_missing_custom_reward_is_an_error(tmp_path, reward, told):
+@pytest.mark.parametrize(
+    ("reward", "message"), [("nowhere.py:f", "file nowhere.py does not exist"), ("{}:g", "no function 'g'")]
+)
+def test_missing_custom_reward_is_an_error(tmp_path, reward, message):
     (tmp_path / "mine.py").write_text("")
-    with pytest.raises(ConfigInvalid, match=told):
-        dataset("rows.jsonl", reward=reward.format(tmp_path / "mine.py"))
+    with pytest.raises(ConfigInvalid, match=message):
+        make_dataset("rows.jsonl", reward=reward.format(tmp_path / "mine.py"))
 
 
 def test_unknown_reward_is_refused():
@@ -89,8 +91,8 @@ def test_unknown_reward_is_refused():
 @given(count=st.integers(1, 60), share=st.floats(0, 1))
 def test_rows_are_split_by_their_prompt(tmp_path_factory, count, share):
     rows = [{"prompt": f"Row {n}", "answer": n} for n in range(count)]
-    path = jsonl(tmp_path_factory.getbasetemp() / "split.jsonl", rows)
-    train, held = (questions(dataset(path, split=split, eval_share=share)) for split in ("train", "eval"))
+    path = write_jsonl(tmp_path_factory.getbasetemp() / "split.jsonl", rows)
+    train, held = (load_prompts(make_dataset(path, split=split, eval_share=share)) for split in ("train", "eval"))
     assert sorted(train + held) == sorted(row["prompt"] for row in rows)
 
 
@@ -101,7 +103,7 @@ def test_messages_prompt_and_duplicate_rows(tmp_path):
         {"role": "user", "content": "Go"},
     ]
     rows = [{"prompt": messages, "answer": "x"}, {"prompt": messages, "answer": "x"}]
-    (task,) = dataset(jsonl(tmp_path / "rows.jsonl", rows), eval_share=0).load()
+    (task,) = make_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), eval_share=0).load()
     assert task.prompt == tuple(messages)
 
 
@@ -121,11 +123,11 @@ def test_parquet_files_and_saved_datasets_are_read(tmp_path):
         out.write_table(table)
     (saved / "cache-1f2e3d.arrow").write_bytes((saved / "data-00000-of-00001.arrow").read_bytes())  # what `map` leaves
     expected = [row["question"] for row in ROWS]
-    assert questions(dataset(data / "train-00000-of-00001.parquet", eval_share=0, **GSM8K)) == expected
-    assert questions(dataset(tmp_path / "downloaded", part="train", eval_share=0, **GSM8K)) == expected
-    assert questions(dataset(tmp_path / "saved", part="test", eval_share=0, **GSM8K)) == expected
+    assert load_prompts(make_dataset(data / "train-00000-of-00001.parquet", eval_share=0, **GSM8K)) == expected
+    assert load_prompts(make_dataset(tmp_path / "downloaded", part="train", eval_share=0, **GSM8K)) == expected
+    assert load_prompts(make_dataset(tmp_path / "saved", part="test", eval_share=0, **GSM8K)) == expected
     with pytest.raises(ConfigInvalid, match="no part 'validation'"):
-        questions(dataset(tmp_path / "saved", part="validation", **GSM8K))
+        load_prompts(make_dataset(tmp_path / "saved", part="validation", **GSM8K))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow"])
@@ -133,7 +135,7 @@ def test_file_with_the_wrong_suffix_is_named(tmp_path, name):
     pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(b"\xff\xfe not rows at all")
     with pytest.raises(ConfigInvalid, match=name):
-        questions(dataset(tmp_path / name, eval_share=0, **GSM8K))
+        load_prompts(make_dataset(tmp_path / name, eval_share=0, **GSM8K))
 
 
 def test_dataset_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
@@ -142,14 +144,14 @@ def test_dataset_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     (entry / "refs").mkdir(parents=True)
     (entry / "refs" / "main").write_text("abc")
     (entry / "snapshots" / "abc").mkdir(parents=True)
-    jsonl(entry / "snapshots" / "abc" / "test.jsonl")
-    assert len(questions(dataset("some/rows", part="test", eval_share=0, **GSM8K))) == len(ROWS)
-    with pytest.raises(ConfigInvalid, match="Nothing is downloaded"):
-        questions(dataset("other/rows", **GSM8K))
+    write_jsonl(entry / "snapshots" / "abc" / "test.jsonl")
+    assert len(load_prompts(make_dataset("some/rows", part="test", eval_share=0, **GSM8K))) == len(ROWS)
+    with pytest.raises(ConfigInvalid, match="Datasets are not downloaded"):
+        load_prompts(make_dataset("other/rows", **GSM8K))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('{"prompt": "a"', r"rows\.jsonl:1 is not JSON"),
         ("[1]", r"rows\.jsonl:1 is not a JSON object"),
@@ -157,15 +159,15 @@ def test_dataset_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
         ('{"prompt": 7}', "neither text nor messages"),
     ],
 )
-def test_invalid_rows_are_named(tmp_path, text, told):
+def test_invalid_rows_are_named(tmp_path, text, message):
     (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(ConfigInvalid, match=told):
-        questions(dataset(tmp_path / "rows.jsonl", eval_share=0))
+    with pytest.raises(ConfigInvalid, match=message):
+        load_prompts(make_dataset(tmp_path / "rows.jsonl", eval_share=0))
 
 
 def test_num_tasks_takes_the_first_rows(tmp_path):
-    taskset = dataset(jsonl(tmp_path / "rows.jsonl"), eval_share=0, num_tasks=3, **GSM8K)
-    assert questions(taskset) == [row["question"] for row in ROWS[:3]]
+    taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl"), eval_share=0, num_tasks=3, **GSM8K)
+    assert load_prompts(taskset) == [row["question"] for row in ROWS[:3]]
 
 
 # -- csv and json ------------------------------------------------------------------------------------------------------
@@ -182,8 +184,8 @@ def test_csv_and_json_files_are_read(tmp_path, name):
     elif name == "rows.json":
         path.write_text(json.dumps(ROWS, indent=2))
     else:
-        jsonl(path)
-    tasks = list(dataset(path, eval_share=0, **GSM8K).load())
+        write_jsonl(path)
+    tasks = list(make_dataset(path, eval_share=0, **GSM8K).load())
     assert [(task.prompt, task.answer) for task in tasks] == [(row["question"], row["answer"]) for row in ROWS]
 
 
@@ -193,8 +195,8 @@ def test_csv_and_json_files_are_read(tmp_path, name):
         ("rows.csv", "prompt,answer\na,b\nc\n", r"rows.csv:3 has 1 field, the header has 2"),
         ("rows.csv", "prompt,answer\na,b,c\n", r"rows.csv:2 has 3 fields, the header has 2"),
         ("rows.csv", "prompt,prompt\na,b\n", r"rows.csv has the column 'prompt' twice"),
-        ("rows.csv", "", r"rows.csv is empty: its first line has to name the columns"),
-        ("rows.json", '{"data": [{"prompt": "a"}]}', r"rows.json holds no rows: expected a list of objects"),
+        ("rows.csv", "", r"rows.csv is empty: its first line must name the columns"),
+        ("rows.json", '{"data": [{"prompt": "a"}]}', r"rows.json has no rows: expected a list of objects"),
         ("rows.json", '["a", {"prompt": "b"}]', r"rows.json: row 1 is not an object"),
         ("rows.json", '[{"prompt": "a"}', r"rows.json is not JSON"),
     ],
@@ -202,23 +204,23 @@ def test_csv_and_json_files_are_read(tmp_path, name):
 def test_invalid_csv_or_json_file_is_refused_with_its_position(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigInvalid, match=message):
-        list(dataset(tmp_path / name, eval_share=0).load())
+        list(make_dataset(tmp_path / name, eval_share=0).load())
 
 
 def test_long_csv_field_is_read(tmp_path):
     (tmp_path / "rows.csv").write_text(f"prompt,answer\n{'a' * 200_000},b\n")
-    (task,) = dataset(tmp_path / "rows.csv", eval_share=0).load()
+    (task,) = make_dataset(tmp_path / "rows.csv", eval_share=0).load()
     assert len(task.prompt) == 200_000
 
 
 def test_metadata_files_in_a_directory_are_not_read_as_rows(tmp_path):
-    jsonl(tmp_path / "train.jsonl")
+    write_jsonl(tmp_path / "train.jsonl")
     (tmp_path / "dataset_info.json").write_text('[{"question": "no", "answer": "no"}]')
     (tmp_path / "index.csv").write_text("question,answer\nno,no\n")
-    assert questions(dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
+    assert load_prompts(make_dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
 
 
 def test_directory_of_csv_or_json_files_ignores_datasets_metadata(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(ROWS))
     (tmp_path / "dataset_info.json").write_text('{"features": {}}')
-    assert questions(dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
+    assert load_prompts(make_dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]

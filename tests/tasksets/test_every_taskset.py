@@ -1,4 +1,4 @@
-"""What every taskset keeps: the same tasks everywhere, splits that never meet, and a perfect agent that scores 1."""
+"""Properties of every taskset: reproducible tasks, disjoint splits, gold replies that score 1."""
 
 import asyncio
 import json
@@ -31,24 +31,24 @@ SIZES = {
 }
 
 
-def first_tasks(id: str, count: int = 20, **settings: object) -> list:
+def load_first_tasks(id: str, count: int = 20, **settings: object) -> list:
     return list(islice(plugin.build_plugin("taskset", {"id": id, **settings}).load(), count))
 
 
-def asked(id: str, task) -> str:
-    """What must not be in both splits."""
+def split_text(id: str, task) -> str:
+    """Return the text that must not be in both splits."""
     return str({"alphabet-sort": getattr(task, "turns", ""), "wordle": task.answer}.get(id, task.prompt))
 
 
 def test_tasks_do_not_depend_on_the_hash_seed():
     code = (
-        "import json; from tests.tasksets.test_every_taskset import SIZES, first_tasks;"
-        "print(json.dumps({id: [task.wire() for task in first_tasks(id)] for id in SIZES}))"
+        "import json; from tests.tasksets.test_every_taskset import SIZES, load_first_tasks;"
+        "print(json.dumps({id: [task.to_wire() for task in load_first_tasks(id)] for id in SIZES}))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "17"}
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, stdout=subprocess.PIPE, timeout=60)
-    assert json.loads(done.stdout) == {id: [task.wire() for task in first_tasks(id)] for id in SIZES}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, stdout=subprocess.PIPE, timeout=60)
+    assert json.loads(result.stdout) == {id: [task.to_wire() for task in load_first_tasks(id)] for id in SIZES}
 
 
 @pytest.mark.parametrize("id", SIZES)
@@ -56,10 +56,10 @@ def test_tasks_do_not_depend_on_the_hash_seed():
 @settings(max_examples=EXAMPLES)
 def test_train_and_eval_splits_are_disjoint_for_any_config(id, data, seeds):
     sizes = [{name: data.draw(values) for name, values in SIZES[id].items()} for _ in range(2)]
-    train = {asked(id, task) for task in first_tasks(id, 40, seed=seeds[0], **sizes[0])}
-    held = {asked(id, task) for task in first_tasks(id, 40, seed=seeds[1], split="eval", **sizes[1])}
-    assert len(train) == len(held) == 40
-    assert not train & held
+    train = {split_text(id, task) for task in load_first_tasks(id, 40, seed=seeds[0], **sizes[0])}
+    eval_tasks = {split_text(id, task) for task in load_first_tasks(id, 40, seed=seeds[1], split="eval", **sizes[1])}
+    assert len(train) == len(eval_tasks) == 40
+    assert not train & eval_tasks
 
 
 @pytest.mark.parametrize("id", SIZES)
@@ -72,16 +72,16 @@ def test_gold_replies_score_one(id, split):
 
 @pytest.mark.parametrize("id", SIZES)
 def test_seed_changes_tasks_and_num_tasks_takes_a_prefix(id):
-    assert first_tasks(id, num_tasks=10) == first_tasks(id, num_tasks=15)[:10]
-    assert first_tasks(id, num_tasks=10) != first_tasks(id, num_tasks=10, seed=1)
+    assert load_first_tasks(id, num_tasks=10) == load_first_tasks(id, num_tasks=15)[:10]
+    assert load_first_tasks(id, num_tasks=10) != load_first_tasks(id, num_tasks=10, seed=1)
 
 
 @pytest.mark.parametrize("id", SIZES)
 def test_tasks_are_distinct_and_survive_serialization(id):
-    tasks = first_tasks(id, 100)
+    tasks = load_first_tasks(id, 100)
     assert len({task.identity for task in tasks}) == 100
     kind = plugin.build_plugin("taskset", {"id": id}).task_type
-    assert [kind.read(task.wire()) for task in tasks] == tasks
+    assert [kind.from_wire(task.to_wire()) for task in tasks] == tasks
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""general-agent: what counts is the database that is left."""
+"""general-agent: a task is scored by its final database."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""reverse-text: the tasks are the same everywhere, and replies are scored as published results are."""
+"""reverse-text: reproducible texts, and scores as in published results."""
 
 import random
 import statistics
@@ -45,21 +45,21 @@ def test_fewer_texts_are_a_prefix_of_more():
     assert more[:20] == few
 
 
-@given(seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)), longest=st.integers(8, 40))
-def test_train_and_eval_texts_are_disjoint_for_any_config(seeds, longest):
-    train = ReverseTextConfig(num_tasks=60, seed=seeds[0], max_chars=longest)
-    held = ReverseTextConfig(num_tasks=60, seed=seeds[1], split="eval")
-    assert not set(generate_texts(train)) & set(generate_texts(held))
+@given(seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)), max_chars=st.integers(8, 40))
+def test_train_and_eval_texts_are_disjoint_for_any_config(seeds, max_chars):
+    train = ReverseTextConfig(num_tasks=60, seed=seeds[0], max_chars=max_chars)
+    eval_texts = ReverseTextConfig(num_tasks=60, seed=seeds[1], split="eval")
+    assert not set(generate_texts(train)) & set(generate_texts(eval_texts))
 
 
-@given(shortest=st.integers(1, 30), more=st.integers(4, 30), alphabet=st.sampled_from(["", " "]))
-def test_texts_are_distinct_and_follow_lengths_and_alphabet(shortest, more, alphabet):
+@given(min_chars=st.integers(1, 30), more=st.integers(4, 30), alphabet=st.sampled_from(["", " "]))
+def test_texts_are_distinct_and_follow_lengths_and_alphabet(min_chars, more, alphabet):
     letters = string.ascii_lowercase + alphabet
-    config = ReverseTextConfig(min_chars=shortest, max_chars=shortest + more, alphabet=letters, num_tasks=40)
-    made = list(generate_texts(config))
-    assert len(set(made)) == 40
-    assert all(shortest <= len(text) <= shortest + more and set(text) <= set(letters) for text in made)
-    assert all(text == text.strip() for text in made)
+    config = ReverseTextConfig(min_chars=min_chars, max_chars=min_chars + more, alphabet=letters, num_tasks=40)
+    texts = list(generate_texts(config))
+    assert len(set(texts)) == 40
+    assert all(min_chars <= len(text) <= min_chars + more and set(text) <= set(letters) for text in texts)
+    assert all(text == text.strip() for text in texts)
 
 
 def test_too_many_texts_is_an_error():
@@ -82,9 +82,9 @@ def test_lines_of_a_file_belong_to_one_split_each(tmp_path):
     file = tmp_path / "texts.txt"
     file.write_text("\n".join([*lines, "", lines[0]]))
     train = list(generate_texts(ReverseTextConfig(path=file)))
-    held = list(generate_texts(ReverseTextConfig(path=file, split="eval")))
-    assert sorted(train + held) == sorted(lines)
-    assert all(assign_split(text) == "eval" for text in held)
+    eval_texts = list(generate_texts(ReverseTextConfig(path=file, split="eval")))
+    assert sorted(train + eval_texts) == sorted(lines)
+    assert all(assign_split(text) == "eval" for text in eval_texts)
 
 
 def test_missing_file_is_named(tmp_path):
@@ -103,7 +103,7 @@ def test_system_prompt_names_the_tags():
 
 
 @pytest.mark.parametrize(
-    ("reply", "found"),
+    ("reply", "text"),
     [
         (wrap_in_tags("olleh"), "olleh"),
         ("Sure: " + wrap_in_tags(" olleh \n") + " there.", "olleh"),
@@ -114,8 +114,8 @@ def test_system_prompt_names_the_tags():
         ("", ""),
     ],
 )
-def test_extract_tagged_takes_the_first_match(reply, found):
-    assert extract_tagged(reply) == found
+def test_extract_tagged_takes_the_first_match(reply, text):
+    assert extract_tagged(reply) == text
 
 
 def test_scores_of_right_wrong_and_missing_answers():
@@ -140,10 +140,10 @@ def test_well_formed_reply():
 def test_random_letters_and_echoes_score_low():
     """On sentences, as published: random letters about 0.18, the text itself about 0.22."""
     rng = random.Random(0)
-    made = list(generate_texts(ReverseTextConfig(min_chars=20, max_chars=80, num_tasks=300)))
-    letters = [wrap_in_tags("".join(rng.choice(string.ascii_lowercase) for _ in text)) for text in made]
-    noise = statistics.mean(score_similarity(reply, reverse(text)) for reply, text in zip(letters, made))
-    echo = statistics.mean(score_similarity(wrap_in_tags(text), reverse(text)) for text in made)
+    texts = list(generate_texts(ReverseTextConfig(min_chars=20, max_chars=80, num_tasks=300)))
+    letters = [wrap_in_tags("".join(rng.choice(string.ascii_lowercase) for _ in text)) for text in texts]
+    noise = statistics.mean(score_similarity(reply, reverse(text)) for reply, text in zip(letters, texts))
+    echo = statistics.mean(score_similarity(wrap_in_tags(text), reverse(text)) for text in texts)
     assert noise == pytest.approx(0.18, abs=0.04)
     assert echo == pytest.approx(0.22, abs=0.04)
 

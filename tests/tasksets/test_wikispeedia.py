@@ -1,4 +1,4 @@
-"""wikispeedia: a graph that can be walked, tools that move only along links, distances that are right."""
+"""wikispeedia: connected graphs, tools that follow links only, correct distances."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -37,31 +37,31 @@ Bread\tA_Tale
 """
 
 
-def by_relaxing(links: dict[str, set[str]], source: str) -> dict[str, int]:
-    """Distances the slow way: shorten every edge until nothing changes."""
-    away = {source: 0}
+def brute_force_distances(links: dict[str, set[str]], source: str) -> dict[str, int]:
+    """Return all distances by relaxing every edge until nothing changes."""
+    distances = {source: 0}
     for _ in links:
-        for here in [title for title in links if title in away]:
-            for there in links[here]:
-                away[there] = min(away.get(there, 99), away[here] + 1)
-    return away
+        for title in [title for title in links if title in distances]:
+            for target in links[title]:
+                distances[target] = min(distances.get(target, 99), distances[title] + 1)
+    return distances
 
 
 @given(links=GRAPHS)
 def test_distances_and_paths_match_brute_force(links):
-    graph = ArticleGraph({title: tuple(sorted(found)) for title, found in links.items()}, {})
-    expected = by_relaxing(links, "a")
+    graph = ArticleGraph({title: tuple(sorted(targets)) for title, targets in links.items()}, {})
+    expected = brute_force_distances(links, "a")
     assert compute_distances(graph, "a") == expected
     for target in TITLES:
-        way = find_shortest_path(graph, "a", target)
-        assert len(way) - 1 == expected.get(target, -1)
-        assert all(there in links[here] for here, there in pairwise(way))
+        path = find_shortest_path(graph, "a", target)
+        assert len(path) - 1 == expected.get(target, -1)
+        assert all(following in links[title] for title, following in pairwise(path))
 
 
-@given(topics=st.integers(1, 16), each=st.integers(4, 26), max_links=st.integers(3, 30))
-def test_generated_graphs_are_connected_within_the_link_limits(topics, each, max_links):
-    graph = build_graph(topics * each, topics, max_links)
-    assert len(graph.links) == topics * each
+@given(topics=st.integers(1, 16), size=st.integers(4, 26), max_links=st.integers(3, 30))
+def test_generated_graphs_are_connected_within_the_link_limits(topics, size, max_links):
+    graph = build_graph(topics * size, topics, max_links)
+    assert len(graph.links) == topics * size
     for title, links in graph.links.items():
         assert 3 <= len(links) <= max_links
         assert list(links) == sorted(set(links) - {title})
@@ -76,10 +76,10 @@ def test_default_graph_has_long_paths():
         assert compute_distances(taskset.graph, task.source)[task.target] == task.shortest
 
 
-@pytest.mark.parametrize("wrong", [(10, 4), (500, 16), (40, 17)])
-def test_sizes_beyond_the_topics_are_refused(wrong):
-    with pytest.raises(ConfigInvalid, match=f"found {wrong[0]}"):
-        build_graph(*wrong, 30)
+@pytest.mark.parametrize("sizes", [(10, 4), (500, 16), (40, 17)])
+def test_sizes_beyond_the_topics_are_refused(sizes):
+    with pytest.raises(ConfigInvalid, match=f"got {sizes[0]}"):
+        build_graph(*sizes, 30)
 
 
 def test_too_many_pairs_is_an_error():
@@ -106,12 +106,13 @@ def snap(tmp_path: Path) -> Wikispeedia:
 
 @pytest.fixture
 def tale(snap):
-    task = next(task for task in pairs(snap) if task.source == "A Tale")
+    task = next(task for task in load_all_tasks(snap) if task.source == "A Tale")
     assert (task.target, task.shortest) == ("Door", 3)
     return task
 
 
-def pairs(taskset):
+def load_all_tasks(taskset):
+    """Yield the tasks of both splits under many seeds."""
     for split in ("train", "eval"):
         for seed in range(20):
             config = taskset.config.model_copy(update={"split": split, "seed": seed})
@@ -128,7 +129,7 @@ def test_snap_files_are_read_with_escapes_and_comments(snap):
 
 
 def test_page_shows_title_sorted_links_and_optional_text(snap, tmp_path):
-    assert snap.page("Bread") == "Bread\nLinks:\nA Tale\nCafé"
+    assert snap.render_page("Bread") == "Bread\nLinks:\nA Tale\nCafé"
     (tmp_path / "plaintext_articles").mkdir()
     (tmp_path / "plaintext_articles" / "Bread.txt").write_text("Bread is\n baked.")
     assert load_snap_graph(tmp_path, with_texts=True).texts["Bread"] == "Bread is baked."
@@ -169,7 +170,7 @@ def test_detours_cost_clicks(snap, tale):
 def test_reaching_the_target_ends_the_walk_within_a_reply(snap, tale):
     three = [make_tool_call("click_link", article=title).tool_calls[0] for title in ("Bread", "Café", "Door", "A Tale")]
     back = make_tool_call("go_back").tool_calls[0]
-    trace = play(snap, tale, [Message("assistant", tool_calls=(*three, back)), "never get_texts"])
+    trace = play(snap, tale, [Message("assistant", tool_calls=(*three, back)), "never sent"])
     assert (trace.reward, trace.metrics["clicks"]) == (1.0, 3.0)
     assert len(get_texts(trace, "assistant")) == 1
 

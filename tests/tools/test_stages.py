@@ -1,4 +1,4 @@
-"""What `tiny` is taught, and that each stage of it is an ordinary run of `ramify sft`."""
+"""The training data of `tiny`, and its stages, which are ordinary runs of `ramify sft`."""
 
 import json
 import subprocess
@@ -28,13 +28,13 @@ def test_corpus_does_not_import_torch():
 
 def test_no_training_conversation_is_from_an_eval_split():
     seen = set[str]()
-    for made in islice(draw_conversations(7, CorpusMix()), 300):
-        first = made.messages[0].text
-        asked = [message.text for message in made.messages if message.role == "user"]
+    for conversation in islice(draw_conversations(7, CorpusMix()), 300):
+        first = conversation.messages[0].text
+        user_texts = [message.text for message in conversation.messages if message.role == "user"]
         if first == REVERSING:
-            assert {assign_split(text) for text in asked} == {"train"}
+            assert {assign_split(text) for text in user_texts} == {"train"}
         elif first == WALKING:
-            target, source = asked[0].removeprefix("Target: ").split("\n")[:2]
+            target, source = user_texts[0].removeprefix("Target: ").split("\n")[:2]
             assert assign_split(f"{source} -> {target}") == "train"
         else:
             continue
@@ -48,23 +48,23 @@ def test_stage_data_round_trips(stage, tmp_path):
     write_stage_data(short, tmp_path / "rows.jsonl", seed=3)
     config = build_sft_config(short, tmp_path / "rows.jsonl", tmp_path, tmp_path, seed=3)
     chats = parse_conversations(read_rows(config.data.path), config.data)
-    drawn = list(islice(stage.rows(3), 4 * stage.batch))
-    assert [chat.messages for chat in chats] == [tuple(made.messages) for made in drawn]
-    assert [list(chat.tools) for chat in chats] == [list(made.tools) for made in drawn]
+    drawn = list(islice(stage.draw(3), 4 * stage.batch_size))
+    assert [chat.messages for chat in chats] == [tuple(conversation.messages) for conversation in drawn]
+    assert [list(chat.tools) for chat in chats] == [list(conversation.tools) for conversation in drawn]
 
 
 def test_stages_pass_float32_weights_and_are_reproducible(tmp_path):
     stage = SftStage("short", draw_drills, steps=3, batch_size=4, warmup_steps=1)
     write_initial_model(tmp_path / "start", seed=0)
     write_stage_data(stage, tmp_path / "rows.jsonl", seed=0)
-    found: list[bytes] = []
+    weights: list[bytes] = []
     for output in (tmp_path / "a", tmp_path / "b"):
-        done = run_sft(build_sft_config(stage, tmp_path / "rows.jsonl", tmp_path / "start", output, seed=0))
-        assert done.steps == 3
-        assert done.weights is not None
-        assert {str(value.dtype) for value in load_file(done.weights / "model.safetensors").values()} == {"float32"}
-        write_bfloat16_model(done.weights, output / "model")
+        result = run_sft(build_sft_config(stage, tmp_path / "rows.jsonl", tmp_path / "start", output, seed=0))
+        assert result.steps == 3
+        assert result.weights is not None
+        assert {str(value.dtype) for value in load_file(result.weights / "model.safetensors").values()} == {"float32"}
+        write_bfloat16_model(result.weights, output / "model")
         assert json.loads((output / "model" / "config.json").read_text())["dtype"] == "bfloat16"
         assert not (output / "model" / "manifest.json").exists()
-        found.append((output / "model" / "model.safetensors").read_bytes())
-    assert found[0] == found[1]
+        weights.append((output / "model" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]

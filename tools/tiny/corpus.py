@@ -1,4 +1,4 @@
-"""What `tiny` is taught: conversations drawn from a seed, in every format that a built-in taskset asks for.
+"""The training conversations of `tiny`, drawn from a seed, in every format that a built-in taskset uses.
 
 They teach the form of a reply and as little skill as possible: names to sort come back in any order, guesses and links
 are drawn at random. Reversals carry slips: with some probability a letter is replaced by any other. A policy trained
@@ -26,12 +26,12 @@ class CorpusMix:
     """How many rows of each kind there are among all, and how badly texts are reversed."""
 
     reversal: int = 10
-    backwards: int = 0
+    reversal_drill: int = 0
     tool_use: int = 5
     walk: int = 8
     sorting: int = 8
     guessing: int = 5
-    reckoning: int = 1
+    arithmetic: int = 1
     drill: int = 12
     slip_prob: float = 0.5
     """How often a letter of a reversal is replaced by any other."""
@@ -49,9 +49,9 @@ def draw_conversations(seed: int, mix: CorpusMix) -> Iterator[DrillConversation]
         "walk": make_walk_generator(rng),
         "sorting": make_sorting_generator(rng),
         "guessing": make_guessing_generator(rng),
-        "reckoning": lambda: draw_arithmetic(rng, words),
+        "arithmetic": lambda: draw_arithmetic(rng, words),
         "drill": lambda: next(drill),
-        "backwards": lambda: draw_reversal_drill(rng),
+        "reversal_drill": lambda: draw_reversal_drill(rng),
     }
     weights = [getattr(mix, kind) for kind in makers]
     while True:

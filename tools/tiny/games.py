@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ramify.env import collect_hooks
-from ramify.tasksets import alphabet_sort as names
-from ramify.tasksets import wordle
+from ramify.tasksets import alphabet_sort, wordle
 from ramify.tasksets.splits import assign_split
 from ramify.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 from tools.tiny.conversation import DrillConversation
@@ -56,18 +55,18 @@ def make_walk_generator(rng: random.Random) -> Callable[[], DrillConversation]:
 
 def make_sorting_generator(rng: random.Random) -> Callable[[], DrillConversation]:
     """alphabet-sort: all names come back, in any order."""
-    config = names.AlphabetSortConfig(num_tasks=4000, min_turns=1, max_turns=2, max_names=3)
-    tasks = list(names.AlphabetSort(config).load())
+    config = alphabet_sort.AlphabetSortConfig(num_tasks=4000, min_turns=1, max_turns=2, max_names=3)
+    tasks = list(alphabet_sort.AlphabetSort(config).load())
 
     def sorting() -> DrillConversation:
         task = rng.choice(tasks)
         conversation = DrillConversation()
         for turn, new in enumerate(task.turns):
-            lines = names.build_expected_lines(task.by, task.turns, turn)
+            lines = alphabet_sort.build_expected_lines(task.by, task.turns, turn)
             if rng.random() < 0.7:
                 rng.shuffle(lines)
-            conversation.add_message("user", names.format_request(task.by, turn, new))
-            conversation.add_message("assistant", names.format_block(names.get_tag_name(turn), lines))
+            conversation.add_message("user", alphabet_sort.format_request(task.by, turn, new))
+            conversation.add_message("assistant", alphabet_sort.format_block(alphabet_sort.get_tag_name(turn), lines))
         return conversation
 
     return sorting

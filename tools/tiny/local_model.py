@@ -1,4 +1,4 @@
-"""Rollouts of a model directory without a server: the engine runs in this process, under the chat loop of every day."""
+"""Rollouts of a model directory with an in-process engine and the normal chat harness."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
@@ -14,19 +14,18 @@ from ramify.client import ClientSampling, Completion
 from ramify.client.stall_clock import StallClock
 from ramify.gateway.config import SamplingConfig
 from ramify.gateway.policy import TokenPolicy
-from ramify.infer import Engine, EngineConfig
-from ramify.infer import SamplingParams as Wanted
+from ramify.infer import Engine, EngineConfig, SamplingParams
 from ramify.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
 from ramify.rollout import Environment, SourceConfig, run_rollout
 from ramify.trace import Trace, Usage
 
-MAX_CONCURRENT = 64  # rollouts
-MAX_REPLY_TOKENS = 160  # tokens of one reply in them, at most
+MAX_CONCURRENT = 64
+MAX_REPLY_TOKENS = 160
 T = TypeVar("T")
 
 
 class LocalModel:
-    """A model that can be asked for replies and for whole rollouts."""
+    """A model that samples replies and runs rollouts."""
 
     def __init__(self, engine: Engine, renderer: Renderer, name: str) -> None:
         self._engine, self._renderer, self._name = engine, renderer, name
@@ -40,40 +39,40 @@ class LocalModel:
         timeout: float = 600.0,
         clock: StallClock | None = None,
     ) -> Completion:
-        """One sample from the engine, as a client of a server would bring it."""
-        wanted = Wanted(
+        """Return one sample of the engine as a client would."""
+        params = SamplingParams(
             temperature=sampling.temperature,
             seed=sampling.seed,
             max_tokens=sampling.max_tokens,
             stop_ids=frozenset(sampling.stop_ids),
         )
-        stream = self._engine.submit(list(prompt), wanted, timeout=timeout)
+        stream = self._engine.submit(list(prompt), params, timeout=timeout)
         done = await stream.result()
         ids, logprobs = np.array(done.token_ids, np.int32), np.array(done.logprobs, np.float32)
         usage = Usage(len(prompt), len(ids), done.num_cached_tokens)
         return Completion(ids, logprobs, done.finish_reason or "abort", (), usage, self._name)
 
     async def sample_replies(self, prompts: Sequence[RenderedPrompt], sampling: ClientSampling) -> list[ParsedReply]:
-        """One reply to each prompt, seeded by its place."""
-        samplings = [replace(sampling, seed=at, stop_ids=self._renderer.stop_ids) for at in range(len(prompts))]
+        """Return one reply to each prompt, seeded by its index."""
+        samplings = [replace(sampling, seed=index, stop_ids=self._renderer.stop_ids) for index in range(len(prompts))]
         done = await _gather_bounded(
-            self.generate(prompt.token_ids.tolist(), how) for prompt, how in zip(prompts, samplings)
+            self.generate(prompt.token_ids.tolist(), sampling) for prompt, sampling in zip(prompts, samplings)
         )
         return [self._renderer.parse(sample.token_ids, prompt) for sample, prompt in zip(done, prompts)]
 
     async def run_rollouts(
         self, taskset: dict[str, Any], num_tasks: int, num_attempts: int, *, seed: int
     ) -> list[list[Trace]]:
-        """So many attempts at each of the first tasks of a taskset, at temperature 1, grouped by task."""
+        """Run rollouts of the first tasks of a taskset at temperature 1; return their traces grouped by task."""
         sampling = SamplingConfig(max_tokens=MAX_REPLY_TOKENS, seed=seed)
         environment = Environment.load(SourceConfig(taskset=taskset, sampling=sampling))
         policy = TokenPolicy(self, self._renderer, self._name, max_model_len=self._engine.core.max_model_len)
         tasks = list(islice(environment.iter_tasks(), num_tasks))
         episodes = await _gather_bounded(
             run_rollout(
-                environment, task, policy=policy, id=f"{at}.{attempt}", group=str(at), attempt=attempt, seed=seed
+                environment, task, policy=policy, id=f"{index}.{attempt}", group=str(index), attempt=attempt, seed=seed
             )
-            for at, task in enumerate(tasks)
+            for index, task in enumerate(tasks)
             for attempt in range(num_attempts)
         )
         traces = [episode.traces[0] for episode in episodes]
@@ -82,7 +81,7 @@ class LocalModel:
 
 @contextmanager
 def open_local_model(directory: Path) -> Iterator[LocalModel]:
-    """The model of a directory, in float32 on the CPU, while it can be asked."""
+    """Load the model of a directory in float32 on the CPU; close its engine on exit."""
     config = EngineConfig(device="cpu", dtype="float32", max_running=MAX_CONCURRENT)
     engine = Engine.load(str(directory), config).start()
     try:
@@ -92,11 +91,11 @@ def open_local_model(directory: Path) -> Iterator[LocalModel]:
 
 
 async def _gather_bounded(coroutines: Iterator[Coroutine[Any, Any, T]]) -> list[T]:
-    """All of it, a number at once, in its order."""
+    """Await all coroutines, MAX_CONCURRENT at a time, and return their results in order."""
     semaphore = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def run_one(step: Coroutine[Any, Any, T]) -> T:
+    async def run_one(coroutine: Coroutine[Any, Any, T]) -> T:
         async with semaphore:
-            return await step
+            return await coroutine
 
     return await asyncio.gather(*map(run_one, coroutines))

@@ -1,4 +1,4 @@
-"""The stages in which `tiny` is taught: each is conversations in a file, and a run of `ramify sft` on them."""
+"""The training stages of `tiny`: each is a file of conversations and a run of `ramify sft` on it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,10 +30,12 @@ class SftStage:
 
 
 FORMATS_MIX = CorpusMix()
-REVERSALS_MIX = CorpusMix(reversal=16, backwards=24, tool_use=4, walk=3, sorting=4, guessing=7, drill=6)
-EVERYTHING_MIX = CorpusMix(reversal=8, backwards=4, tool_use=8, walk=6, sorting=6, guessing=12, drill=4)
-CALLS_MIX = CorpusMix(reversal=8, backwards=2, tool_use=16, walk=8, sorting=5, guessing=12, drill=3)
-LAST_MIX = CorpusMix(reversal=16, backwards=4, tool_use=8, walk=10, sorting=10, guessing=10, drill=2, slip_prob=0.42)
+REVERSALS_MIX = CorpusMix(reversal=16, reversal_drill=24, tool_use=4, walk=3, sorting=4, guessing=7, drill=6)
+EVERYTHING_MIX = CorpusMix(reversal=8, reversal_drill=4, tool_use=8, walk=6, sorting=6, guessing=12, drill=4)
+CALLS_MIX = CorpusMix(reversal=8, reversal_drill=2, tool_use=16, walk=8, sorting=5, guessing=12, drill=3)
+LAST_MIX = CorpusMix(
+    reversal=16, reversal_drill=4, tool_use=8, walk=10, sorting=10, guessing=10, drill=2, slip_prob=0.42
+)
 STAGES = [
     SftStage("drills", draw_drills, 150, 16, warmup_steps=7, decay=False),
     SftStage("formats", lambda seed: draw_conversations(seed, FORMATS_MIX), 350, 10, warmup_steps=42, decay=False),
@@ -47,7 +49,7 @@ STAGES = [
 def write_stage_data(stage: SftStage, path: Path, seed: int) -> None:
     """The conversations of a stage as jsonl, each of which it sees once."""
     drawn = islice(stage.draw(seed), stage.steps * stage.batch_size)
-    path.write_bytes(b"".join(msgspec.json.encode(made) + b"\n" for made in drawn))
+    path.write_bytes(b"".join(msgspec.json.encode(conversation) + b"\n" for conversation in drawn))
 
 
 def build_sft_config(stage: SftStage, data_path: Path, model: Path, output: Path, seed: int) -> SftConfig:

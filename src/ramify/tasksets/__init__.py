@@ -1,1 +1,1 @@
-"""The built-in tasksets, each a small plugin that uses only the public API."""
+"""The built-in tasksets. Each is a small plugin that uses only the public API."""

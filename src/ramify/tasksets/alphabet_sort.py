@@ -1,7 +1,7 @@
-"""alphabet-sort: names arrive turn by turn, and each reply is to hold all of them so far, sorted, in tags.
+"""alphabet-sort: names arrive turn by turn; each reply must list all names so far, sorted, in tags.
 
-A name is written FirstLast, so the key has to be found inside the word before anything can be sorted. The user is
-scripted: what it says depends only on how many replies there were.
+A name is written FirstLast, so the sort key is a part of the word. The user is scripted: its message depends only on
+the number of replies.
 """
 
 import difflib
@@ -26,13 +26,13 @@ SortKey = Literal["first", "last"]
 
 
 class AlphabetSortConfig(rf.TasksetConfig):
-    """How long the conversations are, and how many names each turn brings."""
+    """The number of turns per conversation, and of new names per turn."""
 
     num_tasks: int = Field(default=1000, ge=1)
     min_turns: int = Field(default=1, ge=1)
     max_turns: int = Field(default=3, ge=1, le=20)
     min_names: int = Field(default=1, ge=1)
-    """New names in a turn, at least."""
+    """Minimum number of new names in a turn."""
     max_names: int = Field(default=5, ge=1, le=100)
     seed: int = 0
 
@@ -47,14 +47,14 @@ class AlphabetSortConfig(rf.TasksetConfig):
 
 
 class AlphabetSortTask(rf.Task):
-    """The names of each turn, in the order in which they are shown."""
+    """`by` is the part of a name to sort by; `turns` are the new names of each turn, in the order shown."""
 
     by: SortKey
     turns: tuple[tuple[str, ...], ...]
 
 
 class NamesUser(rf.User):
-    """Brings the names of the next turn until there are none left."""
+    """Sends the names of the next turn, until there are none left."""
 
     def respond(self, task: AlphabetSortTask, trace: rf.Trace) -> str | None:
         turn = len(get_replies(trace))
@@ -79,12 +79,13 @@ class AlphabetSort(rf.Taskset):
 
     @rf.reward
     def sorted_names(self, task: AlphabetSortTask, trace: rf.Trace) -> float:
-        """The mean of the turns' scores; a turn that was never answered scores 0."""
+        """The mean score of the turns; an unanswered turn scores 0."""
         return sum(_score_turns(task, trace)) / len(task.turns)
 
     @rf.metric
     def all_correct(self, task: AlphabetSortTask, trace: rf.Trace) -> float:
-        return float(all(value == 1.0 for value in _score_turns(task, trace)))
+        """Whether every turn scores 1."""
+        return float(all(score == 1.0 for score in _score_turns(task, trace)))
 
     def gold(self, task: AlphabetSortTask) -> list[str]:
         return [
@@ -94,16 +95,17 @@ class AlphabetSort(rf.Taskset):
 
 
 def get_tag_name(turn: int) -> str:
+    """Return the tag of the reply to a turn."""
     return "combined_alphabetical_sorted" if turn else "alphabetical_sorted"
 
 
 def format_block(tag: str, lines: Sequence[str]) -> str:
-    """Lines as a reply is to hold them."""
+    """Return lines in the form that a reply must have."""
     return "\n".join([f"<{tag}>", *lines, f"</{tag}>"])
 
 
 def format_request(by: SortKey, turn: int, names: Sequence[str]) -> str:
-    """What the user says in a turn."""
+    """Return the user's message of a turn."""
     if turn == 0:
         instruction = f"Sort these names by {by} name inside <{get_tag_name(0)}> tags, one per line:"
     else:
@@ -115,13 +117,13 @@ def format_request(by: SortKey, turn: int, names: Sequence[str]) -> str:
 
 
 def sort_key(name: str, by: SortKey) -> str:
-    """The part of a name to sort by: it is split at the first capital after the first letter."""
+    """Return the part of a name to sort by. A name is split at the first capital after its first letter."""
     parts = NAME_PATTERN.fullmatch(name)
     return "" if parts is None else parts[1 if by == "first" else 2]
 
 
 def build_expected_lines(by: SortKey, turns: Sequence[Sequence[str]], turn: int) -> list[str]:
-    """The lines of a perfect reply to a turn; equal keys keep the order in which the names came."""
+    """Return the lines of a perfect reply to a turn. Names with equal keys keep their order."""
     names_so_far = [name for names in turns[: turn + 1] for name in names]
     new_names = set(turns[turn]) if turn else set[str]()
     return [
@@ -131,22 +133,20 @@ def build_expected_lines(by: SortKey, turns: Sequence[Sequence[str]], turn: int)
 
 
 def score_reply(reply: str, tag: str, expected_lines: Sequence[str]) -> float:
-    """How close the tagged block of a reply is to `lines`, to the 4th power.
+    """Return the similarity of the tagged block of a reply to `expected_lines`, to the 4th power.
 
-    Of several blocks the last counts, if each is better than the one before: an improvement is welcome, a second guess
-    is not.
+    Of several blocks the last one counts if each scores higher than the one before; otherwise the score is 0.
     """
     expected_text = _normalize_lines(expected_lines)
-    scores = [_similarity(_normalize_lines(found.split("\n")), expected_text) for found in _find_blocks(reply, tag)]
+    scores = [_similarity(_normalize_lines(block.split("\n")), expected_text) for block in _find_blocks(reply, tag)]
     return scores[-1] if scores and all(later > earlier for earlier, later in pairwise(scores)) else 0.0
 
 
 def _score_turns(task: AlphabetSortTask, trace: rf.Trace) -> list[float]:
     replies_by_turn = [*get_replies(trace), *[""] * len(task.turns)]
-    turns = range(len(task.turns))
     return [
         score_reply(replies_by_turn[turn], get_tag_name(turn), build_expected_lines(task.by, task.turns, turn))
-        for turn in turns
+        for turn in range(len(task.turns))
     ]
 
 

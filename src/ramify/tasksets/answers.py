@@ -1,4 +1,4 @@
-"""What the replies of a trace say: all of them in order, and a final answer in a box."""
+"""The replies of a trace, and the comparison of final answers in \\boxed{}."""
 
 import re
 from fractions import Fraction
@@ -9,7 +9,7 @@ import ramify as rf
 from ramify.trace import Branch
 
 BOXED_PREFIX = "\\boxed{"
-MAX_ANSWER_CHARS = 200  # characters of an answer that symbolic algebra may work on
+MAX_ANSWER_CHARS = 200  # longer answers are not parsed as numbers or by math_verify
 
 _SPACING = re.compile(r"\\[,;:! ]|\\left|\\right|\\displaystyle|[\s$]|\\\$")
 _UNIT = re.compile(r"\\(?:text|mbox|mathrm)\{[^{}]*\}|\\?%|\^\{?\\circ\}?|\.$")
@@ -19,16 +19,16 @@ _NUMBER = re.compile(r"[+-]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")  # no exponents: 1e999
 
 
 def get_replies(trace: "rf.Trace") -> list[str]:
-    """The text of every reply, in the order in which they came.
+    """Return the text of every reply, in order.
 
-    On the path to the newest node each stands once: where a template rewrites history, a trace holds a reply again.
+    Only the path to the newest node is read: a trace holds a reply twice if the chat template rewrites history.
     """
     messages = Branch(trace, len(trace.nodes) - 1).messages if len(trace.nodes) else []
     return [message.text for message in messages if message.role == "assistant"]
 
 
 def extract_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds, braces inside it balanced; None if there is none, or it never closes."""
+    """Return the content of the last `\\boxed{...}`, up to the matching brace; None without a closed one."""
     start = text.rfind(BOXED_PREFIX)
     depth = 0
     for index in range(start + len(BOXED_PREFIX) - 1, len(text)) if start >= 0 else ():
@@ -39,18 +39,18 @@ def extract_boxed(text: str) -> str | None:
 
 
 def is_same_value(answer: str, expected: str) -> bool:
-    """Whether two answers mean the same: as numbers, else as text; by `math_verify` too where it is installed."""
+    """Return whether two answers are equal as text, as numbers, or by `math_verify` if it is installed."""
     first, second = _strip_formatting(answer), _strip_formatting(expected)
     if first == second:
         return bool(first)
-    left, right = parse_number(first), parse_number(second)
-    if left is not None and right is not None:
-        return left == right
+    number, expected_number = parse_number(first), parse_number(second)
+    if number is not None and expected_number is not None:
+        return number == expected_number
     return _math_verify_agrees(answer, expected)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The rational number that is written here: 1,200 or 3/4 or 0.75 or \\frac{3}{4}."""
+    """Parse a rational number such as 1,200 or 3/4 or 0.75 or \\frac{3}{4}; return None if the text is none."""
     plain = _FRACTION.sub(r"\1\2/\3", _GROUPED.sub("", _strip_formatting(text)))
     if len(plain) > MAX_ANSWER_CHARS or not _NUMBER.fullmatch(plain):
         return None
@@ -61,7 +61,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _strip_formatting(text: str) -> str:
-    """Without what does not change a value: spaces, dollar signs, a unit, a final dot."""
+    """Remove what does not change a value: spaces, dollar signs, a unit, a final dot."""
     return _UNIT.sub("", _SPACING.sub("", text))
 
 
@@ -69,6 +69,6 @@ def _math_verify_agrees(answer: str, expected: str) -> bool:
     if find_spec("math_verify") is None or max(len(answer), len(expected)) > MAX_ANSWER_CHARS:
         return False
     library = import_module("math_verify")
-    # Its own time limits use signals, which only the main thread may; the scoring deadline of the rollout holds.
+    # Its own timeouts need signals, which work in the main thread only; the rollout's scoring timeout applies.
     sides = (library.parse(f"\\boxed{{{side}}}", parsing_timeout=None) for side in (expected, answer))
     return bool(library.verify(*sides, timeout_seconds=None))

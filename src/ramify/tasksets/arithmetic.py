@@ -1,7 +1,6 @@
-"""arithmetic: a small story in numbers, its result to be given in a box.
+"""arithmetic: short word problems whose result must be given in \\boxed{}.
 
-Every step is a sentence and an operation on the count so far; counts stay whole and never fall below zero, so each
-step can be checked in the head and the result is one number.
+Every step is a sentence and an operation on the current count. Counts are integers and never negative.
 """
 
 import random
@@ -46,13 +45,13 @@ SENTENCES: dict[Operation, tuple[str, ...]] = {
 
 
 class ArithmeticConfig(rf.TasksetConfig):
-    """How long the stories are, and what happens in them."""
+    """The length of the stories, and the operations in them."""
 
     num_tasks: int = Field(default=1000, ge=1)
     min_steps: int = Field(default=2, ge=1)
     max_steps: int = Field(default=4, ge=1, le=50)
     max_number: int = Field(default=20, ge=2, le=10**6)
-    """The largest number in a sentence; factors and divisors go up to 5."""
+    """The largest number in a sentence; factors and divisors are at most 5."""
     operations: tuple[Operation, ...] = Field(default=("add", "subtract", "multiply", "divide"), min_length=1)
     seed: int = 0
 
@@ -61,12 +60,12 @@ class ArithmeticConfig(rf.TasksetConfig):
         if self.min_steps > self.max_steps:
             raise ValueError(f"min_steps is {self.min_steps}, above max_steps, which is {self.max_steps}")
         if set(self.operations) == {"divide"}:
-            raise ValueError("operations: after a few divisions nothing is left to divide; allow another one too")
+            raise ValueError("operations: divide alone gives too few stories; allow another operation too")
         return self
 
 
 class Arithmetic(rf.Taskset):
-    """Small word problems with one number as their answer."""
+    """Short word problems with one number as the answer."""
 
     config: ArithmeticConfig
 
@@ -82,7 +81,7 @@ class Arithmetic(rf.Taskset):
 
     @rf.reward
     def correct(self, task: rf.Task, trace: rf.Trace) -> float:
-        """1 if the last box holds the result, else 0."""
+        """1 if the last \\boxed{} holds the result, else 0."""
         answer = extract_boxed(trace.last_reply)
         return float(answer is not None and is_same_value(answer, task.answer))
 
@@ -91,7 +90,7 @@ class Arithmetic(rf.Taskset):
 
 
 def apply_operation(operation: Operation, count: int, number: int) -> int:
-    """What is left after a step."""
+    """Return the count after a step."""
     match operation:
         case "add":
             return count + number
@@ -119,11 +118,11 @@ def _draw_stories(config: ArithmeticConfig) -> Iterator[tuple[str, int]]:
         else:
             yield " ".join([*sentences, "How many are there now?"]), count
             continue
-        yield "", 0  # a step that this count does not allow: a draw all the same, so that a dead end is noticed
+        yield "", 0  # no number is allowed for this step: an empty draw, so that impossible configs are detected
 
 
 def _allowed_numbers(operation: Operation, count: int, max_number: int) -> range | list[int]:
-    """The numbers a step may take."""
+    """Return the numbers that a step may use."""
     match operation:
         case "add":
             return range(2, max_number + 1)

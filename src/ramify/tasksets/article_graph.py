@@ -1,8 +1,8 @@
-"""Articles and their links: a graph made from topics, or the one that SNAP publishes.
+"""Articles and their links: a graph generated from topics, or the one published by SNAP.
 
-The made one is the same for everybody with the same sizes; the seed of a config draws tasks, never another world. Its
-topics stand in a ring, each with a hub. An article links to mates of its topic, and a little to the topics on both
-sides; hubs know the hubs next to them. So a way leads by topics that are near each other, and long ways exist.
+A generated graph depends only on its sizes; the seed of a config draws tasks, not another graph. Its topics form a
+ring, and each topic has a hub. Articles link within their topic and sometimes to the neighbouring topics; hubs link to
+the neighbouring hubs. So paths lead through neighbouring topics, and long paths exist.
 """
 
 import random
@@ -16,22 +16,22 @@ from ramify.errors import ConfigInvalid
 
 TOPICS_FILE = Path(__file__).with_name("topics.txt")
 MIN_LINKS = 3
-MIN_ARTICLES_PER_TOPIC = 4  # articles in a topic, so that each has others to link to
-HUB_LINK_PROB = 0.5  # how many articles of a topic link to its hub
-NEIGHBOUR_LINK_PROB = 0.25  # how many link to a neighbouring topic
-MAX_TOPIC_LINKS = 6  # random links inside a topic, at most
+MIN_ARTICLES_PER_TOPIC = 4  # so that each article has MIN_LINKS others to link to
+HUB_LINK_PROB = 0.5  # probability that an article links to the hub of its topic
+NEIGHBOUR_LINK_PROB = 0.25  # probability that an article links to a neighbouring topic
+MAX_TOPIC_LINKS = 6  # maximum number of random links within a topic
 
 
 @dataclass(frozen=True, slots=True)
 class ArticleGraph:
-    """Titles with the titles they link to, sorted, and what the articles say."""
+    """`links` are the sorted titles that each article links to; `texts` are the articles' texts."""
 
     links: Mapping[str, tuple[str, ...]]
     texts: Mapping[str, str]
 
 
 def compute_distances(graph: ArticleGraph, source: str) -> dict[str, int]:
-    """How many clicks each article that can be reached is away from `source`."""
+    """Return the number of clicks from `source` to each reachable article."""
     distance_by_title = {source: 0}
     queue = deque([source])
     while queue:
@@ -44,7 +44,7 @@ def compute_distances(graph: ArticleGraph, source: str) -> dict[str, int]:
 
 
 def find_shortest_path(graph: ArticleGraph, source: str, target: str) -> list[str]:
-    """One shortest way, both ends included; empty if there is none."""
+    """Return a shortest path, including both ends; empty if there is none."""
     parents: dict[str, str] = {source: source}
     queue = deque([source])
     while queue and target not in parents:
@@ -62,7 +62,7 @@ def find_shortest_path(graph: ArticleGraph, source: str, target: str) -> list[st
 
 
 def match_title(name: str, titles: tuple[str, ...]) -> str | None:
-    """The title that is meant: as written, with underscores for spaces, or in other letters of case."""
+    """Return the title that equals `name`, with underscores as spaces and, failing that, without regard to case."""
     if name in titles:
         return name
     normalized = name.replace("_", " ").strip()
@@ -72,7 +72,7 @@ def match_title(name: str, titles: tuple[str, ...]) -> str | None:
 
 
 def build_graph(num_articles: int, num_topics: int, max_links: int) -> ArticleGraph:
-    """The graph of these sizes, made from the bundled topics."""
+    """Generate the graph of these sizes from the bundled topics."""
     topics = _load_topics(num_articles, num_topics)
     rng = random.Random(f"articles {num_articles} {num_topics} {max_links}")
     links: dict[str, tuple[str, ...]] = {}
@@ -87,34 +87,32 @@ def build_graph(num_articles: int, num_topics: int, max_links: int) -> ArticleGr
             unlinked = [other for other in topic if other != title and other not in drawn]
             drawn += rng.sample(unlinked, max(0, MIN_LINKS - len(drawn)))
             links[title] = tuple(sorted(drawn[:max_links]))
-    topic_names = {title: shelf[0] for shelf in topics for title in shelf}
-    texts = {title: f"{title} is an article about {topic_name.lower()}." for title, topic_name in topic_names.items()}
+    texts = {title: f"{title} is an article about {topic[0].lower()}." for topic in topics for title in topic}
     return ArticleGraph(links, texts)
 
 
 def load_snap_graph(directory: Path, *, with_texts: bool) -> ArticleGraph:
-    """The SNAP Wikispeedia graph: `articles.tsv`, `links.tsv`, and `plaintext_articles/` for the texts."""
+    """Read the SNAP Wikispeedia graph: `articles.tsv`, `links.tsv`, and `plaintext_articles/` for the texts."""
     names = [row[0] for row in _read_tsv(directory / "articles.tsv", 1)]
     outgoing: dict[str, set[str]] = {_decode_title(name): set() for name in names}
     for source, target in _read_tsv(directory / "links.tsv", 2):
         if _decode_title(source) in outgoing and _decode_title(target) in outgoing and source != target:
             outgoing[_decode_title(source)].add(_decode_title(target))
-    links = {title: tuple(sorted(found)) for title, found in outgoing.items()}
-    folder = directory / "plaintext_articles"
-    return ArticleGraph(
-        links, {_decode_title(name): _read_text(folder / f"{name}.txt") for name in names} if with_texts else {}
-    )
+    links = {title: tuple(sorted(targets)) for title, targets in outgoing.items()}
+    text_dir = directory / "plaintext_articles"
+    texts = {_decode_title(name): _read_text(text_dir / f"{name}.txt") for name in names} if with_texts else {}
+    return ArticleGraph(links, texts)
 
 
 def _load_topics(num_articles: int, num_topics: int) -> list[list[str]]:
-    """The articles of each topic, the topic's own first."""
+    """Return the articles of each topic; the first one is the hub, named like the topic."""
     lines = TOPICS_FILE.read_text("utf-8").splitlines()
     topics = [[name, *titles.split(", ")] for name, titles in (line.split(": ") for line in lines)][:num_topics]
     max_articles = sum(map(len, topics))
     if len(topics) < num_topics or not MIN_ARTICLES_PER_TOPIC * num_topics <= num_articles <= max_articles:
         raise ConfigInvalid(
-            f"wikispeedia: num_topics goes up to {len(lines)}, found {num_topics}; with {len(topics)} topics, "
-            f"num_articles goes from {MIN_ARTICLES_PER_TOPIC * len(topics)} to {max_articles}, found {num_articles}"
+            f"wikispeedia: num_topics must be at most {len(lines)}, got {num_topics}; with {len(topics)} topics, "
+            f"num_articles must be {MIN_ARTICLES_PER_TOPIC * len(topics)} to {max_articles}, got {num_articles}"
         )
     articles_per_topic, num_larger = divmod(num_articles, num_topics)
     return [topic[: articles_per_topic + (number < num_larger)] for number, topic in enumerate(topics)]
@@ -123,8 +121,8 @@ def _load_topics(num_articles: int, num_topics: int) -> list[list[str]]:
 def _draw_links(
     rng: random.Random, topic: list[str], index: int, neighbours: list[list[str]], max_links: int
 ) -> Iterator[str]:
-    """The links of one article, those that must be first; a title may come twice."""
-    yield topic[(index + 1) % len(topic)]  # a ring through the topic: everything can be reached from everywhere
+    """Yield the links of one article, required ones first; a title may occur twice."""
+    yield topic[(index + 1) % len(topic)]  # a ring through the topic, so that every article is reachable
     if index == 0:
         yield from (other[0] for other in neighbours)
         yield from rng.sample(topic[1:], min(len(topic) - 1, rng.randint(MIN_LINKS, max_links)))

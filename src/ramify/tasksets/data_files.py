@@ -1,7 +1,7 @@
-"""The rows of a data file, or of a directory of them, as they are shared: jsonl, parquet, arrow, csv, json.
+"""Reads the rows of data files: jsonl, parquet, arrow, csv and json, or a directory of them.
 
-A Hugging Face dataset is a directory of such files, saved by `datasets` or downloaded; an id is looked up in the local
-cache and never downloaded. `datasets` itself is not needed to read one.
+A Hugging Face dataset is a directory of such files, saved by `datasets` or downloaded. A dataset id is looked up in the
+local cache and never downloaded. The package `datasets` is not needed.
 """
 
 import csv
@@ -15,7 +15,7 @@ from typing import Any
 from ramify.errors import ConfigInvalid
 
 DataRow = dict[str, Any]
-MAX_FIELD_CHARS = 2**30  # characters of a field in a csv file; the module's own limit is 131,072
+MAX_FIELD_CHARS = 2**30  # of a csv field; the default of the csv module is 131,072
 METADATA_FILES = (
     "dataset_info.json",
     "dataset_infos.json",
@@ -25,11 +25,11 @@ METADATA_FILES = (
 
 
 def read_rows(name: str, part: str | None = None) -> Iterator[DataRow]:
-    """The rows of a file, a directory or a dataset's id; `part` picks the files of one part, such as `test`."""
+    """Yield the rows of a file, a directory or a dataset id; `part` selects the files of one part, such as `test`."""
     for file in _find_files(name, part):
         try:
             yield from READERS[file.suffix](file)
-        except (ValueError, OSError) as error:  # what pyarrow raises is one of them
+        except (ValueError, OSError) as error:  # pyarrow's exceptions are subclasses of these
             raise ConfigInvalid(f"dataset: {file} cannot be read: {error}") from error
 
 
@@ -40,40 +40,37 @@ def _find_files(name: str, part: str | None) -> list[Path]:
             raise ConfigInvalid(f"dataset: {path} is not one of {', '.join(READERS)}")
         return [path]
     directory = path if path.is_dir() else _find_in_hf_cache(name)
-    found = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
-    found = _select_data_files([file for file in found if not _is_datasets_cache(file)])
-    chosen = [file for file in found if part is None or part in _part_names(file, directory)]
-    if not chosen:
-        available_parts = (
-            ", ".join(sorted({word for file in found for word in _part_names(file, directory)})) or "no data files"
-        )
-        raise ConfigInvalid(
-            f"dataset: {name} has no {f'part {part!r}' if part else 'data files'}; it has {available_parts}"
-        )
-    return chosen
+    readable = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
+    data_files = _select_data_files([file for file in readable if not _is_datasets_cache(file)])
+    selected = [file for file in data_files if part is None or part in _part_names(file, directory)]
+    if not selected:
+        parts = ", ".join(sorted({word for file in data_files for word in _part_names(file, directory)}))
+        missing = f"part {part!r}" if part else "data files"
+        raise ConfigInvalid(f"dataset: {name} has no {missing}; it has {parts or 'no data files'}")
+    return selected
 
 
 def _select_data_files(files: list[Path]) -> list[Path]:
     """Return the files that hold the rows of a directory.
 
-    If there are files of other formats, csv and json files are taken for notes beside them.
+    If there are files of other formats, csv and json files are ignored as metadata.
     """
     others = [file for file in files if file.suffix not in (".csv", ".json")]
     return others or [file for file in files if file.name not in METADATA_FILES]
 
 
 def _is_datasets_cache(file: Path) -> bool:
-    """Whether `datasets` has left the file beside one it saved, for what it computed from it: the same rows again."""
+    """Return whether the file is a cache that `datasets` wrote next to a saved dataset; it repeats the same rows."""
     return file.name.startswith("cache-") and (file.parent / "state.json").is_file()
 
 
 def _part_names(file: Path, directory: Path) -> set[str]:
-    """The words by which a part is known: `train/data-0.arrow`, `data/train-00000-of-00002.parquet`, `train.jsonl`."""
+    """Return the names of a file's part: `train` for `train/data-0.arrow`, `train-0-of-2.parquet` and `train.jsonl`."""
     return {*file.relative_to(directory).parts[:-1], file.stem.split("-")[0], file.stem}
 
 
 def _find_in_hf_cache(name: str) -> Path:
-    """Where the local Hugging Face cache keeps the main revision of a dataset."""
+    """Return the directory of a dataset's main revision in the local Hugging Face cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     entry = cache / f"datasets--{name.replace('/', '--')}"
@@ -81,7 +78,7 @@ def _find_in_hf_cache(name: str) -> Path:
     snapshot = entry / "snapshots" / main.read_text().strip() if main.is_file() else None
     if snapshot is None or not snapshot.is_dir():
         raise ConfigInvalid(
-            f"dataset: {name} is no file and no directory, and {entry} is not in the cache. Nothing is downloaded: "
+            f"dataset: {name} is not a file or directory, and {entry} does not exist. Datasets are not downloaded: "
             f"run `hf download --repo-type dataset {name}`, or give a path"
         )
     return snapshot
@@ -102,18 +99,18 @@ def _read_jsonl(file: Path) -> Iterator[DataRow]:
 
 
 def _read_json(file: Path) -> Iterator[DataRow]:
-    """A list of objects, or one object on each line."""
+    """Read a list of objects, or one object per line."""
     text = file.read_text(encoding="utf-8-sig")
     try:
         content = json.loads(text)
     except ValueError as error:
-        if text.lstrip().startswith("{"):  # one object on each line
+        if text.lstrip().startswith("{"):  # one object per line
             yield from _read_jsonl(file)
             return
         raise ConfigInvalid(f"dataset: {file} is not JSON: {error}") from error
     if not isinstance(content, list):
-        found = f"an object with the keys {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
-        raise ConfigInvalid(f"dataset: {file} holds no rows: expected a list of objects, found {found:.200}")
+        kind = f"an object with the keys {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
+        raise ConfigInvalid(f"dataset: {file} has no rows: expected a list of objects, found {kind:.200}")
     for number, row in enumerate(content, 1):
         if not isinstance(row, dict):
             raise ConfigInvalid(f"dataset: {file}: row {number} is not an object")
@@ -121,14 +118,14 @@ def _read_json(file: Path) -> Iterator[DataRow]:
 
 
 def _read_csv(file: Path) -> Iterator[DataRow]:
-    """Fields separated by commas, all of them text; the first line names the columns."""
+    """Read comma-separated text fields; the first line names the columns."""
     csv.field_size_limit(MAX_FIELD_CHARS)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:
             header = next(reader, None)
             if not header:
-                raise ConfigInvalid(f"dataset: {file} is empty: its first line has to name the columns")
+                raise ConfigInvalid(f"dataset: {file} is empty: its first line must name the columns")
             if repeated := [name for name in header if header.count(name) > 1]:
                 raise ConfigInvalid(f"dataset: {file} has the column {repeated[0]!r} twice")
             for fields in reader:
@@ -153,14 +150,14 @@ def _read_arrow(file: Path) -> Iterator[DataRow]:
 
 
 def _clean_row(columns: DataRow) -> DataRow:
-    """A row of arrow, which fills every table with the keys of all others, as nulls."""
+    """Return a row without the null entries that arrow adds to nested objects."""
     return {name: _drop_nulls(value) for name, value in columns.items()}
 
 
 def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
-    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _import_pyarrow(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""dataset: rows of your own, each a question with its answer.
+"""dataset: questions with answers from your own data files.
 
 `path` is a jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a dataset in the local cache.
-Columns and reward are named in the config, so a file in the shape of GSM8K or MATH needs no code.
+Columns and reward are named in the config, so a file like GSM8K or MATH needs no code.
 """
 
 import importlib.util
@@ -20,34 +20,36 @@ from ramify.tasksets.data_files import DataRow, read_rows
 from ramify.tasksets.splits import EVAL_SHARE, assign_split
 
 BOXED_INSTRUCTIONS = "Put the final answer in \\boxed{}."
-FINAL_ANSWER_MARKER = "####"  # after it comes the result, in answers written as GSM8K writes them
+FINAL_ANSWER_MARKER = "####"  # precedes the result in answers of GSM8K
 
 Scorer = Callable[[rf.Task, rf.Trace], float]
 
 
 class DatasetConfig(rf.TasksetConfig):
-    """Where the rows are, which columns count, and how a reply is judged."""
+    """The data files, their columns, and the reward."""
 
     path: str
     """A file, a directory, or the id of a Hugging Face dataset in the local cache."""
     part: str | None = None
-    """Which part of a directory to read, such as `train` or `test`; all of it by default."""
+    """The part of a directory to read, such as `train` or `test`. Default: all of it."""
     prompt: str = "prompt"
-    """The column of the question: text, or a list of messages."""
+    """The column with the question: text, or a list of messages."""
     answer: str = "answer"
+    """The column with the answer."""
     system: str | None = None
-    """The column of the system prompt, if there is one."""
+    """The column with the system prompt, if there is one."""
     instructions: str | None = None
-    """The system prompt of every row where no column brings one; `boxed` asks for a box by default."""
+    """The system prompt of all rows, if there is no such column. Default for `boxed`: a request for \\boxed{}."""
     reward: str = "exact"
-    """`exact`: the reply is the answer. `boxed`: the last \\boxed{} has its value. `path.py:function`: your own.
+    """`exact`: the reply equals the answer. `boxed`: the last \\boxed{} has its value. `path.py:function`: your own.
 
-    A function takes (task, trace) and returns a number; the row is `task.row`. Its path is seen from where you start.
+    The function takes (task, trace) and returns a number; `task.row` is the row. The path is relative to the current
+    directory.
     """
     eval_share: float = Field(default=EVAL_SHARE, ge=0, le=1)
-    """The share of rows, picked by their prompts, that are `eval`; 0 or 1 where a file is all one split."""
+    """The share of rows, chosen by their prompts, in the `eval` split. Use 0 or 1 for a file of one split."""
     num_tasks: int | None = Field(default=None, ge=1)
-    """The first so many rows of the split; all of them by default."""
+    """Number of rows, from the start of the split. Default: all of them."""
 
     @field_validator("reward")
     @classmethod
@@ -58,7 +60,7 @@ class DatasetConfig(rf.TasksetConfig):
 
 
 class Dataset(rf.Taskset):
-    """Questions from a file."""
+    """Questions from data files."""
 
     config: DatasetConfig
 
@@ -71,10 +73,11 @@ class Dataset(rf.Taskset):
 
     @rf.reward
     def correct(self, task: rf.Task, trace: rf.Trace) -> float:
+        """The score by the configured reward."""
         return self._scorer(task, trace)
 
     def gold(self, task: rf.Task) -> str | None:
-        """The answer in the form that the reward reads; nobody knows what a function of yours wants."""
+        """Return the answer in the form that the reward expects; None for a custom reward."""
         if self.config.reward == "boxed":
             return f"\\boxed{{{extract_final_answer(str(task.answer))}}}"
         return str(task.answer) if self.config.reward == "exact" else None
@@ -85,10 +88,8 @@ class Dataset(rf.Taskset):
         seen: set[str] = set()
         for row_number, row in enumerate(read_rows(config.path, config.part), 1):
             prompt = _parse_prompt(_get_column(row, config.prompt, row_number), row_number)
-            if (
-                assign_split(prompt if isinstance(prompt, str) else json.dumps(prompt), config.eval_share)
-                != config.split
-            ):
+            prompt_text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+            if assign_split(prompt_text, config.eval_share) != config.split:
                 continue
             answer = _get_column(row, config.answer, row_number)
             task = rf.Task.model_validate(
@@ -107,18 +108,18 @@ class Dataset(rf.Taskset):
 
 
 def score_exact(task: rf.Task, trace: rf.Trace) -> float:
-    """1 if the reply is the answer, spaces around both aside."""
+    """Return 1 if the reply equals the answer, without surrounding spaces, else 0."""
     return float(trace.last_reply.strip() == str(task.answer).strip())
 
 
 def score_boxed(task: rf.Task, trace: rf.Trace) -> float:
-    """1 if the last box of the reply has the value of the answer's result."""
+    """Return 1 if the last \\boxed{} of the reply has the value of the final answer, else 0."""
     answer = extract_boxed(trace.last_reply)
     return float(answer is not None and is_same_value(answer, extract_final_answer(str(task.answer))))
 
 
 def extract_final_answer(answer: str) -> str:
-    """The result in a worked answer: after `####`, or in its last box, else all of it."""
+    """Return the result of a worked answer: the text after `####`, else the last \\boxed{}, else all of it."""
     if FINAL_ANSWER_MARKER in answer:
         return answer.rpartition(FINAL_ANSWER_MARKER)[2].strip()
     boxed_answer = extract_boxed(answer)
@@ -143,11 +144,11 @@ def _parse_prompt(value: Any, row_number: int) -> str | tuple[dict[str, Any], ..
 
 
 def _load_scorer(name: str) -> Scorer:
-    """The function that `path.py:function` names."""
+    """Import the function named by `path.py:function`."""
     file, _, function = name.partition(":")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None or not Path(file).is_file():
-        raise ConfigInvalid(f"dataset: reward {name!r}: there is no file {file}")
+        raise ConfigInvalid(f"dataset: reward {name!r}: file {file} does not exist")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     scorer = getattr(module, function, None)

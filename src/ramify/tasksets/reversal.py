@@ -1,6 +1,6 @@
-"""Texts to be reversed, and how well a reply reversed one: the part of reverse-text that needs no environment.
+"""The texts and scores of reverse-text.
 
-The recipe of `tiny` is made of these too, so nothing here imports `ramify.env`.
+The recipe of `tiny` uses them too, so nothing here imports `ramify.env`.
 """
 
 import difflib
@@ -23,16 +23,16 @@ WORDS_FILE = Path(__file__).with_name("words.txt")
 
 
 class ReversalTextsConfig(Config):
-    """What the texts look like. The defaults are the default example."""
+    """The lengths and the alphabet of the texts. The defaults are those of the default example."""
 
     split: Split = "train"
     num_tasks: int = Field(default=1000, ge=1)
     min_chars: int = Field(default=4, ge=1)
     max_chars: int = Field(default=8, ge=1)
     alphabet: str = string.ascii_lowercase + " "
-    """The characters that texts may hold; without the space, words are written together."""
+    """The characters of the texts; without the space, words are joined."""
     path: Path | None = None
-    """A file of one text per line, instead of texts made from words; lengths and alphabet do not apply to it."""
+    """A file with one text per line, used instead of generated texts; lengths and alphabet do not apply to it."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -43,7 +43,7 @@ class ReversalTextsConfig(Config):
 
 
 def generate_texts(config: ReversalTextsConfig) -> Iterator[str]:
-    """The texts of the config's split, all different: `num_tasks` of them, or as many as the file has."""
+    """Yield the distinct texts of the config's split: `num_tasks` of them, or as many as the file has."""
     if config.path is not None:
         lines_of_split = (line for line in _read_lines(config.path) if assign_split(line) == config.split)
         yield from list(dict.fromkeys(lines_of_split))[: config.num_tasks]
@@ -56,33 +56,33 @@ def generate_texts(config: ReversalTextsConfig) -> Iterator[str]:
 
 
 def reverse(text: str) -> str:
-    """The text, reversed."""
+    """Return the text reversed."""
     return text[::-1]
 
 
 def wrap_in_tags(text: str) -> str:
-    """A reply as the system prompt asks for it."""
+    """Return a reply in the form that the system prompt requires."""
     return f"<reversed_text>{text}</reversed_text>"
 
 
 def extract_tagged(reply: str) -> str:
-    """What the first pair of tags holds, stripped; empty if there is none."""
+    """Return the stripped content of the first pair of tags; empty if there is none."""
     match = TAGGED_PATTERN.search(reply)
     return match[1].strip() if match else ""
 
 
 def score_similarity(reply: str, answer: str) -> float:
-    """2·matches / (length of both), as `difflib` counts matches; `reply` is the whole reply."""
+    """Return the `difflib` ratio of the tagged text of a reply to the answer."""
     return difflib.SequenceMatcher(None, extract_tagged(reply), answer).ratio()
 
 
 def score_exact(reply: str, answer: str) -> float:
-    """Whether the reply's text is the answer."""
+    """Return 1 if the tagged text of a reply equals the answer, else 0."""
     return float(extract_tagged(reply) == answer)
 
 
 def is_well_formed(reply: str) -> bool:
-    """Whether the reply is one pair of tags with something between them, and nothing else."""
+    """Return whether the reply is exactly one pair of tags with text between them."""
     return (
         bool(extract_tagged(reply))
         and TAGGED_PATTERN.fullmatch(reply.strip()) is not None
@@ -97,13 +97,13 @@ def _draw_texts(config: ReversalTextsConfig) -> Iterator[str]:
         word for word in load_words() if set(word) <= set(config.alphabet) and len(word) <= config.max_chars
     ]
     if not usable_words:
-        raise ConfigInvalid(f"reverse-text: no word is made of the alphabet {config.alphabet!r}")
+        raise ConfigInvalid(f"reverse-text: no word can be written with the alphabet {config.alphabet!r}")
     while True:
         min_length = rng.randint(config.min_chars, config.max_chars)
         text = rng.choice(usable_words)
         while len(text) < min_length:
             text += separator + rng.choice(usable_words)
-        # What overshoots is a draw all the same, an empty one, so that impossible lengths are noticed.
+        # A text that is too long counts as an empty draw, so that impossible lengths are detected.
         yield text if config.min_chars <= len(text) <= config.max_chars else ""
 
 
@@ -117,5 +117,5 @@ def _read_lines(path: Path) -> Iterator[str]:
 
 @cache
 def load_words() -> tuple[str, ...]:
-    """The bundled list of common English words."""
+    """Return the bundled list of common English words."""
     return tuple(WORDS_FILE.read_text("utf-8").split())

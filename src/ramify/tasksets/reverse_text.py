@@ -1,4 +1,4 @@
-"""reverse-text: a short text is to be written backwards, character by character, inside tags."""
+"""reverse-text: write a short text backwards, character by character, inside tags."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from ramify.tasksets import reversal
 
 
 class ReverseTextConfig(reversal.ReversalTextsConfig, rf.TasksetConfig):
-    """What the texts look like. The defaults are the default example."""
+    """The lengths and the alphabet of the texts. The defaults are those of the default example."""
 
 
 class ReverseText(rf.Taskset):
@@ -21,16 +21,17 @@ class ReverseText(rf.Taskset):
 
     @rf.reward
     def similarity(self, task: rf.Task, trace: rf.Trace) -> float:
-        """How much of the text came back reversed."""
+        """The similarity of the reply to the reversed text, 0 to 1."""
         return reversal.score_similarity(trace.last_reply, task.answer)
 
     @rf.metric
     def exact(self, task: rf.Task, trace: rf.Trace) -> float:
+        """Whether the reply is the reversed text."""
         return reversal.score_exact(trace.last_reply, task.answer)
 
     @rf.metric
     def well_formed(self, trace: rf.Trace) -> float:
-        """Whether the reply has the tags."""
+        """Whether the reply is one pair of tags and nothing else."""
         return float(reversal.is_well_formed(trace.last_reply))
 
     def gold(self, task: rf.Task) -> str:

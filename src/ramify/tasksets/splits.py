@@ -1,7 +1,7 @@
-"""Which tasks a config gives: draws from a seed, each kept once, and only in the split it belongs to.
+"""The split of a task, and distinct random tasks of one split.
 
-A task belongs to `train` or `eval` by the hash of what it asks, not by a seed: whatever two configs choose, the splits
-never meet.
+A task belongs to `train` or `eval` by the hash of its text, not by a seed, so the splits of any two configs are
+disjoint.
 """
 
 import hashlib
@@ -11,14 +11,14 @@ from typing import Literal, TypeVar
 from ramify.errors import ConfigInvalid
 
 EVAL_SHARE = 0.2
-MAX_IDLE_DRAWS = 1000  # draws in a row without a new task before we say that there are no more
+MAX_IDLE_DRAWS = 1000  # consecutive draws without a new task
 
 Split = Literal["train", "eval"]
 T = TypeVar("T")
 
 
 def assign_split(text: str, eval_share: float = EVAL_SHARE) -> Split:
-    """The split that what is written here belongs to, for ever."""
+    """Return the split of the task with this text."""
     draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     return "eval" if draw < eval_share else "train"
 
@@ -26,10 +26,10 @@ def assign_split(text: str, eval_share: float = EVAL_SHARE) -> Split:
 def draw_distinct(
     draws: Iterable[T], split: Split, count: int, get_text: Callable[[T], str], too_few_message: str
 ) -> Iterator[T]:
-    """The first `count` draws of the split whose texts differ; an empty text is no draw.
+    """Yield the first `count` draws of the split that have different, non-empty texts.
 
-    `draws` may be endless. Where they bring nothing new any more, ConfigInvalid says how many there were and `few`: of
-    what, and what to do.
+    `draws` may be infinite. Raises ConfigInvalid with `too_few_message`, a format string with the fields `count` and
+    `found`, after MAX_IDLE_DRAWS draws without a new task.
     """
     seen: set[str] = set()
     idle_draws = 0

@@ -1,7 +1,7 @@
 """wikispeedia: get from one article to another by following links.
 
-Where the agent is lies in `trace.info["walk"]`, written by the tools as they move it. So the reward, a replay of the
-saved trace and a person who reads it all see the walk that happened.
+The tools record the walk in `trace.info["walk"]`, so the reward, a replay and a reader of the saved trace see the same
+walk.
 """
 
 import random
@@ -18,32 +18,30 @@ from ramify.tasksets.gold_replies import build_tool_call_replies
 from ramify.tasksets.splits import draw_distinct
 from ramify.trace import Message
 
-OUT_OF_TURNS = (
-    "error: the walk has ended, all turns are used."  # one reply may hold more calls than there are turns left
-)
+OUT_OF_TURNS = "error: the walk has ended, all turns are used."  # a reply may hold more calls than there are turns left
 SYSTEM = "Go from page to page by their links until you reach the target."
 
 
 class WikispeediaConfig(rf.TasksetConfig):
-    """The graph, and how far apart the ends of a way are.
+    """The graph, and the distance between source and target.
 
-    `num_articles = 24, num_topics = 4, max_links = 6, min_dist = 1, max_dist = 3` is a world for a very small model.
+    `num_articles = 24, num_topics = 4, max_links = 6, min_dist = 1, max_dist = 3` suits a very small model.
     """
 
     num_tasks: int = Field(default=1000, ge=1)
     min_dist: int = Field(default=3, ge=1)
-    """Clicks on the shortest way, at least."""
+    """Minimum number of clicks on the shortest path."""
     max_dist: int = Field(default=8, ge=1)
     max_turns: int = Field(default=30, ge=1)
-    """Tool calls after which the walk ends."""
+    """Maximum number of tool calls."""
     num_articles: int = Field(default=400, ge=1)
     num_topics: int = Field(default=16, ge=1)
     max_links: int = Field(default=30, ge=article_graph.MIN_LINKS, le=30)
-    """Links on a page, at most."""
+    """Maximum number of links on a page."""
     text_chars: int = Field(default=0, ge=0)
-    """How much of an article's text a page shows."""
+    """Number of characters of an article's text that a page shows."""
     path: Path | None = None
-    """A directory with the SNAP Wikispeedia files, instead of the bundled graph; its sizes do not apply to it."""
+    """A directory with the SNAP Wikispeedia files, used instead of a generated graph; the sizes do not apply to it."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -54,7 +52,7 @@ class WikispeediaConfig(rf.TasksetConfig):
 
 
 class WalkTask(rf.Task):
-    """A way to find; `shortest` is how many clicks it needs."""
+    """The ends of a path; `shortest` is the minimum number of clicks."""
 
     source: str
     target: str
@@ -62,13 +60,14 @@ class WalkTask(rf.Task):
 
 
 class Wikispeedia(rf.Taskset):
-    """Navigate from article to article until the target is reached."""
+    """Follow links from article to article until the target is reached."""
 
     config: WikispeediaConfig
     task_type = WalkTask
 
     @cached_property
     def graph(self) -> article_graph.ArticleGraph:
+        """The articles and links of the configuration."""
         config = self.config
         if config.path is not None:
             return article_graph.load_snap_graph(config.path, with_texts=config.text_chars > 0)
@@ -151,12 +150,12 @@ class Wikispeedia(rf.Taskset):
         return build_tool_call_replies(("click_link", {"article": title}) for title in path[1:])
 
     def render_page(self, title: str) -> str:
-        """What the agent sees of an article."""
+        """Return an article as the agent sees it."""
         text = self.graph.texts.get(title, "")[: self.config.text_chars]
         return "\n".join([title, *([text] if text else []), "Links:", *self.graph.links[title]])
 
     def _draw_pairs(self) -> Iterator[tuple[str, str, int]]:
-        """Endless pairs with their distance; an article from which nothing is that far gives an empty target."""
+        """Yield (source, target, distance) without end; the target is empty if no article is at an allowed distance."""
         rng = random.Random(f"wikispeedia {self.config.split} {self.config.seed}")
         titles = sorted(self.graph.links)
         targets_by_source: dict[str, list[tuple[str, int]]] = {}
@@ -164,12 +163,12 @@ class Wikispeedia(rf.Taskset):
             source = rng.choice(titles)
             if source not in targets_by_source:
                 targets_by_source[source] = sorted(
-                    (title, away)
-                    for title, away in article_graph.compute_distances(self.graph, source).items()
-                    if self.config.min_dist <= away <= self.config.max_dist
+                    (title, distance)
+                    for title, distance in article_graph.compute_distances(self.graph, source).items()
+                    if self.config.min_dist <= distance <= self.config.max_dist
                 )
-            target, away = rng.choice(targets_by_source[source]) if targets_by_source[source] else ("", 0)
-            yield source, target, away
+            target, distance = rng.choice(targets_by_source[source]) if targets_by_source[source] else ("", 0)
+            yield source, target, distance
 
 
 def _format_pair(pair: tuple[str, str, int]) -> str:
@@ -178,7 +177,7 @@ def _format_pair(pair: tuple[str, str, int]) -> str:
 
 
 def _count_turn(trace: rf.Trace) -> dict[str, Any]:
-    """The walk so far, with one more tool call counted."""
+    """Count one tool call, and return the walk so far."""
     walk = trace.info["walk"]
     walk["turns"] += 1
     return walk

@@ -1,7 +1,7 @@
-"""wordle: find a five-letter word in six guesses, told after each which letters are right.
+"""wordle: find a five-letter word in six guesses, with feedback on the letters after each guess.
 
 The game is a function of the replies. The user that gives the feedback, the reward and a replay of a saved trace all
-play it again from the start, so they cannot disagree about what happened.
+compute it from the start, so they cannot disagree.
 """
 
 import random
@@ -31,37 +31,30 @@ FIRST_MESSAGE = "Your first guess?"
 
 
 class WordleConfig(rf.TasksetConfig):
-    """Which secrets are played."""
+    """The choice of secret words."""
 
     num_tasks: int | None = Field(default=None, ge=1)
-    """How many secrets; without it, every word of the split."""
+    """Number of secrets. Default: every word of the split."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WordleGame:
-    """What has happened so far.
-
-    PLAYING -> WON (the secret) | LOST (six guesses, or two invalid ones in a row)
-    """
+    """The state of a game after some replies. It ends with the secret, six guesses, or two invalid guesses in a row."""
 
     guesses: tuple[str, ...] = ()  # the valid ones
     marks: str = ""  # of the latest valid guess
-    problem: str = ""  # what is wrong with the latest reply, if it was invalid
+    problem: str = ""  # why the latest reply is invalid, if it is
     is_over: bool = False
 
     @property
-    def is_won(self) -> bool:
-        return self.marks == "G" * WORD_LENGTH
-
-    @property
     def score(self) -> float:
-        """1 for a win, else what the latest valid guess was worth."""
+        """1 for the secret; else 0.2 for each green and 0.1 for each yellow letter of the latest valid guess."""
         return (self.marks.count("G") + 0.5 * self.marks.count("Y")) / WORD_LENGTH
 
 
 class WordleUser(rf.User):
-    """Marks each guess."""
+    """Answers each guess with its marks."""
 
     def respond(self, task: rf.Task, trace: rf.Trace) -> str | None:
         game = play_replies(task.answer, get_replies(trace))
@@ -91,11 +84,12 @@ class Wordle(rf.Taskset):
 
     @rf.reward
     def found(self, task: rf.Task, trace: rf.Trace) -> float:
-        """1 for the word, else a part of it for the letters of the latest valid guess."""
+        """1 for the secret, else a partial score for the letters of the latest valid guess."""
         return play_replies(task.answer, get_replies(trace)).score
 
     @rf.metric
     def guesses(self, task: rf.Task, trace: rf.Trace) -> float:
+        """The number of valid guesses."""
         return float(len(play_replies(task.answer, get_replies(trace)).guesses))
 
     def gold(self, task: rf.Task) -> list[str]:
@@ -103,7 +97,7 @@ class Wordle(rf.Taskset):
 
 
 def play_replies(secret: str, replies: Sequence[str]) -> WordleGame:
-    """The game after these replies; those that come after its end change nothing."""
+    """Return the game after these replies. Replies after its end are ignored."""
     game = WordleGame()
     for reply in replies:
         if game.is_over:
@@ -113,11 +107,11 @@ def play_replies(secret: str, replies: Sequence[str]) -> WordleGame:
 
 
 def compute_feedback(guess: str, secret: str) -> str:
-    """G, Y or X for each letter. A letter is marked at most as often as the secret has it, greens first."""
-    unmatched = Counter(wanted for letter, wanted in zip(guess, secret) if letter != wanted)
+    """Return G, Y or X for each letter. A letter is marked at most as often as the secret has it, greens first."""
+    unmatched = Counter(expected for letter, expected in zip(guess, secret) if letter != expected)
     marks: list[str] = []
-    for letter, wanted in zip(guess, secret):
-        if letter == wanted:
+    for letter, expected in zip(guess, secret):
+        if letter == expected:
             marks.append("G")
         elif unmatched[letter]:
             unmatched[letter] -= 1
@@ -128,14 +122,14 @@ def compute_feedback(guess: str, secret: str) -> str:
 
 
 def parse_guess(reply: str) -> str | None:
-    """The first word in brackets, in lower case."""
+    """Return the first word in brackets, in lower case; None if there is none."""
     match = GUESS_PATTERN.search(reply)
     return match[1].lower() if match else None
 
 
 @cache
 def load_words() -> tuple[str, ...]:
-    """The bundled list: every word that may be guessed, and every secret."""
+    """Return the bundled words: all allowed guesses, and all secrets."""
     return tuple(WORDS_FILE.read_text("utf-8").split())
 
 

@@ -1,7 +1,7 @@
-"""general-agent: do what is asked in a small world, with its tools.
+"""general-agent: reach a goal in a small world with its tools.
 
-A task owns a database and a goal in words. What counts is the database that is left at the end: it must equal the one
-that the known calls leave, however the agent got there.
+A task has a database and a goal as text. It is solved if the final database equals the one that the gold calls produce,
+by whatever calls the agent got there.
 """
 
 import random
@@ -28,15 +28,15 @@ WORLDS: dict[Domain, type[World]] = {"shop": Shop, "hotel": Hotel, "library": Li
 
 
 class GeneralAgentConfig(rf.TasksetConfig):
-    """Which worlds, how large, and how much is asked."""
+    """The worlds, their size, and the number of goals."""
 
     num_tasks: int = Field(default=1000, ge=1)
     domains: tuple[Domain, ...] = Field(default=("shop", "hotel", "library", "tickets"), min_length=1)
     min_goals: int = Field(default=1, ge=1)
     max_goals: int = Field(default=2, ge=1, le=10)
-    """Things that one task asks for."""
+    """Maximum number of goals of a task."""
     num_rows: int = Field(default=6, ge=4, le=14)
-    """Rows in each table of a world, roughly."""
+    """Approximate number of rows in each table of a world."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -47,7 +47,7 @@ class GeneralAgentConfig(rf.TasksetConfig):
 
 
 class WorldTask(rf.Task):
-    """A world as it is found, and calls that do what is asked."""
+    """The initial database of a world, and the gold calls that reach the goal."""
 
     domain: Domain
     database: dict[str, Any]
@@ -68,7 +68,7 @@ class GeneralAgent(rf.Taskset):
         )
 
     def tools(self, task: WorldTask, state: SimpleNamespace) -> list[Callable[..., Any]]:
-        """The tools of a world of this rollout's own."""
+        """Return the tools of a new world, which belongs to this rollout only."""
         state.world = build_initial_world(task)
         return state.world.tools()
 
@@ -77,7 +77,7 @@ class GeneralAgent(rf.Taskset):
 
     @rf.reward
     def reached(self, task: WorldTask, trace: rf.Trace) -> float:
-        """1 if the world is left as the known calls leave it, else 0."""
+        """1 if the final database is the one that the gold calls produce, else 0."""
         return float(trace.info["database"] == build_goal_world(task).model_dump(mode="json"))
 
     def gold(self, task: WorldTask) -> list[Message]:
@@ -88,12 +88,12 @@ class GeneralAgent(rf.Taskset):
 
 
 def build_initial_world(task: WorldTask) -> World:
-    """The world as the agent finds it."""
+    """Return the world in its initial state."""
     return WORLDS[task.domain].model_validate(task.database)
 
 
 def build_goal_world(task: WorldTask) -> World:
-    """The world as the known calls leave it."""
+    """Return the world after the gold calls."""
     world = build_initial_world(task)
     world.apply_calls(task.calls)
     return world
@@ -107,17 +107,17 @@ def _draw_tasks(config: GeneralAgentConfig) -> Iterator[WorldTask]:
         database = world.model_dump(mode="json")
         goals = [_draw_goal(rng, world) for _ in range(rng.randint(config.min_goals, config.max_goals))]
         texts = [goal.text for goal in goals]
-        prompt = texts[0] if len(texts) == 1 else "\n".join(f"{at}. {text}" for at, text in enumerate(texts, 1))
+        prompt = texts[0] if len(texts) == 1 else "\n".join(f"{number}. {text}" for number, text in enumerate(texts, 1))
         if world.model_dump(mode="json") == database:
-            continue  # the goals undid each other: an agent that does nothing would be right
+            continue  # the goals cancel each other: an agent that does nothing would reach them
         calls = tuple(call for goal in goals for call in goal.calls)
         yield WorldTask(prompt=prompt, system=SYSTEM, domain=domain, database=database, calls=calls)
 
 
 def _draw_goal(rng: random.Random, world: World) -> WorldGoal:
-    """A goal for the world as it is now; the world moves on to where the goal is reached."""
+    """Draw a goal for the current state of the world, and apply its calls to the world."""
     while True:
-        goal = rng.choice(world.goals)(world, rng)
+        goal = rng.choice(world.goal_makers)(world, rng)
         if goal is not None:
             world.apply_calls(goal.calls)
             return goal

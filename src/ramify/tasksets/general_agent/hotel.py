@@ -144,8 +144,8 @@ class Hotel(World):
             ),
         )
 
-    goals = (make_booking_goal, make_cancellation_goal, make_move_goal)
+    goal_makers = (make_booking_goal, make_cancellation_goal, make_move_goal)
 
     def _find_stay(self, guest: str, night: int) -> str | None:
-        """The stay of a guest on a night; worlds are made with at most one."""
+        """Return the stay of a guest on a night; a generated world has at most one."""
         return next((id for id, stay in self.stays.items() if (stay.guest, stay.night) == (guest, night)), None)

@@ -18,7 +18,7 @@ from ramify.tasksets.general_agent.world import (
 
 TITLE_NOUNS = ("history", "secret", "garden", "letters", "shadow", "island", "winter", "journey")
 TITLE_TOPICS = ("rivers", "bread", "stars", "clocks", "bridges", "birds", "silence", "gold", "maps", "rain")
-LOAN_DAYS = 14  # a loan lasts, and a renewal adds
+LOAN_DAYS = 14  # duration of a loan and of a renewal
 
 
 class Book(BaseModel):
@@ -164,7 +164,7 @@ class Library(World):
             ),
         )
 
-    goals = (make_loan_goal, make_return_goal, make_renewal_goal)
+    goal_makers = (make_loan_goal, make_return_goal, make_renewal_goal)
 
     def _get_loan(self, member_id: str, book_id: str) -> Loan:
         member, book = get_row(self.members, member_id, "member"), get_row(self.books, book_id, "book")

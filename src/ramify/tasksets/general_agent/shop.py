@@ -178,4 +178,4 @@ class Shop(World):
             (make_call("find_customer", name=name), make_call("move_customer", customer_id=customer, city=city)),
         )
 
-    goals = (make_cancellation_goal, make_order_goal, make_move_goal)
+    goal_makers = (make_cancellation_goal, make_order_goal, make_move_goal)

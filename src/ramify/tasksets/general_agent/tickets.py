@@ -71,8 +71,8 @@ class Tickets(World):
 
     def list_tickets(self, status: Status) -> dict[str, Any]:
         """The tickets that are open, working or closed."""
-        found = {id: ticket for id, ticket in self.tickets.items() if ticket.status == status}
-        return {id: ticket.model_dump(exclude={"status"}) for id, ticket in found.items()}
+        tickets = {id: ticket for id, ticket in self.tickets.items() if ticket.status == status}
+        return {id: ticket.model_dump(exclude={"status"}) for id, ticket in tickets.items()}
 
     def assign_ticket(self, ticket_id: str, person_id: str) -> str:
         """Give a ticket that is not closed to a person, who works on it from now on."""
@@ -154,7 +154,7 @@ class Tickets(World):
             (make_call("list_tickets", status="closed"), make_call("reopen_ticket", ticket_id=id)),
         )
 
-    goals = (make_assignment_goal, make_handover_goal, make_closing_goal, make_reopening_goal)
+    goal_makers = (make_assignment_goal, make_handover_goal, make_closing_goal, make_reopening_goal)
 
     def _find_tickets_in_work(self, person: str) -> list[str]:
         return [id for id, ticket in self.tickets.items() if (ticket.status, ticket.owner) == ("working", person)]

@@ -1,8 +1,8 @@
 """A small world: a typed database, the tools that act on it, and the goals that can be set in it.
 
-A tool checks what it is asked and raises `Refused` with the reason, before it changes anything; the model reads it as
-text. Rows that tools create are keyed by what they join (room and night, member and book), never by a counter, so the
-same deeds leave the same database in whatever order they were done.
+A tool validates its arguments before it changes anything, and raises `ActionRefused` with the reason, which the model
+reads as text. Rows that tools create are keyed by what they join (room and night, member and book), never by a counter,
+so the same actions produce the same database in any order.
 """
 
 import random
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class ActionRefused(Exception):
-    """A tool cannot do what it was asked; the message is for the model."""
+    """A tool refuses a call; the message is for the model."""
 
 
 class WorldCall(BaseModel):
-    """A tool and what it is called with."""
+    """A call of a tool."""
 
     tool: str
     arguments: dict[str, Any]
@@ -30,54 +30,55 @@ class WorldCall(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class WorldGoal:
-    """What is wanted, in words, and calls that bring it about."""
+    """A goal as text, and the calls that reach it."""
 
     text: str
     calls: tuple[WorldCall, ...]
 
 
 class World(BaseModel):
-    """A database: each field a table of rows by their key."""
+    """A database: each field is a table of rows by key."""
 
-    goals: ClassVar[Sequence[Callable[[Any, random.Random], WorldGoal | None]]] = ()
-    """Makers of goals; one that finds nothing to ask for in a world returns None."""
+    goal_makers: ClassVar[Sequence[Callable[[Any, random.Random], WorldGoal | None]]] = ()
+    """Methods that draw a goal, or return None if the world allows no such goal. Their order determines the tasks."""
 
     @classmethod
     def generate(cls, rng: random.Random, size: int) -> "World":
-        """A world whose tables have about `size` rows."""
+        """Generate a world whose tables have about `size` rows."""
         raise NotImplementedError
 
     def tools(self) -> list[Callable[..., Any]]:
-        """The methods that an agent may call."""
+        """Return the methods that an agent may call."""
         raise NotImplementedError
 
     def apply_calls(self, calls: Sequence[WorldCall]) -> None:
-        """Carry out some calls."""
+        """Apply the calls in order."""
         tools_by_name = {tool.__name__: tool for tool in self.tools()}
         for call in calls:
             tools_by_name[call.tool](**call.arguments)
 
 
 def make_call(tool: str, **arguments: Any) -> WorldCall:
+    """Return a call of `tool` with keyword arguments."""
     return WorldCall(tool=tool, arguments=arguments)
 
 
 def draw_people(rng: random.Random, count: int) -> list[str]:
-    """Different full names."""
-    first, last = load_names()
-    return [f"{one} {other}" for one, other in zip(rng.sample(first, count), rng.sample(last, count))]
+    """Draw distinct full names."""
+    first_names, last_names = load_names()
+    return [f"{first} {last}" for first, last in zip(rng.sample(first_names, count), rng.sample(last_names, count))]
 
 
 def get_row(table: dict[str, T], key: str, row_kind: str) -> T:
-    """The row of a table, or the reason why there is none."""
+    """Return the row of a table; raise ActionRefused if there is none."""
     if key not in table:
         raise ActionRefused(f"there is no {row_kind} {key!r}")
     return table[key]
 
 
 def find_by_name(table: dict[str, Any], name: str, row_kind: str) -> str:
-    """The key of the row with this name, in any letters of case."""
-    for key, found in table.items():
-        if found.name.casefold() == name.strip().casefold():
+    """Return the key of the row with this name, ignoring case; raise ActionRefused if there is none."""
+    for key, row in table.items():
+        if row.name.casefold() == name.strip().casefold():
             return key
     raise ActionRefused(f"there is no {row_kind} called {name!r}")
