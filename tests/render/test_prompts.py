@@ -2,7 +2,7 @@
 
 from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
-from ramify.render.template_renderer import MAX_CACHED_PROMPTS
+from ramify.render.base import MAX_CACHED_PROMPTS
 from ramify.trace import Message
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}

@@ -7,7 +7,6 @@ renderers or endpoints; it only uses the number of tokens of a prompt and the sp
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,7 +30,6 @@ from ramify.render.outline import ConversationOutline
 from ramify.trace import Media, Message, MessageSpan, Usage, VersionRun
 
 NO_TOKENS = np.empty(0, np.int32)
-MAX_CACHED_PROMPTS = 64  # opening prompts a policy remembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,6 @@ class TokenPolicy:
     ) -> None:
         self.client, self.renderer, self.name = client, renderer, name
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self._first_prompts: OrderedDict[tuple[Message, ...], RenderedPrompt] = OrderedDict()
 
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
@@ -188,7 +185,7 @@ class TokenPolicy:
     ) -> PreparedPrompt:
         """Render the prompt. A renderer without image support raises TemplateRefused for messages with images."""
         if history is None:
-            rendered = self._render_first_prompt(tuple(messages), tuple(tools))
+            rendered = self.renderer.render(messages, tools)
         else:
             rendered = self.renderer.bridge(history, messages, tools)
         return PreparedPrompt(
@@ -255,15 +252,6 @@ class TokenPolicy:
         ids = sampled_ids[: match.num_tokens]
         parsed = self.renderer.parse(ids, prompt)
         return ParsedSample(ids, replace(parsed, message=match.truncate(parsed.message)), True)
-
-    def _render_first_prompt(self, messages: tuple[Message, ...], tools: tuple[ToolSchema, ...]) -> RenderedPrompt:
-        known = self._first_prompts.get(messages)
-        if known is None or known.tools != tools:
-            known = self._first_prompts[messages] = self.renderer.render(messages, tools)
-            if len(self._first_prompts) > MAX_CACHED_PROMPTS:
-                self._first_prompts.popitem(last=False)
-        self._first_prompts.move_to_end(messages)
-        return known
 
 
 class ChatPolicy:

@@ -12,6 +12,7 @@ engine has seen or sampled is tokenized again, unless the template itself rewrit
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -20,9 +21,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ramify.render.bounded_cache import BoundedCache
 from ramify.render.outline import ConversationOutline
-from ramify.render.tokenizer import Int32Array, Tokenizer
+from ramify.render.tokenizer import Tokenizer
 from ramify.trace import Message, MessageSpan
+from ramify.trace.columns import Int32Array
+
+MAX_CACHED_PROMPTS = 64
 
 ToolSchema = Mapping[str, Any]
 """A tool as the template gets it: `{"type": "function", "function": {name, description, parameters}}`."""
@@ -162,6 +167,19 @@ class TokenHistory:
             ConversationOutline.from_messages(messages),
         )
 
+    def build_prompt(
+        self, messages: Sequence[Message], token_ids: Int32Array, spans: tuple[MessageSpan, ...]
+    ) -> RenderedPrompt:
+        """Build the prompt that continues this history with `messages`; `token_ids` start with those of the history."""
+        return RenderedPrompt(
+            messages=(*self.messages, *messages),
+            tools=self.tools,
+            token_ids=token_ids,
+            spans=spans,
+            outline=self.outline.extend(messages),
+            num_reused=len(self.token_ids),
+        )
+
 
 def _shift_span(span: MessageSpan, offset: int) -> MessageSpan:
     low, high = span.content_span
@@ -199,3 +217,46 @@ class Renderer(Protocol):
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
         """Parse the ids sampled after `prompt` into a message."""
         ...
+
+
+class BaseRenderer(ABC):
+    """Implements `render` and `bridge` on top of rendering a whole prompt and rendering a continuation."""
+
+    def __init__(self) -> None:
+        self._cached_prompts: BoundedCache[tuple[tuple[Message, ...], bool], RenderedPrompt]
+        self._cached_prompts = BoundedCache(MAX_CACHED_PROMPTS)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
+    ) -> RenderedPrompt:
+        """Render a whole conversation. All attempts at a task start with the same prompt, so recent ones are cached."""
+        key = (tuple(messages), add_generation_prompt)
+        prompt = self._cached_prompts.get(key)
+        if prompt is None or prompt.tools != tuple(tools):
+            prompt = self._render_uncached(messages, tools, add_generation_prompt=add_generation_prompt)
+            self._cached_prompts.put(key, prompt)
+        return prompt
+
+    def bridge(
+        self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
+    ) -> RenderedPrompt:
+        """Render the prompt that continues `history` with new messages. See `Renderer.bridge`."""
+        active_tools = history.tools if tools is None else tuple(tools)
+        prefix_break = PrefixBreak(BreakReason.TOOLS_CHANGED) if active_tools != history.tools else None
+        if prefix_break is None and history.num_sampled:
+            continuation = self._render_continuation(history, messages)
+            if isinstance(continuation, RenderedPrompt):
+                return continuation
+            prefix_break = continuation
+        full_prompt = self._render_uncached([*history.messages, *messages], active_tools)
+        return full_prompt.as_continuation(history, prefix_break)
+
+    @abstractmethod
+    def _render_uncached(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool = True
+    ) -> RenderedPrompt:
+        """Render a whole conversation."""
+
+    @abstractmethod
+    def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
+        """Render only the new messages after a sampled reply, or say why the history's tokens cannot be reused."""

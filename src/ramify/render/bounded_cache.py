@@ -1,4 +1,4 @@
-"""A small cache of recent results, safe for use by several threads: large prompts are rendered in threads."""
+"""A small cache that several threads may use: large prompts are rendered in threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-    """Holds at most `size` values by key. When it is full, the value that was stored first is removed."""
+    """Holds at most `max_size` values by key. When it is full, the least recently used value is removed."""
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
@@ -19,11 +19,16 @@ class BoundedCache(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """Return the value of a key, or None."""
-        return self._values.get(key)
+        with self._lock:
+            value = self._values.pop(key, None)
+            if value is not None:
+                self._values[key] = value
+            return value
 
     def put(self, key: K, value: V) -> None:
         """Store a value."""
         with self._lock:
-            if key not in self._values and len(self._values) >= self._max_size:
-                del self._values[next(iter(self._values))]
+            self._values.pop(key, None)
             self._values[key] = value
+            if len(self._values) > self._max_size:
+                del self._values[next(iter(self._values))]

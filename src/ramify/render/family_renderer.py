@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.render.base import (
+    BaseRenderer,
     BreakReason,
     ParsedReply,
     ParseProblem,
@@ -38,7 +39,7 @@ PROBLEM_KINDS = {
 }
 
 
-class FamilyRenderer:
+class FamilyRenderer(BaseRenderer):
     """The `Renderer` of one family of the `renderers` library, with one tokenizer."""
 
     def __init__(
@@ -49,16 +50,16 @@ class FamilyRenderer:
         *,
         eos_id: int | None = None,
     ) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
         self.family = family
-        self._renderer = _create_family(
-            _HuggingFaceTokenizerAdapter(tokenizer, eos_id), family, dict(template_args or {})
-        )
+        adapter = _HuggingFaceTokenizerAdapter(tokenizer, eos_id)
+        self._renderer = _create_family(adapter, family, dict(template_args or {}))
         self._keeps_reasoning = getattr(self._renderer, "effective_thinking_retention", "all") == "all"
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
+    def _render_uncached(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
         try:
             rendered = self._renderer.render(
@@ -74,16 +75,8 @@ class FamilyRenderer:
             outline=ConversationOutline.from_messages(messages),
         )
 
-    def bridge(
-        self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
-    ) -> RenderedPrompt:
-        active_tools = history.tools if tools is None else tuple(tools)
-        continuation = self._render_continuation(history, messages, active_tools)
-        if isinstance(continuation, RenderedPrompt):
-            return continuation
-        return self.render([*history.messages, *messages], active_tools).as_continuation(history, continuation)
-
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
+        """Parse the ids sampled after `prompt` into a message."""
         ids = np.asarray(sampled_ids, np.int32)
         stop = len(ids) - (len(ids) > 0 and int(ids[-1]) in self.stop_ids)
         response = self._renderer.parse_response(
@@ -107,25 +100,17 @@ class FamilyRenderer:
         message = Message("assistant", content, response.reasoning_content or None, tuple(calls))
         return ParsedReply(message, (0, stop), tuple(problems))
 
-    def _render_continuation(
-        self, history: TokenHistory, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
-    ) -> RenderedPrompt | PrefixBreak | None:
-        if tools != history.tools:
-            return PrefixBreak(BreakReason.TOOLS_CHANGED)
-        if not history.num_sampled:
-            return None
+    def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
         prompt_len = len(history.token_ids) - history.num_sampled
         bridged = self._renderer.bridge_to_next_turn(
             history.token_ids[:prompt_len].tolist(),
             history.token_ids[prompt_len:].tolist(),
             _message_dicts(messages),
-            tools=_tool_dicts(tools),
+            tools=_tool_dicts(history.tools),
         )
         if bridged is None:
-            has_question = any(message.role == "user" for message in messages)
-            reason = (
-                BreakReason.REASONING_DROPPED if has_question and not self._keeps_reasoning else BreakReason.UNCLEAR
-            )
+            drops_reasoning = not self._keeps_reasoning and any(message.role == "user" for message in messages)
+            reason = BreakReason.REASONING_DROPPED if drops_reasoning else BreakReason.UNCLEAR
             return PrefixBreak(reason, f"the family {self.family!r} does not bridge these messages")
         ids = np.array(bridged.token_ids, np.int32)
         num_reused = len(history.token_ids)
@@ -133,17 +118,7 @@ class FamilyRenderer:
             return PrefixBreak(
                 BreakReason.REPLY_REWRITTEN, f"the family {self.family!r} does not keep the reply's tokens"
             )
-        outline = history.outline
-        for message in messages:
-            outline = outline.add(message)
-        return RenderedPrompt(
-            messages=(*history.messages, *messages),
-            tools=tools,
-            token_ids=ids,
-            spans=_message_spans(messages, bridged, num_reused),
-            outline=outline,
-            num_reused=num_reused,
-        )
+        return history.build_prompt(messages, ids, _message_spans(messages, bridged, num_reused))
 
 
 class _HuggingFaceTokenizerAdapter:

@@ -14,6 +14,7 @@ message as for the whole conversation, and rewrites the outline if it would rewr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,6 +38,7 @@ class MessageKind(NamedTuple):
 
     @classmethod
     def from_message(cls, message: Message) -> MessageKind:
+        """Return the kind of a message."""
         reasoning = FILLER_TEXT if message.reasoning else message.reasoning
         has_content = (
             bool(message.text) or message.role != "assistant" or not (reasoning is not None or message.tool_calls)
@@ -70,7 +72,12 @@ class ConversationOutline:
 
     @classmethod
     def from_messages(cls, messages: Iterable[Message]) -> ConversationOutline:
-        outline = cls()
+        """Return the outline of a whole conversation."""
+        return cls().extend(messages)
+
+    def extend(self, messages: Iterable[Message]) -> ConversationOutline:
+        """Return the outline of the conversation with more messages."""
+        outline = self
         for message in messages:
             outline = outline.add(message)
         return outline
@@ -79,19 +86,13 @@ class ConversationOutline:
         """Return the outline of the conversation with one more message."""
         textless = without_text(message)
         if message.role == "assistant":
-            return ConversationOutline(
-                self.system, self.earlier_kinds, self.turn_start, self._finished_kinds(), (textless,)
-            )
+            return dataclasses.replace(self, current_kinds=self._finished_kinds(), since_last_reply=(textless,))
         if message.role == "tool" and self.since_last_reply:
-            return ConversationOutline(
-                self.system, self.earlier_kinds, self.turn_start, self.current_kinds, (*self.since_last_reply, textless)
-            )
+            return dataclasses.replace(self, since_last_reply=(*self.since_last_reply, textless))
         if message.role in SYSTEM_ROLES and not (self.earlier_kinds or self.turn_start or self.since_last_reply):
-            return ConversationOutline((*self.system, textless), current_kinds=self.current_kinds)
+            return dataclasses.replace(self, system=(*self.system, textless))
         if not self.since_last_reply:
-            return ConversationOutline(
-                self.system, self.earlier_kinds, (*self.turn_start, textless), self.current_kinds
-            )
+            return dataclasses.replace(self, turn_start=(*self.turn_start, textless))
         earlier = tuple(dict.fromkeys((*self.earlier_kinds, *self._finished_kinds())))
         return ConversationOutline(self.system, earlier, (textless,))
 
@@ -118,13 +119,12 @@ class ConversationOutline:
         )
 
     def _finished_kinds(self) -> tuple[MessageKind, ...]:
-        finished = [
-            MessageKind.from_message(message) for message in self.since_last_reply if message.role == "assistant"
-        ]
+        finished = message_kinds([message for message in self.since_last_reply if message.role == "assistant"])
         return tuple(dict.fromkeys((*self.current_kinds, *finished)))
 
 
 def message_kinds(messages: Sequence[Message]) -> tuple[MessageKind, ...]:
+    """Return the kind of each message."""
     return tuple(map(MessageKind.from_message, messages))
 
 

@@ -16,8 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import TemplateRefused
-from ramify.render.base import BreakReason, ParsedReply, PrefixBreak, RenderedPrompt, TokenHistory, ToolSchema
-from ramify.render.bounded_cache import BoundedCache
+from ramify.render.base import (
+    BaseRenderer,
+    BreakReason,
+    ParsedReply,
+    PrefixBreak,
+    RenderedPrompt,
+    TokenHistory,
+    ToolSchema,
+)
 from ramify.render.outline import FILLER_TEXT, ConversationOutline, MessageKind
 from ramify.render.prefix_check import PrefixChecker
 from ramify.render.reply_parser import ReplyParser
@@ -30,10 +37,8 @@ from ramify.render.tokenizer import EncodedText, Tokenizer
 from ramify.render.tool_parsers import TOOL_PARSERS, detect_tool_format
 from ramify.trace import Message, MessageSpan
 
-MAX_CACHED_PROMPTS = 64
 
-
-class TemplateRenderer:
+class TemplateRenderer(BaseRenderer):
     """The `Renderer` of a tokenizer and a chat template."""
 
     def __init__(
@@ -45,6 +50,7 @@ class TemplateRenderer:
         tool_format: str = "auto",
         history: Literal["template", "verbatim"] = "template",
     ) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
         self._adapter = TemplateAdapter(template)
         self.stop_ids = self._find_stop_ids(eos_ids)
@@ -53,9 +59,6 @@ class TemplateRenderer:
         self._layout_builder = TextLayoutBuilder(self._adapter, self._separators)
         self._prefix_checker = PrefixChecker(self._adapter)
         self._keeps_history_verbatim = history == "verbatim"
-        self._cached_prompts: BoundedCache[tuple[tuple[Message, ...], bool], RenderedPrompt] = BoundedCache(
-            MAX_CACHED_PROMPTS
-        )
         self.tool_format = detect_tool_format(template, tokenizer) if tool_format == "auto" else tool_format
         self._reply_parser = ReplyParser(
             tokenizer,
@@ -64,17 +67,6 @@ class TemplateRenderer:
             TOOL_PARSERS[self.tool_format],
             self._reply_whitespace(),
         )
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
-    ) -> RenderedPrompt:
-        """Render a prompt. All attempts at a task start with the same prompt, so recent ones are cached."""
-        key = (tuple(messages), add_generation_prompt)
-        prompt = self._cached_prompts.get(key)
-        if prompt is None or prompt.tools != tuple(tools):
-            prompt = self._render_uncached(messages, tools, add_generation_prompt=add_generation_prompt)
-            self._cached_prompts.put(key, prompt)
-        return prompt
 
     def _render_uncached(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool = True
@@ -91,34 +83,17 @@ class TemplateRenderer:
             outline=ConversationOutline.from_messages(messages),
         )
 
-    def bridge(
-        self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
-    ) -> RenderedPrompt:
-        active_tools = history.tools if tools is None else tuple(tools)
-        prefix_break = self._find_break(history, messages, active_tools)
-        if prefix_break is None and history.num_sampled:
-            continuation = self._render_continuation(history, messages)
-            if isinstance(continuation, RenderedPrompt):
-                return continuation
-            prefix_break = continuation
-        return self._render_uncached([*history.messages, *messages], active_tools).as_continuation(
-            history, prefix_break
-        )
-
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
+        """Parse the ids sampled after `prompt` into a message."""
         return self._reply_parser.parse(np.asarray(sampled_ids, np.int32), prompt)
-
-    def _find_break(
-        self, history: TokenHistory, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
-    ) -> PrefixBreak | None:
-        if tools != history.tools:
-            return PrefixBreak(BreakReason.TOOLS_CHANGED)
-        if self._keeps_history_verbatim or not history.num_sampled:
-            return None
-        return self._prefix_checker.find_break(history.outline, messages, has_tools=bool(tools))
 
     def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
         """Return the history's tokens followed by the template's text for the new messages."""
+        if not self._keeps_history_verbatim:
+            has_tools = bool(history.tools)
+            prefix_break = self._prefix_checker.find_break(history.outline, messages, has_tools=has_tools)
+            if prefix_break is not None:
+                return prefix_break
         example = history.outline.example_messages()
         conversation = [*example, *messages]
         try:
@@ -136,17 +111,8 @@ class TemplateRenderer:
         num_held = 1 if history.token_ids[-1] in self.stop_ids and history.token_ids[-1] == encoded.ids[0] else 0
         new = EncodedText(encoded.ids[num_held:], encoded.starts[num_held:], encoded.stops[num_held:])
         extents = [_shift_extent(extent, len(closing) - start) for extent in layout.extents[1:]]
-        outline = history.outline
-        for message in messages:
-            outline = outline.add(message)
-        return RenderedPrompt(
-            messages=(*history.messages, *messages),
-            tools=history.tools,
-            token_ids=np.concatenate([history.token_ids, new.ids]),
-            spans=_message_spans(messages, extents, new),
-            outline=outline,
-            num_reused=len(history.token_ids),
-        )
+        token_ids = np.concatenate([history.token_ids, new.ids])
+        return history.build_prompt(messages, token_ids, _message_spans(messages, extents, new))
 
     def _reasoning_close(self, history: TokenHistory) -> str:
         """Return the text that closes reasoning which was cut off, or an empty string."""
@@ -176,10 +142,8 @@ class TemplateRenderer:
         sentinels = Sentinels()
         question, reply = sentinels.substitute([Message("user", FILLER_TEXT), Message("assistant", FILLER_TEXT)])
         try:
-            prompt, text = (
-                self._adapter.render([question], add_generation_prompt=True),
-                self._adapter.render([question, reply]),
-            )
+            prompt = self._adapter.render([question], add_generation_prompt=True)
+            text = self._adapter.render([question, reply])
         except TemplateRefused:
             return "", ""
         slot = next((slot for slot in sentinels.find_slots(text) if slot.message_index == 1), None)

@@ -17,11 +17,10 @@ import numpy.typing as npt
 
 from ramify.errors import ConfigInvalid
 from ramify.render.offload import OFFLOAD_MIN_CHARS
+from ramify.trace.columns import Int32Array
 
 if TYPE_CHECKING:
     import tokenizers
-
-Int32Array = npt.NDArray[np.int32]
 
 
 class EncodedText(NamedTuple):

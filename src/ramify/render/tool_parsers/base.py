@@ -82,12 +82,35 @@ class ToolParseResult:
 
 
 ToolParser = Callable[[str, Sequence[ToolSchema]], ToolParseResult]
+BlockParser = Callable[[str, int], tuple[Sequence[RawToolCall], int]]
+"""Parses the block at a position of a text; returns its calls and its end, or raises ToolParseError."""
+BlockRecovery = Callable[[str, int, ToolParseError], tuple[ToolParseError, int]]
+"""Returns the error to report for the malformed block at a position, and the end of the block."""
 
 
 def parse_as_text(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
     """Return the whole reply as text, for models that do not call tools."""
     result = ToolParseResult()
     result.add_text(text)
+    return result
+
+
+def parse_tagged(text: str, tag: str, parse_block: BlockParser, recover: BlockRecovery) -> ToolParseResult:
+    """Parse a reply in which every occurrence of `tag` starts a block of calls."""
+    result = ToolParseResult()
+    position = 0
+    while (start := text.find(tag, position)) >= 0:
+        result.add_text(text[position:start])
+        try:
+            calls, position = parse_block(text, start)
+            result.add_calls(*calls)
+        except ToolParseError as error:
+            if result.is_at_problem_limit:
+                result.add_last_problem(error, text[start:])
+                return result
+            error, position = recover(text, start, error)
+            result.add_problem(error, text[start:position])
+    result.add_text(text[position:])
     return result
 
 
@@ -137,13 +160,20 @@ def parse_object(text: str, position: int) -> RawJsonObject:
     return RawJsonObject(stop, values)
 
 
+def expect_object(text: str, position: int) -> RawJsonObject:
+    """Parse the object at `position`; text that does not start with a brace is a `BAD_FORM` problem."""
+    if text[position] != "{":
+        raise ToolParseError(ParseProblemKind.BAD_FORM, f"expected an object, found {text[position : position + 40]!r}")
+    return parse_object(text, position)
+
+
 def parse_call(json_object: RawJsonObject) -> RawToolCall:
     """Return the call of an object with `name` and `arguments` (or `parameters`)."""
     name = json_object.get_text("name")
     if name is None:
         raise ToolParseError(ParseProblemKind.NO_NAME, "the call has no name")
-    written = json_object.raw_values.get("arguments", json_object.raw_values.get("parameters", "{}"))
-    return RawToolCall(name, normalize_arguments(written), json_object.get_text("id"))
+    arguments = json_object.raw_values.get("arguments", json_object.raw_values.get("parameters", "{}"))
+    return RawToolCall(name, normalize_arguments(arguments), json_object.get_text("id"))
 
 
 def normalize_arguments(raw_arguments: str) -> str:

@@ -8,44 +8,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ramify.render.base import ParseProblemKind, ToolSchema
-from ramify.render.tool_parsers.base import ToolParseError, ToolParseResult, parse_call, parse_object, skip_whitespace
+from ramify.render.tool_parsers.base import (
+    RawToolCall,
+    ToolParseError,
+    ToolParseResult,
+    parse_call,
+    parse_object,
+    parse_tagged,
+    skip_whitespace,
+)
 
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
 
 
 def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
-    """What is said, and the calls between tags."""
-    reading = ToolParseResult()
-    at = 0
-    while (start := text.find(CALL_START, at)) >= 0:
-        reading.add_text(text[at:start])
-        try:
-            found = parse_object(text, skip_whitespace(text, start + len(CALL_START)))
-            call = parse_call(found)
-            stop = skip_whitespace(text, found.stop)
-            if not text.startswith(CALL_STOP, stop):
-                raise ToolParseError(ParseProblemKind.UNCLOSED, f"no {CALL_STOP} behind the call")
-            reading.add_calls(call)
-            at = stop + len(CALL_STOP)
-        except ToolParseError as problem:
-            if reading.is_at_problem_limit:
-                reading.add_last_problem(problem, text[start:])
-                return reading
-            at = find_block_end(text, start)
-            reading.add_problem(
-                problem if text.startswith(CALL_STOP, at - len(CALL_STOP)) else _as_unclosed(problem), text[start:at]
-            )
-    reading.add_text(text[at:])
-    return reading
+    """Parse the calls between tags; all other text is content."""
+    return parse_tagged(text, CALL_START, _parse_block, _recover)
+
+
+def _parse_block(text: str, start: int) -> tuple[list[RawToolCall], int]:
+    json_object = parse_object(text, skip_whitespace(text, start + len(CALL_START)))
+    call = parse_call(json_object)
+    stop = skip_whitespace(text, json_object.stop)
+    if not text.startswith(CALL_STOP, stop):
+        raise ToolParseError(ParseProblemKind.UNCLOSED, f"no {CALL_STOP} behind the call")
+    return [call], stop + len(CALL_STOP)
+
+
+def _recover(text: str, start: int, error: ToolParseError) -> tuple[ToolParseError, int]:
+    end = find_block_end(text, start)
+    if text.startswith(CALL_STOP, end - len(CALL_STOP)):
+        return error, end
+    return ToolParseError(ParseProblemKind.UNCLOSED, error.detail), end
 
 
 def find_block_end(text: str, start: int) -> int:
     """Return the end of a malformed call: after its closing tag, before the next call, or the end of the text."""
-    following = text.find(CALL_START, start + len(CALL_START))
-    end = following if following >= 0 else len(text)
+    next_start = text.find(CALL_START, start + len(CALL_START))
+    end = next_start if next_start >= 0 else len(text)
     stop = text.find(CALL_STOP, start, end)
     return stop + len(CALL_STOP) if stop >= 0 else end
-
-
-def _as_unclosed(error: ToolParseError) -> ToolParseError:
-    return ToolParseError(ParseProblemKind.UNCLOSED, error.detail)

@@ -15,6 +15,7 @@ from ramify.render.tool_parsers.base import (
     RawToolCall,
     ToolParseError,
     ToolParseResult,
+    expect_object,
     parse_as_text,
     parse_call,
     parse_object,
@@ -43,11 +44,7 @@ def _parse_calls(text: str, position: int) -> list[RawToolCall]:
     """Parse consecutive calls, separated by `;` or whitespace."""
     calls: list[RawToolCall] = []
     while position < len(text):
-        if text[position] != "{":
-            raise ToolParseError(
-                ParseProblemKind.BAD_FORM, f"expected an object, found {text[position : position + 40]!r}"
-            )
-        json_object = parse_object(text, position)
+        json_object = expect_object(text, position)
         calls.append(parse_call(_unwrap_function(json_object)))
         position = skip_whitespace(text, json_object.stop)
         if text.startswith(";", position):

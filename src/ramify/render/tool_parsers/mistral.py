@@ -10,9 +10,11 @@ from ramify.render.tool_parsers.base import (
     RawToolCall,
     ToolParseError,
     ToolParseResult,
+    expect_object,
     normalize_arguments,
     parse_call,
     parse_object,
+    parse_tagged,
     skip_whitespace,
 )
 
@@ -21,27 +23,17 @@ NAMED_CALL_RE = re.compile(r"\s*([^\s\[\]{}]*?)\s*(?:\[CALL_ID\]\s*([^\s\[\]{}]+
 
 
 def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
-    """What is said, and the calls behind each tag."""
-    reading = ToolParseResult()
-    at = 0
-    while (start := text.find(CALLS_TAG, at)) >= 0:
-        reading.add_text(text[at:start])
-        try:
-            calls, at = _parse_block(text, start + len(CALLS_TAG))
-            reading.add_calls(*calls)
-        except ToolParseError as problem:
-            if reading.is_at_problem_limit:
-                reading.add_last_problem(problem, text[start:])
-                return reading
-            following = text.find(CALLS_TAG, start + len(CALLS_TAG))
-            at = following if following >= 0 else len(text)
-            reading.add_problem(problem, text[start:at])
-    reading.add_text(text[at:])
-    return reading
+    """Parse the calls after each tag; all other text is content."""
+    return parse_tagged(text, CALLS_TAG, _parse_block, _recover)
+
+
+def _recover(text: str, start: int, error: ToolParseError) -> tuple[ToolParseError, int]:
+    next_start = text.find(CALLS_TAG, start + len(CALLS_TAG))
+    return error, next_start if next_start >= 0 else len(text)
 
 
 def _parse_block(text: str, start: int) -> tuple[list[RawToolCall], int]:
-    position = skip_whitespace(text, start)
+    position = skip_whitespace(text, start + len(CALLS_TAG))
     if text.startswith("[", position) and not text.startswith("[ARGS]", position):
         return _parse_list(text, position)
     match = NAMED_CALL_RE.match(text, position)
@@ -49,10 +41,8 @@ def _parse_block(text: str, start: int) -> tuple[list[RawToolCall], int]:
         raise ToolParseError(ParseProblemKind.BAD_FORM, "expected a list of calls, or name[ARGS]{...}")
     if not match[1]:
         raise ToolParseError(ParseProblemKind.NO_NAME, "the call has no name")
-    json_object = parse_object(text, match.end())
-    return [
-        RawToolCall(match[1], normalize_arguments(text[match.end() : json_object.stop]), match[2])
-    ], json_object.stop
+    stop = parse_object(text, match.end()).stop
+    return [RawToolCall(match[1], normalize_arguments(text[match.end() : stop]), match[2])], stop
 
 
 def _parse_list(text: str, position: int) -> tuple[list[RawToolCall], int]:
@@ -63,11 +53,7 @@ def _parse_list(text: str, position: int) -> tuple[list[RawToolCall], int]:
     while not text.startswith("]", position):
         if position >= len(text):
             raise ToolParseError(ParseProblemKind.UNCLOSED, "the list of calls never ends")
-        if text[position] != "{":
-            raise ToolParseError(
-                ParseProblemKind.BAD_FORM, f"expected an object, found {text[position : position + 40]!r}"
-            )
-        json_object = parse_object(text, position)
+        json_object = expect_object(text, position)
         calls.append(parse_call(json_object))
         position = skip_whitespace(text, json_object.stop)
         position = skip_whitespace(text, position + 1) if text.startswith(",", position) else position

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ramify.render.base import ParseProblemKind, ToolSchema
-from ramify.render.tool_parsers.base import RawToolCall, ToolParseError, ToolParseResult, skip_whitespace
+from ramify.render.tool_parsers.base import RawToolCall, ToolParseError, ToolParseResult, parse_tagged, skip_whitespace
 from ramify.render.tool_parsers.hermes import CALL_START, CALL_STOP, find_block_end
 
 FUNCTION_START, FUNCTION_STOP = "<function=", "</function>"
@@ -23,22 +23,14 @@ PYTHON_LITERALS = {"True": True, "False": False, "None": None}
 
 
 def parse(text: str, tools: Sequence[ToolSchema]) -> ToolParseResult:
-    """What is said, and the calls between tags."""
-    reading, closes = ToolParseResult(), ClosingTagFinder(text)
-    at = 0
-    while (start := text.find(CALL_START, at)) >= 0:
-        reading.add_text(text[at:start])
-        try:
-            call, at = _parse_call(text, start, closes, tools)
-            reading.add_calls(call)
-        except ToolParseError as problem:
-            if reading.is_at_problem_limit:
-                reading.add_last_problem(problem, text[start:])
-                return reading
-            at = find_block_end(text, start)
-            reading.add_problem(problem, text[start:at])
-    reading.add_text(text[at:])
-    return reading
+    """Parse the calls between tags; all other text is content."""
+    closing_tags = ClosingTagFinder(text)
+
+    def parse_block(text: str, start: int) -> tuple[list[RawToolCall], int]:
+        call, end = _parse_call(text, start, closing_tags, tools)
+        return [call], end
+
+    return parse_tagged(text, CALL_START, parse_block, lambda text, start, error: (error, find_block_end(text, start)))
 
 
 class NamedBlock(NamedTuple):
@@ -57,7 +49,7 @@ class ClosingTagFinder:
         self._last_match: tuple[int, int] | None = (-1, -1)
 
     def find_after(self, start: int) -> tuple[int, int] | None:
-        """Return start and end of the first closing tags at or after `at`, which must not decrease between calls."""
+        """Return start and end of the first closing tags at or after `start`, which must not decrease between calls."""
         while self._last_match is not None and self._last_match[0] < start:
             self._last_match = self._find(max(start, self._last_match[1]))
         return self._last_match
@@ -105,7 +97,7 @@ def _parse_function(text: str, start: int, closing_tags: ClosingTagFinder) -> Na
 
 
 def _parse_parameter(body: str, start: int) -> NamedBlock | None:
-    """Return the parameter block at `at`. It ends at the first closing tag before another parameter or the end."""
+    """Return the parameter block at `start`. It ends at the first closing tag before another parameter or the end."""
     opening = _parse_opening_tag(body, start, PARAMETER_START)
     if opening is None or not opening[0]:
         return None
@@ -120,7 +112,7 @@ def _parse_parameter(body: str, start: int) -> NamedBlock | None:
 
 
 def _parse_opening_tag(text: str, start: int, tag: str) -> tuple[str, int] | None:
-    """Return the name in the opening tag at `at`, which must be on one line, and the end of the tag."""
+    """Return the name in the opening tag at `start`, which must be on one line, and the end of the tag."""
     if not text.startswith(tag, start):
         return None
     end = text.find(">", start)
@@ -142,7 +134,7 @@ def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any
 def _parse_value(text: str, declared_type: Any) -> Any:
     if declared_type == "string":
         return text
-    if text.strip() in PYTHON_LITERALS and declared_type != "string":
+    if text.strip() in PYTHON_LITERALS:
         return PYTHON_LITERALS[text.strip()]
     try:
         value = json.loads(text)
