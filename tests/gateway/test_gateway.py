@@ -104,7 +104,6 @@ def test_what_the_policy_used_up_is_a_400_that_sdks_do_not_send_again(play):
             await stage.openai().responses.create(model="x", input="hi")
         with pytest.raises(anthropic.BadRequestError, match="BudgetExceeded"):
             await stage.anthropic().messages.create(model="x", messages=HI, max_tokens=5)
-        assert [failure.name for failure in stage.session.failures] == ["BudgetExceeded"] * 3
 
     play(["ok"], act, limits=RolloutLimits(max_turns=1))
 

@@ -203,7 +203,10 @@ def test_what_the_gateway_refuses_stands_in_the_trace_and_in_show(play):
         console = Console(width=200, no_color=True)
         with console.capture() as captured:
             console.print(render_trace_tree(stage.trace))
-        assert "refused /v1/messages: 400 RequestInvalid: messages.0.role: found 'robot' (3 times)" in captured.get()
+        text = captured.get()
+        assert (
+            "400 RequestInvalid: messages.0.role: expected user, assistant or system, found 'robot' (3 times)" in text
+        )
 
     def fail(_: str) -> str:
         raise ConnectionResetError

@@ -353,7 +353,6 @@ def test_failures_that_cannot_pass_and_those_that_do_not_are_raised_by_name(monk
             with pytest.raises(kind):
                 await session.generate(user("a"))
             assert len(sampler.asked) == calls
-        assert [failure.name for failure in session.failures] == ["RequestInvalid", "ProviderError"]
         assert session.num_turns == 0 and not len(session.trace.nodes)
         assert (await session.generate(user("a"))).message.text == "one" and not reasons(session.trace)
 

@@ -223,7 +223,7 @@ class TokenPolicy:
         ):
             expected = f"the vocabulary of {self.name} has {self.vocab_size} tokens"
             raise ProviderError(f"{completion.server} sampled token id {completion.token_ids.max()}; {expected}")
-        ids, parsed, stopped = await offload(
+        ids, parsed, is_stopped = await offload(
             len(completion.token_ids) >= OFFLOAD_MIN_TOKENS,
             self._parse_sample,
             completion.token_ids,
@@ -232,7 +232,7 @@ class TokenPolicy:
         )
         return SampledReply(
             message=parsed.message,
-            finish_reason="stop" if stopped else completion.finish_reason,
+            finish_reason="stop" if is_stopped else completion.finish_reason,
             usage=Usage(len(rendered.token_ids), len(ids), completion.usage.cached_tokens),
             history=rendered.with_reply(ids, parsed),
             token_ids=ids,
@@ -254,10 +254,38 @@ class TokenPolicy:
         return ParsedSample(ids, replace(parsed, message=match.truncate(parsed.message)), True)
 
 
-class ChatPolicy:
-    """Any OpenAI-compatible chat endpoint. It returns no tokens, so its replies are recorded but not trained on."""
+class MessagePolicy:
+    """The base of policies that take messages and return no tokens. Their replies are recorded but not trained on."""
 
     trainable = False
+
+    def adapt(
+        self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
+    ) -> Sequence[Message]:
+        """Return the messages unchanged."""
+        return messages
+
+    def prepare(
+        self,
+        history: TokenHistory | None,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        media: Mapping[str, Media] | None = None,
+    ) -> PreparedPrompt:
+        """Return the conversation unchanged; its number of tokens is not known."""
+        conversation = (*(history.messages if history else ()), *messages)
+        spans = tuple(MessageSpan(message, 0, (0, 0)) for message in messages)
+        return PreparedPrompt(conversation, tuple(tools), spans, media=media or {})
+
+    def _build_reply(
+        self, prepared: PreparedPrompt, message: Message, finish_reason: str, usage: Usage
+    ) -> SampledReply:
+        history = TokenHistory((*prepared.messages, message), prepared.tools, NO_TOKENS, 0, ConversationOutline())
+        return SampledReply(message, finish_reason, usage, history)
+
+
+class ChatPolicy(MessagePolicy):
+    """Any OpenAI-compatible chat endpoint."""
 
     def __init__(
         self,
@@ -276,24 +304,6 @@ class ChatPolicy:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-    def adapt(
-        self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool
-    ) -> Sequence[Message]:
-        """Return the messages unchanged: the endpoint rejects what it does not accept."""
-        return messages
-
-    def prepare(
-        self,
-        history: TokenHistory | None,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        media: Mapping[str, Media] | None = None,
-    ) -> PreparedPrompt:
-        """Return the conversation unchanged; the endpoint reports its number of tokens after sampling."""
-        conversation = (*(history.messages if history else ()), *messages)
-        spans = tuple(MessageSpan(message, 0, (0, 0)) for message in messages)
-        return PreparedPrompt(conversation, tuple(tools), spans, media=media or {})
 
     async def sample(
         self,
@@ -321,11 +331,9 @@ class ChatPolicy:
             async with asyncio.timeout(timeout):
                 data = await send_request(self._http, "POST", "/chat/completions", body)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"waited {timeout:g} s for an answer of {self._http.base_url}") from error
+            raise DeadlineExceeded(f"waited {timeout:g} s for a response of {self._http.base_url}") from error
         except (ConnectFailed, ResponseLost) as error:
             raise ProviderError(str(error)) from error
         except ServerBusy as error:
             raise error.error from None
-        message, finish_reason, usage = parse_chat_completion(data, str(self._http.base_url))
-        history = TokenHistory((*prepared.messages, message), prepared.tools, NO_TOKENS, 0, ConversationOutline())
-        return SampledReply(message, finish_reason, usage, history)
+        return self._build_reply(prepared, *parse_chat_completion(data, str(self._http.base_url)))

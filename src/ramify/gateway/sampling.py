@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -25,12 +26,15 @@ def resolve_sampling(
     """
     params: dict[str, Any] = {name: getattr(config, name) for name in SAMPLING_FIELDS}
     if not is_training:
-        params |= {
-            name: _parse_number(name, overrides[name]) for name in SAMPLING_FIELDS if overrides.get(name) is not None
-        }
-        seed = _parse_seed(overrides) if seed is None else seed
-    limits = [n for n in (config.max_tokens, _parse_max_tokens(overrides)) if n is not None]
-    return ClientSampling(**params, seed=seed, max_tokens=min([*limits, NO_TOKEN_LIMIT]))
+        for name, kind in SAMPLING_FIELDS.items():
+            value = _check_number(overrides, name, (int, float), 0, INT64_LIMIT, "a number of at least 0")
+            if value is not None:
+                params[name] = kind(value)
+        if seed is None:
+            seed = _check_number(overrides, "seed", int, -INT64_LIMIT, INT64_LIMIT, "an integer of 64 bits")
+    requested = _check_number(overrides, "max_tokens", int, 1, math.inf, "an integer of at least 1")
+    limits = [limit for limit in (config.max_tokens, requested, NO_TOKEN_LIMIT) if limit is not None]
+    return ClientSampling(**params, seed=seed, max_tokens=min(limits))
 
 
 def parse_stop_strings(overrides: Mapping[str, Any]) -> tuple[str, ...]:
@@ -53,13 +57,7 @@ def derive_call_seed(seed: int | None, position_digest: bytes, sample_index: int
 
 def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) -> dict[str, Any]:
     """Return the sampling parameters as the trace stores them."""
-    fields: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "max_tokens": sampling.max_tokens,
-    }
+    fields: dict[str, Any] = {name: getattr(sampling, name) for name in (*SAMPLING_FIELDS, "max_tokens")}
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     if stop_strings:
@@ -67,25 +65,11 @@ def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) ->
     return fields
 
 
-def _parse_max_tokens(overrides: Mapping[str, Any]) -> int | None:
-    max_tokens = overrides.get("max_tokens")
-    if max_tokens is None:
-        return None
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise RequestInvalid(f"max_tokens: expected an integer of at least 1, found {max_tokens!r}")
-    return max_tokens
-
-
-def _parse_seed(overrides: Mapping[str, Any]) -> int | None:
-    seed = overrides.get("seed")
-    if seed is not None and (
-        not isinstance(seed, int) or isinstance(seed, bool) or not -INT64_LIMIT <= seed < INT64_LIMIT
-    ):
-        raise RequestInvalid(f"seed: expected an integer of 64 bits, found {seed!r:.80}")
-    return seed
-
-
-def _parse_number(name: str, value: Any) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < INT64_LIMIT:
-        raise RequestInvalid(f"{name}: expected a number of at least 0, found {value!r:.80}")
-    return SAMPLING_FIELDS[name](value)
+def _check_number(
+    overrides: Mapping[str, Any], name: str, types: type | tuple[type, ...], low: float, high: float, expected: str
+) -> Any:
+    """Return an override, or None if it is not set. Raises RequestInvalid if it is no number in [low, high)."""
+    value = overrides.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, types) or not low <= value < high):
+        raise RequestInvalid(f"{name}: expected {expected}, found {value!r:.80}")
+    return value

@@ -68,8 +68,6 @@ class RolloutSession:
         self.is_training, self.call_timeout, self.max_retries = is_training, call_timeout, max_retries
         self.seed = sampling.seed if seed is None else seed
         self.secret = secrets.token_urlsafe(32)
-        self.failures: list[RamifyError] = []
-        """Calls that failed, for whoever runs an agent that does not tell."""
         self.on_reply: Callable[[ModelReply], None] | None = None
         """Called with every recorded reply."""
         self.is_agent_running = True
@@ -80,9 +78,9 @@ class RolloutSession:
         """Measures how long calls waited for an engine that made no progress."""
         self._budget = RolloutBudget(limits)
         self._recorder = TraceRecorder(trace)
-        self._trie_by_policy: dict[int, ConversationTrie] = {}  # by policy
-        self._reply_by_node: dict[int, TrieNode] = {}  # by node
-        self._node_by_call: dict[str, int] = {}  # by call
+        self._trie_by_policy: dict[int, ConversationTrie] = {}  # by id of the policy
+        self._reply_by_node: dict[int, TrieNode] = {}
+        self._node_by_call: dict[str, int] = {}
         self._deduplicator = RequestDeduplicator(abandon_after)
         self._media: dict[str, Media] = {}
         self._num_calls = 0
@@ -241,12 +239,7 @@ class RolloutSession:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            timeout_error = DeadlineExceeded(f"a model call took longer than {self.call_timeout:g} s")
-            self.failures.append(timeout_error)
-            raise timeout_error from error
-        except RamifyError as error:
-            self.failures.append(error)
-            raise
+            raise DeadlineExceeded(f"a model call took longer than {self.call_timeout:g} s") from error
         finally:
             self._stop_timer()
 

@@ -87,12 +87,8 @@ class FileTokenizer:
         backend.no_padding()
         return backend
 
-    @property
-    def added_tokens(self) -> Mapping[str, int]:
-        return self._added_tokens
-
     @cached_property
-    def _added_tokens(self) -> dict[str, int]:
+    def added_tokens(self) -> Mapping[str, int]:
         return {token.content: id for id, token in self.backend.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -116,12 +112,8 @@ class FileTokenizer:
             return self.backend.encode(text, add_special_tokens=False)
         return self.backend.encode_batch([text], add_special_tokens=False)[0]
 
-    @property
-    def max_token_chars(self) -> int:
-        return self._max_token_chars
-
     @cached_property
-    def _max_token_chars(self) -> int:
+    def max_token_chars(self) -> int:
         return max(map(len, self.backend.get_vocab()), default=1)
 
     def decode(self, token_ids: npt.ArrayLike, *, keep_special_tokens: bool = True) -> str:

@@ -1,10 +1,11 @@
-"""The `Dialect` protocol, and the parsing of texts, images and tools that the dialects share."""
+"""The `Dialect` base class, and the parsing of texts, images and tools that the dialects share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ from ramify.render import ToolSchema
 from ramify.trace import Media, MediaPart, Message, TextPart
 
 ContentPart = TextPart | MediaPart
+ToolEntryParser = Callable[[Mapping[str, Any]], ToolSchema | None]
+"""Parses one entry of `tools`; None for a tool that only the servers of the API's provider run."""
 
 HTTP_STATUS: dict[type[RamifyError], int] = {
     SecretUnknown: 401,
@@ -52,35 +55,35 @@ class ParsedRequest:
     """The id of the call whose reply the messages follow, if the client does not send the whole history."""
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """The request and response format of one API."""
 
-    keepalive: bytes
+    keepalive = b": waiting\n\n"
     """The bytes that a waiting stream sends."""
 
+    @abstractmethod
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
         """Parse the body of a request; unknown fields are ignored."""
-        ...
 
+    @abstractmethod
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
         """Format the reply as one object."""
-        ...
 
+    @abstractmethod
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
         """Yield the reply as server-sent events."""
-        ...
 
+    @abstractmethod
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
         """Format the response to a request for the number of prompt tokens."""
-        ...
 
     def format_error(self, error: RamifyError) -> dict[str, Any]:
-        """Format an error as one object."""
-        ...
+        """Format an error as one object; by default in the format of OpenAI."""
+        return {"error": {"message": error.message, "type": error.name, "param": None, "code": get_error_code(error)}}
 
     def format_stream_error(self, error: RamifyError) -> bytes:
         """Format an error inside a stream."""
-        ...
+        return format_sse(self.format_error(error))
 
 
 def get_http_status(error: RamifyError) -> int:
@@ -147,6 +150,25 @@ class MessageParser:
         self.media[media.hash] = media
         return MediaPart(media.hash)
 
+    def build_request(
+        self, body: Mapping[str, Any], tools: Any, parse_tool: ToolEntryParser, **field_names: str
+    ) -> ModelRequest:
+        """Build the request of a body whose messages were added; `tool_choice` may disable the tools.
+
+        `field_names` are the dialect's names of the sampling parameters `stop` and `max_tokens`.
+        """
+        choice = body.get("tool_choice")
+        choice_type = choice.get("type") if isinstance(choice, Mapping) else choice
+        parsed_tools = map(parse_tool, () if choice_type == "none" else tools or ())
+        fields = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")} | field_names
+        return ModelRequest(
+            messages=tuple(self.messages),
+            tools=tuple(tool for tool in parsed_tools if tool is not None),
+            model=str(body.get("model") or ""),
+            sampling_overrides={name: body[key] for name, key in fields.items() if body.get(key) is not None},
+            media=self.media,
+        )
+
 
 def _check_tool_call_names(message: Message) -> None:
     """Raise RequestInvalid for ids and names that are not strings: they can be neither rendered nor stored."""
@@ -156,21 +178,8 @@ def _check_tool_call_names(message: Message) -> None:
             raise RequestInvalid(f"{message.role}: the id or name of a tool call must be a string, found {name!r:.80}")
 
 
-def parse_sampling_overrides(body: Mapping[str, Any], **field_names: str) -> dict[str, Any]:
-    """Return the sampling parameters that a body sets; `field_names` are the dialect's names of some parameters."""
-    fields = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")} | field_names
-    return {name: body[field_name] for name, field_name in fields.items() if body.get(field_name) is not None}
-
-
 def build_function_tool(name: str, description: Any, parameters: Any) -> ToolSchema:
     """Build the schema of a function tool."""
     schema = parameters or {"type": "object", "properties": {}}
     optional = {"description": description} if description else {}
     return {"type": "function", "function": {"name": name, **optional, "parameters": schema}}
-
-
-def parse_tools(tools: Any, tool_choice: Any, parse_tool: Any) -> tuple[ToolSchema, ...]:
-    """Parse the tools of a body; none if `tool_choice` disables them."""
-    kind = tool_choice.get("type") if isinstance(tool_choice, Mapping) else tool_choice
-    parsed: Iterable[Sequence[ToolSchema]] = () if kind == "none" else map(parse_tool, tools or ())
-    return tuple(tool for parsed_tools in parsed for tool in parsed_tools)

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ramify.errors import RamifyError, RequestInvalid
+from ramify.errors import RequestInvalid
 from ramify.gateway.dialects.base import (
+    Dialect,
     MessageParser,
     ParsedRequest,
     build_function_tool,
     format_sse,
-    get_error_code,
-    parse_sampling_overrides,
-    parse_tools,
 )
-from ramify.gateway.model_call import ModelReply, ModelRequest
+from ramify.gateway.model_call import ModelReply
 from ramify.gateway.openai_format import parse_tool_calls, to_openai_tool_calls
 from ramify.render import ToolSchema
 from ramify.trace import Usage
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ROLE_ALIASES = {"developer": "system", "function": "tool"}
 
 
-class ChatCompletionsDialect:
+class ChatCompletionsDialect(Dialect):
     """The dialect of OpenAI's Chat Completions API."""
-
-    keepalive = b": waiting\n\n"
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
         parser = MessageParser()
         for index, message in enumerate(body["messages"]):
             role = message.get("role")
-            if role not in ("system", "developer", "user", "assistant", "tool", "function"):
-                raise RequestInvalid(f"messages.{index}.role: found {role!r}")
+            if role not in ROLES:
+                raise RequestInvalid(f"messages.{index}.role: expected one of {', '.join(ROLES)}, found {role!r}")
             reasoning = message.get("reasoning_content") or message.get("reasoning")
             parser.add_message(
                 ROLE_ALIASES.get(role, role),
@@ -45,17 +42,9 @@ class ChatCompletionsDialect:
             )
         if body.get("n") not in (None, 1):
             raise RequestInvalid("n: expected 1; send the request again for another choice")
-        overrides = parse_sampling_overrides(body, stop="stop", max_tokens="max_tokens")
-        overrides |= parse_sampling_overrides(
-            {"max_tokens": body.get("max_completion_tokens")}, max_tokens="max_tokens"
-        )
-        request = ModelRequest(
-            messages=tuple(parser.messages),
-            tools=parse_tools(body.get("tools"), body.get("tool_choice"), _parse_tool),
-            model=str(body.get("model") or ""),
-            sampling_overrides=overrides,
-            media=parser.media,
-        )
+        has_new_limit = body.get("max_completion_tokens") is not None
+        max_tokens = "max_completion_tokens" if has_new_limit else "max_tokens"
+        request = parser.build_request(body, body.get("tools"), _parse_tool, stop="stop", max_tokens=max_tokens)
         options = body.get("stream_options") or {}
         return ParsedRequest(request, bool(body.get("stream")), bool(options.get("include_usage")))
 
@@ -96,18 +85,12 @@ class ChatCompletionsDialect:
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
         return {"object": "chat.completion.input_tokens", "input_tokens": num_tokens}
 
-    def format_error(self, error: RamifyError) -> dict[str, Any]:
-        return {"error": {"message": error.message, "type": error.name, "param": None, "code": get_error_code(error)}}
 
-    def format_stream_error(self, error: RamifyError) -> bytes:
-        return format_sse(self.format_error(error))
-
-
-def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
+def _parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
     if tool.get("type", "function") != "function":
-        return ()
+        return None
     function = tool["function"]
-    return (build_function_tool(function["name"], function.get("description"), function.get("parameters")),)
+    return build_function_tool(function["name"], function.get("description"), function.get("parameters"))
 
 
 def _envelope(parsed: ParsedRequest, reply: ModelReply, object_type: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ assistant message become one message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -14,16 +14,15 @@ import msgspec
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.gateway.canonical import parse_arguments
 from ramify.gateway.dialects.base import (
+    Dialect,
     MessageParser,
     ParsedRequest,
     build_function_tool,
     format_sse,
     get_http_status,
-    parse_sampling_overrides,
-    parse_tools,
 )
 from ramify.gateway.media import media_from_base64, media_from_url
-from ramify.gateway.model_call import ModelReply, ModelRequest
+from ramify.gateway.model_call import ModelReply
 from ramify.render import ToolSchema
 from ramify.trace import Message, ToolCall, Usage
 
@@ -36,7 +35,7 @@ ERROR_TYPES = {
 }
 
 
-class MessagesDialect:
+class MessagesDialect(Dialect):
     """The dialect of Anthropic's Messages API."""
 
     keepalive = format_sse({"type": "ping"}, "ping")
@@ -54,33 +53,22 @@ class MessagesDialect:
             elif role in ("user", "system"):
                 parser.add_user_blocks(role, message.get("content"))
             else:
-                raise RequestInvalid(f"messages.{index}.role: found {role!r}")
-        request = ModelRequest(
-            messages=tuple(parser.messages),
-            tools=parse_tools(body.get("tools"), body.get("tool_choice"), _parse_tool),
-            model=str(body.get("model") or ""),
-            sampling_overrides=parse_sampling_overrides(body, stop="stop_sequences", max_tokens="max_tokens"),
-            media=parser.media,
-        )
+                raise RequestInvalid(f"messages.{index}.role: expected user, assistant or system, found {role!r}")
+        field_names = {"stop": "stop_sequences", "max_tokens": "max_tokens"}
+        request = parser.build_request(body, body.get("tools"), _parse_tool, **field_names)
         return ParsedRequest(request, bool(body.get("stream")))
 
     def format_reply(self, parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
-        usage = {**_format_input_usage(reply.usage), "output_tokens": reply.usage.completion_tokens}
         stop = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
+        usage = _format_usage(reply.usage, reply.usage.completion_tokens)
         return {**_envelope(parsed, reply), "content": _to_blocks(reply.message), **stop, "usage": usage}
 
     def stream_reply(self, parsed: ParsedRequest, reply: ModelReply) -> Iterator[bytes]:
         def event(event_type: str, **fields: Any) -> bytes:
             return format_sse({"type": event_type, **fields}, event_type)
 
-        usage = {**_format_input_usage(reply.usage), "output_tokens": 0}
-        start_message = {
-            **_envelope(parsed, reply),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
+        stop = {"stop_reason": None, "stop_sequence": None}
+        start_message = {**_envelope(parsed, reply), "content": [], **stop, "usage": _format_usage(reply.usage, 0)}
         yield event("message_start", message=start_message)
         for index, block in enumerate(_to_blocks(reply.message)):
             empty, deltas = _split_block(block)
@@ -124,14 +112,14 @@ class _BlockParser(MessageParser):
     def add_assistant_blocks(self, content: Any) -> None:
         """Add an earlier reply of the model."""
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-        thoughts = [block["thinking"] for block in blocks if block.get("type") == "thinking"]
+        thinking = [block["thinking"] for block in blocks if block.get("type") == "thinking"]
         calls = [
             ToolCall(block["id"], block["name"], msgspec.json.encode(block.get("input") or {}).decode())
             for block in blocks
             if block.get("type") == "tool_use"
         ]
         texts = [block for block in blocks if block.get("type") == "text"]
-        self.add_message("assistant", texts, reasoning="".join(thoughts) or None, tool_calls=tuple(calls))
+        self.add_message("assistant", texts, reasoning="".join(thinking) or None, tool_calls=tuple(calls))
 
     def parse_part(self, entry: Any) -> Any:
         if not isinstance(entry, str) and entry.get("type") == "image":
@@ -142,23 +130,24 @@ class _BlockParser(MessageParser):
         return super().parse_part(entry)
 
 
-def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
+def _parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
     """Parse a tool with a schema; tools that run only on Anthropic's servers are ignored."""
     if "input_schema" not in tool:
-        return ()
-    return (build_function_tool(tool["name"], tool.get("description"), tool["input_schema"]),)
+        return None
+    return build_function_tool(tool["name"], tool.get("description"), tool["input_schema"])
 
 
 def _envelope(parsed: ParsedRequest, reply: ModelReply) -> dict[str, Any]:
     return {"id": f"msg_{reply.call_id}", "type": "message", "role": "assistant", "model": parsed.request.model}
 
 
-def _format_input_usage(usage: Usage) -> dict[str, int]:
-    """Return the input tokens as Anthropic counts them, with cached tokens separate."""
+def _format_usage(usage: Usage, output_tokens: int) -> dict[str, int]:
+    """Return the token counts as Anthropic counts them, with cached tokens separate."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": output_tokens,
     }
 
 
@@ -170,14 +159,8 @@ def _to_blocks(message: Message) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": message.text})
     for call in message.tool_calls:
         arguments = parse_arguments(call.arguments)
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": call.id,
-                "name": call.name,
-                "input": arguments if isinstance(arguments, dict) else {},
-            }
-        )
+        tool_input = arguments if isinstance(arguments, dict) else {}
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input})
     return blocks
 
 

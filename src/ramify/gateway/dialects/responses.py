@@ -16,15 +16,14 @@ import msgspec
 from ramify.errors import RamifyError, RequestInvalid
 from ramify.gateway.canonical import parse_arguments
 from ramify.gateway.dialects.base import (
+    Dialect,
     MessageParser,
     ParsedRequest,
     build_function_tool,
     format_sse,
     get_error_code,
-    parse_sampling_overrides,
-    parse_tools,
 )
-from ramify.gateway.model_call import ModelReply, ModelRequest
+from ramify.gateway.model_call import ModelReply
 from ramify.render import ToolSchema
 from ramify.trace import ToolCall, Usage
 
@@ -33,35 +32,25 @@ RESULT_TYPES = ("function_call_output", "custom_tool_call_output")
 CUSTOM_TOOL_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-class ResponsesDialect:
+class ResponsesDialect(Dialect):
     """The dialect of OpenAI's Responses API."""
-
-    keepalive = b": waiting\n\n"
 
     def parse_request(self, body: Mapping[str, Any]) -> ParsedRequest:
         parser = _ItemParser()
         previous_response_id = body.get("previous_response_id")
         if body.get("instructions") and not previous_response_id:
             parser.add_message("system", body["instructions"])
-        input_items = body.get("input")
-        parser.add_items(
-            [{"role": "user", "content": input_items}] if isinstance(input_items, str) else input_items or []
-        )
-        tools, namespaced = _flatten_namespaces(body.get("tools") or ())
-        request = ModelRequest(
-            messages=tuple(parser.messages),
-            tools=parse_tools(tools, body.get("tool_choice"), _parse_tool),
-            model=str(body.get("model") or ""),
-            sampling_overrides=parse_sampling_overrides(body, stop="stop", max_tokens="max_output_tokens"),
-            media=parser.media,
-        )
+        items = body.get("input")
+        parser.add_items([{"role": "user", "content": items}] if isinstance(items, str) else items or [])
+        tools, namespaced_tools = _flatten_namespaces(body.get("tools") or ())
+        request = parser.build_request(body, tools, _parse_tool, stop="stop", max_tokens="max_output_tokens")
         custom_tools = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
         previous_call_id = str(previous_response_id).removeprefix("resp_") if previous_response_id else None
         return ParsedRequest(
             request,
             bool(body.get("stream")),
             custom_tools=custom_tools,
-            namespaced_tools=namespaced,
+            namespaced_tools=namespaced_tools,
             previous_call_id=previous_call_id,
         )
 
@@ -76,12 +65,8 @@ class ResponsesDialect:
             sequence_number += 1
             return format_sse({"type": event_type, "sequence_number": sequence_number - 1, **fields}, event_type)
 
-        initial_response = {
-            **_build_response(parsed, reply, []),
-            "status": "in_progress",
-            "incomplete_details": None,
-            "usage": None,
-        }
+        in_progress = {"status": "in_progress", "incomplete_details": None, "usage": None}
+        initial_response = _build_response(parsed, reply, []) | in_progress
         yield event("response.created", response=initial_response)
         yield event("response.in_progress", response=initial_response)
         items = _to_items(parsed, reply)
@@ -97,9 +82,6 @@ class ResponsesDialect:
     def format_token_count(self, num_tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
-    def format_error(self, error: RamifyError) -> dict[str, Any]:
-        return {"error": {"message": error.message, "type": error.name, "param": None, "code": get_error_code(error)}}
-
     def format_stream_error(self, error: RamifyError) -> bytes:
         fields = {"code": get_error_code(error), "message": error.message, "param": None, "sequence_number": 0}
         return format_sse({"type": "error", **fields}, "error")
@@ -109,6 +91,7 @@ class _ItemParser(MessageParser):
     """Parses items; the items of one reply are collected into one message."""
 
     def add_items(self, items: Sequence[Mapping[str, Any]]) -> None:
+        """Add the messages of a list of items."""
         reasoning, contents, calls = list[str](), list[Any](), list[ToolCall]()
 
         def flush() -> None:
@@ -137,7 +120,7 @@ class _ItemParser(MessageParser):
                 role = "system" if item.get("role") in ("system", "developer") else "user"
                 self.add_message(role, item.get("content"))
             else:
-                raise RequestInvalid(f"input.{index}.type: {item_type!r} is not supported")
+                raise RequestInvalid(f"input.{index}.type: found {item_type!r}, which is not supported")
         flush()
 
 
@@ -174,13 +157,12 @@ def _flat_name(tool: Mapping[str, Any]) -> str:
     return f"{namespace}__{tool['name']}" if namespace else tool["name"]
 
 
-def _parse_tool(tool: Mapping[str, Any]) -> Sequence[ToolSchema]:
+def _parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
     """Parse a function, or a free-text tool as a function of one string; tools of OpenAI's servers are ignored."""
-    if tool.get("type") == "function":
-        return (build_function_tool(tool["name"], tool.get("description"), tool.get("parameters")),)
-    if tool.get("type") == "custom":
-        return (build_function_tool(tool["name"], tool.get("description"), CUSTOM_TOOL_SCHEMA),)
-    return ()
+    if tool.get("type") not in ("function", "custom"):
+        return None
+    schema = CUSTOM_TOOL_SCHEMA if tool["type"] == "custom" else tool.get("parameters")
+    return build_function_tool(tool["name"], tool.get("description"), schema)
 
 
 def _build_response(parsed: ParsedRequest, reply: ModelReply, items: list[dict[str, Any]]) -> dict[str, Any]:
