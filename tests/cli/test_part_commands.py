@@ -138,7 +138,7 @@ def test_secret_of_the_run_is_used(file, monkeypatch):
 def test_public_address_requires_a_secret(file, monkeypatch, capsys):
     words = ["env-server", "@", file, "--source", "train/two", "--train.1.address", "tcp://0.0.0.0:0", "--dry-run"]
     assert main(words) == 2
-    assert "give the server a secret, in the variable that secret_env names" in capsys.readouterr().err
+    assert "set a secret in the environment variable that secret_env names" in capsys.readouterr().err
     monkeypatch.setenv("RAMIFY_SECRET", "x")
     assert main(words) == 0
 

@@ -80,7 +80,7 @@ def test_whoever_is_killed_takes_all_below_along_and_the_client_hears_of_it(engi
             os.kill(child.pid, signal.SIGKILL)
             await gone(processes, "the worker and the shells", 5)
             for rollout in rollouts:
-                with pytest.raises(PeerLost, match=r"not been heard|forgotten"):
+                with pytest.raises(PeerLost, match=r"no message for|forgotten"):
                     await rollout
             await child.stop()
             async with EnvServerProcess(config, file) as again:

@@ -256,7 +256,7 @@ def test_an_inference_server_that_never_says_a_word(stage):
 
 def test_an_env_server_that_is_down(stage):
     address = f"tcp://127.0.0.1:{closed_port()}"
-    with pytest.raises(PeerLost, match=rf"waits for the env server of plain: nobody answered at {address} for 2 s"):
+    with pytest.raises(PeerLost, match=rf"waits for the env server of plain: no answer from {address} for 2 s"):
         stage.run("address", address=address)
 
 

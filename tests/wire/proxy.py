@@ -1,10 +1,12 @@
-"""A TCP proxy whose connections can be cut, or go silent."""
+"""A TCP proxy whose connections can be cut or silenced."""
 
 import asyncio
 import contextlib
 
 
 class Proxy:
+    """Forwards connections to `target`; with `silent`, it drops what it receives."""
+
     def __init__(self, address: str) -> None:
         self.target = address
         self._writers: set[asyncio.StreamWriter] = set()
@@ -21,7 +23,7 @@ class Proxy:
         self.cut()
 
     def cut(self) -> None:
-        """Break all connections; new ones are taken."""
+        """Break all connections; new ones are accepted."""
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -34,9 +36,9 @@ class Proxy:
             try:
                 await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
             finally:
-                for one in (writer, far_writer):
-                    self._writers.discard(one)
-                    one.transport.abort()
+                for side in (writer, far_writer):
+                    self._writers.discard(side)
+                    side.transport.abort()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):

@@ -21,12 +21,12 @@ from ramify.wire.headers import MAX_BODY_FRAMES
 FAST = WireSettings(heartbeat_interval=0.1, server_timeout=5.0, session_timeout=5.0)
 
 
-class Ask(msgspec.Struct):
+class EchoRequest(msgspec.Struct):
     text: str
 
 
 async def echo(request: IncomingRequest) -> WireMessage:
-    return WireMessage.encode(request.decode(Ask).text[::-1], *request.message.blobs)
+    return WireMessage.encode(request.decode(EchoRequest).text[::-1], *request.message.blobs)
 
 
 async def count(request: IncomingRequest) -> WireMessage:
@@ -39,34 +39,34 @@ async def fail(request: IncomingRequest) -> WireMessage:
     raise JudgeError("asleep")
 
 
-class Waiting:
-    """A handler that waits, and says how it ended."""
+class WaitingHandler:
+    """A handler that waits until it is released or cancelled."""
 
     def __init__(self) -> None:
-        self.begun, self.ended = asyncio.Event(), asyncio.Event()
-        self.open = asyncio.Event()
+        self.started, self.ended = asyncio.Event(), asyncio.Event()
+        self.release = asyncio.Event()
 
     async def __call__(self, request: IncomingRequest) -> WireMessage:
-        self.begun.set()
+        self.started.set()
         try:
-            await self.open.wait()
+            await self.release.wait()
         finally:
             self.ended.set()
         return WireMessage.encode("waited")
 
 
-def run(test):
+def with_server_and_client(test):
     """Run an async test with a server and a client."""
 
     def wrapped():
         async def main():
-            waiting = Waiting()
-            handlers = {"echo": echo, "count": count, "fail": fail, "wait": waiting}
+            handler = WaitingHandler()
+            handlers = {"echo": echo, "count": count, "fail": fail, "wait": handler}
             async with (
                 WireServer(handlers, settings=FAST) as server,
                 WireClient(server.address, settings=FAST) as client,
             ):
-                await asyncio.wait_for(test(server, client, waiting), 20)
+                await asyncio.wait_for(test(server, client, handler), 20)
 
         asyncio.run(main())
 
@@ -74,28 +74,28 @@ def run(test):
     return wrapped
 
 
-@run
-async def test_an_answer_comes_back_with_its_blobs(server, client, waiting):
+@with_server_and_client
+async def test_reply_carries_its_blobs(server, client, handler):
     large = bytes(range(256)) * (1 << 15)
-    answer = await client.call("echo", WireMessage.encode(Ask("abc"), b"small", large), timeout=20)
-    assert answer.decode(str) == "cba"
-    assert [bytes(blob) for blob in answer.blobs] == [b"small", large]
+    reply = await client.call("echo", WireMessage.encode(EchoRequest("abc"), b"small", large), timeout=20)
+    assert reply.decode(str) == "cba"
+    assert [bytes(blob) for blob in reply.blobs] == [b"small", large]
 
 
-@run
-async def test_the_parts_of_a_stream_come_in_order_and_before_the_end(server, client, waiting):
+@with_server_and_client
+async def test_streamed_parts_arrive_in_order_before_the_reply(server, client, handler):
     seen: list[int] = []
-    answer = await client.call(
+    reply = await client.call(
         "count", WireMessage.encode(100), timeout=5, on_part=lambda part: seen.append(part.decode(int))
     )
     assert seen == list(range(100))
-    assert answer.decode(str) == "end"
+    assert reply.decode(str) == "end"
 
 
-@run
-async def test_what_a_callback_raises_ends_its_own_call_and_no_other(server, client, waiting):
+@with_server_and_client
+async def test_error_in_part_callback_fails_only_its_own_call(server, client, handler):
     def broken(part: WireMessage) -> None:
-        raise KeyError("mine")
+        raise KeyError("owner")
 
     calls = [
         client.call("count", WireMessage.encode(5), timeout=20, on_part=on_part) for on_part in (None, broken, None)
@@ -105,12 +105,12 @@ async def test_what_a_callback_raises_ends_its_own_call_and_no_other(server, cli
     assert first.decode(str) == third.decode(str) == "end"
 
 
-def test_a_request_sees_nothing_of_the_one_whose_answer_was_sent_before_it():
-    mine: ContextVar[str] = ContextVar("mine", default="nobody's")
+def test_requests_do_not_share_context_variables():
+    owner: ContextVar[str] = ContextVar("owner", default="unset")
 
     async def claim(request: IncomingRequest) -> WireMessage:
-        before = mine.get()
-        mine.set(request.decode(str))
+        before = owner.get()
+        owner.set(request.decode(str))
         for _ in range(20):
             request.send_part(WireMessage.encode())
             await asyncio.sleep(0)
@@ -122,106 +122,106 @@ def test_a_request_sees_nothing_of_the_one_whose_answer_was_sent_before_it():
             WireClient(server.address, settings=FAST) as client,
         ):
 
-            async def ask(name: str) -> set[str]:
+            async def call_repeatedly(name: str) -> set[str]:
                 return {
                     (await client.call("claim", WireMessage.encode(name), timeout=20)).decode(str) for _ in range(20)
                 }
 
-            assert set().union(*await asyncio.gather(*map(ask, "abcdefgh"))) == {"nobody's"}
+            assert set().union(*await asyncio.gather(*map(call_repeatedly, "abcdefgh"))) == {"unset"}
 
     asyncio.run(main())
 
 
-@run
-async def test_a_failure_arrives_as_the_class_that_bears_its_name(server, client, waiting):
+@with_server_and_client
+async def test_failure_is_raised_as_its_own_class(server, client, handler):
     with pytest.raises(JudgeError, match="asleep") as caught:
         await client.call("fail", timeout=20)
     assert "raise JudgeError" in (caught.value.remote_traceback or "")
 
 
-@run
-async def test_what_is_asked_wrongly_is_refused_and_the_connection_goes_on(server, client, waiting):
+@with_server_and_client
+async def test_invalid_request_is_rejected_and_connection_stays_usable(server, client, handler):
     with pytest.raises(RequestInvalid, match="unknown method 'ecco'"):
         await client.call("ecco", timeout=20)
-    with pytest.raises(RequestInvalid, match="Ask"):
+    with pytest.raises(RequestInvalid, match="EchoRequest"):
         await client.call("echo", WireMessage.encode(7), timeout=20)
-    assert (await client.call("echo", WireMessage.encode(Ask("ab")), timeout=20)).decode(str) == "ba"
+    assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=20)).decode(str) == "ba"
 
 
-@run
-async def test_a_deadline_travels_and_ends_the_work_at_the_other_side(server, client, waiting):
+@with_server_and_client
+async def test_timeout_is_sent_and_cancels_the_handler(server, client, handler):
     with pytest.raises(DeadlineExceeded, match="wait"):
         await client.call("wait", timeout=0.2)
-    await waiting.ended.wait()
+    await handler.ended.wait()
     assert server.num_open_requests == 0
 
 
-@run
-async def test_a_deadline_that_has_passed_is_one(server, client, waiting):
-    with pytest.raises(DeadlineExceeded, match="than the 0 s it had"):
+@with_server_and_client
+async def test_timeout_that_has_already_expired_fails_the_call(server, client, handler):
+    with pytest.raises(DeadlineExceeded, match="its timeout of 0 s"):
         await client.call("wait", timeout=-1.0)
     assert server.num_open_requests == 0
 
 
-@run
-async def test_a_call_that_is_cancelled_is_cancelled_at_the_other_side(server, client, waiting):
+@with_server_and_client
+async def test_cancelled_call_cancels_the_handler(server, client, handler):
     call = asyncio.create_task(client.call("wait", timeout=60))
-    await waiting.begun.wait()
+    await handler.started.wait()
     call.cancel()
-    await waiting.ended.wait()
+    await handler.ended.wait()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert client.num_pending == 0
 
 
-@run
-async def test_a_request_that_is_cancelled_before_it_begins_is_answered_all_the_same(server, client, waiting):
+@with_server_and_client
+async def test_requests_cancelled_before_they_start_are_finished(server, client, handler):
     calls = [asyncio.create_task(client.call("wait", timeout=60)) for _ in range(50)]
     await asyncio.sleep(0)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert (await client.call("echo", WireMessage.encode(Ask("ab")), timeout=20)).decode(str) == "ba"
+    assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=20)).decode(str) == "ba"
     assert server.num_open_requests == 0
 
 
-@run
-async def test_a_server_that_closes_says_so_to_all_who_wait(server, client, waiting):
+@with_server_and_client
+async def test_closing_server_fails_pending_calls(server, client, handler):
     call = asyncio.create_task(client.call("wait", timeout=60))
-    await waiting.begun.wait()
+    await handler.started.wait()
     await server.close()
     with pytest.raises(PeerLost, match=r"closing|closed"):
         await call
 
 
-def test_one_request_too_many_is_refused_by_name():
+def test_request_over_the_limit_fails_with_queue_full():
     async def main():
-        waiting = Waiting()
+        handler = WaitingHandler()
         few = WireSettings(heartbeat_interval=0.1, max_open_requests=2)
         async with (
-            WireServer({"wait": waiting}, settings=few) as server,
+            WireServer({"wait": handler}, settings=few) as server,
             WireClient(server.address, settings=FAST) as client,
         ):
             calls = [asyncio.create_task(client.call("wait", timeout=10)) for _ in range(3)]
             done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             with pytest.raises(QueueFull, match="2 requests"):
                 await done.pop()
-            waiting.open.set()
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-            assert sum(isinstance(answer, WireMessage) for answer in answers) == 2
-        async with WireServer({"wait": waiting}) as server, WireClient(server.address, settings=few) as client:
-            waiting.open.clear()
+            handler.release.set()
+            replies = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(reply, WireMessage) for reply in replies) == 2
+        async with WireServer({"wait": handler}) as server, WireClient(server.address, settings=few) as client:
+            handler.release.clear()
             calls = [asyncio.create_task(client.call("wait", timeout=10)) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFull):
                 await client.call("wait", timeout=10)
-            waiting.open.set()
+            handler.release.set()
             await asyncio.gather(*calls)
 
     asyncio.run(main())
 
 
-def test_a_failure_too_long_for_a_header_does_not_stop_what_comes_after_it():
+def test_failure_too_long_for_a_header_is_truncated():
     async def talk(request: IncomingRequest) -> WireMessage:
         try:
             raise ValueError("\U0001f333" * (1 << 20))
@@ -236,12 +236,12 @@ def test_a_failure_too_long_for_a_header_does_not_stop_what_comes_after_it():
             with pytest.raises(JudgeError, match=r"(?s)^begin.*end$") as raised:
                 await client.call("talk", timeout=10)
             assert "ValueError" in str(raised.value.remote_traceback) or raised.value.__cause__ is not None
-            assert (await client.call("echo", WireMessage.encode(Ask("ab")), timeout=10)).decode(str) == "ba"
+            assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=10)).decode(str) == "ba"
 
     asyncio.run(main())
 
 
-def test_a_message_of_too_many_frames_is_refused_and_the_connection_lives_on():
+def test_message_with_too_many_frames_is_rejected_and_connection_stays_usable():
     async def many(request: IncomingRequest) -> WireMessage:
         return WireMessage.encode(None, *([b""] * request.decode(int)))
 
@@ -250,18 +250,18 @@ def test_a_message_of_too_many_frames_is_refused_and_the_connection_lives_on():
             WireServer({"echo": echo, "many": many}) as server,
             WireClient(server.address, settings=FAST) as client,
         ):
-            with pytest.raises(RequestInvalid, match="echo: 2001 frames"):
-                await client.call("echo", WireMessage.encode(Ask("ab"), *([b""] * 2000)), timeout=10)
-            with pytest.raises(RequestInvalid, match="the answer has 2001 frames"):
+            with pytest.raises(RequestInvalid, match="echo: the message has 2001 frames"):
+                await client.call("echo", WireMessage.encode(EchoRequest("ab"), *([b""] * 2000)), timeout=10)
+            with pytest.raises(RequestInvalid, match="the reply has 2001 frames"):
                 await client.call("many", WireMessage.encode(2000), timeout=10)
             most = [b""] * (MAX_BODY_FRAMES - 1)
-            answer = await client.call("echo", WireMessage.encode(Ask("ab"), *most), timeout=10)
-            assert answer.decode(str) == "ba" and len(answer.blobs) == len(most)
+            reply = await client.call("echo", WireMessage.encode(EchoRequest("ab"), *most), timeout=10)
+            assert reply.decode(str) == "ba" and len(reply.blobs) == len(most)
 
     asyncio.run(main())
 
 
-def test_an_address_others_can_reach_needs_a_secret():
+def test_public_address_requires_a_secret():
     for address in ("tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.1.2.3:5000", "tcp://[::]:0"):
         with pytest.raises(ConfigInvalid, match="secret"):
             WireServer({}, address)
@@ -270,14 +270,16 @@ def test_an_address_others_can_reach_needs_a_secret():
             WireServer({}, address)
 
 
-def test_only_who_knows_the_secret_is_answered():
+def test_client_without_the_secret_is_not_answered():
     async def main():
         quick = WireSettings(heartbeat_interval=0.1, server_timeout=0.5)
         async with WireServer({"echo": echo}, "tcp://0.0.0.0:0", secret="sesame", settings=quick) as server:
             address = server.address.replace("0.0.0.0", "127.0.0.1")
             async with WireClient(address, secret="sesame", settings=quick) as client:
-                assert (await client.call("echo", WireMessage.encode(Ask("ab")), timeout=20)).decode(str) == "ba"
-            with pytest.raises(PeerLost, match="is the secret right"):
+                assert (await client.call("echo", WireMessage.encode(EchoRequest("ab")), timeout=20)).decode(
+                    str
+                ) == "ba"
+            with pytest.raises(PeerLost, match="check the secret"):
                 await WireClient(address, secret="simsim", settings=quick).start()
             with pytest.raises(PeerLost):
                 await WireClient(address, settings=quick).start()

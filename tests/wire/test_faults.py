@@ -1,4 +1,4 @@
-"""Connections that break, servers that come back, clients that vanish, loops that are blocked."""
+"""Broken connections, restarted servers, clients that disappear, blocked event loops."""
 
 import asyncio
 import threading
@@ -18,14 +18,14 @@ from tests.wire.proxy import Proxy
 FAST = WireSettings(heartbeat_interval=0.05, server_timeout=10.0, session_timeout=10.0)
 
 
-def test_a_connection_that_breaks_loses_no_reply_and_runs_nothing_twice():
+def test_broken_connection_loses_no_reply_and_repeats_no_request():
     async def main():
-        ran: Counter[int] = Counter()
+        runs: Counter[int] = Counter()
         parts: Counter[int] = Counter()
 
         async def work(request: IncomingRequest) -> WireMessage:
             number = request.decode(int)
-            ran[number] += 1
+            runs[number] += 1
             request.send_part(WireMessage.encode(number))
             await asyncio.sleep(0.002 * (number % 20))
             return WireMessage.encode(number, bytes(1000 * (number % 50)))
@@ -42,55 +42,55 @@ def test_a_connection_that_breaks_loses_no_reply_and_runs_nothing_twice():
 
             async def one(number: int) -> int:
                 async with slots:
-                    answer = await client.call("work", WireMessage.encode(number), timeout=60, on_part=count)
+                    reply = await client.call("work", WireMessage.encode(number), timeout=60, on_part=count)
                 if number % 40 == 0:
                     proxy.cut()
-                return answer.decode(int)
+                return reply.decode(int)
 
-            answers = await asyncio.gather(*(one(number) for number in range(400)))
-            assert answers == list(range(400))
-            assert set(ran.values()) == set(parts.values()) == {1}
+            replies = await asyncio.gather(*(one(number) for number in range(400)))
+            assert replies == list(range(400))
+            assert set(runs.values()) == set(parts.values()) == {1}
             assert proxy.connections >= 2
 
     asyncio.run(main())
 
 
-def test_a_server_that_was_started_again_has_forgotten_and_is_met_again():
+def test_restarted_server_fails_pending_calls_and_serves_new_ones():
     async def main():
-        begun = asyncio.Event()
+        started = asyncio.Event()
 
         async def wait(request: IncomingRequest) -> WireMessage:
-            begun.set()
+            started.set()
             await asyncio.sleep(60)
             return WireMessage.encode()
 
-        async def say(request: IncomingRequest) -> WireMessage:
+        async def answer(request: IncomingRequest) -> WireMessage:
             return WireMessage.encode("new")
 
         async with (
             WireServer({"wait": wait}, settings=FAST) as first,
-            WireServer({"say": say}, settings=FAST) as second,
+            WireServer({"answer": answer}, settings=FAST) as second,
             Proxy(first.address) as proxy,
             WireClient(proxy.address, settings=FAST) as client,
         ):
             call = asyncio.create_task(client.call("wait", timeout=60))
-            await begun.wait()
-            proxy.target = second.address  # at the same address now another process answers
+            await started.wait()
+            proxy.target = second.address  # a restart: another server at the same address
             proxy.cut()
             with pytest.raises(PeerLost, match="forgotten"):
                 await call
-            assert (await client.call("say", timeout=10)).decode(str) == "new"
+            assert (await client.call("answer", timeout=10)).decode(str) == "new"
 
     asyncio.run(main())
 
 
-def test_a_client_that_vanishes_is_forgotten_after_the_grace_and_its_work_cancelled():
+def test_session_of_a_silent_client_is_closed_and_its_requests_cancelled():
     async def main():
-        begun, ended = asyncio.Event(), asyncio.Event()
+        started, ended = asyncio.Event(), asyncio.Event()
         brief = WireSettings(heartbeat_interval=0.05, server_timeout=0.3, session_timeout=0.5)
 
         async def wait(request: IncomingRequest) -> WireMessage:
-            begun.set()
+            started.set()
             try:
                 await asyncio.sleep(60)
             finally:
@@ -103,9 +103,9 @@ def test_a_client_that_vanishes_is_forgotten_after_the_grace_and_its_work_cancel
             WireClient(proxy.address, settings=brief) as client,
         ):
             call = asyncio.create_task(client.call("wait", timeout=60))
-            await begun.wait()
+            await started.wait()
             proxy.silent = True
-            with pytest.raises(PeerLost, match=r"not been heard for 0\.3 s"):
+            with pytest.raises(PeerLost, match=r"no message for 0\.3 s"):
                 await call
             await asyncio.wait_for(ended.wait(), 10)
             assert server.num_clients == 0
@@ -113,7 +113,7 @@ def test_a_client_that_vanishes_is_forgotten_after_the_grace_and_its_work_cancel
     asyncio.run(main())
 
 
-def test_a_blocked_loop_does_not_look_dead_and_says_what_blocks_it():
+def test_blocked_event_loop_keeps_the_connection_and_reports_its_stack():
     async def block_the_loop(request: IncomingRequest) -> WireMessage:
         time.sleep(2.5)
         return WireMessage.encode("done")
@@ -153,37 +153,37 @@ def test_a_blocked_loop_does_not_look_dead_and_says_what_blocks_it():
 
 
 @given(st.lists(st.sampled_from(["send", "lose", "repeat", "connect", "deliver"]), max_size=60))
-def test_whatever_is_lost_or_repeated_every_frame_arrives_once_and_in_order(steps):
-    near, far = SequencedStream(), SequencedStream()
-    air: list[list[bytes]] = []
+def test_every_message_arrives_once_and_in_order_despite_loss_and_repetition(steps):
+    sender, receiver = SequencedStream(), SequencedStream()
+    in_flight: list[list[bytes]] = []
     arrived: list[int] = []
 
     def deliver() -> None:
-        header = decode_header(air.pop(0)[0], 1)
+        header = decode_header(in_flight.pop(0)[0], 1)
         assert isinstance(header, CancelHeader)
-        if far.accept(header):
+        if receiver.accept(header):
             arrived.append(header.request_id)
 
-    def fly(frames) -> bool:
-        air.append(frames)
+    def send(frames) -> bool:
+        in_flight.append(frames)
         return True
 
     sent = 0
     for step in [*steps, "connect", "deliver"]:
         if step == "send":
             sent += 1
-            near.enqueue(CancelHeader(0, 0, sent))
-            near.flush(fly)
-        elif step == "lose" and air:
-            air.pop(0)
-        elif step == "repeat" and air:
-            air.insert(0, air[0])
+            sender.enqueue(CancelHeader(0, 0, sent))
+            sender.flush(send)
+        elif step == "lose" and in_flight:
+            in_flight.pop(0)
+        elif step == "repeat" and in_flight:
+            in_flight.insert(0, in_flight[0])
         elif step == "connect":
-            near.resend_after(far.received)
-            near.flush(fly)
+            sender.resend_after(receiver.received)
+            sender.flush(send)
         elif step == "deliver":
-            while air:
+            while in_flight:
                 deliver()
     assert arrived == list(range(1, sent + 1))
-    near.handle_ack(far.received)
-    assert near.num_unacked == near.unacked_bytes == 0
+    sender.handle_ack(receiver.received)
+    assert sender.num_unacked == sender.unacked_bytes == 0

@@ -1,4 +1,4 @@
-"""An HTTP server that shares its process."""
+"""The embedded HTTP server."""
 
 import asyncio
 import os
@@ -25,48 +25,48 @@ APP = Starlette(routes=[Route("/", _hello)])
 async def get(server: HttpServer) -> bytes:
     reader, writer = await asyncio.open_connection(server.host, server.port)
     writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-    answer = await reader.read()
+    response = await reader.read()
     writer.close()
-    return answer
+    return response
 
 
-def test_it_answers_at_a_free_port_until_it_is_closed():
-    async def scene():
+def test_server_listens_on_a_free_port_until_closed():
+    async def main():
         async with HttpServer(APP, "127.0.0.1", name="a page") as server:
             assert (await get(server)).endswith(b"hello")
             with pytest.raises(PortTaken, match=f"another page: 127.0.0.1:{server.port} cannot be listened on"):
                 await HttpServer(APP, "127.0.0.1", server.port, name="another page").start()
-        await server.close()  # once more does nothing
+        await server.close()  # closing it again does nothing
         with pytest.raises(OSError):
             await get(server)
 
-    asyncio.run(scene())
+    asyncio.run(main())
 
 
-def test_an_address_of_another_machine_is_no_port_that_is_taken():
-    said = "a page: 192.0.2.1:0 cannot be listened on: 192.0.2.1 is no address of this machine"
-    with pytest.raises(ConfigInvalid, match=said):
+def test_foreign_address_is_config_invalid_not_port_taken():
+    message = "a page: 192.0.2.1:0 cannot be listened on: 192.0.2.1 is no address of this machine"
+    with pytest.raises(ConfigInvalid, match=message):
         asyncio.run(HttpServer(APP, "192.0.2.1", name="a page").start())
 
 
-def test_an_answer_does_not_wait_for_an_acknowledgement():
+def test_connections_have_tcp_nodelay():
     """Connections inherit the option from the socket that listens."""
 
-    async def scene():
+    async def main():
         async with HttpServer(APP, "127.0.0.1", name="a page") as server:
-            (listening,) = [sock for each in server._server.servers for sock in each.sockets]
-            assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            (listener,) = [sock for server_ in server._server.servers for sock in server_.sockets]
+            assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
-    asyncio.run(scene())
+    asyncio.run(main())
 
 
-def test_signals_are_its_owners():
-    async def scene():
-        came = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, came.set)
+def test_signals_are_left_to_the_process():
+    async def main():
+        received = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, received.set)
         async with HttpServer(APP, "127.0.0.1", name="a page") as server:
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(came.wait(), 10)
+            await asyncio.wait_for(received.wait(), 10)
             assert (await get(server)).endswith(b"hello")
 
-    asyncio.run(scene())
+    asyncio.run(main())

@@ -1,8 +1,8 @@
 """The wire: requests, streamed replies and cancels between processes, over ZMQ.
 
-One idea: a connection is two numbered streams. A frame is kept until the other side says it has it, so a connection
-that breaks loses nothing and repeats nothing, and what is left of a request is its number, its deadline and its answer.
-A thread beside the event loop sees to the clock: a loop that is busy delays answers, never heartbeats.
+A connection consists of two numbered streams, one per direction. The sender keeps a message until it is acknowledged,
+so a broken connection neither loses nor repeats messages. A thread beside the event loop runs the timers: a busy loop
+delays replies, never heartbeats.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""Where a server may listen, and who may speak to it.
+"""Addresses a server may listen on, and the encryption and authentication of connections.
 
-Within a machine an address is a matter between its own processes. Anywhere else a shared secret is required: both ends
-derive their CURVE keys from it, so who does not know it can neither speak nor listen; the handshake proves it again.
+A local address needs no secret. Any other address requires a shared secret: both sides derive their CURVE keys from it,
+so a peer without the secret can neither connect nor decrypt; the handshake checks the secret once more.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from zmq.utils import z85
 from ramify.errors import ConfigInvalid
 
 BLAKE2_PERSON = b"ramify.wire"
-CONNECT_TIMEOUT = 2.0  # seconds for a connection
+CONNECT_TIMEOUT = 2.0  # seconds
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -35,27 +35,27 @@ def is_local(address: str) -> bool:
 
 
 def check_bind_address(address: str, secret: str | None) -> None:
-    """Refuse an address that cannot be one, or that others can reach without a secret."""
+    """Raise ConfigInvalid if the address is malformed, or if it is not local and there is no secret."""
     scheme, _, rest = address.partition("://")
     if scheme not in ("tcp", "ipc") or not rest or (scheme == "tcp" and not rest.rpartition(":")[2].isdigit()):
         raise ConfigInvalid(f"address: expected tcp://HOST:PORT (port 0 takes a free one), got {address!r}")
     if not is_local(address) and not secret:
         raise ConfigInvalid(
-            f"address: {address} can be reached from other machines; give the server a secret, in the variable that "
-            "secret_env names, or listen at 127.0.0.1"
+            f"address: {address} can be reached from other machines; set a secret in the environment variable that "
+            "secret_env names, or listen on 127.0.0.1"
         )
 
 
 def make_proof(secret: str | None, client_id: str) -> bytes:
-    """What a client that knows the secret says in its hello."""
+    """Return the proof in a client's hello that the client knows the secret."""
     key = hashlib.blake2b((secret or "").encode(), digest_size=32, person=BLAKE2_PERSON).digest()
     return hashlib.blake2b(client_id.encode(), key=key, digest_size=32).digest()
 
 
 def enable_curve(socket: "zmq.Socket[bytes]", secret: str, *, server: bool) -> None:
-    """Let only those who know the secret speak over this socket, and nobody else listen."""
+    """Encrypt the socket with CURVE, so that only peers with the secret can connect."""
     if not zmq.has("curve"):
-        raise ConfigInvalid("address: this libzmq has no CURVE, which a public address needs; install pyzmq from PyPI")
+        raise ConfigInvalid("address: this libzmq lacks CURVE, which a public address needs; install pyzmq from PyPI")
     public, private = _derive_curve_keypair(secret, b"server")
     if server:
         socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, private
@@ -73,11 +73,11 @@ def _derive_curve_keypair(secret: str, role: bytes) -> tuple[bytes, bytes]:
 
 
 async def is_listening(address: str) -> bool:
-    """Whether it takes a connection, whatever it speaks."""
-    place = urlsplit(address)
+    """Whether a TCP connection to the address succeeds."""
+    url = urlsplit(address)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT):
-            _, writer = await asyncio.open_connection(place.hostname, place.port or DEFAULT_PORTS.get(place.scheme))
+            _, writer = await asyncio.open_connection(url.hostname, url.port or DEFAULT_PORTS.get(url.scheme))
     except (OSError, TimeoutError):
         return False
     writer.close()

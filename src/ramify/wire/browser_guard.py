@@ -26,7 +26,7 @@ from ramify.errors import OriginRefused
 class BrowserGuard:
     """ASGI middleware that answers requests to `paths` with 403 if a web page may have sent them.
 
-    `hosts` are the names of the server in the configuration; `key` is the configuration key for further ones.
+    `hosts` are the server's names in the configuration; `config_key` names the key that holds them, for error messages.
     """
 
     def __init__(self, app: ASGIApp, *, paths: Collection[str], hosts: Collection[str], config_key: str) -> None:
@@ -50,11 +50,11 @@ class BrowserGuard:
         host = ", ".join(request.headers.getlist("host"))
         name = _parse_host_name(host)
         if name is None or not await self._is_trusted(name):
-            known = f"expected an address, a name without a dot, or one that {self._config_key} lists"
-            raise OriginRefused(f"{request.url.path} was asked under the host {host!r}; {known}")
+            expected = f"expected an IP address, a name without a dot, or a name in {self._config_key}"
+            raise OriginRefused(f"{request.url.path} was requested with the host {host!r}; {expected}")
         for origin in request.headers.getlist("origin"):
             if origin.lower().partition("://")[2] != host.lower():
-                raise OriginRefused(f"{request.url.path} was asked by a web page of {origin!r}; use a program, or curl")
+                raise OriginRefused(f"{request.url.path} was requested by a web page of {origin!r}; use curl instead")
 
     async def _is_trusted(self, name: str) -> bool:
         if _is_ip_address(name) or "." not in name or name.endswith(".localhost") or name in self._hosts:

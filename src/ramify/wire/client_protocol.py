@@ -1,11 +1,10 @@
-"""The client's end: one connection to one server, made again whenever it breaks.
+"""The client's side of a connection, without I/O: it reconnects whenever the connection breaks.
 
-    MEETING --Welcome to the last Hello--> MET --silence, or Who--> MEETING
-       |
-       +--Refused--> REFUSED
+    CONNECTING --welcome to the last hello--> CONNECTED --silence, or unknown client--> CONNECTING
+        |
+        +--rejected--> REJECTED
 
-A server that comes back without memory gives another session: what was asked in the one before is lost, and whoever
-waits for it hears so.
+A restarted server assigns a new session. Requests of the old session are lost, and their callers get PeerLost.
 """
 
 import uuid
@@ -36,25 +35,28 @@ from ramify.wire.headers import (
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
 from ramify.wire.pause_detector import PauseDetector
-from ramify.wire.sequenced_stream import SequencedStream
-from ramify.wire.server_protocol import ACK_EVERY, make_heartbeat
+from ramify.wire.sequenced_stream import ACK_EVERY, SequencedStream, make_heartbeat
 from ramify.wire.settings import WireSettings
 from ramify.wire.socket_driver import ProtocolEvent, make_sender
 
-HELLO_INTERVAL = 0.05  # seconds between two hellos at first
-EVENT_NAMES = {PartHeader: "part", ReplyHeader: "reply", FailureHeader: "fail"}
+HELLO_INTERVAL = 0.05  # seconds between the first two hellos; doubles up to the heartbeat interval
+EVENT_NAMES = {PartHeader: "part", ReplyHeader: "reply", FailureHeader: "failure"}
 
 
 class ConnectionState(Enum):
-    """Where a connection is."""
+    """The state of a client's connection; the transitions are in the module docstring."""
 
-    CONNECTING = "meeting"
-    CONNECTED = "met"
-    REJECTED = "refused"
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    REJECTED = "rejected"
 
 
 class ClientProtocol:
-    """One client."""
+    """The state of one client's connection; a `SocketProtocol`.
+
+    `session_number` counts the sessions that the server has lost; commands of an earlier session are dropped.
+    `last_heartbeat` and `max_frame_bytes` are the server's.
+    """
 
     def __init__(
         self, socket: "zmq.Socket[bytes]", secret: str | None, settings: WireSettings, loop_monitor: LoopMonitor
@@ -63,16 +65,16 @@ class ClientProtocol:
         self.client_id = uuid.uuid4().hex
         self.state = ConnectionState.CONNECTING
         self.stream = SequencedStream()
-        self.session_number = 0  # the sessions that were lost
+        self.session_number = 0
         self.last_received_time = 0.0
-        self.last_heartbeat = HeartbeatHeader(0, 0)  # the server's last
+        self.last_heartbeat = HeartbeatHeader(0, 0)
         self.max_frame_bytes = settings.max_frame_bytes
         self.goodbye_done = False
         self._closing = False
         self._session_id = ""
         self._loss_reported = False
-        self._last_sent_time = 0.0  # when a hello or a beat was last sent
-        self._hello_attempts = 0  # since the server was last met
+        self._last_sent_time = 0.0  # of a hello or heartbeat
+        self._hello_attempts = 0  # since the last connection
         self._num_hellos = 0  # since the start
         self._pause_detector = PauseDetector(settings.server_timeout)
         self._send = make_sender(socket)
@@ -82,12 +84,12 @@ class ClientProtocol:
         try:
             self._handle_header(decode_header(frames[0].buffer, len(frames)), frames[1:], now)
         except MalformedMessage:
-            return  # not from a server of ours; silence will tell
+            return  # not from our server, so it does not count as received
         self.last_received_time = now
 
     def handle_command(self, command: ProtocolEvent, now: float) -> None:
-        epoch, header, body = command
-        if epoch == self.session_number:
+        session_number, header, body = command
+        if session_number == self.session_number:
             self.stream.enqueue(header, body)
             self._flush()
 
@@ -98,10 +100,10 @@ class ClientProtocol:
             return interval
         if now - self.last_received_time > self._settings.server_timeout and not self._loss_reported:
             self._loss_reported, self.state = True, ConnectionState.CONNECTING
-            self.events.append(("lost", f"it has not been heard for {self._settings.server_timeout:g} s"))
+            self.events.append(("lost", f"no message for {self._settings.server_timeout:g} s"))
         if self.state is ConnectionState.CONNECTING:
-            wait = min(HELLO_INTERVAL * 2**self._hello_attempts, interval)
-            if now - self._last_sent_time >= wait and self._send_hello():
+            hello_interval = min(HELLO_INTERVAL * 2**self._hello_attempts, interval)
+            if now - self._last_sent_time >= hello_interval and self._send_hello():
                 self._last_sent_time, self._hello_attempts = now, min(self._hello_attempts + 1, 10)
             return HELLO_INTERVAL / 2
         if now - self._last_sent_time >= interval:
@@ -118,8 +120,8 @@ class ClientProtocol:
 
     def _handle_header(self, header: AnyHeader, body: Sequence[zmq.Frame], now: float) -> None:
         match header:
-            case WelcomeHeader(hello_number=knock) if 0 < knock < self._num_hellos:
-                self._last_sent_time = now + self._settings.heartbeat_interval  # wait for the answers to later hellos
+            case WelcomeHeader(hello_number=number) if 0 < number < self._num_hellos:
+                self._last_sent_time = now + self._settings.heartbeat_interval  # wait for the welcome to a later hello
             case WelcomeHeader():
                 self._handle_welcome(header)
             case PartHeader() | ReplyHeader() | FailureHeader():
@@ -140,21 +142,21 @@ class ClientProtocol:
                     self._send_header(GoodbyeHeader())
                     self._restart_handshake()
                     self._loss_reported = True
-                    self.events.append(("lost", "it has closed"))
+                    self.events.append(("lost", "it has closed the connection"))
             case RejectedHeader():
                 self.state = ConnectionState.REJECTED
-                self.events.append(("refused", header.failure))
+                self.events.append(("rejected", header.failure))
             case _:
-                raise MalformedMessage(f"a server does not say {type(header).__name__}")
+                raise MalformedMessage(f"a server does not send {type(header).__name__}")
 
     def _handle_welcome(self, welcome: WelcomeHeader) -> None:
         if self._session_id and self._session_id != welcome.session_id:
             self.stream, self.session_number = SequencedStream(), self.session_number + 1
-            self.events.append(("forgotten", self.session_number))
+            self.events.append(("session_reset", self.session_number))
         self._session_id, self.max_frame_bytes = welcome.session_id, welcome.max_frame_bytes
         self.state, self._loss_reported, self._hello_attempts = ConnectionState.CONNECTED, False, 0
         self.stream.resend_after(min(welcome.ack, self.stream.enqueued))
-        self.events.append(("met",))
+        self.events.append(("connected",))
         self._flush()
 
     def _handle_sequenced(self, header: PartHeader | ReplyHeader | FailureHeader, body: Sequence[zmq.Frame]) -> None:
@@ -164,23 +166,21 @@ class ClientProtocol:
             if self.stream.needs_resend(header.sequence_number - 1):
                 self._send_header(ResendHeader(self.stream.received))
             return
-        what = header.failure if isinstance(header, FailureHeader) else WireMessage([frame.buffer for frame in body])
-        self.events.append((EVENT_NAMES[type(header)], header.request_id, what))
+        content = header.failure if isinstance(header, FailureHeader) else WireMessage([frame.buffer for frame in body])
+        self.events.append((EVENT_NAMES[type(header)], header.request_id, content))
         if self.stream.received - self.stream.acked >= ACK_EVERY:
             self._send_header(make_heartbeat(self.stream, self._loop_monitor))
 
     def _restart_handshake(self) -> None:
-        """Introduce ourselves anew."""
         if self.state is ConnectionState.CONNECTED:
             self.state, self._last_sent_time, self._hello_attempts = ConnectionState.CONNECTING, 0.0, 0
 
     def _send_hello(self) -> bool:
-        secret_proof, knock = make_proof(self._secret, self.client_id), self._num_hellos + 1
-        if not self._send_header(
-            HelloHeader(PROTOCOL_VERSION, self.client_id, secret_proof, self.stream.received, self._session_id, knock)
-        ):
+        proof, number = make_proof(self._secret, self.client_id), self._num_hellos + 1
+        hello = HelloHeader(PROTOCOL_VERSION, self.client_id, proof, self.stream.received, self._session_id, number)
+        if not self._send_header(hello):
             return False
-        self._num_hellos = knock
+        self._num_hellos = number
         return True
 
     def _flush(self) -> None:

@@ -1,16 +1,17 @@
-"""The headers that travel before a message's own frames.
+"""The headers that are sent before a message's own frames.
 
-    client                                 server
-    Hello(version, client, proof,
-          got, session, knock) -------->
-                                       <--- Welcome(session, got, knock)  or Refused(failure)
-    Request(n, id, method, left) ------>
-                                       <--- Part(n, id) ... Reply(n, id)  or Fail(n, id, failure)
-    Cancel(n, id) --------------------->
-    Beat(got, sent, lag) <------------->
+    client                                      server
+    Hello(version, client_id, proof, ack,
+          session_id, hello_number) --------->
+                                            <--- Welcome(session_id, ack, ..., hello_number)  or Rejected(failure)
+    Request(n, ack, id, method, timeout) ---->
+                                            <--- Part(n, ack, id) ... Reply(n, ack, id)  or Failure(n, ack, id, failure)
+    Cancel(n, ack, id) ---------------------->
+    Heartbeat(ack, last_sent, lag, ...) <----->
 
-Frames with a number `n` are kept until the other side says that it `got` them. A server that does not know who speaks
-says `Who`, and the client introduces itself again; `Again` asks for all numbered frames after the last one that came.
+Messages with a sequence number `n` are kept until the other side acknowledges them with `ack`. A server that does not
+know the sender replies `UnknownClientHeader`, and the client sends its hello again. `ResendHeader` asks for every
+sequenced message after `ack`.
 """
 
 import msgspec
@@ -20,24 +21,24 @@ from ramify.errors import Failure
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 1024
-MAX_BODY_FRAMES = MAX_FRAMES - 2  # frames of a message's own: the header comes before them, and a route may
-MAX_TEXT_CHARS = 4096  # characters of each text of a failure that is too long for a header
+MAX_BODY_FRAMES = MAX_FRAMES - 2  # of a message's own; the routing id and the header come before them
+MAX_TEXT_CHARS = 4096  # of each text in a failure that is truncated
 
 
 class MalformedMessage(Exception):
-    """Bytes that are no frame of this protocol."""
+    """A received message does not follow the protocol."""
 
 
 class WireHeader(msgspec.Struct, array_like=True, tag_field="kind"):
-    """Anything that can be said."""
+    """The base of all headers. Tags and the order of fields are the format; names are not sent."""
 
 
 class HelloHeader(WireHeader, tag=0):
-    """A client introduces itself; the version stands first in every version.
+    """Opens a connection. `version` is the first field in every version of the protocol.
 
-    `got` counts the frames of `session`, the last session that the client knows; the server may have forgotten it. A
-    client repeats its hello, each with the next number `knock`, until the last one is answered. An answer to an earlier
-    hello is not enough: the server may have forgotten its session before it received the last hello.
+    `ack` refers to `session_id`, the last session that the client knows; the server may have closed it. A client
+    repeats its hello, each with the next `hello_number`, until the last one is answered. An answer to an earlier hello
+    is not enough: the server may have closed that session before it received the last hello.
     """
 
     version: int
@@ -49,26 +50,30 @@ class HelloHeader(WireHeader, tag=0):
 
 
 class WelcomeHeader(WireHeader, tag=1):
-    """The session a client has. One it does not know means that everything it asked before is forgotten."""
+    """The client's session. A new session id means that the server has lost all earlier requests."""
 
     session_id: str
     ack: int
     max_frame_bytes: int
-    hello_number: int = 0  # the hello that this answers
+    hello_number: int = 0  # of the hello that this answers
 
 
 class RejectedHeader(WireHeader, tag=2):
-    """The end of a client: what it did, or what it is."""
+    """The server rejects the client; `failure` says why."""
 
     failure: Failure
 
 
 class UnknownClientHeader(WireHeader, tag=3):
-    """Frames came from somebody who has not said hello."""
+    """The server has received a message over a connection without a hello."""
 
 
 class HeartbeatHeader(WireHeader, tag=4):
-    """A sign of life that waits for no event loop, and how long the one beside it has not turned."""
+    """A heartbeat, sent even while the sender's event loop is blocked.
+
+    `lag` is how long that event loop has been blocked; if it is long, `task` and `stack` say by what. `last_sent` is
+    the number of the last message sent, so that the receiver notices a lost one.
+    """
 
     ack: int
     last_sent: int
@@ -78,24 +83,24 @@ class HeartbeatHeader(WireHeader, tag=4):
 
 
 class ResendHeader(WireHeader, tag=5):
-    """Numbered frames are missing after this one."""
+    """Requests every sequenced message after `ack`."""
 
     ack: int
 
 
 class GoodbyeHeader(WireHeader, tag=6):
-    """The end, on purpose."""
+    """The sender closes the connection."""
 
 
 class SequencedHeader(WireHeader):
-    """A frame of a stream."""
+    """The base of headers with a sequence number; `SequencedStream.enqueue` sets both fields."""
 
     sequence_number: int
     ack: int
 
 
 class RequestHeader(SequencedHeader, tag=7):
-    """A call; `left` are the seconds it has."""
+    """A request; `timeout` is in seconds."""
 
     request_id: int
     method: str
@@ -103,25 +108,25 @@ class RequestHeader(SequencedHeader, tag=7):
 
 
 class CancelHeader(SequencedHeader, tag=8):
-    """Nobody wants the answer to a request any more."""
+    """Cancels a request."""
 
     request_id: int
 
 
 class PartHeader(SequencedHeader, tag=9):
-    """A piece of a streamed answer."""
+    """One part of a streamed reply."""
 
     request_id: int
 
 
 class ReplyHeader(SequencedHeader, tag=10):
-    """The end of an answer."""
+    """The reply to a request, which ends it."""
 
     request_id: int
 
 
 class FailureHeader(SequencedHeader, tag=11):
-    """The end of an answer that went wrong."""
+    """The failure of a request, which ends it."""
 
     request_id: int
     failure: Failure
@@ -147,7 +152,7 @@ _decode = msgspec.msgpack.Decoder(AnyHeader).decode
 
 
 def truncate_failure(failure: Failure) -> Failure:
-    """The failure, short enough for a header: one that is not would stop all that comes after it."""
+    """Return the failure, shortened if its header would be too long: the peer would reject the connection."""
     return failure if len(encode_header(failure)) <= MAX_HEADER_BYTES // 2 else _truncate(failure)
 
 
@@ -162,19 +167,19 @@ def _truncate(failure: Failure) -> Failure:
 
 
 def _truncate_text(text: str) -> str:
-    """Beginning and end: an error tells most where it starts, a traceback where it ends."""
+    """Keep the start and the end: an error message says most at its start, a traceback at its end."""
     half = MAX_TEXT_CHARS // 2
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def decode_header(header: bytes | memoryview, num_frames: int) -> AnyHeader:
-    """The header of a message of `count` frames; Malformed if it is none."""
+    """Decode the header of a message of `num_frames` frames. Raises MalformedMessage."""
     if len(header) > MAX_HEADER_BYTES or num_frames > MAX_FRAMES:
-        raise MalformedMessage(f"a header of {len(header)} bytes before {num_frames} frames")
+        raise MalformedMessage(f"a header of {len(header)} bytes or a message of {num_frames} frames is too large")
     try:
-        said: AnyHeader = _decode(header)
+        decoded: AnyHeader = _decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(f"no header: {error}") from error
-    if isinstance(said, SequencedHeader) and (said.sequence_number < 1 or said.ack < 0):
-        raise MalformedMessage(f"a frame with number {said.sequence_number}")
-    return said
+        raise MalformedMessage(f"the header cannot be decoded: {error}") from error
+    if isinstance(decoded, SequencedHeader) and (decoded.sequence_number < 1 or decoded.ack < 0):
+        raise MalformedMessage(f"sequence number {decoded.sequence_number} or ack {decoded.ack} is out of range")
+    return decoded

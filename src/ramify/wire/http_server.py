@@ -1,4 +1,4 @@
-"""An HTTP server in a process that has more to do: it leaves signals alone, and ends when it is told to."""
+"""An HTTP server embedded in another process: it installs no signal handlers and stops only on `close`."""
 
 import asyncio
 import contextlib
@@ -12,24 +12,24 @@ from starlette.types import ASGIApp
 from ramify.errors import DeadlineExceeded
 from ramify.wire.listener import open_listener, to_bind_error
 
-KEEP_ALIVE_TIMEOUT = 120  # seconds an idle connection stays open; clients that pool connections give up on one earlier
-BACKLOG = 2048  # connections that may wait to be taken
-START_TIMEOUT = 10.0  # seconds until it has to answer
-CLOSE_TIMEOUT = 5.0  # seconds it gets to end beyond what its requests get
+KEEP_ALIVE_TIMEOUT = 120  # seconds an idle connection stays open; longer than in the clients' connection pools
+BACKLOG = 2048  # connections that may wait to be accepted
+START_TIMEOUT = 10.0  # seconds
+CLOSE_TIMEOUT = 5.0  # seconds to stop, in addition to `shutdown_timeout`
 POLL_INTERVAL = 0.005
 
 
 class HttpServer:
-    """`app` at an address; `start` and `close` (or `async with`) are its life. `what` names it where it cannot listen.
+    """Serve an ASGI app on `host` and `port` (0: any free port) between `start` and `close`, or in `async with`.
 
-    Requests in flight get `shutdown` seconds when it closes.
+    `name` labels the server in error messages. On `close`, requests in flight get `shutdown_timeout` seconds.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int = 0, *, name: str, shutdown_timeout: float = 2.0) -> None:
         self.host, self.port, self.name, self.shutdown_timeout = host, port, name, shutdown_timeout
         settings = uvicorn.Config(
             app,
-            log_config=None,  # logging is the process's own
+            log_config=None,  # the process configures logging
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -42,17 +42,21 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """Where it listens; the real one once it has started."""
+        """The server's URL; after `start`, with the actual port."""
         return f"http://{self.host}:{self.port}"
 
     async def start(self) -> Self:
-        """Listen. Raises PortTaken, ConfigInvalid for an address that cannot be ours, or DeadlineExceeded."""
+        """Listen and serve.
+
+        Raises PortTaken if the port is in use, ConfigInvalid if the host is no address of this machine, and
+        DeadlineExceeded if the server does not start in time.
+        """
         try:
             listener = open_listener(self.host, self.port, backlog=BACKLOG)
         except OSError as error:
-            why = f"{error.strerror}; 0 takes a free one"
-            raise to_bind_error(self.name, f"{self.host}:{self.port}", error.errno, why) from error
-        # connections inherit it; asyncio sets it only on sockets that were made with the protocol's number
+            reason = f"{error.strerror}; 0 takes a free one"
+            raise to_bind_error(self.name, f"{self.host}:{self.port}", error.errno, reason) from error
+        # Connections inherit this option; asyncio sets it only on sockets created with an explicit protocol number.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name=self.name)
@@ -66,12 +70,12 @@ class HttpServer:
         return self
 
     async def wait(self) -> None:
-        """Returns when it has ended."""
+        """Return when the server has stopped."""
         assert self._task is not None
         await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """End it. A second time does nothing."""
+        """Stop the server. Closing it again does nothing."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -89,7 +93,7 @@ class HttpServer:
 
 
 class _NoSignalServer(uvicorn.Server):
-    """Leaves the process's signals alone: uvicorn would raise them again, and end the process before its owner."""
+    """A uvicorn server without signal handlers: uvicorn's would end the process before its owner has cleaned up."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

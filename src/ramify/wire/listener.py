@@ -1,4 +1,4 @@
-"""Listening at an address, and the error if that fails. Importable without ZMQ."""
+"""Opening a listening socket, and the error if that fails. Importable without ZMQ."""
 
 import errno
 import os
@@ -6,9 +6,7 @@ import socket
 
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError
 
-RESERVED_PORTS_VARIABLE = (
-    "RAMIFY_RESERVED_PORTS"  # the environment variable with the ports that a supervisor holds for this process
-)
+RESERVED_PORTS_VARIABLE = "RAMIFY_RESERVED_PORTS"  # set by a supervisor: the ports that it holds for this process
 
 
 def is_reserved(port: int) -> bool:
@@ -17,17 +15,17 @@ def is_reserved(port: int) -> bool:
 
 
 def open_listener(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
-    """Listen at a port. If a supervisor holds it for this process, share it (SO_REUSEPORT). Raises OSError."""
+    """Return a socket that listens on the port. A port that a supervisor holds is shared (SO_REUSEPORT)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=is_reserved(port))
 
 
 def to_bind_error(name: str, address: str, error_number: int | None, reason: str) -> RamifyError:
-    """The failure of `what` that should listen at `address`, by the system's number and words for it.
+    """Convert an OS error to a failure: PortTaken (retryable) for EADDRINUSE, ConfigInvalid for anything else.
 
-    A port that is taken may be free again; anything else is as wrong the next time.
+    `name` names the server or the config key in the message; `error_number` and `reason` are the OS error.
     """
     if error_number == errno.EADDRNOTAVAIL:
         reason = f"{address.rpartition('://')[2].rpartition(':')[0]} is no address of this machine"
-    said = f"{name}: {address} cannot be listened on: {reason}"
-    return PortTaken(said) if error_number == errno.EADDRINUSE else ConfigInvalid(said)
+    message = f"{name}: {address} cannot be listened on: {reason}"
+    return PortTaken(message) if error_number == errno.EADDRINUSE else ConfigInvalid(message)

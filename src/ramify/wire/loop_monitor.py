@@ -1,4 +1,4 @@
-"""How long an event loop has not turned, seen from another thread, and what it is doing instead."""
+"""Measures from another thread how long an event loop has been blocked, and by what."""
 
 import asyncio
 import sys
@@ -8,18 +8,18 @@ import traceback
 
 TICK_INTERVAL = 0.1
 MAX_STACK_FRAMES = 25
-LAG_REPORT_THRESHOLD = 1.0  # seconds of lag from which a beat says what the loop is doing
+LAG_REPORT_THRESHOLD = 1.0  # seconds of lag above which a heartbeat carries the running task and its stack
 
 
 class LoopMonitor:
-    """Ticks in the loop that makes it; read from anywhere."""
+    """Monitors the event loop in which it is created; may be read from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop_thread_id = threading.get_ident()
         self._last_tick = time.monotonic()
         self.max_lag = 0.0
-        """The longest the loop was seen to lag."""
+        """The largest lag so far, in seconds."""
         self._handle = self._loop.call_later(TICK_INTERVAL, self._tick)
 
     def _tick(self) -> None:
@@ -28,12 +28,12 @@ class LoopMonitor:
         self._handle = self._loop.call_later(TICK_INTERVAL, self._tick)
 
     def stop(self) -> None:
-        """No more ticks."""
+        """Stop monitoring."""
         self._handle.cancel()
 
     @property
     def lag(self) -> float:
-        """Seconds the loop is late; none where it is the loop that asks, for then it turns."""
+        """Seconds the event loop is behind; 0 when read in the loop's own thread, which is then running."""
         return 0.0 if threading.get_ident() == self._loop_thread_id else self._current_lag
 
     @property
@@ -41,7 +41,7 @@ class LoopMonitor:
         return max(0.0, time.monotonic() - self._last_tick - TICK_INTERVAL)
 
     def inspect_running_task(self) -> tuple[str, str]:
-        """The name of the task that the loop is running, and its stack."""
+        """Return the name of the task that the loop is running, and the loop thread's stack."""
         frame = sys._current_frames().get(self._loop_thread_id)
         stack = "".join(traceback.format_stack(frame, limit=MAX_STACK_FRAMES)) if frame is not None else ""
         try:

@@ -1,4 +1,4 @@
-"""What a request or a reply says: one value, and bytes beside it that are never copied into it."""
+"""The content of a request or reply: one msgpack value, and blobs that are sent without copying."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class WireMessage:
-    """The frames of one message: the first is a value in msgpack, the others are blobs."""
+    """The frames of one message: the first holds a msgpack value, the others are blobs."""
 
     frames: Sequence[Frame]
 
     @classmethod
     def encode(cls, value: Any = None, *blobs: Frame) -> "WireMessage":
-        """A message that says `value`."""
+        """Return a message of `value` and `blobs`."""
         return cls((_encode(value), *blobs))
 
     def decode(self, expected_type: type[T]) -> T:
-        """The value; RequestInvalid if it is no `kind`."""
+        """Return the value. Raises RequestInvalid if it is no `expected_type`."""
         try:
             return msgspec.msgpack.decode(self.frames[0] if self.frames else b"", type=expected_type)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -34,4 +34,5 @@ class WireMessage:
 
     @property
     def blobs(self) -> Sequence[Frame]:
+        """The frames after the value."""
         return self.frames[1:]

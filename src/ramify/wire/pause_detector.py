@@ -1,15 +1,15 @@
-"""How long this end of a connection did not run, because its process was stopped or got no CPU time.
+"""Detects times in which this process did not run, because it was stopped or got no CPU time.
 
-An end that did not run could not receive anything. So this time does not count as silence of the other side: a server
-that was stopped for a minute must not forget its clients, and a client must not give up its server.
+A process that did not run could not receive anything. So this time does not count as silence of the peer: a server that
+was stopped for a minute must not close its sessions, and a client must not report its server as lost.
 """
 
 
 class PauseDetector:
     """Measures pauses between two ticks.
 
-    A pause counts only if it is longer than a quarter of `limit`, the silence that is allowed: an end that is always a
-    little late must still notice that the other side is gone.
+    A pause counts only if it is longer than a quarter of `silence_limit`, the silence that is allowed: a process that
+    is always a little late must still notice that its peer is gone.
     """
 
     def __init__(self, silence_limit: float) -> None:

@@ -1,4 +1,4 @@
-"""A server: requests become tasks of the event loop, and every one is answered exactly once."""
+"""A server: each request becomes a task of the event loop and gets exactly one reply or failure."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,8 +18,14 @@ from ramify.errors import (
     RequestInvalid,
 )
 from ramify.wire.address import check_bind_address, enable_curve
-from ramify.wire.headers import MAX_BODY_FRAMES, FailureHeader, PartHeader, ReplyHeader, truncate_failure
-from ramify.wire.headers import RequestHeader as Header
+from ramify.wire.headers import (
+    MAX_BODY_FRAMES,
+    FailureHeader,
+    PartHeader,
+    ReplyHeader,
+    RequestHeader,
+    truncate_failure,
+)
 from ramify.wire.listener import is_reserved, open_listener, to_bind_error
 from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
@@ -27,37 +33,40 @@ from ramify.wire.server_protocol import ServerProtocol, WireSession
 from ramify.wire.settings import WireSettings
 from ramify.wire.socket_driver import ProtocolEvent, SocketDriver
 
-CLOSE_TIMEOUT = 30.0  # seconds that handlers have to end once they are cancelled
-MAX_TIMEOUT = 30 * 86400.0  # seconds; no deadline is further away
+CLOSE_TIMEOUT = 30.0  # seconds that cancelled handlers have to end
+MAX_TIMEOUT = 30 * 86400.0  # seconds; a longer timeout of a request is shortened to this
 
 T = TypeVar("T")
 RequestKey = tuple[WireSession, int]
 
 
 class IncomingRequest:
-    """A request that waits for its answer."""
+    """A request that a handler has to answer: its `header`, its `message` and the `session` of the client."""
 
-    def __init__(self, server: "WireServer", session: WireSession, header: Header, message: WireMessage) -> None:
+    def __init__(self, server: "WireServer", session: WireSession, header: RequestHeader, message: WireMessage) -> None:
         self.header, self.message, self.session = header, message, session
         self._server = server
         self._streaming = True
 
     @property
     def client_id(self) -> str:
-        """Who asks."""
+        """The id of the client that sent the request."""
         return self.session.client_id
 
     @property
     def timeout(self) -> float:
-        """Seconds it had when it came."""
+        """Seconds that the handler has, counted from the arrival of the request."""
         return min(max(0.0, self.header.timeout), MAX_TIMEOUT)
 
     def decode(self, expected_type: type[T]) -> T:
-        """What it asks; RequestInvalid if that is no `kind`."""
+        """Return the value of the message. Raises RequestInvalid if it is no `expected_type`."""
         return self.message.decode(expected_type)
 
     def send_part(self, message: WireMessage) -> bool:
-        """Send a piece of the answer ahead. Where the client does not keep up, it and all later ones are left out."""
+        """Stream one part of the reply and return True.
+
+        If the client is too slow, skip this part and all later ones, and return False.
+        """
         if self._streaming and self.session.stream.unacked_bytes > self._server.settings.max_unacked_bytes // 4:
             self._streaming = False
         if self._streaming:
@@ -69,9 +78,10 @@ Handler = Callable[[IncomingRequest], Awaitable[WireMessage]]
 
 
 class WireServer:
-    """Serves `handlers` by method name; `start` and `close` (or `async with`) are its life.
+    """Serve `handlers` by method name between `start` and `close`, or in `async with`.
 
-    Who has a secret is also encrypted, unless it stays within the machine and says so.
+    A server with a `secret` encrypts its traffic; pass `encrypted=False` to disable that on a local address. `name`
+    labels the server in error messages. After `start`, `address` holds the actual port.
     """
 
     def __init__(
@@ -92,10 +102,10 @@ class WireServer:
         self._cancel_reasons: dict[RequestKey, RamifyError] = {}
         self._closing = False
         self.failed = asyncio.Event()
-        """The connection has failed; nobody can be answered any more."""
+        """Set when the socket has failed; no request can be answered any more."""
 
     async def start(self) -> Self:
-        """Listen; `address` is then the real one. PortTaken if it is in use, ConfigInvalid if it cannot be ours."""
+        """Listen and serve. Raises PortTaken if the port is in use, ConfigInvalid if the address is not usable."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.router_mandatory = True
         socket.maxmsgsize = self.settings.max_frame_bytes
@@ -106,9 +116,9 @@ class WireServer:
             if self._secret and self._encrypted:
                 enable_curve(socket, self._secret, server=True)
             socket.ipv6 = "[" in self.address
-            place = urlsplit(self.address)
-            if place.scheme == "tcp" and place.port and is_reserved(place.port):
-                socket.setsockopt(zmq.USE_FD, open_listener(place.hostname or "", place.port).detach())
+            url = urlsplit(self.address)
+            if url.scheme == "tcp" and url.port and is_reserved(url.port):
+                socket.setsockopt(zmq.USE_FD, open_listener(url.hostname or "", url.port).detach())
             socket.bind(self.address)
         except (zmq.ZMQError, OSError) as error:
             socket.close(0)
@@ -124,7 +134,7 @@ class WireServer:
         return self
 
     async def close(self) -> None:
-        """Answer everything that is open with PeerLost, and go."""
+        """Cancel all open requests, answer them with PeerLost, and disconnect."""
         self._closing = True
         for key in list(self._tasks):
             self._cancel_request(key, PeerLost("the server is closing"))
@@ -142,17 +152,17 @@ class WireServer:
 
     @property
     def num_open_requests(self) -> int:
-        """Requests that are not answered yet."""
+        """The number of requests that are not answered yet."""
         return len(self._tasks)
 
     @property
     def num_clients(self) -> int:
-        """Clients that are connected, or may come back."""
+        """The number of clients that are connected or may reconnect."""
         return len(self.protocol.sessions)
 
     @property
     def num_rejected(self) -> int:
-        """Connections that were cut off."""
+        """The number of connections that were rejected."""
         return self.protocol.num_rejected
 
     def _handle_events(self, events: Sequence[ProtocolEvent]) -> None:
@@ -160,35 +170,35 @@ class WireServer:
             match event:
                 case ("request", session, header, body):
                     self._start_request(IncomingRequest(self, session, header, body))
-                case ("cancel", session, id):
-                    self._cancel_request((session, id), RequestCancelled("the client took the request back"))
-                case ("gone", session, why):
+                case ("cancel", session, request_id):
+                    self._cancel_request((session, request_id), RequestCancelled("the client cancelled the request"))
+                case ("client_gone", session, reason):
                     for key in [key for key in self._tasks if key[0] is session]:
-                        self._cancel_request(key, RequestCancelled(f"the client is gone: {why}"))
-                case ("broken", error):
+                        self._cancel_request(key, RequestCancelled(f"the client is gone: {reason}"))
+                case ("failed", error):
                     self.failed.set()
                     for key in list(self._tasks):
-                        self._cancel_request(key, PeerLost(f"the server broke: {error!r}"))
+                        self._cancel_request(key, PeerLost(f"the server's socket failed: {error!r}"))
                     raise error
                 case _:
                     raise AssertionError(event)
 
     def _start_request(self, request: IncomingRequest) -> None:
         key = (request.session, request.header.request_id)
-        refused: RamifyError | None = None
+        error: RamifyError | None = None
         if self._closing:
-            refused = PeerLost("the server is closing")
+            error = PeerLost("the server is closing")
         elif len(self._tasks) >= self.settings.max_open_requests:
-            refused = QueueFull(f"{len(self._tasks)} requests are open already")
+            error = QueueFull(f"{len(self._tasks)} requests are already open")
         elif key in self._tasks:
-            refused = RequestInvalid(f"request {request.header.request_id} is open already")
+            error = RequestInvalid(f"request {request.header.request_id} is already open")
         elif request.header.method not in self._handlers:
-            refused = RequestInvalid(f"unknown method {request.header.method!r}; known: {', '.join(self._handlers)}")
-        if refused is not None:
-            self._send_response(request, refused)
+            error = RequestInvalid(f"unknown method {request.header.method!r}; known: {', '.join(self._handlers)}")
+        if error is not None:
+            self._send_response(request, error)
             return
         name = f"{request.header.method} {request.header.request_id}"
-        # a context of its own: a turn may be made for another request, whose variables are not ours
+        # A new context: this may run in the task of another request, whose context variables must not leak into it.
         task = asyncio.create_task(self._handle(request), name=name, context=Context())
         task.add_done_callback(lambda task: self._finish_request(key, request, task))
         self._tasks[key] = task
@@ -201,26 +211,27 @@ class WireServer:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded(f"{method} took longer than the {request.timeout:g} s it had") from error
+            raise DeadlineExceeded(f"{method} took longer than its timeout of {request.timeout:g} s") from error
 
     def _finish_request(self, key: RequestKey, request: IncomingRequest, task: "asyncio.Task[WireMessage]") -> None:
         del self._tasks[key]
-        why = self._cancel_reasons.pop(key, None)
+        reason = self._cancel_reasons.pop(key, None)
         if task.cancelled():
-            self._send_response(request, why or RequestCancelled("it was cancelled in the server"))
+            self._send_response(request, reason or RequestCancelled("the server cancelled the request"))
         else:
             self._send_response(request, task.exception() or task.result())
 
     def _send_response(self, request: IncomingRequest, response: WireMessage | BaseException) -> None:
-        id = request.header.request_id
+        request_id = request.header.request_id
         if isinstance(response, WireMessage) and len(response.frames) > MAX_BODY_FRAMES:
-            response = RequestInvalid(f"the answer has {len(response.frames)} frames, {MAX_BODY_FRAMES} are the most")
-        if isinstance(response, WireMessage):
-            self.driver.submit(request.session, ReplyHeader(0, 0, id), response.frames)
-        else:
-            self.driver.submit(
-                request.session, FailureHeader(0, 0, id, truncate_failure(Failure.from_exception(response))), ()
+            response = RequestInvalid(
+                f"the reply has {len(response.frames)} frames, at most {MAX_BODY_FRAMES} are allowed"
             )
+        if isinstance(response, WireMessage):
+            self.driver.submit(request.session, ReplyHeader(0, 0, request_id), response.frames)
+        else:
+            failure = truncate_failure(Failure.from_exception(response))
+            self.driver.submit(request.session, FailureHeader(0, 0, request_id, failure), ())
 
     def _cancel_request(self, key: RequestKey, reason: RamifyError) -> None:
         task = self._tasks.get(key)

@@ -1,7 +1,7 @@
-"""The server's end: who is connected, what they have not acknowledged, and who is cut off.
+"""The server's side of all connections, without I/O.
 
-A client is a session, not a socket: it may come back over another connection and goes on where it was. One that sends
-what is no frame, or takes nothing it is sent, is refused; the others never notice.
+A client has a session, which outlives its connection: it may reconnect and continue where it was. A client that sends
+malformed messages, or does not acknowledge what it receives, is rejected; other clients are not affected.
 """
 
 import hmac
@@ -30,19 +30,18 @@ from ramify.wire.headers import (
     decode_header,
     encode_header,
 )
-from ramify.wire.loop_monitor import LAG_REPORT_THRESHOLD, LoopMonitor
+from ramify.wire.loop_monitor import LoopMonitor
 from ramify.wire.message import WireMessage
 from ramify.wire.pause_detector import PauseDetector
-from ramify.wire.sequenced_stream import SequencedStream
+from ramify.wire.sequenced_stream import ACK_EVERY, SequencedStream, make_heartbeat
 from ramify.wire.settings import WireSettings
 from ramify.wire.socket_driver import ProtocolEvent, make_sender
 
-MAX_BANNED = 4096  # connections that are remembered as cut off
-ACK_EVERY = 16  # frames after which a client is told that they came
+MAX_BANNED = 4096  # rejected connections whose messages are ignored; the oldest are forgotten first
 
 
 class WireSession:
-    """One client, over however many connections."""
+    """One client, over any number of successive connections; `routing_id` is that of the current one."""
 
     def __init__(self, client_id: str, routing_id: bytes, now: float) -> None:
         self.client_id, self.routing_id = client_id, routing_id
@@ -53,7 +52,7 @@ class WireSession:
 
 
 class ServerProtocol:
-    """All clients of one server."""
+    """The sessions of one server, by client id; a `SocketProtocol`."""
 
     def __init__(
         self, socket: "zmq.Socket[bytes]", secret: str | None, settings: WireSettings, loop_monitor: LoopMonitor
@@ -68,21 +67,20 @@ class ServerProtocol:
         self._closing = False
         self._pause_detector = PauseDetector(settings.session_timeout)
 
-    # -- turned by the pump --------------------------------------------------------------------------------------------
+    # -- called by the driver ------------------------------------------------------------------------------------------
 
     def message_received(self, frames: Sequence[zmq.Frame], now: float) -> None:
-        route = frames[0].bytes
-        if route in self._banned:
+        routing_id = frames[0].bytes
+        if routing_id in self._banned:
             return
         try:
             if len(frames) < 2:
-                raise MalformedMessage("an empty message")
-            said = decode_header(frames[1].buffer, len(frames))
-            self._handle_header(route, said, frames[2:], now)
+                raise MalformedMessage("the message is empty")
+            self._handle_header(routing_id, decode_header(frames[1].buffer, len(frames)), frames[2:], now)
         except MalformedMessage as error:
-            self._reject(route, PeerRefused(f"malformed: {error}"))
+            self._reject(routing_id, PeerRefused(f"malformed message: {error}"))
         except RamifyError as error:
-            self._reject(route, error)
+            self._reject(routing_id, error)
 
     def handle_command(self, command: ProtocolEvent, now: float) -> None:
         session, header, body = command
@@ -92,14 +90,14 @@ class ServerProtocol:
 
     def tick(self, now: float) -> float:
         interval = self._settings.heartbeat_interval
-        paused = self._pause_detector.measure_pause(now)
+        pause = self._pause_detector.measure_pause(now)
         for session in list(self.sessions.values()):
-            session.last_received_time = min(now, session.last_received_time + paused)
+            session.last_received_time = min(now, session.last_received_time + pause)
             if now - session.last_received_time > self._settings.session_timeout:
-                self._close_session(session, f"not heard for {self._settings.session_timeout:g} s")
+                self._close_session(session, f"no message for {self._settings.session_timeout:g} s")
             elif session.stream.unacked_bytes > self._settings.max_unacked_bytes:
                 self._reject(
-                    session.routing_id, PeerRefused(f"{session.stream.num_unacked} frames were never acknowledged")
+                    session.routing_id, PeerRefused(f"{session.stream.num_unacked} messages were not acknowledged")
                 )
             elif now - session.last_heartbeat_time >= interval:
                 session.last_heartbeat_time = now
@@ -117,7 +115,7 @@ class ServerProtocol:
     def goodbye_done(self) -> bool:
         return not self.sessions
 
-    # -- what is said --------------------------------------------------------------------------------------------------
+    # -- received headers ----------------------------------------------------------------------------------------------
 
     def _handle_header(self, routing_id: bytes, header: AnyHeader, body: Sequence[zmq.Frame], now: float) -> None:
         if isinstance(header, HelloHeader):
@@ -141,46 +139,43 @@ class ServerProtocol:
             case GoodbyeHeader():
                 if not self._closing:
                     self._send_header(routing_id, GoodbyeHeader())
-                self._close_session(session, "said goodbye")
+                self._close_session(session, "it closed the connection")
             case _:
-                raise MalformedMessage(f"a client does not say {type(header).__name__}")
+                raise MalformedMessage(f"a client does not send {type(header).__name__}")
 
     def _handle_hello(self, routing_id: bytes, hello: HelloHeader, now: float) -> None:
         if hello.version != PROTOCOL_VERSION:
-            raise PeerRefused(f"the client speaks version {hello.version} of the wire, this server {PROTOCOL_VERSION}")
+            raise PeerRefused(f"the client has wire protocol {hello.version}, this server {PROTOCOL_VERSION}")
         if not hmac.compare_digest(hello.proof, make_proof(self._secret, hello.client_id)):
             raise PeerRefused("the client does not know the secret of this server")
         session = self.sessions.get(hello.client_id)
         if session is None:
             if len(self.sessions) >= self._settings.max_clients:
-                raise QueueFull(f"{len(self.sessions)} clients are connected already")
+                raise QueueFull(f"{len(self.sessions)} clients are already connected")
             session = self.sessions[hello.client_id] = WireSession(hello.client_id, routing_id, now)
         self._sessions_by_routing_id.pop(session.routing_id, None)
         self._sessions_by_routing_id[routing_id] = session
         session.routing_id, session.last_received_time = routing_id, now
         session.stream.resend_after(hello.ack if hello.session_id == session.session_id else 0)
-        self._send_header(
-            routing_id,
-            WelcomeHeader(
-                session.session_id, session.stream.received, self._settings.max_frame_bytes, hello.hello_number
-            ),
-        )
+        limit = self._settings.max_frame_bytes
+        welcome = WelcomeHeader(session.session_id, session.stream.received, limit, hello.hello_number)
+        self._send_header(routing_id, welcome)
         self._flush(session)
 
     def _handle_sequenced(
         self, session: WireSession, header: RequestHeader | CancelHeader, body: Sequence[zmq.Frame]
     ) -> None:
-        link = session.stream
-        if not link.accept(header):
-            if link.needs_resend(header.sequence_number - 1):
-                self._send_header(session.routing_id, ResendHeader(link.received))
+        stream = session.stream
+        if not stream.accept(header):
+            if stream.needs_resend(header.sequence_number - 1):
+                self._send_header(session.routing_id, ResendHeader(stream.received))
             return
         if isinstance(header, RequestHeader):
             self.events.append(("request", session, header, WireMessage([frame.buffer for frame in body])))
         else:
             self.events.append(("cancel", session, header.request_id))
-        if link.received - link.acked >= ACK_EVERY:
-            self._send_header(session.routing_id, make_heartbeat(link, self._loop_monitor))
+        if stream.received - stream.acked >= ACK_EVERY:
+            self._send_header(session.routing_id, make_heartbeat(stream, self._loop_monitor))
 
     def _flush(self, session: WireSession) -> None:
         session.stream.flush(lambda frames: self._send([session.routing_id, *frames]))
@@ -201,12 +196,4 @@ class ServerProtocol:
         session.is_closed = True
         self.sessions.pop(session.client_id, None)
         self._sessions_by_routing_id.pop(session.routing_id, None)
-        self.events.append(("gone", session, reason))
-
-
-def make_heartbeat(stream: SequencedStream, loop_monitor: LoopMonitor) -> HeartbeatHeader:
-    """A sign of life that says what came, and how the loop beside it does."""
-    lag = loop_monitor.lag
-    task, stack = loop_monitor.inspect_running_task() if lag > LAG_REPORT_THRESHOLD else ("", "")
-    stream.acked = stream.received
-    return HeartbeatHeader(stream.received, stream.flushed, lag, task, stack)
+        self.events.append(("client_gone", session, reason))

@@ -1,9 +1,8 @@
-"""What keeps a connection going, from the event loop and from a thread beside it.
+"""Runs a protocol over a socket, from the event loop and from a thread beside it.
 
-A message should wait for no other thread, and a heartbeat for no event loop, which user code may block. So both may
-turn the socket, the numbered streams and the clock of a connection, an `End`, one at a time: the loop whenever
-something has come or is to be said, the thread whenever the clock asks for it. What has to be heard is heard in the
-loop alone, in the order in which it came.
+Messages must not wait for a thread switch, and heartbeats must not wait for an event loop that user code may block. So
+the loop and a thread both run the protocol, under one lock: the loop when data arrives or is sent, the thread when a
+timer is due. Events are delivered only in the loop, in order.
 """
 
 import asyncio
@@ -18,43 +17,43 @@ import zmq
 
 from ramify.wire.sequenced_stream import Frames
 
-GOODBYE_TIMEOUT = 0.5  # seconds for the other side to hear a goodbye
-MAX_MESSAGES_PER_RUN = 256  # messages taken before anything else has its turn
-LINGER_MS = 2000  # milliseconds for the last words
+GOODBYE_TIMEOUT = 0.5  # seconds for the peer to answer a goodbye
+MAX_MESSAGES_PER_RUN = 256  # received before timers and the event loop get their turn
+LINGER_MS = 2000  # for messages that are still queued when the socket is closed
 
 ProtocolEvent = tuple[Any, ...]
 
 
 class SocketProtocol(Protocol):
-    """One end of connections; used by one thread at a time."""
+    """One side of the connections of a socket, used by one thread at a time."""
 
     events: list[ProtocolEvent]
-    """What the loop has to hear."""
+    """Events for the event loop; the driver takes them from this list."""
 
     def message_received(self, frames: Sequence[zmq.Frame], now: float) -> None:
-        """A message has come."""
+        """Handle a received message."""
         ...
 
     def handle_command(self, command: ProtocolEvent, now: float) -> None:
-        """The loop wants something."""
+        """Handle a command that the event loop has submitted."""
         ...
 
     def tick(self, now: float) -> float:
-        """Do what is due; returns the seconds until something is again."""
+        """Run the timers that are due, and return the seconds until the next call."""
         ...
 
     def send_goodbye(self) -> None:
-        """Say the last words."""
+        """Tell the peers that this side closes."""
         ...
 
     @property
     def goodbye_done(self) -> bool:
-        """Whether everybody has heard them."""
+        """Whether all peers have answered the goodbye."""
         ...
 
 
 class SocketDriver:
-    """Runs an `End` over a socket until it is stopped."""
+    """Runs a `SocketProtocol` over a socket until it is stopped."""
 
     def __init__(
         self,
@@ -66,19 +65,19 @@ class SocketDriver:
         self._socket, self._protocol, self._handle_events = socket, protocol, handle_events
         self._loop = asyncio.get_running_loop()
         self._commands: deque[ProtocolEvent] = deque()
-        self._lock = threading.Lock()  # around the end and its socket
-        self._is_scheduled = False  # whether the loop is about to turn
+        self._lock = threading.Lock()  # guards the protocol and the socket
+        self._is_scheduled = False  # whether `_run_in_loop` is queued in the loop
         self._stopping, self._failed = threading.Event(), False
         self._socket_closed = asyncio.Event()
         self._thread = threading.Thread(target=self._thread_main, name=f"wire {name}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread and watch the socket."""
         self._loop.add_reader(self._socket.fileno(), self._run_in_loop)
         self._thread.start()
 
     def submit(self, *command: Any) -> None:
-        """Hand something to the end; from the loop."""
+        """Queue a command for the protocol. Call it from the loop."""
         self._commands.append(command)
         self._schedule()
 
@@ -87,7 +86,7 @@ class SocketDriver:
         if not self._stopping.is_set():
             self._loop.remove_reader(self._socket.fileno())
             self._stopping.set()
-        await self._socket_closed.wait()  # the thread waits for nothing that has no end
+        await self._socket_closed.wait()  # every wait of the thread is bounded
         self._thread.join()
 
     # -- in the loop ---------------------------------------------------------------------------------------------------
@@ -114,16 +113,16 @@ class SocketDriver:
     # -- in the loop or in the thread, one at a time -------------------------------------------------------------------
 
     def _run_once(self) -> float:
-        """Say what is to be said, hear what has come, do what is due; returns the seconds until the next turn."""
+        """Handle commands, received messages and timers; return the seconds until the next run."""
         now = time.monotonic()
         try:
             while self._commands:
                 self._protocol.handle_command(self._commands.popleft(), now)
             self._receive(now)
             wait = self._protocol.tick(now)
-            more = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN  # asked, for the sign of it may be used up
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            self._protocol.events.append(("broken", error))
+            more = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN  # the socket signals only new events: look
+        except Exception as error:  # noqa: BLE001 - pending calls must fail, whatever the error is
+            self._protocol.events.append(("failed", error))
             self._failed = True
             self._stopping.set()
             return 0.0
@@ -153,17 +152,17 @@ class SocketDriver:
     def _run_in_thread(self) -> float:
         with self._lock:
             wait = self._run_once() if not self._failed else 0.0
-            heard = bool(self._protocol.events)
-        if heard:
+            has_events = bool(self._protocol.events)
+        if has_events:
             self._call_in_loop(self._run_in_loop)
         return wait
 
     def _send_goodbye_and_wait(self) -> None:
-        """Say goodbye, and wait until it was heard: a socket that is closed takes back what nobody has read yet."""
+        """Send goodbye and wait for the answers: closing the socket drops messages that the peer has not read."""
         self._protocol.send_goodbye()
-        end = time.monotonic() + GOODBYE_TIMEOUT
-        while not self._protocol.goodbye_done and (left := end - time.monotonic()) > 0:
-            if self._socket.poll(int(left * 1000) + 1):
+        deadline = time.monotonic() + GOODBYE_TIMEOUT
+        while not self._protocol.goodbye_done and (remaining := deadline - time.monotonic()) > 0:
+            if self._socket.poll(int(remaining * 1000) + 1):
                 self._receive(time.monotonic())
 
     def _call_in_loop(self, callback: Callable[[], None]) -> None:
@@ -172,7 +171,7 @@ class SocketDriver:
 
 
 def make_sender(socket: "zmq.Socket[bytes]") -> Callable[[Frames], bool]:
-    """Sends a message if there is somebody to take it."""
+    """Return a function that sends a message and returns whether the socket accepted it."""
 
     def send(frames: Frames) -> bool:
         try:

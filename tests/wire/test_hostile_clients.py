@@ -1,4 +1,4 @@
-"""A client that means harm hurts nobody but itself."""
+"""A hostile client does not affect other clients."""
 
 import asyncio
 import os
@@ -9,8 +9,7 @@ import psutil
 import zmq
 
 from ramify.errors import Failure
-from ramify.wire import PROTOCOL_VERSION, IncomingRequest, WireClient, WireMessage, WireServer, WireSettings
-from ramify.wire import headers as said
+from ramify.wire import PROTOCOL_VERSION, IncomingRequest, WireClient, WireMessage, WireServer, WireSettings, headers
 from ramify.wire.address import make_proof
 
 COUNT = 10_000 if os.environ.get("RAMIFY_FULL") else 1000
@@ -21,39 +20,39 @@ async def echo(request: IncomingRequest) -> WireMessage:
     return WireMessage.encode(request.decode(str), *request.message.blobs)
 
 
-def frame(rng: random.Random) -> list[bytes]:
-    """Something a client could have said, or nearly."""
+def random_client_message(rng: random.Random) -> list[bytes]:
+    """A message that a client could send, or nearly."""
     any_failure = Failure("X", "y", "system", False)
-    number, id = rng.randrange(1, 5), rng.randrange(5)
-    headers = [
-        said.HelloHeader(PROTOCOL_VERSION, f"c{id}", make_proof(None, f"c{id}"), rng.randrange(3)),
-        said.RequestHeader(number, rng.randrange(4), id, rng.choice(["echo", "x"]), 1.0),
-        said.CancelHeader(number, 0, id),
-        said.HeartbeatHeader(rng.randrange(9), rng.randrange(9)),
-        said.ResendHeader(rng.randrange(9)),
-        said.ReplyHeader(number, 0, id),
-        said.RejectedHeader(any_failure),
-        said.GoodbyeHeader(),
+    number, request_id = rng.randrange(1, 5), rng.randrange(5)
+    candidates = [
+        headers.HelloHeader(PROTOCOL_VERSION, f"c{request_id}", make_proof(None, f"c{request_id}"), rng.randrange(3)),
+        headers.RequestHeader(number, rng.randrange(4), request_id, rng.choice(["echo", "x"]), 1.0),
+        headers.CancelHeader(number, 0, request_id),
+        headers.HeartbeatHeader(rng.randrange(9), rng.randrange(9)),
+        headers.ResendHeader(rng.randrange(9)),
+        headers.ReplyHeader(number, 0, request_id),
+        headers.RejectedHeader(any_failure),
+        headers.GoodbyeHeader(),
     ]
     return [
-        said.encode_header(rng.choice(headers)),
+        headers.encode_header(rng.choice(candidates)),
         *(rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(3))),
     ]
 
 
-def hostile(kind: str, rng: random.Random) -> list[bytes]:
+def hostile_message(kind: str, rng: random.Random) -> list[bytes]:
     if kind == "warm-up":
         kind = rng.choice(["random", "truncated", "version"])
     if kind == "random":
         return [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 5))]
     if kind == "truncated":
-        whole = frame(rng)
-        return [part[: rng.randrange(len(part) + 1)] for part in whole[: rng.randrange(1, len(whole) + 1)]]
+        frames = random_client_message(rng)
+        return [part[: rng.randrange(len(part) + 1)] for part in frames[: rng.randrange(1, len(frames) + 1)]]
     version = rng.choice([0, -1, PROTOCOL_VERSION + 1, 2**31, 2**62])
-    return [said.encode_header(said.HelloHeader(version, rng.randbytes(4).hex(), b"", 0))]
+    return [headers.encode_header(headers.HelloHeader(version, rng.randbytes(4).hex(), b"", 0))]
 
 
-def test_a_good_client_is_served_while_a_hostile_one_tries_everything():
+def test_hostile_clients_are_rejected_and_memory_stays_flat():
     async def main():
         rng, process = random.Random(7), psutil.Process()
         context = zmq.Context()
@@ -64,19 +63,21 @@ def test_a_good_client_is_served_while_a_hostile_one_tries_everything():
             for kind in ("warm-up", "random", "truncated", "version"):
                 memory = []
                 for number in range(COUNT):
-                    bad = context.socket(zmq.DEALER)  # the one before was cut off
+                    bad = context.socket(zmq.DEALER)  # the one before was rejected
                     bad.connect(server.address)
-                    if rng.random() < 0.5:  # a client of ours, so far
+                    if rng.random() < 0.5:  # a valid hello first
                         name = rng.randbytes(4).hex()
                         bad.send(
-                            said.encode_header(said.HelloHeader(PROTOCOL_VERSION, name, make_proof(None, name), 0))
+                            headers.encode_header(
+                                headers.HelloHeader(PROTOCOL_VERSION, name, make_proof(None, name), 0)
+                            )
                         )
-                    bad.send_multipart(hostile(kind, rng))
-                    await asyncio.to_thread(bad.poll, 1000)  # whatever it said is answered
+                    bad.send_multipart(hostile_message(kind, rng))
+                    await asyncio.to_thread(bad.poll, 1000)  # wait for the answer
                     bad.close(10_000)
                     if number % 25 == 0:
-                        answer = await good.call("echo", WireMessage.encode(f"{number}", bytes(100)), timeout=30)
-                        assert answer.decode(str) == f"{number}"
+                        reply = await good.call("echo", WireMessage.encode(f"{number}", bytes(100)), timeout=30)
+                        assert reply.decode(str) == f"{number}"
                         memory.append(process.memory_info().rss)
                 quarter = len(memory) // 4
                 second, last = memory[quarter : 2 * quarter], memory[-quarter:]
@@ -89,7 +90,7 @@ def test_a_good_client_is_served_while_a_hostile_one_tries_everything():
     asyncio.run(main())
 
 
-def test_bytes_that_are_no_zmq_and_frames_that_are_too_large_close_their_own_connection():
+def test_non_zmq_bytes_and_oversized_frames_close_only_their_own_connection():
     async def main():
         context = zmq.Context()
         async with (
