@@ -1,4 +1,4 @@
-"""A hub id that is not in the cache is downloaded; without a network one line says how to bring the files."""
+"""Hub models are downloaded into the cache; without a network one line says how to get the files."""
 
 import json
 import shutil
@@ -18,11 +18,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "org/small"
 
 
-class Hub(ThreadingHTTPServer):
-    """Speaks as much of the hub's protocol as a download needs, for one model."""
+class FakeHub(ThreadingHTTPServer):
+    """A hub with one model: as much of the protocol as a download needs."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
+        super().__init__(("127.0.0.1", 0), HubHandler)
         self.files, self.sent, self.gated = files, [], False
 
     @property
@@ -30,17 +30,17 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Answer(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Hub
+    server: FakeHub
 
     def do_HEAD(self) -> None:
-        self.answer(body=False)
+        self.respond(body=False)
 
     def do_GET(self) -> None:
-        self.answer(body=True)
+        self.respond(body=True)
 
-    def answer(self, *, body: bool) -> None:
+    def respond(self, *, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         files = self.server.files
         tree = [
@@ -51,8 +51,8 @@ class Answer(BaseHTTPRequestHandler):
             return self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"}, body=body)
         if path == f"/api/models/{NAME}/revision/main":
             siblings = [{"rfilename": name} for name in files]
-            about = {"id": NAME, "sha": COMMIT, "private": False, "siblings": siblings}
-            return self.reply(200, json.dumps(about).encode(), {"Content-Type": "application/json"}, body=body)
+            info = {"id": NAME, "sha": COMMIT, "private": False, "siblings": siblings}
+            return self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body=body)
         if path == f"/api/models/{NAME}/tree/{COMMIT}":
             return self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, body=body)
         name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
@@ -77,9 +77,9 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
-    """A hub with `tiny` under another name, beside formats that nobody here reads; and an empty cache."""
+    """A hub with `tiny` under another name and other formats of it; and an empty cache."""
     files = {path.name: path.read_bytes() for path in resolve_model_path("tiny").iterdir()}
-    server = Hub(
+    server = FakeHub(
         {**files, "pytorch_model.bin": b"old", "onnx/model.onnx": b"other", "original/consolidated.json": b"{}"}
     )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -93,7 +93,7 @@ def remote(tmp_path, monkeypatch):
     thread.join()
 
 
-def test_a_model_that_is_not_here_is_downloaded_once(remote, capsys):
+def test_missing_model_is_downloaded_once(remote, capsys):
     with pytest.raises(ModelNotFound, match=f"'ramify model fetch {NAME}' downloads it"):
         resolve_model_path(NAME)
     lines = []
@@ -109,7 +109,7 @@ def test_a_model_that_is_not_here_is_downloaded_once(remote, capsys):
     assert capsys.readouterr().out == f"{path}\n"
 
 
-def test_an_interrupted_download_is_completed(remote):
+def test_interrupted_download_is_completed(remote):
     path = fetch_model(NAME, log=lambda line: None)
     (path / "model.safetensors").resolve().unlink()
     (path / "model.safetensors").unlink()
@@ -119,25 +119,25 @@ def test_an_interrupted_download_is_completed(remote):
     assert (path / "model.safetensors").is_file()
 
 
-def test_progress_is_told_where_there_is_no_terminal(remote, monkeypatch):
-    told = threading.Event()
+def test_progress_is_logged_without_a_terminal(remote, monkeypatch):
+    progress_logged = threading.Event()
     lines: list[str] = []
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         lines.append(line)
         if "so far" in line:
-            told.set()
+            progress_logged.set()
 
-    send = Answer.reply
+    reply = HubHandler.reply
 
-    def slow(self, code, data, headers, *, body):
+    def reply_slowly(self, code, data, headers, *, body):
         if body and len(data) > 1_000_000:
-            assert told.wait(30)
-        send(self, code, data, headers, body=body)
+            assert progress_logged.wait(30)
+        reply(self, code, data, headers, body=body)
 
-    monkeypatch.setattr(hub, "INTERVAL", 0.05)
-    monkeypatch.setattr(Answer, "reply", slow)
-    fetch_model(NAME, log=say)
+    monkeypatch.setattr(hub, "PROGRESS_INTERVAL", 0.05)
+    monkeypatch.setattr(HubHandler, "reply", reply_slowly)
+    fetch_model(NAME, log=log)
     assert any(line.startswith(f"downloading {NAME}: ") and line.endswith("MB so far") for line in lines)
 
 
@@ -149,18 +149,18 @@ def offline(remote, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize("without", [unreachable, offline])
-def test_without_a_network_one_line_says_how_to_bring_the_files(remote, monkeypatch, without):
-    without(remote, monkeypatch)
-    with pytest.raises(ModelNotFound) as refused:
+@pytest.mark.parametrize("disconnect", [unreachable, offline])
+def test_without_a_network_the_error_says_how_to_get_the_files(remote, monkeypatch, disconnect):
+    disconnect(remote, monkeypatch)
+    with pytest.raises(ModelNotFound) as error:
         fetch_model(NAME, log=lambda line: None)
-    assert "\n" not in refused.value.message
-    assert "hf download org/small --local-dir small" in refused.value.message
-    assert ("HF_HUB_OFFLINE is set" in refused.value.message) == (without is offline)
+    assert "\n" not in error.value.message
+    assert "hf download org/small --local-dir small" in error.value.message
+    assert ("HF_HUB_OFFLINE is set" in error.value.message) == (disconnect is offline)
     assert remote.sent == []
 
 
-def test_a_model_that_the_hub_does_not_have_or_does_not_give_is_named(remote):
+def test_unknown_and_gated_models_are_reported(remote):
     with pytest.raises(ModelNotFound, match=f"'org/smal' is no directory here and not on {remote.url}: check the name"):
         fetch_model("org/smal", log=lambda line: None)
     remote.gated = True
@@ -168,7 +168,7 @@ def test_a_model_that_the_hub_does_not_have_or_does_not_give_is_named(remote):
         fetch_model(NAME, log=lambda line: None)
 
 
-def test_names_that_are_no_hub_ids_ask_nobody(remote, tmp_path, monkeypatch):
+def test_other_names_do_not_use_the_hub(remote, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(resolve_model_path("tiny"), tmp_path / "a" / "b")
     assert fetch_model("a/b", log=pytest.fail) == tmp_path / "a" / "b"
@@ -177,11 +177,22 @@ def test_names_that_are_no_hub_ids_ask_nobody(remote, tmp_path, monkeypatch):
             fetch_model(name, log=pytest.fail)
 
 
-def test_a_command_downloads_before_it_starts_and_a_dry_run_does_not(remote, tmp_path, capsys):
-    asked = ["eval", "reverse-text", "-m", NAME, "-o", str(tmp_path), "--num_tasks", "1", "--sampling.max_tokens", "4"]
-    assert main([*asked, "--dry-run"]) == 2
+def test_commands_download_and_dry_runs_do_not(remote, tmp_path, capsys):
+    arguments = [
+        "eval",
+        "reverse-text",
+        "-m",
+        NAME,
+        "-o",
+        str(tmp_path),
+        "--num_tasks",
+        "1",
+        "--sampling.max_tokens",
+        "4",
+    ]
+    assert main([*arguments, "--dry-run"]) == 2
     assert f"ramify model fetch {NAME}" in capsys.readouterr().err
     assert remote.sent == []
-    assert main(asked) == 0
+    assert main(arguments) == 0
     assert f"downloading {NAME}" in capsys.readouterr().err
     assert "model.safetensors" in remote.sent

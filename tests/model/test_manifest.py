@@ -1,4 +1,4 @@
-"""Checking a published directory without loading it, as is done for an engine that loads by itself."""
+"""Published directories are verified without loading them."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ VERSION = PolicyVersion("policy", 1, 7)
 TENSORS = {"embed": np.zeros((4, 2), np.float32), "head": np.ones((2, 4), np.float32)}
 
 
-def write(directory, tensors, version=VERSION, *, tied=False):
+def write_version(directory, tensors, version=VERSION, *, tied=False):
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
@@ -24,14 +24,14 @@ def write(directory, tensors, version=VERSION, *, tied=False):
     return directory
 
 
-def test_a_whole_directory_is_verified_and_named(tmp_path):
-    like = write(tmp_path / "like", TENSORS)
-    assert verify_weights(write(tmp_path / "new", TENSORS), like).version == VERSION
-    assert read_tensor_shapes(like) == {"embed": [4, 2], "head": [2, 4]}
+def test_complete_directory_is_verified(tmp_path):
+    model = write_version(tmp_path / "model", TENSORS)
+    assert verify_weights(write_version(tmp_path / "new", TENSORS), model).version == VERSION
+    assert read_tensor_shapes(model) == {"embed": [4, 2], "head": [2, 4]}
 
 
-def test_a_changed_byte_is_noticed(tmp_path):
-    directory = write(tmp_path / "new", TENSORS)
+def test_changed_byte_is_rejected(tmp_path):
+    directory = write_version(tmp_path / "new", TENSORS)
     data = bytearray((directory / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (directory / "model.safetensors").write_bytes(data)
@@ -40,26 +40,26 @@ def test_a_changed_byte_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "message"),
     [
         ({"embed": TENSORS["embed"]}, r"1 tensors missing \(head\)"),
         ({**TENSORS, "bias": np.zeros(3, np.float32)}, r"1 unknown tensors \(bias\)"),
         ({**TENSORS, "head": np.ones((2, 5), np.float32)}, r"head has shape \[2, 5\], the model \[2, 4\]"),
     ],
 )
-def test_another_model_is_noticed(tmp_path, tensors, said):
-    like = write(tmp_path / "like", TENSORS)
-    with pytest.raises(WeightsRefused, match=said):
-        verify_weights(write(tmp_path / "new", tensors), like)
+def test_other_tensors_are_rejected(tmp_path, tensors, message):
+    model = write_version(tmp_path / "model", TENSORS)
+    with pytest.raises(WeightsRefused, match=message):
+        verify_weights(write_version(tmp_path / "new", tensors), model)
 
 
-def test_a_tied_copy_may_be_there_or_not(tmp_path):
-    like = write(tmp_path / "like", {**TENSORS, "lm_head.weight": np.zeros((4, 2), np.float32)}, tied=True)
-    verify_weights(write(tmp_path / "new", TENSORS, tied=True), like)
+def test_tied_copy_may_be_missing(tmp_path):
+    model = write_version(tmp_path / "model", {**TENSORS, "lm_head.weight": np.zeros((4, 2), np.float32)}, tied=True)
+    verify_weights(write_version(tmp_path / "new", TENSORS, tied=True), model)
 
 
-def test_a_missing_or_foreign_file_is_named(tmp_path):
-    directory = write(tmp_path / "new", TENSORS)
+def test_missing_or_invalid_file_is_rejected(tmp_path):
+    directory = write_version(tmp_path / "new", TENSORS)
     (directory / "model.safetensors").unlink()
     with pytest.raises(WeightsRefused, match="cannot be read"):
         verify_weights(directory)
@@ -69,15 +69,15 @@ def test_a_missing_or_foreign_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("version", [PolicyVersion("policy", 2, 30), PolicyVersion("a@b.c", 0, 0)])
-def test_a_version_reads_back_from_its_text(version):
+def test_version_is_parsed_from_its_text(version):
     assert PolicyVersion.parse(str(version)) == version
 
 
 @pytest.mark.parametrize("text", ["default", "undefined", "@1.2", "policy@1", "policy@x.2", ""])
-def test_other_texts_are_no_versions(text):
+def test_invalid_version_text_is_none(text):
     assert PolicyVersion.parse(text) is None
 
 
-def test_reading_a_manifest_needs_no_torch():
-    script = "import sys; from ramify.model import Manifest; from ramify.model.manifest import verify"
+def test_manifest_does_not_import_torch():
+    script = "import sys; from ramify.model import Manifest; from ramify.model.manifest import verify_weights"
     subprocess.run([sys.executable, "-c", f"{script}; assert 'torch' not in sys.modules"], check=True, timeout=60)

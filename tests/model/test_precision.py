@@ -1,4 +1,4 @@
-"""`auto` computes in bfloat16 only where the device multiplies it, and says why it chose what it chose."""
+"""`auto` chooses bfloat16 only if the device has instructions for it, and gives the reason."""
 
 import pytest
 import torch
@@ -17,39 +17,39 @@ SKYLAKE = ["model name\t: Xeon bf16", "flags\t\t: fpu avx2 avx512f avx512bw"]
 
 @pytest.fixture(params=[(NEOVERSE_N1, False), (NEOVERSE_V1, True), (SAPPHIRE_RAPIDS, True), (["arm64", "arm"], False)])
 def cpu(request, monkeypatch) -> bool:
-    """A processor, and whether it multiplies bfloat16."""
-    features, able = request.param
+    """Set the features of the CPU; return whether it has bfloat16 instructions."""
+    features, has_bfloat16 = request.param
     monkeypatch.setattr(precision, "read_cpu_features", lambda: features)
-    return able
+    return has_bfloat16
 
 
-def test_the_cpu_is_asked_for_bfloat16(cpu):
+def test_cpu_features_are_parsed(cpu):
     assert cpu_has_bfloat16() == cpu
 
 
-def test_a_checkpoint_in_bfloat16_is_computed_in_it_only_where_the_cpu_has_it(cpu):
+def test_bfloat16_checkpoint_needs_a_cpu_with_bfloat16(cpu):
     choice = choose_dtype("auto", "bfloat16", CPU)
     assert choice.dtype == (torch.bfloat16 if cpu else torch.float32)
     assert ("this CPU cannot multiply" in str(choice)) == (not cpu)
 
 
-def test_a_gpu_computes_in_the_type_of_the_checkpoint(cpu):
+def test_gpu_uses_the_dtype_of_the_checkpoint(cpu):
     assert choose_dtype("auto", torch.bfloat16, torch.device("cuda")).dtype == torch.bfloat16
 
 
-def test_a_requested_type_is_kept_and_emulation_is_named(cpu):
+def test_requested_dtype_is_used_and_emulation_is_reported(cpu):
     assert choose_dtype("float32", "bfloat16", CPU).dtype == torch.float32
     choice = choose_dtype("bfloat16", "float32", CPU)
     assert choice.dtype == torch.bfloat16
     assert ("emulates" in choice.reason) == (not cpu)
 
 
-def test_a_model_name_is_not_taken_for_a_feature(monkeypatch):
+def test_model_name_is_not_a_feature(monkeypatch):
     monkeypatch.setattr(precision, "read_cpu_features", lambda: SKYLAKE)
     assert not cpu_has_bfloat16()
 
 
-def test_the_packaged_model_is_loaded_in_what_this_cpu_computes():
+def test_packaged_model_is_loaded_in_the_dtype_of_this_cpu():
     loaded = load_model(resolve_model_path("tiny"), device="cpu")
     expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert loaded.dtype == expected

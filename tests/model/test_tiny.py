@@ -1,4 +1,4 @@
-"""The model that ships with the package: an ordinary directory, that writes the formats and has little skill."""
+"""The packaged model: an ordinary directory, which writes the formats of the tasksets and has little skill."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def model():
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, local_files_only=True).eval()
 
 
-def test_plain_transformers_loads_it_and_its_tokenizer(model):
+def test_transformers_loads_model_and_tokenizer(model):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
@@ -44,13 +44,13 @@ def test_plain_transformers_loads_it_and_its_tokenizer(model):
     assert (
         model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     )
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    ours = RENDERER.render([Message("system", "Be brief."), Message("user", "hi")])
-    assert list(ids) == ours.token_ids.tolist()
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    rendered = RENDERER.render([Message("system", "Be brief."), Message("user", "hi")])
+    assert list(ids) == rendered.token_ids.tolist()
 
 
-def test_it_is_small_and_says_how_it_was_built():
+def test_directory_is_small_and_records_its_training():
     assert sum(file.stat().st_size for file in TINY.iterdir()) <= 6_000_000
     record = json.loads((TINY / "ramify.json").read_text())
     figures = record["figures"]
@@ -61,8 +61,8 @@ def test_it_is_small_and_says_how_it_was_built():
     assert figures["tool_calls"] >= 0.80
 
 
-def test_it_can_begin_every_taskset_that_it_is_trained_on():
-    """A policy that never scores learns nothing: each taskset gets its format, and some reward to tell apart."""
+def test_initial_skill_suffices_for_every_taskset():
+    """A policy that never scores learns nothing: it knows the format of each taskset, and rewards vary."""
     figures = json.loads((TINY / "ramify.json").read_text())["figures"]
     assert figures["walk_calls"] >= 0.8
     assert figures["walk_links"] >= 0.5
@@ -74,8 +74,8 @@ def test_it_can_begin_every_taskset_that_it_is_trained_on():
     assert figures["guess_spread"] >= 0.03
 
 
-def test_heads_look_back_before_any_training():
-    """The start that copying is learned from: the first layer attends one, two and three characters back."""
+def test_initial_heads_look_back():
+    """Before training the first layer attends one, two and three characters back."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -85,16 +85,16 @@ def test_heads_look_back_before_any_training():
     config = build_model_config()
     config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage] - the only one that shows what it attends to
     torch.manual_seed(0)
-    fresh = LlamaForCausalLM(config).float().eval()
-    init_induction_heads(fresh, seed=0)
+    model = LlamaForCausalLM(config).float().eval()
+    init_induction_heads(model, seed=0)
     with torch.no_grad():
-        shown = fresh(torch.randint(0, 256, (1, 64)), output_attentions=True, use_cache=False).attentions[0][0]
+        attention = model(torch.randint(0, 256, (1, 64)), output_attentions=True, use_cache=False).attentions[0][0]
     for head in range(LOOKBACK):
-        assert torch.diagonal(shown[head], -(head + 1)).mean() > 0.4  # of 64 places, by random weights about 0.05
+        assert torch.diagonal(attention[head], -(head + 1)).mean() > 0.4  # about 0.05 with random weights
 
 
 @given(TEXTS)
-def test_any_text_comes_back_from_its_tokens(text):
+def test_text_round_trips_through_tokens(text):
     from ramify.render import FileTokenizer
 
     tokenizer = FileTokenizer(TINY)
@@ -102,18 +102,18 @@ def test_any_text_comes_back_from_its_tokens(text):
 
 
 @given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4), st.booleans())
-def test_conversations_only_grow(turns, offer):
-    """Every turn keeps all earlier tokens, and the whole equals one render from the start."""
-    tools = TOOLS if offer else []
+def test_conversation_keeps_earlier_tokens(turns, use_tools):
+    """Every turn keeps all earlier tokens, and the result equals one render of all messages."""
+    tools = TOOLS if use_tools else []
     prompt = RENDERER.render([Message("system", "Play."), Message("user", "start")], tools)
     messages = [Message("system", "Play."), Message("user", "start")]
-    for said, heard in turns:
-        call = ToolCall("1", "click_link", json.dumps({"article": said}, ensure_ascii=False))
-        reply = Message("assistant", "", tool_calls=(call,)) if offer else Message("assistant", f"[{said}]")
-        answer = Message("tool", heard, tool_call_id="1") if offer else Message("user", heard)
-        whole = RENDERER.render([*messages, reply], tools, add_generation_prompt=False)
-        start, stop = whole.spans[-1].content_span
-        sampled = whole.token_ids[start : stop + 1]
+    for reply_text, answer_text in turns:
+        call = ToolCall("1", "click_link", json.dumps({"article": reply_text}, ensure_ascii=False))
+        reply = Message("assistant", "", tool_calls=(call,)) if use_tools else Message("assistant", f"[{reply_text}]")
+        answer = Message("tool", answer_text, tool_call_id="1") if use_tools else Message("user", answer_text)
+        rendered = RENDERER.render([*messages, reply], tools, add_generation_prompt=False)
+        start, stop = rendered.spans[-1].content_span
+        sampled = rendered.token_ids[start : stop + 1]
         parsed = RENDERER.parse(sampled, prompt)
         assert not parsed.problems
         prompt = RENDERER.bridge(prompt.with_reply(sampled, parsed), [answer])
@@ -122,15 +122,15 @@ def test_conversations_only_grow(turns, offer):
         assert prompt.token_ids.tolist() == RENDERER.render(messages, tools).token_ids.tolist()
 
 
-def test_a_tool_call_comes_back_as_it_was_written():
+def test_tool_call_round_trips():
     call = ToolCall("1", "click_link", '{"article": "Étoile \\"du\\" nord", "n": [1, null]}')
     prompt = RENDERER.render([Message("user", "go")], TOOLS)
-    whole = RENDERER.render(
+    rendered = RENDERER.render(
         [Message("user", "go"), Message("assistant", "", tool_calls=(call,))], TOOLS, add_generation_prompt=False
     )
-    parsed = RENDERER.parse(whole.token_ids[len(prompt.token_ids) :][:-1], prompt)
-    (found,) = parsed.message.tool_calls
-    assert (found.name, json.loads(found.arguments)) == (call.name, json.loads(call.arguments))
+    parsed = RENDERER.parse(rendered.token_ids[len(prompt.token_ids) :][:-1], prompt)
+    (parsed_call,) = parsed.message.tool_calls
+    assert (parsed_call.name, json.loads(parsed_call.arguments)) == (call.name, json.loads(call.arguments))
     assert not parsed.problems
 
 
@@ -142,19 +142,19 @@ def test_sampled_replies_are_well_formed():
 
     config = ReversalTextsConfig(split="eval", num_tasks=32, seed=1)
     prompts = [RENDERER.render(build_reversal_prompt(text).messages) for text in generate_texts(config)]
-    with open_local_model(TINY) as player:
-        parsed = asyncio.run(player.sample_replies(prompts, ClientSampling(max_tokens=32)))
-    replies = [one.message.text for one in parsed]
+    with open_local_model(TINY) as model:
+        parsed = asyncio.run(model.sample_replies(prompts, ClientSampling(max_tokens=32)))
+    replies = [reply.message.text for reply in parsed]
     assert sum(map(is_well_formed, replies)) >= 0.9 * len(replies)
     assert len(set(replies)) > len(replies) / 2
 
 
-def test_a_rollout_of_it_calls_tools_over_several_turns():
+def test_rollout_calls_tools_over_several_turns():
     from tools.tiny.local_model import open_local_model
     from tools.tiny.metrics import WIKISPEEDIA
 
-    with open_local_model(TINY) as player:
-        groups = asyncio.run(player.run_rollouts(WIKISPEEDIA, 4, 2, seed=0))
+    with open_local_model(TINY) as model:
+        groups = asyncio.run(model.run_rollouts(WIKISPEEDIA, 4, 2, seed=0))
     assert [len(group) for group in groups] == [2] * 4
     traces = [trace for group in groups for trace in group]
     assert all(trace.reward is not None for trace in traces)

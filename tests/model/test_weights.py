@@ -1,4 +1,4 @@
-"""Weights are published whole, verified before anything changes, and applied in place."""
+"""Weights are published atomically, verified before anything changes, and applied in place."""
 
 import json
 
@@ -21,8 +21,8 @@ VERSION = PolicyVersion("policy", 2, 30)
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    home = tmp_path_factory.mktemp("sources")
-    return write_llama(home / "one", seed=1), write_llama(home / "two", seed=2)
+    directory = tmp_path_factory.mktemp("sources")
+    return write_llama(directory / "one", seed=1), write_llama(directory / "two", seed=2)
 
 
 @pytest.fixture
@@ -30,27 +30,27 @@ def published(sources, tmp_path):
     return publish_as(tmp_path / "v", sources[1], VERSION)
 
 
-def test_a_published_directory_is_a_model_with_a_name(sources, published):
+def test_published_directory_is_a_model_with_a_version(sources, published):
     assert Manifest.read(published).version == VERSION
     assert resolve_model_path(str(published)) == published.resolve()
-    again, two = get_untied_tensors(reference(published)), get_untied_tensors(reference(sources[1]))
-    assert all(torch.equal(again[name], two[name]) for name in two)
+    actual, expected = get_untied_tensors(reference(published)), get_untied_tensors(reference(sources[1]))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_applying_changes_every_tensor_in_place(sources, published):
+def test_weights_are_applied_in_place(sources, published):
     model = load_model(sources[0], dtype="float32", device="cpu").module
-    places = {name: tensor.data_ptr() for name, tensor in get_untied_tensors(model).items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in get_untied_tensors(model).items()}
     staged = stage_weights(published, model)
     assert staged.version == VERSION
     apply_weights(model, staged)
-    two = get_untied_tensors(reference(sources[1]))
+    expected = get_untied_tensors(reference(sources[1]))
     for name, tensor in get_untied_tensors(model).items():
-        assert torch.equal(tensor, two[name])
-        assert tensor.data_ptr() == places[name]
+        assert torch.equal(tensor, expected[name])
+        assert tensor.data_ptr() == addresses[name]
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()  # still tied
 
 
-def test_many_files_are_one_version(sources, tmp_path, monkeypatch):
+def test_sharded_version_is_staged(sources, tmp_path, monkeypatch):
     monkeypatch.setattr("ramify.model.weights.SHARD_BYTES", 10_000)
     directory = publish_as(tmp_path / "sharded", sources[1], VERSION)
     assert len(Manifest.read(directory).files) > 2
@@ -58,22 +58,22 @@ def test_many_files_are_one_version(sources, tmp_path, monkeypatch):
     assert torch.equal(reference(directory).model.norm.weight, reference(sources[1]).model.norm.weight)
 
 
-def test_a_full_disk_is_told_as_such_and_nothing_is_left(small_disk):
-    tensors = {f"t{number}": torch.zeros(1 << 18) for number in range(4)}
+def test_full_disk_raises_and_leaves_nothing(small_disk):
+    tensors = {f"t{index}": torch.zeros(1 << 18) for index in range(4)}
     with pytest.raises(OSError, match="No space left"):
         publish_weights(small_disk / "v", tensors, VERSION)
     assert not list(small_disk.iterdir())
 
 
-def damage_checksum(directory):
+def flip_last_byte(directory):
     path = directory / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def change(directory, edit):
-    """Edit the tensors and make the checksum right again."""
+def edit_tensors(directory, edit):
+    """Edit the tensors and update the checksum."""
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
     save_file(tensors, directory / "model.safetensors")
@@ -86,19 +86,22 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_checksum, "checksum"),
+        (flip_last_byte, "checksum"),
         (
-            lambda directory: change(directory, lambda tensors: tensors.pop(NORM)),
+            lambda directory: edit_tensors(directory, lambda tensors: tensors.pop(NORM)),
             "1 tensors missing .*model.norm.weight",
         ),
-        (lambda directory: change(directory, lambda tensors: tensors.update({NORM: torch.ones(7)})), r"shape \[7\]"),
-        (lambda directory: change(directory, lambda tensors: tensors.update({"extra": torch.ones(1)})), "extra"),
+        (
+            lambda directory: edit_tensors(directory, lambda tensors: tensors.update({NORM: torch.ones(7)})),
+            r"shape \[7\]",
+        ),
+        (lambda directory: edit_tensors(directory, lambda tensors: tensors.update({"extra": torch.ones(1)})), "extra"),
         (lambda directory: (directory / "model.safetensors").unlink(), "cannot be read"),
         (lambda directory: (directory / MANIFEST_FILE).unlink(), "no readable manifest"),
         (lambda directory: (directory / MANIFEST_FILE).write_text(json.dumps({"policy": "x"})), "not a manifest"),
     ],
 )
-def test_a_bad_directory_is_refused_and_the_old_weights_stay(sources, published, damage, message):
+def test_bad_directory_is_rejected_and_weights_are_unchanged(sources, published, damage, message):
     model = reference(sources[0])
     before = {name: tensor.clone() for name, tensor in get_untied_tensors(model).items()}
     damage(published)
@@ -107,15 +110,15 @@ def test_a_bad_directory_is_refused_and_the_old_weights_stay(sources, published,
     assert all(torch.equal(tensor, before[name]) for name, tensor in get_untied_tensors(model).items())
 
 
-def test_an_engine_does_not_start_under_the_name_of_a_version_whose_bytes_have_changed(published):
+def test_engine_rejects_a_version_with_changed_bytes(published):
     config = EngineConfig(kv_tokens=64, max_running=4)
     assert Engine.load(str(published), config).core.version == VERSION
-    damage_checksum(published)
+    flip_last_byte(published)
     with pytest.raises(WeightsRefused, match="checksum"):
         Engine.load(str(published), config)
 
 
-def test_a_version_is_published_once_and_never_half(sources, published, tmp_path):
+def test_version_is_published_once_and_atomically(sources, published, tmp_path):
     with pytest.raises(WeightsRefused, match="exists already"):
         publish_as(published, sources[0], VERSION)
 
@@ -128,7 +131,7 @@ def test_a_version_is_published_once_and_never_half(sources, published, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v"]
 
 
-def test_resolving_says_what_was_tried(tmp_path, monkeypatch):
+def test_resolving_reports_all_candidates(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(ModelNotFound, match=r"does not exist.*hub.*does not exist"):
         resolve_model_path("org/model")
@@ -137,11 +140,11 @@ def test_resolving_says_what_was_tried(tmp_path, monkeypatch):
         resolve_model_path(str(tmp_path / "empty"))
 
 
-def test_a_cached_hub_model_is_found_without_a_network(sources, tmp_path, monkeypatch):
+def test_cached_hub_model_is_resolved_offline(sources, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    entry = tmp_path / "models--org--model"
-    (entry / "refs").mkdir(parents=True)
-    (entry / "refs" / "main").write_text("abc")
-    (entry / "snapshots").mkdir()
-    (entry / "snapshots" / "abc").symlink_to(sources[0])
+    repository = tmp_path / "models--org--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / "abc").symlink_to(sources[0])
     assert resolve_model_path("org/model") == sources[0].resolve()

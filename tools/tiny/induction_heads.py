@@ -1,18 +1,18 @@
-"""Where `tiny` starts: random weights, but for a few heads that already know where to look.
+"""The initial weights of `tiny`: random, except for a few attention heads that already know where to look.
 
-To copy takes two layers that agree: the first tells every place which characters came before it, the second looks for
-the place that was reached in the same way, and reads on from there. Either is useless without the other, so training
-finds the pair late: from random weights it was not there after 250 steps of drills, from these it is after 50.
+Copying takes two layers that work together: the first tells every position which characters came before it, and the
+second looks for an earlier position with the same history and reads on from there. Either is useless without the other,
+so training finds the pair late: from random weights it was not there after 250 steps of drills, from these after 50.
 
-The first layer looks one, two and three characters back by position alone: a constant query turned against a constant
-key gives scores that depend on the distance. Each head writes what it sees into a subspace of its own. Heads of the
-second layer match queries with keys in those subspaces, with the slow turns of the rotary embedding only, since the
-fast ones would tell near from far:
+Heads of the first layer look one, two and three characters back by position alone: a constant query rotated against a
+constant key gives scores that depend on the distance. Each head writes what it sees into its own subspace. Heads of the
+second layer match queries with keys in those subspaces, using only the slow angles of the rotary embedding, because the
+fast ones would distinguish near from far:
 
-    copying     here, 1 back, 2 back   with the key's   1 back, 2 back, 3 back   reads what is there
-    reversing   here, 1 back           with the key's   1 back, here             reads what is two before it
+    copying     here, 1 back, 2 back   with the key's   1 back, 2 back, 3 back   reads the token there
+    reversing   here, 1 back           with the key's   1 back, here             reads the token two before it
 
-Training is free to change all of it. The output layer is the embedding turned by a rotation, so that a place does not
+Training is free to change all of it. The output layer is the embedding times a rotation, so that a position does not
 begin by predicting its own character.
 """
 
@@ -22,34 +22,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUM_COPY_HEADS, NUM_REVERSE_HEADS = 4, 1  # heads of the second layer
+NUM_COPY_HEADS, NUM_REVERSE_HEADS = 4, 1  # of the second layer
 LOOKBACK = 3  # characters
-CONSTANT_FEATURE = 4.0  # the first number of every embedding, against the spread of the others
-SCORE_MARGIN = 6.0  # by how much the wanted distance scores above the next one
+CONSTANT_FEATURE = 4.0  # the first number of every embedding, relative to the spread of the others
+SCORE_MARGIN = 6.0  # how much the right distance scores above the next one
 MAX_SLOW_ANGLE = 0.02  # radians per token
-WRITE_SCALE, MATCH_SCALE, READ_SCALE, OTHERS_SCALE = (
-    0.1,
-    1.6,
-    2.0,
-    0.1,
-)  # sizes of the weights, tried out; others are those of the other heads
+# Scales of weights, found by trying; OTHERS_SCALE is for the heads that are not set here.
+WRITE_SCALE, MATCH_SCALE, READ_SCALE, OTHERS_SCALE = 0.1, 1.6, 2.0, 0.1
 
 
 @torch.no_grad()
 def init_induction_heads(model: Any, seed: int) -> None:
-    """Set up the heads of a `LlamaForCausalLM` (Any: stubs lose the types of its layers) with random weights."""
+    """Set the heads of a `LlamaForCausalLM` with random weights (Any: stubs lose the types of its layers)."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
-    size, width = int(config.head_dim), int(config.hidden_size)
-    turns = config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))
-    slow = torch.nonzero((turns < MAX_SLOW_ANGLE).repeat(2)).flatten()
+    head_dim, width = int(config.head_dim), int(config.hidden_size)
+    angles = config.rope_parameters["rope_theta"] ** (-torch.arange(head_dim // 2) / (head_dim // 2))
+    slow_dims = torch.nonzero((angles < MAX_SLOW_ANGLE).repeat(2)).flatten()
 
     def random_orthonormal_rows(rows: int, columns: int = width) -> Tensor:
-        """Random orthonormal rows."""
         return torch.linalg.qr(torch.randn(columns, rows, generator=generator))[0].T.contiguous()
 
     def random_projection() -> Tensor:
-        """The same, blind to the constant."""
-        return random_orthonormal_rows(size).index_fill(1, torch.tensor([0]), 0.0)
+        """Return a projection to a head that ignores the constant feature."""
+        return random_orthonormal_rows(head_dim).index_fill(1, torch.tensor([0]), 0.0)
 
     embedding = model.model.embed_tokens.weight
     embedding[:, 0] = CONSTANT_FEATURE * config.initializer_range
@@ -59,20 +54,20 @@ def init_induction_heads(model: Any, seed: int) -> None:
         layer.self_attn.o_proj.weight.mul_(OTHERS_SCALE)
         layer.mlp.down_proj.weight.mul_(OTHERS_SCALE)
 
-    first, second = (model.model.layers[at].self_attn for at in (0, 1))
-    seen = embedding[:, 0].mean() / embedding.square().mean(-1).sqrt().mean()
-    scale = (SCORE_MARGIN * math.sqrt(size) / (1 - turns.cos()).sum()).sqrt() / seen
+    first, second = (model.model.layers[index].self_attn for index in (0, 1))
+    normed_constant = embedding[:, 0].mean() / embedding.square().mean(-1).sqrt().mean()
+    scale = (SCORE_MARGIN * math.sqrt(head_dim) / (1 - angles.cos()).sum()).sqrt() / normed_constant
     here, past = random_projection(), [random_projection() for _ in range(LOOKBACK)]
     for head in range(LOOKBACK):
-        rows = slice(head * size, (head + 1) * size)
+        rows = slice(head * head_dim, (head + 1) * head_dim)
         for projection, distance in ((first.q_proj, 0), (first.k_proj, head + 1)):
             projection.weight[rows] *= OTHERS_SCALE
-            projection.weight[rows, 0] = scale * torch.cat([(distance * turns).cos(), (distance * turns).sin()])
+            projection.weight[rows, 0] = scale * torch.cat([(distance * angles).cos(), (distance * angles).sin()])
         first.v_proj.weight[rows] = here
         first.o_proj.weight[:, rows] = WRITE_SCALE * past[head].T
 
     for head in range(NUM_COPY_HEADS + NUM_REVERSE_HEADS):
-        rows = slice(head * size, (head + 1) * size)
+        rows = slice(head * head_dim, (head + 1) * head_dim)
         if head < NUM_COPY_HEADS:
             read = written = random_projection()
             pairs = list(zip([here, *past], past))
@@ -82,8 +77,8 @@ def init_induction_heads(model: Any, seed: int) -> None:
         second.q_proj.weight[rows] = 0.0
         second.k_proj.weight[rows] = 0.0
         for query, key in pairs:
-            shared = MATCH_SCALE * random_orthonormal_rows(len(slow), size)
-            second.q_proj.weight[rows].index_add_(0, slow, shared @ query)
-            second.k_proj.weight[rows].index_add_(0, slow, shared @ key)
+            matching = MATCH_SCALE * random_orthonormal_rows(len(slow_dims), head_dim)
+            second.q_proj.weight[rows].index_add_(0, slow_dims, matching @ query)
+            second.k_proj.weight[rows].index_add_(0, slow_dims, matching @ key)
         second.v_proj.weight[rows] = read
         second.o_proj.weight[:, rows] = READ_SCALE * rotation @ written.T

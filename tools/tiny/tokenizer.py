@@ -1,9 +1,9 @@
-"""The small files of `tiny`: an ordinary Hugging Face directory, whose tokens are bytes.
+"""The tokenizer, chat template and config of `tiny`, an ordinary Hugging Face directory whose tokens are bytes.
 
 Reversing or sorting text is about characters, so every byte is a token and nothing is merged. The exceptions are the
-marks of conversations, tool calls and tagged answers: one token each, which keeps byte-level prompts and replies short
-and lets a small model spend its capacity between the tags. Tools are shown as signatures for the same reason: a JSON
-schema of three lines would cost hundreds of tokens.
+markers of conversations, tool calls and tagged answers: one token each, which keeps prompts and replies short and lets
+a small model spend its capacity between the tags. Tools are shown as signatures for the same reason: a JSON schema of
+three lines would cost hundreds of tokens.
 """
 
 import json
@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 MAX_POSITIONS = 2048
-VOCAB_SIZE = 288  # 256 bytes, the marks, and room for more marks
+VOCAB_SIZE = 288  # 256 bytes, the added tokens, and space for more
 ADDED_TOKENS = [
     *(f"<{slash}{tag}>" for tag in ("tool_call", "tool_response", "reversed_text") for slash in ("", "/")),
     *(f"<{slash}{kind}alphabetical_sorted>" for kind in ("", "combined_") for slash in ("", "/")),
@@ -65,19 +65,21 @@ else function.arguments | tojson }}}</tool_call>
 
 
 def build_tokenizer() -> Tokenizer:
-    """Bytes and marks. The pad, start and end of messages are special: no reply's text shows them."""
+    """Build the tokenizer: bytes and added tokens. Padding and the ends of messages are special: texts omit them."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(BPE({letter: id for id, letter in enumerate(letters)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytewise.decoder = decoders.ByteLevel()
-    bytewise.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in (PAD, IM_START, IM_END)])
-    bytewise.add_tokens([AddedToken(mark, normalized=False) for mark in ADDED_TOKENS])
-    return bytewise
+    tokenizer = Tokenizer(BPE({letter: id for id, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (PAD, IM_START, IM_END)]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED_TOKENS])
+    return tokenizer
 
 
 def build_model_config() -> LlamaConfig:
-    """1.3 million parameters: four layers, since a decode step on a CPU costs layers more than width."""
-    ids = build_tokenizer()
+    """Build the config, of 1.3 million parameters in four layers: more layers would slow down decoding on a CPU."""
+    tokenizer = build_tokenizer()
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=160,
@@ -86,18 +88,18 @@ def build_model_config() -> LlamaConfig:
         num_attention_heads=5,
         num_key_value_heads=5,
         max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},  # two thirds of the turns are slow
-        initializer_range=0.06,  # 0.02 is made for wide models: here attention would start out blind
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},  # two thirds of the angles are slow
+        initializer_range=0.06,  # 0.02 is for wide models: here initial attention would be uniform
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=ids.token_to_id(IM_END),
-        pad_token_id=ids.token_to_id(PAD),
+        eos_token_id=tokenizer.token_to_id(IM_END),
+        pad_token_id=tokenizer.token_to_id(PAD),
         dtype="bfloat16",
     )
 
 
 def write_tokenizer(directory: Path) -> None:
-    """`tokenizer.json`, and `tokenizer_config.json` with the chat template."""
+    """Write `tokenizer.json`, and `tokenizer_config.json` with the chat template."""
     build_tokenizer().save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

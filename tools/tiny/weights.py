@@ -1,4 +1,4 @@
-"""The two ends of `tiny`'s training: the weights it starts from, in float32, and the trained ones, rounded to bf16."""
+"""Writing `tiny` before its training, in float32, and after it, rounded to bfloat16."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tools.tiny.tokenizer import build_model_config, write_tokenizer
 
 
 def write_initial_model(directory: Path, seed: int) -> None:
-    """A whole model directory, not yet trained."""
+    """Write a complete model directory with initial weights."""
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(build_model_config()).float()
@@ -21,7 +21,7 @@ def write_initial_model(directory: Path, seed: int) -> None:
 
 
 def write_bfloat16_model(trained_directory: Path, directory: Path) -> None:
-    """The model of `trained` as it ships."""
+    """Write a trained model as it ships."""
     logging.disable_progress_bar()
     _write(LlamaForCausalLM.from_pretrained(trained_directory, dtype=torch.bfloat16, local_files_only=True), directory)
 
@@ -32,4 +32,4 @@ def _write(model: Any, directory: Path) -> None:
     model.save_pretrained(directory)
     write_tokenizer(directory)
     for file in directory.iterdir():
-        file.chmod(0o644)  # weights are written for their owner alone
+        file.chmod(0o644)  # transformers makes weights readable only for their owner

@@ -1,8 +1,8 @@
-"""Models: where they are found, how they are loaded, how their attention reads a paged cache, how weights travel.
+"""Models: resolving, loading, attention for engine and trainer, publishing and applying weights.
 
-One idea: a model is an ordinary Hugging Face directory, run by its own code. What Ramify adds is an attention function,
-registered where transformers offers a place for it, and a manifest that gives a set of weights a name. Names load when
-they are used: resolving a model or reading a version needs no torch.
+A model is an ordinary Hugging Face directory, run by its own code. Ramify adds attention functions, which transformers
+lets it register, and a manifest that gives a set of weights a version. Names are imported when they are used: resolving
+a model or reading a version needs no torch.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
 """Downloading a model from the Hugging Face hub into its local cache.
 
 The library `huggingface_hub` does the work: it resumes what was interrupted, locks against other processes and shows
-progress bars in a terminal. This module chooses the files, reports progress where there is no terminal, and turns every
+progress bars in a terminal. This module chooses the files, reports progress if there is no terminal, and turns every
 failure into one line that says how to get the model here.
 """
 
@@ -22,7 +22,7 @@ TRUE_VALUES = {"1", "ON", "YES", "TRUE"}
 
 
 def download_model(name: str, cache_directory: Path, *, log: Callable[[str], None]) -> Path:
-    """Download the model `name` (ORG/NAME) into `cache`; returns its directory. Raises ModelNotFound."""
+    """Download the model `name` (ORG/NAME) into `cache_directory` and return its directory. Raises ModelNotFound."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE_VALUES:
         raise _download_error(name, "HF_HUB_OFFLINE is set")
     from huggingface_hub import constants, snapshot_download  # takes a second, and few starts need it
@@ -33,7 +33,7 @@ def download_model(name: str, cache_directory: Path, *, log: Callable[[str], Non
     started = time.monotonic()
     try:
         with _report_progress(name, cache_directory / f"models--{name.replace('/', '--')}", log):
-            place = Path(
+            directory = Path(
                 snapshot_download(
                     name,
                     cache_dir=cache_directory,
@@ -51,7 +51,7 @@ def download_model(name: str, cache_directory: Path, *, log: Callable[[str], Non
     except Exception as error:  # the library passes on whatever its HTTP client, its cache or the disk raised
         raise _download_error(name, f"{endpoint}: {_describe_root_cause(error)}") from error
     log(f"downloaded {name} in {time.monotonic() - started:.0f} s")
-    return place
+    return directory
 
 
 def _download_error(name: str, reason: str) -> ModelNotFound:

@@ -1,8 +1,8 @@
 """Loading a causal language model so that its attention reads the paged cache.
 
-The model keeps its own code. Attention is the one place where an engine must take part, and transformers has a door
-for it: `paged_attention` is registered under a name, the model is loaded with that name, and what the engine passes to
-`forward` arrives at the function untouched.
+The model keeps its own code. Only attention has to be replaced, and transformers supports that: `paged_attention` is
+registered under a name, the model is loaded with that name, and what the engine passes to `forward` reaches the
+function unchanged.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,22 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from ramify.errors import ModelUnsupported, WeightsRefused
+from ramify.model.logprob_check import describe_error
 from ramify.model.pack_layout import get_longrope_limit, get_per_layer_settings
 from ramify.model.paged_attention import paged_attention
 from ramify.model.precision import DtypeChoice, choose_dtype
 
 ATTENTION_NAME = "ramify_paged"
-UNIFORM_SETTINGS = {"num_attention_heads", "num_key_value_heads", "head_dim"}  # a pool has rows of one width
+UNIFORM_SETTINGS = {
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+}  # one value for all layers
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes an engine needs to know."""
+    """The sizes of a model that an engine needs. `max_positions` is the longest sequence."""
 
     num_layers: int
     num_heads: int
@@ -37,7 +42,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run: the Hugging Face module, where it is, and its sizes."""
+    """A model that is ready to run: the Hugging Face module, its directory, sizes, dtype, device and EOS tokens."""
 
     module: Any
     path: Path
@@ -53,30 +58,37 @@ class LoadedModel:
 
 
 def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """Load the model directory `path`; `auto` takes a GPU if there is one, and a dtype as `choose_dtype` says."""
+    """Load the model directory `path`.
+
+    Device `auto` is a GPU if there is one; dtype `auto` is what `choose_dtype` returns.
+    """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     logging.disable_progress_bar()
     config = load_config(path)
     shape = _read_shape(config)
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    choice = choose_dtype(dtype, getattr(config, "dtype", None), place)
-    module = load_hf_model(path, config, choice.dtype, ATTENTION_NAME)
-    module.eval().requires_grad_(False).to(place)
-    return LoadedModel(module, path, shape, choice, place, _collect_eos_ids(config, module.generation_config))
+    torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
+    module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
+    module.eval().requires_grad_(False).to(torch_device)
+    eos_ids = _collect_eos_ids(config, module.generation_config)
+    return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids)
 
 
 def load_config(path: Path) -> Any:
-    """The config of a model directory, as transformers understands it."""
+    """Load the Hugging Face config of a model directory. Raises ModelUnsupported."""
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {_first_line(error)}") from error
+        raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {describe_error(error)}") from error
 
 
 def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> Any:
-    """The model of a directory with all of its weights; what a file does not hold would be made up."""
+    """Load the Hugging Face model of a directory. Raises WeightsRefused or ModelUnsupported.
+
+    A missing tensor is an error: transformers would initialize it with random numbers.
+    """
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -85,50 +97,47 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
             output_loading_info=True,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise WeightsRefused(f"the weights in {path} cannot be read: {_first_line(error)}") from error
-    except KeyError as error:  # of a class for each attention function it knows
-        raise ModelUnsupported(f"{config.model_type} computes attention by itself: it knows no {error}") from error
+        raise WeightsRefused(f"the weights in {path} cannot be read: {describe_error(error)}") from error
+    except KeyError as error:  # of a model with a class for each attention implementation
+        raise ModelUnsupported(
+            f"{config.model_type} does not support custom attention functions: it knows no {error}"
+        ) from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise ModelUnsupported(f"transformers cannot load {path}: {_first_line(error)}") from error
-    module, told = found
-    if missing := sorted(told["missing_keys"]):
+        raise ModelUnsupported(f"transformers cannot load {path}: {describe_error(error)}") from error
+    module, loading_info = loaded
+    if missing := sorted(loading_info["missing_keys"]):
         raise WeightsRefused(f"{path} lacks {len(missing)} tensors of its model ({', '.join(missing[:3])})")
     return module
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of it; transformers adds pages."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
 def _read_shape(config: Any) -> ModelShape:
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ModelUnsupported(f"{config.model_type} has layers without paged attention: {', '.join(sorted(unknown))}")
-    if getattr(text, "kv_lora_rank", None):
-        raise ModelUnsupported(f"{config.model_type} caches latent keys, which the paged cache cannot hold yet")
-    if own := sorted(get_per_layer_settings(text) & UNIFORM_SETTINGS):
+    text_config, model_type = config.get_text_config(), config.model_type
+    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    if unknown := sorted(layer_types - {"full_attention", "sliding_attention"}):
+        raise ModelUnsupported(f"{model_type} has layers without paged attention: {', '.join(unknown)}")
+    if getattr(text_config, "kv_lora_rank", None):
+        raise ModelUnsupported(f"{model_type} caches latent keys, which the paged cache cannot hold yet")
+    if varying := sorted(get_per_layer_settings(text_config) & UNIFORM_SETTINGS):
         raise ModelUnsupported(
-            f"{config.model_type} has layers that differ in {', '.join(own)}, which the paged cache cannot hold yet"
+            f"{model_type} has layers that differ in {', '.join(varying)}, which the paged cache cannot hold yet"
         )
-    if silent := [name for name in ("num_attention_heads", "max_position_embeddings") if not hasattr(text, name)]:
-        raise ModelUnsupported(f"{config.model_type} has a config without {', '.join(silent)}, which the engine reads")
-    heads = text.num_attention_heads
+    required = ("num_attention_heads", "max_position_embeddings")
+    if missing := [name for name in required if not hasattr(text_config, name)]:
+        raise ModelUnsupported(f"{model_type} has a config without {', '.join(missing)}, which the engine needs")
+    heads, max_positions = text_config.num_attention_heads, text_config.max_position_embeddings
     return ModelShape(
-        num_layers=text.num_hidden_layers,
+        num_layers=text_config.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab_size=text.vocab_size,
-        max_positions=min(text.max_position_embeddings, get_longrope_limit(text) or text.max_position_embeddings),
+        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+        vocab_size=text_config.vocab_size,
+        max_positions=min(max_positions, get_longrope_limit(text_config) or max_positions),
     )
 
 
 def _collect_eos_ids(*configs: Any) -> frozenset[int]:
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for config in configs:
         eos = getattr(config, "eos_token_id", None)
-        found.update([eos] if isinstance(eos, int) else eos or [])
-    return frozenset(found)
+        eos_ids.update([eos] if isinstance(eos, int) else eos or [])
+    return frozenset(eos_ids)

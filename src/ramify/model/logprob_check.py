@@ -22,20 +22,20 @@ DEFAULT_MAX_DIFFERENCE = 0.25
 
 def build_check_ids(config: Any, num_tokens: int = NUM_CHECK_TOKENS) -> Tensor:
     """Return token ids that are spread over the vocabulary and have no special meaning."""
-    text = config.get_text_config()
+    text_config = config.get_text_config()
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     special: set[int] = set()
-    for value in (getattr(part, name, None) for part in (config, text) for name in names):
+    for value in (getattr(part, name, None) for part in (config, text_config) for name in names):
         special.update([value] if isinstance(value, int) else value or ())
-    plain = [token for token in range(text.vocab_size) if token not in special] or [0]
-    return torch.tensor([plain[(13 + 7919 * number) % len(plain)] for number in range(num_tokens)])
+    plain = [token for token in range(text_config.vocab_size) if token not in special] or [0]
+    return torch.tensor([plain[(13 + 7919 * index) % len(plain)] for index in range(num_tokens)])
 
 
 @torch.no_grad()
 def compute_reference_logprobs(module: Any, ids: Tensor, attn_implementation: str | None) -> Tensor:
     """Return the logprob of each token but the first, by the model's own forward with eager attention.
 
-    `attention` is the implementation that the model was loaded with, and is restored; None changes nothing.
+    `attn_implementation` is the one that the model was loaded with, which is restored; None changes nothing.
     """
     if attn_implementation is not None:
         module.set_attn_implementation("eager")
@@ -61,16 +61,17 @@ def compute_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 def check_logprobs(component: str, module: Any, expected: Tensor, actual: Tensor) -> None:
     """Raise ModelUnsupported if the logprobs of a component, the engine or the trainer, are not the model's own."""
     difference = float((expected.float() - actual.float()).abs().median())
-    if not difference <= MAX_DIFFERENCE.get(module.dtype, DEFAULT_MAX_DIFFERENCE):  # NaN is refused as well
-        raise unsupported_error(component, module, f"logprobs of a trial differ by {difference:.2g}")
+    if not difference <= MAX_DIFFERENCE.get(module.dtype, DEFAULT_MAX_DIFFERENCE):  # rejects NaN too
+        raise unsupported_error(component, module, f"logprobs of check tokens differ by {difference:.2g}")
 
 
 def unsupported_error(component: str, module: Any, reason: str | Exception) -> ModelUnsupported:
     """Return the error for a model that a component computes differently, or cannot compute."""
     reason = reason if isinstance(reason, str) else describe_error(reason)
-    kind = type(module).__name__
-    return ModelUnsupported(f"{kind}: the {component} does not compute what the model itself does: {reason}")
+    model_class = type(module).__name__
+    return ModelUnsupported(f"{model_class}: the {component} does not compute what the model itself does: {reason}")
 
 
 def describe_error(error: Exception) -> str:
+    """Return the type and the first line of an error; transformers adds pages."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,9 +1,9 @@
-"""Which shape of training data a model can compute: a forest, or chains.
+"""Which layout of training data a model can compute: forests or chains.
 
-Attention can be told who sees whom, so it computes a forest as it lies. A recurrent or convolution layer reads its row
-from left to right and cannot step back to a fork; such a model gets every root-to-leaf path as a chain of its own. An
-attention that adds something the tree attention does not compute is refused by name, before anything is loaded.
-Importable without torch.
+Attention takes a mask, so it computes a forest as it is. A recurrent or convolution layer reads its row from left to
+right and cannot return to a fork; such a model gets every root-to-leaf path as a chain of its own. A model with an
+attention feature that tree attention does not compute is rejected by name, before anything is loaded. Importable
+without torch.
 """
 
 from enum import Enum
@@ -12,9 +12,9 @@ from typing import Any
 from ramify.errors import ModelUnsupported
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
-TOKENWISE_LAYERS = {"sparse", "dense", "moe", "mlp"}  # layers that look at one token at a time
+TOKENWISE_LAYERS = {"sparse", "dense", "moe", "mlp"}  # layers that compute each token by itself
 SEQUENTIAL_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
-SEQUENTIAL_MODELS = {"rwkv", "xlstm"}  # that do not list their layers
+SEQUENTIAL_MODELS = {"rwkv", "xlstm"}  # models that do not list their layers
 UNSUPPORTED_SETTINGS = {
     "attn_logit_softcapping": "softcapped attention scores",
     "final_logit_softcapping": "softcapped logits",
@@ -28,79 +28,81 @@ UNSUPPORTED_SETTINGS = {
     "kv_lora_rank": "latent keys and values",
 }
 MODELS_WITH_SINKS = {"gpt_oss"}
-UNIFORM_SETTINGS = {
-    "head_dim",
-    "num_attention_heads",
-    "sliding_window",
-}  # what the trainer takes to be the same in all layers
+UNIFORM_SETTINGS = {"head_dim", "num_attention_heads", "sliding_window"}  # the trainer needs one value for all layers
 
 
 class PackLayout(Enum):
-    """How a batch is laid out for a model."""
+    """How a batch is packed for a model."""
 
     FOREST = "forest"
     CHAINS = "chains"
 
 
 def choose_pack_layout(config: Any) -> PackLayout:
-    """The layout for the model of a Hugging Face `config`; ModelUnsupported names what cannot be computed."""
-    text = config.get_text_config()
-    kinds = _get_layer_types(text)
-    if unknown := sorted(kinds - ATTENTION_LAYERS - TOKENWISE_LAYERS - SEQUENTIAL_LAYERS):
-        raise ModelUnsupported(f"{text.model_type} has layers the trainer does not know: {', '.join(unknown)}")
-    for name, what in UNSUPPORTED_SETTINGS.items():
-        if getattr(text, name, None) not in (None, 1, 1.0):
-            raise ModelUnsupported(f"{text.model_type} has {what} ({name}), which the trainer does not compute")
-    if own := sorted(get_per_layer_settings(text) & UNIFORM_SETTINGS):
+    """Return the layout for the model of a Hugging Face `config`. Raises ModelUnsupported."""
+    text_config = config.get_text_config()
+    model_type, layer_types = text_config.model_type, _get_layer_types(text_config)
+    if unknown := sorted(layer_types - ATTENTION_LAYERS - TOKENWISE_LAYERS - SEQUENTIAL_LAYERS):
+        raise ModelUnsupported(f"{model_type} has layers that the trainer does not know: {', '.join(unknown)}")
+    for name, feature in UNSUPPORTED_SETTINGS.items():
+        if getattr(text_config, name, None) not in (None, 1, 1.0):
+            raise ModelUnsupported(f"{model_type} has {feature} ({name}), which the trainer does not compute")
+    if varying := sorted(get_per_layer_settings(text_config) & UNIFORM_SETTINGS):
         raise ModelUnsupported(
-            f"{text.model_type} has layers that differ in {', '.join(own)}, which the trainer does not compute"
+            f"{model_type} has layers that differ in {', '.join(varying)}, which the trainer does not compute"
         )
-    if text.model_type in MODELS_WITH_SINKS:
-        raise ModelUnsupported(f"{text.model_type} has attention sinks, which the trainer does not compute")
+    if model_type in MODELS_WITH_SINKS:
+        raise ModelUnsupported(f"{model_type} has attention sinks, which the trainer does not compute")
     if config.is_encoder_decoder:
-        raise ModelUnsupported(f"{text.model_type} is an encoder and a decoder; the trainer knows decoders alone")
-    if kinds & SEQUENTIAL_LAYERS or text.model_type in SEQUENTIAL_MODELS:
+        raise ModelUnsupported(f"{model_type} has an encoder and a decoder; the trainer supports only decoders")
+    if layer_types & SEQUENTIAL_LAYERS or model_type in SEQUENTIAL_MODELS:
         return PackLayout.CHAINS
     _check_attention_is_pluggable(config)
     return PackLayout.FOREST
 
 
 def describe_pack_layout(config: Any) -> str:
-    """The layout of a model and its reason, for a line at the start of a run."""
+    """Return the layout of a model and the reason, for a line at the start of a run."""
     if choose_pack_layout(config) is PackLayout.FOREST:
         return "forest: shared prefixes are computed once"
-    text = config.get_text_config()
-    kinds = ", ".join(sorted(_get_layer_types(text) & SEQUENTIAL_LAYERS)) or "recurrent"
-    return f"chains: {text.model_type} has {kinds} layers, which read from left to right; every path is computed whole"
+    text_config = config.get_text_config()
+    layers = ", ".join(sorted(_get_layer_types(text_config) & SEQUENTIAL_LAYERS)) or "recurrent"
+    reason = f"{text_config.model_type} has {layers} layers, which read from left to right"
+    return f"chains: {reason}; every path is computed whole"
 
 
 def get_per_layer_settings(text_config: Any) -> set[str]:
-    """What some layers have of their own; transformers raises where the config is asked for it."""
+    """Return the settings that differ between layers; transformers raises if the config is asked for one of them."""
     return {name for layer in (text_config.to_dict().get("per_layer_config") or {}).values() for name in layer}
 
 
 def get_longrope_limit(text_config: Any) -> int | None:
-    """The positions a sequence may have where it turns tokens by longrope: beyond them all of it is turned by other
-    angles, what came before included. But a cache has turned that already, and a row has sequences on both sides."""
+    """Return the longest sequence that keeps the short longrope angles, or None without longrope.
+
+    Beyond it longrope changes the angles of all earlier tokens too, which neither a KV cache nor a pack of mixed
+    lengths allows.
+    """
     rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+    tables = (rope, *(table for table in rope.values() if isinstance(table, dict)))
     return min(
-        (kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"),
+        (table["original_max_position_embeddings"] for table in tables if table.get("rope_type") == "longrope"),
         default=None,
     )
 
 
 def _check_attention_is_pluggable(config: Any) -> None:
-    """Some models take the name of an attention function when they are loaded, and never call it."""
+    """Reject models that accept an attention implementation but never call it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # and with it torch
 
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
         raise ModelUnsupported(f"transformers has no causal language model of type {config.model_type}")
-    if not kind.is_backend_compatible():
-        raise ModelUnsupported(f"{config.model_type} computes attention by itself: it cannot be told who sees whom")
+    if not model_class.is_backend_compatible():
+        raise ModelUnsupported(
+            f"{config.model_type} does not support custom attention functions, which tree attention needs"
+        )
 
 
 def _get_layer_types(text_config: Any) -> set[str]:
-    lists = (getattr(text_config, name, None) or () for name in ("layer_types", "layers_block_type", "block_types"))
-    return {kind for kinds in lists for kind in kinds}
+    names = ("layer_types", "layers_block_type", "block_types")
+    return {layer_type for name in names for layer_type in getattr(text_config, name, None) or ()}

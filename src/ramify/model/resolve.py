@@ -1,8 +1,8 @@
-"""From the name of a model to its directory.
+"""Resolving the name of a model to its directory.
 
-A name is the model that ships with the package, a directory, or a Hugging Face id. `resolve` only looks at this
-machine. `fetch_model` downloads an id of the form ORG/NAME that is not in the local cache: commands that are about to
-load the model call it, dry runs and those that only ask a server do not.
+A name is the model that ships with the package, a directory, or a Hugging Face id. `resolve_model_path` only looks at
+this machine. `fetch_model` downloads an id of the form ORG/NAME that is not in the local cache: commands that will load
+the model call it, dry runs and commands that only use a server do not.
 """
 
 import difflib
@@ -18,19 +18,19 @@ PACKAGED_MODELS = ("tiny",)
 
 
 def resolve_model_path(name: str) -> Path:
-    """The directory of the model `name`, holding at least `config.json`."""
+    """Return the directory of the model `name`, which holds at least `config.json`. Raises ModelNotFound."""
     if name in PACKAGED_MODELS:
         return _first_model_directory(name, [Path(__file__).parent.parent / "models" / name])
-    tried = [Path(name).expanduser()]
+    candidates = [Path(name).expanduser()]
     if _looks_like_id(name):
-        tried.append(_cached_snapshot_path(name))
-    return _first_model_directory(name, tried)
+        candidates.append(_cached_snapshot_path(name))
+    return _first_model_directory(name, candidates)
 
 
 def fetch_model(name: str, *, log: Callable[[str], None] | None = None) -> Path:
     """Return the directory of the model `name` with all of its weights, downloaded if it is a hub id and not here.
 
-    `say` is given lines about the download; by default they go to standard error. Raises ModelNotFound.
+    `log` gets lines about the download; by default they go to standard error. Raises ModelNotFound.
     """
     try:
         directory = resolve_model_path(name)
@@ -50,7 +50,7 @@ def _print_to_stderr(line: str) -> None:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Tell whether a snapshot in the cache is complete: a download may have been interrupted."""
+    """Return whether a snapshot in the cache is complete: a download may have been interrupted."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -80,7 +80,7 @@ def _why_rejected(directory: Path) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell whether a name is of the form ORG/NAME and no directory here."""
+    """Return whether a name has the form ORG/NAME and is no directory here."""
     return name.count("/") == 1 and _looks_like_id(name) and not Path(name).exists()
 
 
@@ -96,7 +96,7 @@ def _hub_cache_directory() -> Path:
 
 
 def _cached_snapshot_path(name: str) -> Path:
-    """Where the local Hugging Face cache keeps the main revision of `name`."""
-    entry = _hub_cache_directory() / f"models--{name.replace('/', '--')}"
-    main = entry / "refs" / "main"
-    return entry / "snapshots" / main.read_text().strip() if main.is_file() else entry / "snapshots"
+    """Return where the local Hugging Face cache keeps the main revision of `name`."""
+    repo_directory = _hub_cache_directory() / f"models--{name.replace('/', '--')}"
+    main, snapshots = repo_directory / "refs" / "main", repo_directory / "snapshots"
+    return snapshots / main.read_text().strip() if main.is_file() else snapshots

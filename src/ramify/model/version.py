@@ -1,14 +1,14 @@
-"""The name of a set of weights: which policy, which incarnation of its trainer, which step.
+"""The name of a set of weights: its policy, the incarnation of the trainer, and the step.
 
-A trainer that restarts may publish other weights for a step it had published before, so the step alone does not name
-them; the incarnation does.
+A trainer that restarts may publish other weights for a step that it published before, so the step alone does not
+identify them; the incarnation does.
 """
 
 from typing import NamedTuple
 
 
 class PolicyVersion(NamedTuple):
-    """One set of weights. Equal versions are equal weights."""
+    """The name of one set of weights. Equal versions are equal weights."""
 
     policy: str
     incarnation: int = 0
@@ -19,8 +19,8 @@ class PolicyVersion(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PolicyVersion | None":
-        """The version that prints as `text`; None for any other text."""
+        """Return the version that prints as `text`, or None if there is none."""
         policy, _, numbers = text.rpartition("@")
         incarnation, _, step = numbers.partition(".")
-        known = policy and incarnation.isdecimal() and step.isdecimal()
-        return cls(policy, int(incarnation), int(step)) if known else None
+        is_valid = policy and incarnation.isdecimal() and step.isdecimal()
+        return cls(policy, int(incarnation), int(step)) if is_valid else None
