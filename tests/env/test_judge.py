@@ -22,7 +22,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(chat_client, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(chat_client, "INITIAL_BACKOFF", 0.01)
 
 
 def judge(server, **table) -> Judge:
@@ -96,7 +96,7 @@ def test_a_judge_that_is_busy_is_asked_again(server):
 @pytest.mark.parametrize("answer", [JSONResponse({"error": "no"}, 400), JSONResponse({"choices": []})])
 def test_an_answer_that_is_none_is_not_asked_for_again(server, answer):
     server.reset(lambda body: answer)
-    with pytest.raises(JudgeError, match="cannot be asked"):
+    with pytest.raises(JudgeError, match="cannot be reached"):
         run(judge(server).score(TASK, context(TASK, "Rome").trace))
     assert len(server.asked) == 1
 
@@ -115,7 +115,7 @@ def test_a_judge_that_never_answers_is_given_up():
         deaf.listen()
         base_url = f"http://127.0.0.1:{deaf.getsockname()[1]}/v1"
         silent = Judge.load({"id": "reference", "base_url": base_url, "model": "m", "timeout": 0.2})
-        with pytest.raises(JudgeError, match=r"did not answer in 0\.2 s"):
+        with pytest.raises(JudgeError, match=r"did not answer within 0\.2 s"):
             run(silent.score(TASK, context(TASK, "Rome").trace))
 
 

@@ -97,7 +97,7 @@ def test_the_death_of_a_server_is_not_the_models_fault(script):
     async def test():
         config = McpServerConfig(command=[sys.executable, str(script)])
         async with open_mcp_servers({"one": config}) as found:
-            with pytest.raises(SandboxError, match="'one' is gone"):
+            with pytest.raises(SandboxError, match="'one' closed the connection"):
                 await ToolSet.wrap(found).call(ToolCall("1", "die", "{}"), context())
 
     run(test())
@@ -109,7 +109,7 @@ def test_the_death_of_a_server_is_not_the_models_fault(script):
         (McpServerConfig(command=["no-such-program"]), "'x' cannot be opened: .*no-such-program"),
         (McpServerConfig(command=[sys.executable, "-c", "import sys; sys.exit('no licence')"]), "it wrote: no licence"),
         (McpServerConfig(url="http://127.0.0.1:9/mcp"), "'x' cannot be opened"),
-        (McpServerConfig(command=["sh", "-c", "cat > /dev/null"], timeout=0.3), r"did not open in 0\.3 s"),
+        (McpServerConfig(command=["sh", "-c", "cat > /dev/null"], timeout=0.3), r"did not open within 0\.3 s"),
     ],
 )
 def test_a_server_that_cannot_be_opened_is_named(server, said):

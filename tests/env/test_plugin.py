@@ -82,12 +82,12 @@ def test_an_unknown_id_is_refused_with_the_nearest():
     assert refused("taskset", {"id": "revers-text"}) == (
         "1 problem in the configuration:\n  taskset.id: unknown taskset 'revers-text'; did you mean 'reverse-text'?"
     )
-    assert "known are local" in refused("runtime", {"id": "qqq"})
+    assert "expected one of local" in refused("runtime", {"id": "qqq"})
     assert "taskset.id: required" in refused("taskset", {})
 
 
 def test_unknown_keys_and_wrong_values_are_refused_together_with_the_nearest(file):
-    message = refused("taskset", {"id": str(file), "max_char": 3, "seeds": [1, "x"]}, at="train.0.taskset")
+    message = refused("taskset", {"id": str(file), "max_char": 3, "seeds": [1, "x"]}, table_key="train.0.taskset")
     assert message.startswith("2 problems in the configuration:")
     assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in message
     assert "train.0.taskset.seeds.1: expected a valid integer, got 'x'" in message
@@ -106,7 +106,7 @@ def test_what_is_not_there_or_not_a_plugin_is_refused(file):
     assert "did you mean Game?" in refused("taskset", {"id": f"{file}:Gam"})
     assert "does not derive from Taskset" in refused("taskset", {"id": f"{file}:GameConfig"})
     other.write_text("import ramify as rf\nclass A(rf.Taskset): ...\nclass B(rf.Taskset): ...\n")
-    assert "it has A, B; name one" in refused("taskset", {"id": str(other)})
+    assert "it has A, B; select one" in refused("taskset", {"id": str(other)})
 
 
 def test_an_import_path_that_means_a_file_is_refused_with_the_name_of_the_file(tmp_path, monkeypatch):

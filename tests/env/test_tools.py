@@ -190,7 +190,7 @@ def test_a_tool_that_cannot_be_described_is_refused():
     def unschemable(a: asyncio.Future):
         return a
 
-    for function, said in [(untyped, "'a' needs a type"), (open_ended, r"\*names"), (unknown, "Nowhere")]:
+    for function, said in [(untyped, "'a' needs a type annotation"), (open_ended, r"\*names"), (unknown, "Nowhere")]:
         with pytest.raises(ConfigInvalid, match=said):
             Tool.wrap(function)
     with pytest.raises(ConfigInvalid, match="tool unschemable"):

@@ -1,7 +1,7 @@
-"""Environments: tasks, and the code that judges, helps and talks to the agent that solves them.
+"""Environments: tasks, and the code that scores an agent, gives it tools and plays its user.
 
-One idea: everything a user writes is plain Python that is called with what it names. Nothing here knows how a rollout
-is run; `rollout` and `harness` call what they find.
+One idea: a user writes plain Python functions, and each is called with exactly the arguments its signature names.
+Nothing here knows how a rollout runs; `rollout` and `harness` call the hooks that a taskset defines.
 """
 
 import lazy_loader

@@ -26,18 +26,18 @@ RAMIFY_ROOT = Path(ramify.__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class ModuleScope:
-    """The modules below `root` whose dotted name begins with `prefix`; an empty prefix admits all but Ramify's."""
+    """The modules below `root` whose dotted name starts with `prefix`. An empty prefix means all but Ramify's own."""
 
     root: Path
     prefix: tuple[str, ...] = ()
 
     def iter_files(self, module_name: tuple[str, ...]) -> Iterator[Path]:
-        """Yield the files that importing `name` executes: its packages' `__init__.py`, then the module."""
+        """Yield the files that importing the module executes: its packages' `__init__.py`, then the module."""
         if module_name[: len(self.prefix)] != self.prefix or (not self.prefix and module_name[:1] == ("ramify",)):
             return
         for depth in range(max(1, len(self.prefix)), len(module_name) + 1):
-            place = self.root.joinpath(*module_name[:depth])
-            for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+            path = self.root.joinpath(*module_name[:depth])
+            for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
                 if file.is_file():
                     yield file
 
@@ -45,7 +45,7 @@ class ModuleScope:
 BUILTIN_TASKSETS = ModuleScope(RAMIFY_ROOT, ("ramify", "tasksets"))
 
 
-@cache  # per class: the digests are those of the code that was loaded, also where its file is edited later
+@cache  # per class: the digests are those of the loaded code, even if its file is edited later
 def compute_code_digests(plugin: type) -> dict[str, str]:
     """Return the digest of every source file of a plugin, by its path relative to the root of its package."""
     module = sys.modules.get(plugin.__module__)
@@ -74,7 +74,7 @@ def compute_code_digests(plugin: type) -> dict[str, str]:
 
 
 def _find_scopes(module_name: str, path: Path) -> list[ModuleScope]:
-    """Return where the modules of a plugin's own package are; nothing for a plugin that is part of Ramify."""
+    """Return the scopes that contain the modules of a plugin's package; none for a plugin that is part of Ramify."""
     parts = tuple(module_name.split("."))
     if parts[0] == "ramify":
         return [BUILTIN_TASKSETS] if parts[:2] == BUILTIN_TASKSETS.prefix else []
@@ -84,13 +84,13 @@ def _find_scopes(module_name: str, path: Path) -> list[ModuleScope]:
     while (root / "__init__.py").is_file():
         root = root.parent
     package = [ModuleScope(root, path.relative_to(root).parts[:1])] if root != path.parent else []
-    installed = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib")}
-    beside = ModuleScope(path.parent, (path.stem,) if path.parent in installed else ())
-    return [beside, *package, BUILTIN_TASKSETS]
+    site_packages = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib")}
+    siblings = ModuleScope(path.parent, (path.stem,) if path.parent in site_packages else ())
+    return [siblings, *package, BUILTIN_TASKSETS]
 
 
 def _iter_imports(source: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the dotted names that a source file imports; `package` is where its relative imports begin."""
+    """Yield the dotted names that a source file imports. Relative imports start at `package`."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -101,17 +101,18 @@ def _iter_imports(source: bytes, package: tuple[str, ...]) -> Iterator[tuple[str
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             base += tuple(node.module.split(".")) if node.module else ()
-            yield from ((*base, alias.name) for alias in node.names)  # a name, or a module of that name
+            yield from ((*base, alias.name) for alias in node.names)  # the alias is a module or a name in one
 
 
 def _get_source(plugin: type) -> str:
-    """Return the source of a class without a file (of an interactive session), or its byte code if there is none."""
+    """Return the source of a class that was defined in an interactive session, or its byte code without a source."""
     functions = [value for cls in plugin.__mro__ for value in vars(cls).values() if _is_defined_with(value, plugin)]
     try:
         return "\n".join(inspect.getsource(function) for function in functions)
     except OSError:
         return "\n".join(
-            f"{each.__qualname__} {each.__code__.co_code.hex()} {_list_constants(each)}" for each in functions
+            f"{function.__qualname__} {function.__code__.co_code.hex()} {_list_constants(function)}"
+            for function in functions
         )
 
 

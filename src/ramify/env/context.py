@@ -1,4 +1,4 @@
-"""What a rollout offers to the code of its environment."""
+"""The fields of a rollout that hooks, tools and users can name as parameters."""
 
 import random
 from dataclasses import dataclass, field, fields
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a plain OpenAI or Anthropic client reaches the policy of this rollout; its calls are branches too."""
+    """Where an OpenAI or Anthropic client reaches the policy of a rollout. Its calls become branches of the trace."""
 
     base_url: str  # ends in /v1
     api_key: str = field(repr=False)  # the rollout's secret
@@ -23,7 +23,15 @@ class Endpoint:
 
 @dataclass(slots=True)
 class RolloutContext:
-    """One rollout as its hooks, tools and user see it. They name the fields they want as parameters."""
+    """One rollout as its hooks, tools and user see it. They name the fields they need as parameters.
+
+    - `task`: the task that the agent works on.
+    - `trace`: the trace recorded so far; `trace.info` takes values of the environment.
+    - `runtime`: runs programs and accesses files in the rollout's work directory; None outside of a rollout.
+    - `rng`: a generator seeded by the rollout; use it for all randomness.
+    - `state`: an empty namespace in which the hooks of a rollout share values.
+    - `endpoint`: the HTTP endpoint of the policy; None if the rollout has no gateway.
+    """
 
     task: Task
     trace: Trace
@@ -33,4 +41,4 @@ class RolloutContext:
     endpoint: Endpoint | None = None
 
 
-CONTEXT_FIELDS = tuple(part.name for part in fields(RolloutContext))
+CONTEXT_FIELDS = tuple(context_field.name for context_field in fields(RolloutContext))

@@ -1,4 +1,4 @@
-"""The decorators: they leave a mark on a function and hand it back as it was, so it can still be called and tested."""
+"""The decorators of hooks. A decorator only attaches a mark, so the function can still be called and tested."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK_ATTRIBUTE = "__ramify_mark__"
 
-MISSING_REWARD_ADVICE = "mark a method of the taskset with @rf.reward"  # the advice where a taskset has none
+MISSING_REWARD_ADVICE = "mark a method of the taskset with @rf.reward"  # in errors about missing rewards
 
 
 class HookKind(StrEnum):
-    """What a marked function is."""
+    """The kind of a decorated hook."""
 
     REWARD = "reward"
     GROUP_REWARD = "group_reward"
@@ -24,14 +24,14 @@ class HookKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HookMark:
-    """What a decorator says about its function."""
+    """What a decorator records on its function: the kind and, for rewards, the weight."""
 
     kind: HookKind
     weight: float = 1.0
 
 
 def get_mark(function: Any) -> HookMark | None:
-    """The mark of a function, if a decorator left one."""
+    """Return the mark of a decorated function, or None."""
     return getattr(function, _MARK_ATTRIBUTE, None)
 
 
@@ -40,7 +40,7 @@ def reward(function: F, /) -> F: ...
 @overload
 def reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
 def reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
-    """A score of one rollout; the rollout's reward is the weighted sum of them."""
+    """Mark a method that returns a score of one rollout. A rollout's reward is the weighted sum of its scores."""
     return _attach_mark(function, HookMark(HookKind.REWARD, weight))
 
 
@@ -49,27 +49,28 @@ def group_reward(function: F, /) -> F: ...
 @overload
 def group_reward(*, weight: float = 1.0) -> Callable[[F], F]: ...
 def group_reward(function: Any = None, /, *, weight: float = 1.0) -> Any:
-    """A score that needs to see all attempts at a task: it names `traces` and returns one number for each."""
+    """Mark a method that scores all attempts at a task together: it takes `traces` and returns one number for each."""
     return _attach_mark(function, HookMark(HookKind.GROUP_REWARD, weight))
 
 
 def metric(function: F, /) -> F:
-    """A number that is reported but not rewarded."""
+    """Mark a method that returns a number which is reported but not part of the reward."""
     return _attach_mark(function, HookMark(HookKind.METRIC))
 
 
 def stop(function: F, /) -> F:
-    """Whether the rollout is over, asked after every turn; its name is the reason that is recorded."""
+    """Mark a method that returns whether the rollout is over. It is called after every turn; its name is recorded as
+    the stop reason."""
     return _attach_mark(function, HookMark(HookKind.STOP))
 
 
 def tool(function: F, /) -> F:
-    """A function the model may call: its annotations are the schema, its docstring the description."""
+    """Mark a method as a tool of the model. Its annotations define the schema, its docstring the description."""
     return _attach_mark(function, HookMark(HookKind.TOOL))
 
 
 def _attach_mark(function: Any, mark: HookMark) -> Any:
     if function is None:
-        return lambda given: _attach_mark(given, mark)
+        return lambda decorated: _attach_mark(decorated, mark)
     setattr(function, _MARK_ATTRIBUTE, mark)
     return function

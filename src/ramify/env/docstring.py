@@ -1,4 +1,4 @@
-"""What a docstring says to a model: the description, and a line for each parameter (Google's `Args:` section)."""
+"""Parse a tool's docstring into the descriptions that the model sees, following Google's `Args:` sections."""
 
 import inspect
 import re
@@ -10,16 +10,16 @@ _PARAMETER_PATTERN = re.compile(r"^(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 class ParsedDocstring(NamedTuple):
-    """A docstring in parts."""
+    """The description in a docstring, and the descriptions of the parameters by name."""
 
     description: str
     parameters: dict[str, str]
 
 
 def parse_docstring(text: str | None) -> ParsedDocstring:
-    """The text before the first section, and the entries of the `Args:` section; other sections are left out."""
+    """Return the text before the first section and the items of the `Args:` section; ignore other sections."""
     description_lines: list[str] = []
-    entries: list[tuple[str, list[str]]] = []
+    items: list[tuple[str, list[str]]] = []  # the lines of each parameter
     section, base_indent = "", 0
     for line in inspect.cleandoc(text or "").splitlines():
         if header := _SECTION_PATTERN.match(line):
@@ -29,10 +29,9 @@ def parse_docstring(text: str | None) -> ParsedDocstring:
         elif section in _ARGUMENT_SECTIONS and line.strip():
             indent = len(line) - len(line.lstrip())
             base_indent = base_indent or indent
-            if indent == base_indent and (entry := _PARAMETER_PATTERN.match(line.strip())):
-                entries.append((entry[1], [entry[2]]))
-            elif entries:
-                entries[-1][1].append(line.strip())
-    return ParsedDocstring(
-        "\n".join(description_lines).strip(), {name: " ".join(filter(None, lines)) for name, lines in entries}
-    )
+            if indent == base_indent and (match := _PARAMETER_PATTERN.match(line.strip())):
+                items.append((match[1], [match[2]]))
+            elif items:
+                items[-1][1].append(line.strip())
+    parameters = {name: " ".join(filter(None, lines)) for name, lines in items}
+    return ParsedDocstring("\n".join(description_lines).strip(), parameters)

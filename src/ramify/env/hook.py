@@ -1,9 +1,9 @@
-"""Calling code of the environment with what it names.
+"""Call a hook with exactly the arguments its signature names.
 
-A hook `def solved(self, task, trace)` gets the task and the trace: nobody has to agree on an order, or to pass on what
-is not wanted. The price would be a wrong name that surfaces in the middle of a run, so a signature is read once, when
-the hook is made, and a parameter that nobody provides is refused there. A call then only looks up a few fields. Code
-that is not async runs in a thread: whatever it waits for, the other rollouts go on.
+A hook `def solved(self, task, trace)` gets the task and the trace, in whatever order it names them. A misspelled
+parameter must not surface in the middle of a run, so the signature is inspected once, when the `Hook` is created, and
+an unknown parameter is refused there. A call then only looks up a few fields. A hook that is not async runs in a
+thread, so that a blocking hook does not delay other rollouts.
 """
 
 import asyncio
@@ -22,7 +22,10 @@ _VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class Hook:
-    """A function of the environment, ready to be called with a context."""
+    """A function of the environment that is called with fields of a `RolloutContext`.
+
+    `injected_parameters` are the fields that its signature names, `weight` is its weight if it is a reward.
+    """
 
     __slots__ = ("function", "injected_parameters", "is_async", "name", "weight")
 
@@ -37,11 +40,11 @@ class Hook:
         self.function = function
         self.name: str = function.__name__
         self.weight = weight
-        unbound = getattr(function, "__func__", function)  # a bound method is another object each time
+        unbound = getattr(function, "__func__", function)  # a bound method is a new object on each access
         self.injected_parameters, self.is_async = _inspect_signature(unbound, unbound is not function, available, owner)
 
     async def __call__(self, context: RolloutContext, **extra: Any) -> Any:
-        """Call it with what it names of the context and of `more`."""
+        """Call the function with the parameters it names, taken from `extra` or else from the context."""
         kwargs = {name: extra[name] if name in extra else getattr(context, name) for name in self.injected_parameters}
         if self.is_async:
             return await self.function(**kwargs)
@@ -52,18 +55,21 @@ class Hook:
 
 
 def is_current_task_cancelled() -> bool:
-    """Whether the running task itself was cancelled; if not, a CancelledError in it is that of something it awaited."""
+    """Return whether the current task itself is being cancelled.
+
+    If it is not, a CancelledError comes from something that the task awaited.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives a coroutine."""
+    """Return whether calling the function returns a coroutine."""
     return inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
 def list_parameters(function: Callable[..., Any], *, bound: bool) -> list[inspect.Parameter]:
-    """The parameters a caller fills; `bound` says that the first is the `self` of a method."""
+    """Return the parameters that a caller passes. `bound`: leave out the first one, the `self` of a method."""
     return list(inspect.signature(function).parameters.values())[bound:]
 
 
@@ -71,7 +77,10 @@ def list_parameters(function: Callable[..., Any], *, bound: bool) -> list[inspec
 def _inspect_signature(
     function: Callable[..., Any], bound: bool, available: tuple[str, ...], owner: str
 ) -> tuple[frozenset[str], bool]:
-    """The names a function asks for, and whether it is async; a required one that is not offered is refused."""
+    """Return the available parameters that a function names, and whether it is async.
+
+    Raises ConfigInvalid for a required parameter that is not available.
+    """
     injected_parameters: set[str] = set()
     for parameter in list_parameters(function, bound=bound):
         if parameter.name in available and parameter.kind in _KEYWORD_KINDS:
@@ -80,7 +89,7 @@ def _inspect_signature(
             close_matches = difflib.get_close_matches(parameter.name, available, n=1)
             hint = f"did you mean {close_matches[0]}? " if close_matches else ""
             raise ConfigInvalid(
-                f"{owner}.{function.__name__}: nobody provides its parameter {parameter.name!r}; "
-                f"{hint}it may name {', '.join(available)}"
+                f"{owner}.{function.__name__}: unknown parameter {parameter.name!r}; "
+                f"{hint}available parameters: {', '.join(available)}"
             )
     return frozenset(injected_parameters), is_coroutine_function(function)

@@ -1,10 +1,11 @@
-"""Threads for code that may block: one while that is enough, more as soon as it is not.
+"""Threads for blocking hooks: one by default, another whenever a job has waited too long for it.
 
-Most hooks are done in a moment. If each had a thread of its own, waking all of those threads, which then wait for each
-other's interpreter lock, would cost several times what the hooks do. So one thread takes one job after the other, and
-a job that nobody has begun after a few milliseconds, because the one before it blocks, brings another thread along.
-A thread cannot be ended from outside. One whose job was given up counts no more, and leaves if it ever comes back: code
-that never returns must not use up the threads of the code that does.
+Most hooks return at once. With one thread per hook, waking the threads, which then wait for each other's interpreter
+lock, would cost several times more than the hooks. So one thread runs one job after the other, and another thread
+starts if a job has not started after a few milliseconds because the job before it blocks.
+
+A thread cannot be stopped from outside. If a job is cancelled while it runs, its thread no longer counts towards
+`MAX_THREADS` and exits when the job returns, so code that never returns cannot use up all threads.
 """
 
 import asyncio
@@ -18,28 +19,26 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
 
-QUEUE_TIMEOUT = 0.005  # seconds a job waits for a thread that is busy
-IDLE_TIMEOUT = 5.0  # seconds the last thread waits for a job
-MAX_THREADS = 64  # threads that work
-MAX_ABANDONED_THREADS = (
-    1024  # threads that may stand still in code nobody waits for any more; further ones count as working
-)
+QUEUE_TIMEOUT = 0.005  # seconds that a job waits for a busy thread before another one starts
+IDLE_TIMEOUT = 5.0  # seconds that the last thread waits for a job before it exits
+MAX_THREADS = 64  # threads that run jobs
+MAX_ABANDONED_THREADS = 1024  # threads that may run cancelled jobs; further ones count towards MAX_THREADS
 
 _threads_by_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, HookThreads]" = WeakKeyDictionary()
 
 
 async def run_in_hook_thread(function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """The result of `function(**given)`, computed in a thread of the running loop; an awaitable one is awaited here."""
+    """Return the result of `function(**kwargs)`, called in a hook thread. An awaitable result is awaited here."""
     loop = asyncio.get_running_loop()
-    crew = _threads_by_loop.get(loop)
-    if crew is None:
-        crew = _threads_by_loop[loop] = HookThreads()
-    result = await crew.run(_HookJob(function, kwargs, loop.create_future()))
+    threads = _threads_by_loop.get(loop)
+    if threads is None:
+        threads = _threads_by_loop[loop] = HookThreads()
+    result = await threads.run(_HookJob(function, kwargs, loop.create_future()))
     return await result if inspect.isawaitable(result) else result
 
 
 class _HookJob:
-    """A call, and what came of it once `over` is set."""
+    """A function call, and its result or error once `done` is set."""
 
     __slots__ = ("abandoned", "context", "done", "error", "finished", "function", "kwargs", "result", "started")
 
@@ -56,25 +55,25 @@ class _HookJob:
             return
         try:
             self.result = self.context.run(self.function, **self.kwargs)
-        except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+        except Exception as error:  # noqa: BLE001 - `HookThreads.run` raises it in the waiting task
             self.error = error
-        except BaseException as error:  # noqa: BLE001 - `exit()` ends the code that says it, not the process around it
+        except BaseException as error:  # noqa: BLE001 - `exit()` in a hook must not end the process
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             self.error = RuntimeError(text).with_traceback(error.__traceback__)
 
 
 class HookThreads:
-    """The threads of one event loop. Answers go back one in each round of the loop, so that no round gets long."""
+    """The threads of one event loop. Each loop iteration delivers at most one result, so that none gets long."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_HookJob] = SimpleQueue()
         self._finished_jobs: deque[_HookJob] = deque()
-        self._delivery_scheduled = False  # whether the loop knows that there are answers
+        self._delivery_scheduled = False  # whether the loop will call `_deliver_one`
         self._num_active = self._num_abandoned = 0
         self._lock = threading.Lock()
 
     async def run(self, job: _HookJob) -> Any:
-        """Have a job done; one that is cancelled before it has begun is never begun."""
+        """Run a job and return its result. A job that is cancelled before it has started never starts."""
         self._jobs.put(job)
         if not self._num_active:
             self._start_thread()
@@ -116,14 +115,14 @@ class HookThreads:
                 job.finished = True
                 self._num_abandoned -= job.abandoned
             if job.abandoned:
-                return  # nobody waits for it, and its place is taken
+                return  # this thread no longer counts
             self._post_result(job)
-            del job  # nothing is held while waiting
+            del job  # so that the result can be freed while the thread waits
 
     def _next_job(self) -> _HookJob | None:
-        """The next job. None for a thread that is not needed any more: all but one leave when nothing waits.
+        """Return the next job, or None if the thread should exit: without queued jobs, all threads but one exit.
 
-        A job that comes at the moment the last one leaves is found by `_look_after`.
+        If a job is queued at the moment the last thread exits, `_start_thread_if_queued` starts another.
         """
         try:
             return self._jobs.get_nowait() if self._num_active > 1 else self._jobs.get(timeout=IDLE_TIMEOUT)
@@ -136,11 +135,11 @@ class HookThreads:
         self._finished_jobs.append(job)
         if not self._delivery_scheduled:
             self._delivery_scheduled = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 job.done.get_loop().call_soon_threadsafe(self._deliver_one)
 
     def _deliver_one(self) -> None:
-        """Hand one answer over, in the loop."""
+        """Set the result of one finished job; runs in the event loop."""
         job = self._finished_jobs.popleft() if self._finished_jobs else None
         if job is not None and not job.done.done():
             job.done.set_result(None)

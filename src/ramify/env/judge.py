@@ -1,8 +1,8 @@
-"""Judges: another model says how good a reply is.
+"""Judges: models that score replies.
 
-A judge is asked in words and answers in words, so its verdict has to be read, and may not be readable. That is no score
-of 0: a policy must not be trained on what its judge failed to say. It is a `JudgeError`, the reward stays due, and the
-attempt is run again. What a judge said and what it cost is kept in `trace.info["judge"]`.
+A judge answers in free text, so parsing its verdict can fail. An unparsable verdict is not a score of 0: a policy must
+not be trained on a judge's formatting errors. It raises `JudgeError`, the reward stays None, and the attempt is run
+again. The verdicts and their token usage are stored in `trace.info["judge"]`.
 """
 
 import re
@@ -51,14 +51,14 @@ Explain briefly, then end with one JSON object that gives each criterion, by its
 
 
 class JudgeConfig(ChatClientConfig):
-    """Which model judges."""
+    """The model of a judge."""
 
     id: str = "reference"
     temperature: float | None = Field(default=0.0, ge=0)
 
 
 class Judge(ABC):
-    """Scores replies with a model. A subclass says what it asks, and what the answer means."""
+    """Scores replies with a model. A subclass builds the prompt and parses the score."""
 
     config: JudgeConfig
 
@@ -68,18 +68,21 @@ class Judge(ABC):
 
     @staticmethod
     def load(table: dict[str, Any]) -> "Judge":
-        """The judge that a table of a taskset's config describes, such as `{id = "rubric", base_url = ...}`."""
+        """Return the judge described by a table of a taskset's config, such as `{id = "rubric", base_url = ...}`."""
         from ramify.env.plugin import build_plugin
 
         return build_plugin("judge", table)
 
     async def score(self, task: Task, trace: Trace, *, reply: str | None = None) -> float:
-        """How good the reply is, the trace's last unless given; raises JudgeError if that cannot be found out."""
+        """Return the score of a reply, by default the last one of the trace.
+
+        Raises JudgeError if the judge cannot be reached or its verdict cannot be parsed.
+        """
         reply = trace.last_reply if reply is None else reply
         try:
             completion = await self._client.complete([{"role": "user", "content": self.build_prompt(task, reply)}])
         except ProviderError as error:
-            raise JudgeError(f"the judge cannot be asked: {error.message}") from error
+            raise JudgeError(f"the judge cannot be reached: {error.message}") from error
         add_usage(trace, "judge", completion.usage)
         score = self.parse_score(completion.text)
         judge_info = trace.info["judge"]
@@ -89,15 +92,15 @@ class Judge(ABC):
 
     @abstractmethod
     def build_prompt(self, task: Task, reply: str) -> str:
-        """What the judge is asked."""
+        """Return the prompt for the judge."""
 
     @abstractmethod
     def parse_score(self, verdict: str) -> float:
-        """The score in the judge's answer; raises JudgeError if it holds none."""
+        """Return the score in the judge's answer. Raises JudgeError if the answer contains none."""
 
 
 class ReferenceJudge(Judge):
-    """Compares a reply with the task's `answer`: 1 if it says the same, else 0."""
+    """Compares a reply with the task's `answer`: the score is 1 if both say the same, else 0."""
 
     def build_prompt(self, task: Task, reply: str) -> str:
         return REFERENCE_PROMPT.format(question=_format_task(task), answer=task.answer, reply=reply)
@@ -112,7 +115,7 @@ class ReferenceJudge(Judge):
 
 
 class RubricCriterion(Config):
-    """One thing a good reply does."""
+    """One criterion of a rubric, with its weight in the score."""
 
     name: str
     text: str
@@ -120,7 +123,7 @@ class RubricCriterion(Config):
 
 
 class RubricJudgeConfig(JudgeConfig):
-    """Which model judges, by which criteria."""
+    """The model and the criteria of a rubric judge."""
 
     id: str = "rubric"
     criteria: list[RubricCriterion] = Field(min_length=1)
@@ -135,7 +138,7 @@ class RubricJudgeConfig(JudgeConfig):
 
 
 class RubricJudge(Judge):
-    """Has each criterion scored between 0 and 1; the score is their weighted mean."""
+    """Lets the model score each criterion from 0 to 1; the score is the weighted mean."""
 
     config: RubricJudgeConfig
 
@@ -158,22 +161,22 @@ class RubricJudge(Judge):
 
 
 def _format_task(task: Task) -> str:
-    """The task as the judge reads it."""
+    """Return the task's prompt as text."""
     if task.prompt is None or isinstance(task.prompt, str):
         return task.prompt or ""
     return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in task.prompt)
 
 
 def _parse_last_json_object(verdict: str) -> dict[str, Any]:
-    """The last JSON object in a text; judges like to think aloud before it, and to fence it."""
-    for start in reversed([found.start() for found in re.finditer(r"\{", verdict)]):
-        end = verdict.rfind("}") + 1
+    """Return the last JSON object in a text. Judges often write an explanation before it, or a code fence around it."""
+    end = verdict.rfind("}") + 1
+    for start in reversed([match.start() for match in re.finditer(r"\{", verdict)]):
         try:
-            found = msgspec.json.decode(verdict[start:end])
+            value = msgspec.json.decode(verdict[start:end])
         except msgspec.DecodeError:
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(value, dict):
+            return value
     raise JudgeError(f"expected a JSON object with the scores, found {_format_tail(verdict)}")
 
 

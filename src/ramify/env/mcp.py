@@ -1,8 +1,8 @@
-"""Tools of MCP servers, named in a config: a command that is started (stdio), or a URL (streamable HTTP).
+"""Tools of MCP servers. A config names a command to start (stdio) or a URL (streamable HTTP).
 
-A server is opened for as long as somebody holds `open_servers`, a rollout or a worker. The library ties a connection to
-the task that opened it, while tools are called from wherever the rollout is, so each server gets a task of its own that
-opens it, waits and closes it. The library is the extra `mcp`, and loaded when a config names a server.
+Servers are open while the context manager `open_mcp_servers` is active. The MCP library ties a connection to the
+asyncio task that opened it, while tools are called from other tasks, so each server gets its own task, which opens the
+connection, waits and closes it. The library is the extra `mcp` and is imported only if a config names a server.
 """
 
 import asyncio
@@ -23,37 +23,37 @@ from ramify.trace import Media
 if TYPE_CHECKING:
     import mcp
 
-CLOSE_TIMEOUT = 10.0  # seconds a server has to end in peace
-LOG_EXCERPT_CHARS = 500  # characters of what a server wrote before it failed to start
+CLOSE_TIMEOUT = 10.0  # seconds for a server to exit by itself
+LOG_EXCERPT_CHARS = 500  # of the output of a server that failed to start
 
 
 class McpServerConfig(Config):
-    """Where a server is: exactly one of `command` and `url`."""
+    """How to reach an MCP server: exactly one of `command` and `url`."""
 
     command: list[str] = []
-    """A program and its arguments, spoken to over its input and output."""
+    """A program and its arguments; it is used over its standard input and output."""
     url: str | None = None
     env: dict[str, str] = {}
-    """Variables for `command`, beside the usual harmless ones."""
+    """Environment variables for `command`, added to the safe defaults of the MCP library."""
     cwd: str | None = None
     headers: dict[str, str] = {}
-    """Sent to `url` with every request."""
+    """HTTP headers sent to `url` with every request."""
     timeout: float = Field(default=60.0, gt=0)
-    """Seconds for a call, and for opening."""
+    """Seconds for a call, and for opening the server."""
 
     @model_validator(mode="after")
     def _requires_exactly_one_of_command_and_url(self) -> "McpServerConfig":
         if bool(self.command) == (self.url is not None):
             raise ValueError("expected either command or url")
         if self.url is None and self.headers:
-            raise ValueError("headers are sent to a url; a command has env")
+            raise ValueError("headers require url; use env for a command")
         if self.url is not None and (self.env or self.cwd):
-            raise ValueError("env and cwd are for a command; a url has headers")
+            raise ValueError("env and cwd require command; use headers for a url")
         return self
 
 
 class McpTool(Tool):
-    """A tool that lives in a server."""
+    """A tool of an MCP server."""
 
     def __init__(self, connection: "_McpConnection", tool: "mcp.Tool") -> None:
         super().__init__(tool.name, tool.description or "", tool.input_schema)
@@ -69,7 +69,7 @@ class McpTool(Tool):
 
 @contextlib.asynccontextmanager
 async def open_mcp_servers(servers: Mapping[str, McpServerConfig]) -> AsyncIterator[list[Tool]]:
-    """The tools of all servers, while they are open; raises SandboxError if one cannot be reached."""
+    """Open all servers and yield their tools. Raises SandboxError if a server cannot be reached."""
     async with contextlib.AsyncExitStack() as stack:
         connections = [_McpConnection(name, config) for name, config in servers.items()]
         for connection in connections:
@@ -78,7 +78,7 @@ async def open_mcp_servers(servers: Mapping[str, McpServerConfig]) -> AsyncItera
 
 
 class _McpConnection:
-    """One server, and the task that holds it open."""
+    """The connection to one server, held open by its own asyncio task."""
 
     def __init__(self, name: str, config: McpServerConfig) -> None:
         self._name, self._config = name, config
@@ -96,7 +96,7 @@ class _McpConnection:
             return self._tools_ready.result()
         if self._connection_task.done():
             await self._connection_task
-        raise SandboxError(f"MCP server {self._name!r} did not open in {self._config.timeout:g} s")
+        raise SandboxError(f"MCP server {self._name!r} did not open within {self._config.timeout:g} s")
 
     async def close(self) -> None:
         self._closing.set()
@@ -111,25 +111,24 @@ class _McpConnection:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        assert self._client is not None  # its tools come from opening it
+        assert self._client is not None  # its tools exist only after `open`
         try:
             return await self._client.call_tool(name, arguments)
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
                 raise
-            raise SandboxError(f"MCP server {self._name!r} is gone: {error.message}") from error
+            raise SandboxError(f"MCP server {self._name!r} closed the connection: {error.message}") from error
 
     async def _run_connection(self) -> None:
         with tempfile.TemporaryFile("w+") as log:
             try:
                 async with self._connect(log) as client:
                     self._client = client
-                    tools = [McpTool(self, tool) for tool in await _list_all_tools(client)]
-                    self._tools_ready.set_result(list(tools))
+                    self._tools_ready.set_result([McpTool(self, tool) for tool in await _list_all_tools(client)])
                     await self._closing.wait()
             except Exception as error:
                 if self._tools_ready.done():
-                    return  # it was open; what goes wrong later shows in a call
+                    return  # it was open; a later failure is raised by the next call
                 log.seek(0)
                 log_tail = log.read()[-LOG_EXCERPT_CHARS:].strip()
                 reason = f"{type(error).__name__}: {error}" + (f"; it wrote: {log_tail}" if log_tail else "")
@@ -157,7 +156,7 @@ class _McpConnection:
 
 
 async def _list_all_tools(client: "mcp.Client") -> list["mcp.Tool"]:
-    """All tools of a server, page by page."""
+    """Return all tools of a server, from all pages."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor is not None:
@@ -167,7 +166,7 @@ async def _list_all_tools(client: "mcp.Client") -> list["mcp.Tool"]:
 
 
 def _to_content_part(block: Any) -> str | Media:
-    """A piece of a result: text, an image, or whatever else as JSON."""
+    """Convert a content block of a result: text and images as they are, other blocks to JSON text."""
     match block.type:
         case "text":
             return block.text

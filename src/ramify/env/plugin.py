@@ -1,9 +1,9 @@
 """Plugins: an id in a configuration becomes a class.
 
-Tasksets, harnesses, runtimes, judges, algorithms and filters are found in the same four places: the built-in names, the
-entry points of installed packages, an import path (`package.module:Class`), a file (`my_env.py`, or `my_env.py:Class`).
-What a plugin may be told is its own config class, the one its `config` attribute is annotated with; keys it does not
-have are refused as everywhere else. Nothing is imported but what is named.
+Tasksets, harnesses, runtimes, judges, algorithms and filters are looked up in the same four places: the built-in names,
+the entry points of installed packages, an import path (`package.module:Class`), a file (`my_env.py`, or
+`my_env.py:Class`). A plugin's options are the fields of the config class that annotates its `config` attribute; unknown
+keys are errors. Only the named module is imported.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from ramify.errors.origin import describe_exception
 
 @dataclass(frozen=True, slots=True)
 class PluginKind:
-    """A kind of plugin: its entry points, what its classes derive from, and those that come with us."""
+    """A kind of plugin: its entry point group, the import path of its base class, and its built-in classes by id."""
 
     entry_point_group: str
     base_class_path: str
@@ -80,22 +80,22 @@ PLUGIN_KINDS = {
 
 
 def build_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None = None) -> Any:
-    """The plugin that a table of the configuration describes. `at` is the key of the table, the kind unless given."""
+    """Return the plugin described by a configuration table, which errors call `table_key` (default: the kind)."""
     cls, config = resolve_plugin(kind, table, table_key=table_key)
     return cls(config)
 
 
 def resolve_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None = None) -> tuple[type, Config]:
-    """The class and the checked config that a table describes; nothing is built yet."""
+    """Return the class and the validated config described by a table, without creating the plugin."""
     table_key = table_key or kind
     if not isinstance(table.get("id"), str) or not table["id"]:
-        raise_config_invalid([(f"{table_key}.id", f"required: the {kind} that is meant")])
+        raise_config_invalid([(f"{table_key}.id", f"required: the name of a {kind}")])
     cls = find_plugin_class(kind, table["id"], table_key=table_key)
     return cls, parse_section(get_config_class(cls, Config), dict(table), key=table_key)
 
 
 def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> type:
-    """The class that an id names; raises ConfigInvalid with the nearest known id."""
+    """Return the class that an id names. Raises ConfigInvalid, which suggests the closest known id."""
     config_key, plugin_kind = f"{table_key or kind}.id", PLUGIN_KINDS[kind]
     entry_points = importlib.metadata.entry_points(group=plugin_kind.entry_point_group)
     if id in plugin_kind.builtin_paths:
@@ -107,12 +107,10 @@ def find_plugin_class(kind: str, id: str, *, table_key: str | None = None) -> ty
     if file := _find_similar_file(id):
         return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; did you mean {file}?")])
     names = sorted({*plugin_kind.builtin_paths, *entry_points.names})
-    close_matches = difflib.get_close_matches(id, names, n=1)
-    hint = (
-        f"did you mean {close_matches[0]!r}?"
-        if close_matches
-        else f"known are {', '.join(names)}, module:Class and file.py"
-    )
+    if close_matches := difflib.get_close_matches(id, names, n=1):
+        hint = f"did you mean {close_matches[0]!r}?"
+    else:
+        hint = f"expected one of {', '.join(names)}, module:Class or file.py"
     return raise_config_invalid([(config_key, f"unknown {kind} {id!r}; {hint}")])
 
 
@@ -123,35 +121,25 @@ def _find_similar_file(id: str) -> Path | None:
 
 
 def _load_class(config_key: str, kind: str, plugin_kind: PluginKind, import_path: str) -> type:
-    """The class at `module:Class`, `module.Class`, `file.py` or `file.py:Class`."""
+    """Import the class at `module:Class`, `module.Class`, `file.py` or `file.py:Class`."""
     module_path, _, name = import_path.partition(":")
     if not module_path.endswith(".py") and not name:
         module_path, _, name = module_path.rpartition(".")
     module = _import_module(config_key, module_path)
     base = plugin_kind.load_base_class()
-    candidates = [found for found in vars(module).values() if _is_defined_in(found, module, base)]
+    candidates = [value for value in vars(module).values() if _is_defined_in(value, module, base)]
+    names = [candidate.__name__ for candidate in candidates]
+    listed = ", ".join(names) or "none"
     if not name and len(candidates) != 1:
-        names = ", ".join(found.__name__ for found in candidates) or "none"
-        raise_config_invalid(
-            [
-                (
-                    config_key,
-                    f"{module_path} should have one {kind} class, it has {names}; name one as {module_path}:Class",
-                )
-            ]
-        )
+        text = f"{module_path} should have one {kind} class, it has {listed}; select one as {module_path}:Class"
+        raise_config_invalid([(config_key, text)])
     cls = getattr(module, name, None) if name else candidates[0]
     if cls is None:
-        names = [found.__name__ for found in candidates]
         close_matches = difflib.get_close_matches(name, names, n=1)
-        hint = (
-            f"did you mean {close_matches[0]}?"
-            if close_matches
-            else f"its {kind} classes: {', '.join(names) or 'none'}"
-        )
+        hint = f"did you mean {close_matches[0]}?" if close_matches else f"its {kind} classes: {listed}"
         raise_config_invalid([(config_key, f"{module_path} has no {name}; {hint}")])
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise_config_invalid([(config_key, f"{import_path} is no {kind}: it does not derive from {base.__name__}")])
+        raise_config_invalid([(config_key, f"{import_path} is not a {kind}: it does not derive from {base.__name__}")])
     return cls
 
 
@@ -161,19 +149,17 @@ def _is_defined_in(value: object, module: ModuleType, base: type) -> bool:
 
 def _import_module(config_key: str, module_path: str) -> ModuleType:
     try:
-        return (
-            _load_module_from_file(Path(module_path))
-            if module_path.endswith(".py")
-            else importlib.import_module(module_path)
-        )
+        if module_path.endswith(".py"):
+            return _load_module_from_file(Path(module_path))
+        return importlib.import_module(module_path)
     except (FileNotFoundError, IsADirectoryError):
         reason = "there is no such file"
     except ModuleNotFoundError as error:
         file = Path(*module_path.split(".")).with_suffix(".py")
-        meant = file.is_file() and module_path.startswith(str(error.name))
-        advice = f"to use the file, write {file}:Class" if meant else "is its package installed in this environment?"
-        reason = f"there is no module {error.name!r} ({advice})"
-    except Exception as error:  # noqa: BLE001 - a module of the user's may raise anything while it is imported
+        means_file = file.is_file() and module_path.startswith(str(error.name))
+        hint = f"to use the file, write {file}:Class" if means_file else "is its package installed in this environment?"
+        reason = f"there is no module {error.name!r} ({hint})"
+    except Exception as error:  # noqa: BLE001 - importing a user's module may raise anything
         return raise_config_invalid(
             [(config_key, f"{module_path} cannot be imported: {describe_exception(error)}")], cause=error
         )
@@ -181,7 +167,7 @@ def _import_module(config_key: str, module_path: str) -> ModuleType:
 
 
 def _load_module_from_file(path: Path) -> ModuleType:
-    """Load the module in a file, once per process; a file that has been edited since is another module."""
+    """Load a file as a module, once per process and content: an edited file becomes another module."""
     path = path.expanduser().resolve(strict=True)
     digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()
     name = f"ramify_plugin_{path.stem}_{digest[:8]}"
@@ -190,7 +176,7 @@ def _load_module_from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # it ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # annotations are looked up there
+    sys.modules[name] = module  # where `get_type_hints` looks up annotations
     try:
         spec.loader.exec_module(module)
     except BaseException:

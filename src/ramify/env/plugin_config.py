@@ -1,4 +1,4 @@
-"""Which config class a plugin has: the one its `config` attribute is annotated with."""
+"""The config class of a plugin: the annotation of its `config` attribute."""
 
 from typing import TypeVar, get_type_hints
 
@@ -9,11 +9,11 @@ C = TypeVar("C", bound=Config)
 
 
 def get_config_class(plugin: type, base: type[C]) -> type[C]:
-    """The class in the annotation `config: MyConfig` of the plugin or of the class it derives from."""
+    """Return the class in the annotation `config: MyConfig` of the plugin or of a base class."""
     try:
         annotation = get_type_hints(plugin).get("config", base)
     except NameError as error:
-        raise ConfigInvalid(f"{plugin.__qualname__}: an annotation cannot be read: {error}") from error
+        raise ConfigInvalid(f"{plugin.__qualname__}: an annotation cannot be resolved: {error}") from error
     if not (isinstance(annotation, type) and issubclass(annotation, base)):
         raise ConfigInvalid(
             f"{plugin.__qualname__}: config must be annotated with a subclass of {base.__name__}, found {annotation!r}"

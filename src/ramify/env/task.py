@@ -1,7 +1,8 @@
-"""A task: what is asked, and what a reward needs to judge the answer. Data, never code.
+"""A task: the prompt, and the data that rewards need to score the answer. A task contains data, never code.
 
-A task travels between processes, names a group in the ledger and is compared on resume. So it is frozen, every value
-in it is plain or becomes plain in one known way, and its identity is its content unless it brings a key of its own.
+Tasks are sent between processes, name groups in the ledger and are compared on resume. So a task is frozen, all its
+values are plain data or are converted to plain data in one defined way, and its identity is a digest of its content
+unless it has a `key`.
 """
 
 import hashlib
@@ -17,28 +18,28 @@ IDENTITY_DIGITS = 16
 
 
 class Task(BaseModel):
-    """One task. Further fields are welcome, as keywords or declared in a subclass."""
+    """One task. It may have further fields, given as keywords or declared in a subclass."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     prompt: str | tuple[dict[str, Any], ...] | None = None
-    """The first user message, or the opening messages in OpenAI's form; None where a user speaks first."""
+    """The first user message, or the initial messages in OpenAI's format. None: the simulated user speaks first."""
     system: str | None = None
     answer: Any = None
     key: str | None = None
-    """The task's identity; without one, a hash of all it holds."""
+    """The task's identity. None: a digest of all fields."""
     image: str | None = None
-    """The container image its box is made from, for runtimes that have images."""
+    """The container image of the sandbox, for runtimes that support images."""
     workdir: str | None = None
-    """Where in the box programs start."""
+    """The directory in which programs start, relative to the rollout's work directory."""
     resources: dict[str, float] = Field(default_factory=dict)
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds the agent has, where that differs from the harness's own limit."""
+    """Seconds that the agent has for this task; replaces `harness.timeout`."""
 
     @model_validator(mode="before")
     @classmethod
     def _extra_values_must_be_plain(cls, data: Any) -> Any:
-        """Values that no field describes are checked here, while whoever set them is still on the stack."""
+        """Check values without a typed field at construction, so that the error points to the code that set them."""
         if not isinstance(data, dict):
             return data
         fields = cls.model_fields
@@ -49,21 +50,21 @@ class Task(BaseModel):
 
     @cached_property
     def identity(self) -> str:
-        """What this task is called wherever it is counted."""
+        """The name of the task in traces, groups and the ledger: its key, or else its content digest."""
         return self.content_digest if self.key is None else self.key
 
     @cached_property
     def content_digest(self) -> str:
-        """A digest of all fields, with or without a key: two tasks with equal content are the same task."""
+        """The digest of all fields, the key included. Tasks with equal digests are the same task."""
         return compute_content_digest(self.to_wire())
 
     def to_wire(self) -> dict[str, Any]:
-        """The task as plain data; defaults are left out, so that a field added later changes no identity."""
+        """Return the task as plain data, without defaults, so that a field added later does not change identities."""
         return to_plain(self.model_dump(mode="json", exclude_defaults=True), "task")
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> Self:
-        """The task again."""
+        """Return the task that `to_wire` converted."""
         return cls.model_validate(wire)
 
 

@@ -1,6 +1,6 @@
-"""A taskset: where tasks come from, and everything that is to be said about an attempt at one.
+"""A taskset yields tasks and defines how attempts at them are set up, stopped and scored.
 
-A user writes a subclass. `load` is the one method it must have. The rest are hooks it may have, found by their name
+A user writes a subclass. `load` is the only required method. All others are optional hooks, recognized by their name
 (`setup`, `finalize`, `tools`, `user`, `validate`, `gold`) or by their decorator (`@reward`, `@group_reward`, `@metric`,
 `@stop`, `@tool`). A hook takes what it names, see `ramify.env.hook`.
 """
@@ -14,22 +14,22 @@ from ramify.env.task import Task
 
 
 class TasksetConfig(Config):
-    """What every taskset can be told; a taskset with more to say annotates `config` with a subclass."""
+    """Configuration common to all tasksets. A taskset with more options annotates `config` with a subclass."""
 
     id: str = ""
     split: Literal["train", "eval"] = "train"
 
 
 class Taskset:
-    """Tasks and how they are judged."""
+    """Base class of tasksets: `load` yields the tasks, hooks define everything else."""
 
     config: TasksetConfig
     task_type: ClassVar[type[Task]] = Task
-    """The class its tasks are read back into where they come from another process."""
+    """The class of its tasks, used to decode tasks that come from another process."""
 
     def __init__(self, config: TasksetConfig | None = None) -> None:
         self.config = get_config_class(type(self), TasksetConfig)() if config is None else config
 
     def load(self) -> Iterable[Task]:
-        """The tasks, in an order that depends on the config alone; there may be no end to them."""
+        """Return the tasks, in an order that depends only on the config. The iterable may be infinite."""
         raise NotImplementedError(f"{type(self).__name__} has no load()")

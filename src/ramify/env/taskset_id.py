@@ -1,8 +1,8 @@
-"""From a taskset class to the id by which other processes find it.
+"""The id by which other processes find a taskset class.
 
-A class in a module or a file has an id already. A class that was defined in a notebook, or in the script that runs, is
-written to a file first, with the imports, functions, classes and constants that it uses: other processes cannot import
-a notebook, and importing a script would run it again.
+A class in a module or a file has an id already. A class that is defined in a notebook or in the running script is first
+written to a file, with the imports, functions, classes and constants that it uses: other processes cannot import a
+notebook, and importing a script would run it again.
 """
 
 import ast
@@ -19,13 +19,13 @@ from typing import Any
 from ramify.config import raise_config_invalid
 from ramify.env.taskset import Taskset
 
-DEFINITIONS_DIR = "notebook"  # below the output, where the definitions of notebooks are written
+DEFINITIONS_DIR = "notebook"  # directory below the output for the definitions of notebooks and scripts
 MAIN_MODULE = "__main__"
 FILE_HEADER = "# Written by Ramify from the notebook or script that defines {name}. Edit it there.\n"
 
 
 def build_taskset_table(taskset: Any, output: Path) -> Any:
-    """Return the configuration table of a taskset, which is given as a class, an instance, an id or a table."""
+    """Return the configuration table of a taskset that is given as a class, an instance, an id or a table."""
     if isinstance(taskset, str):
         return {"id": taskset}
     if isinstance(taskset, type) and issubclass(taskset, Taskset):
@@ -40,9 +40,9 @@ def build_taskset_table(taskset: Any, output: Path) -> Any:
 
 
 def get_class_id(cls: type, definitions_dir: Path) -> str:
-    """Return the id of a class. A class that other processes cannot import is written to `folder` first.
+    """Return the id of a class. A class that other processes cannot import is first written to `definitions_dir`.
 
-    Raises ConfigInvalid if its source, or that of something it uses, is not known.
+    Raises ConfigInvalid if the source of the class, or of something it uses, is not available.
     """
     if "." in cls.__qualname__:
         raise_config_invalid(
@@ -60,14 +60,14 @@ def get_class_id(cls: type, definitions_dir: Path) -> str:
 
 
 def build_module_source(cls: type) -> str:
-    """Return the source of a module that defines a class of `__main__`, with all that it uses."""
+    """Return the source of a module that defines a class of `__main__` and everything the class uses."""
     definitions = _DefinitionCollector(vars(sys.modules[MAIN_MODULE]))
     definitions.add(cls.__name__, cls)
     return "\n\n\n".join(["\n".join(definitions.imports), *definitions.statements]).strip() + "\n"
 
 
 class _DefinitionCollector:
-    """The statements that define a name of `__main__`, those it depends on first."""
+    """Collects the statements that define a name of `__main__`, dependencies first."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.imports: list[str] = []
@@ -93,7 +93,7 @@ class _DefinitionCollector:
         source = _find_source(name, value)
         if source is None:
             kind = type(value).__qualname__
-            text = f"it uses {name!r}, a {kind} whose source is not known here; put the taskset into a .py file"
+            text = f"it uses {name!r}, a {kind} whose source is not available; put the taskset into a .py file"
             raise_config_invalid([("taskset", text)])
         for used in _list_global_names(source):
             if used in self._namespace:
@@ -120,19 +120,19 @@ def _is_literal(value: Any) -> bool:
 
 def _list_global_names(source: str) -> list[str]:
     """Return the global names that a statement uses."""
-    waiting = [symtable.symtable(source, "definition", "exec")]
-    found: dict[str, None] = {}
-    while waiting:
-        table = waiting.pop()
+    pending = [symtable.symtable(source, "definition", "exec")]
+    names: set[str] = set()
+    while pending:
+        table = pending.pop()
         is_module = table.get_type() == "module"
-        used = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
-        found |= dict.fromkeys(symbol.get_name() for symbol in used if is_module or symbol.is_global())
-        waiting += table.get_children()
-    return sorted(found)
+        symbols = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
+        names |= {symbol.get_name() for symbol in symbols if is_module or symbol.is_global()}
+        pending += table.get_children()
+    return sorted(names)
 
 
 def _find_source(name: str, value: Any) -> str | None:
-    """Return the statement that defines `name`, from its file or notebook cell; None if it is not found."""
+    """Return the statement that defines `name` in a file or notebook cell, or None."""
     for file in _iter_source_files(value):
         text = "".join(linecache.getlines(file))
         try:
@@ -141,22 +141,23 @@ def _find_source(name: str, value: Any) -> str | None:
             continue
         for statement in reversed(statements):
             if name in _list_defined_names(statement):
-                first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
-                return "\n".join(text.splitlines()[first - 1 : statement.end_lineno])
+                decorators = getattr(statement, "decorator_list", [])
+                first_line = min(node.lineno for node in (statement, *decorators))
+                return "\n".join(text.splitlines()[first_line - 1 : statement.end_lineno])
     return None
 
 
 def _iter_source_files(value: Any) -> Iterator[str]:
-    """Yield the files that may hold the source of a value: the one its code names, or else all cells, newest first.
+    """Yield the files that may contain the source of a value: the file of its code, or else all cells, newest first.
 
-    Methods that a decorator has generated, such as the `__init__` of a dataclass, do not say where their class is.
+    Methods that a decorator generated, such as the `__init__` of a dataclass, do not tell the file of their class.
     """
     if isinstance(value, FunctionType):
         yield inspect.unwrap(value).__code__.co_filename
         return
     if isinstance(value, type):
-        methods = [inspect.unwrap(each) for each in vars(value).values() if isinstance(each, FunctionType)]
-        codes = [each.__code__ for each in methods if each.__code__.co_qualname.startswith(f"{value.__qualname__}.")]
+        methods = [inspect.unwrap(item) for item in vars(value).values() if isinstance(item, FunctionType)]
+        codes = [m.__code__ for m in methods if m.__code__.co_qualname.startswith(f"{value.__qualname__}.")]
         if codes:
             yield codes[0].co_filename
             return

@@ -1,8 +1,8 @@
-"""Tools: functions a model may call.
+"""Tools: functions that a model may call.
 
-The model reads a JSON schema, made from the function's annotations and docstring, and writes arguments, checked against
-the same annotations. It will get some of them wrong, and tools fail; all of that is part of the conversation. So a call
-answers with text whatever happens, except when the box is gone (`SandboxError`): nothing the model writes mends that.
+The model sees a JSON schema, built from the function's annotations and docstring, and writes arguments, which are
+validated against the same annotations. Wrong arguments and failing tools are part of the conversation: the model gets
+an error text. Only `SandboxError` is raised, since no reply of the model can fix a lost sandbox.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 
 ToolContent = str | tuple[TextPart | MediaPart, ...]
 
-MAX_ERROR_CHARS = 1000  # characters of an error that a model is shown
+MAX_ERROR_CHARS = 1000  # of an error message for the model
 
 
 class ToolArgumentsInvalid(Exception):
-    """The arguments of a call do not fit the tool; the message is for the model."""
+    """The arguments of a call do not match the tool's schema; the message is shown to the model."""
 
 
 class Tool(ABC):
-    """Something a model may call by name. `schema` is what it is told, in OpenAI's function form."""
+    """A function that a model may call by name. `schema` describes it to the model, in OpenAI's format."""
 
     injected_parameters: frozenset[str] = frozenset()
-    """The fields of the context that it is given."""
+    """The fields of the context that the tool receives."""
 
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         self.name = name
@@ -49,11 +49,11 @@ class Tool(ABC):
 
     @staticmethod
     def wrap(tool: "Tool | Callable[..., Any]") -> "Tool":
-        """A function or method as a tool; ConfigInvalid if its signature cannot be told to a model."""
+        """Return a function or method as a tool. Raises ConfigInvalid if its signature has no JSON schema."""
         return tool if isinstance(tool, Tool) else FunctionTool(tool)
 
     async def call(self, context: RolloutContext, arguments: Mapping[str, Any] | str) -> ToolContent:
-        """What the tool answers. Errors are answers too: they begin with `error:`."""
+        """Run the tool and return its result. Errors are returned as text that starts with `error:`."""
         try:
             return await self.execute(context, _parse_arguments(arguments))
         except SandboxError:
@@ -64,22 +64,22 @@ class Tool(ABC):
             if is_current_task_cancelled():
                 raise
             return "error: CancelledError: what the tool waited for was cancelled"
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is told to the model
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a tool is shown to the model
             return _truncate(f"error: {type(error).__name__}: {error}".removesuffix(": "))
 
     @abstractmethod
     async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
-        """What the tool answers; raises `Misused` for arguments that do not fit, and whatever its code raises."""
+        """Run the tool and return its result. Raises ToolArgumentsInvalid, and whatever the tool's code raises."""
 
 
 class FunctionTool(Tool):
-    """A function or method. Parameters named like a field of `Context` are filled from it and hidden from the model."""
+    """A function or method as a tool. Parameters named like a field of `RolloutContext` are injected and hidden from
+    the model."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         unbound = getattr(function, "__func__", function)
         self._function = function
-        self._signature = _inspect_tool(unbound, unbound is not function)
-        signature = self._signature
+        self._signature = signature = _inspect_tool(unbound, unbound is not function)
         self.injected_parameters = signature.injected
         super().__init__(unbound.__name__, signature.description, signature.schema)
 
@@ -104,18 +104,18 @@ class ToolSet:
             names = [tool.name for tool in self.tools]
             duplicates = sorted({name for name in names if names.count(name) > 1})
             raise ConfigInvalid(
-                f"tools: two have the name {', '.join(map(repr, duplicates))}; a model could not tell them apart"
+                f"tools: two have the name {', '.join(map(repr, duplicates))}; names of tools must be unique"
             )
 
     @classmethod
     def wrap(cls, tools: Iterable[Tool | Callable[..., Any]]) -> "ToolSet":
-        """The tools and functions together."""
+        """Return a tool set of tools and functions."""
         return cls(map(Tool.wrap, tools))
 
     async def call(self, call: ToolCall, context: RolloutContext) -> Message:
-        """The answer to a call as the model wrote it, as the message that goes back."""
+        """Run a tool call of the model and return the tool message with the result."""
         content = await self._dispatch(call, context)
-        if isinstance(content, str):  # a file's name may hold bytes that are no text
+        if isinstance(content, str):  # a file name may contain undecodable bytes
             content = content.encode("utf-8", "replace").decode()
         return Message(role="tool", content=content, tool_call_id=call.id)
 
@@ -134,7 +134,7 @@ class ToolSet:
 
 
 def to_content(result: Any, context: RolloutContext) -> ToolContent:
-    """A tool's result as the content of a message: text as it is, images by their hash, anything else as JSON."""
+    """Convert a tool's result to message content: text unchanged, images by hash, anything else as JSON text."""
     if isinstance(result, str):
         return result
     if result is None:
@@ -157,23 +157,22 @@ def _to_part(item: Any, context: RolloutContext) -> TextPart | MediaPart:
 
 @dataclass(frozen=True, slots=True)
 class _ToolSignature:
-    """What is known about a tool's function once its signature has been read."""
+    """The inspected signature of a tool's function."""
 
     description: str
     schema: dict[str, Any]
     model: type[BaseModel]
-    parameter_by_field: dict[str, str]  # field of the model to parameter of the function
+    parameter_by_field: dict[str, str]  # parameter of the function by field of the model
     injected: frozenset[str]
     is_async: bool
 
     def validate_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as the function wants them; what was left out is left to its defaults."""
+        """Return the validated arguments by parameter name, without the omitted ones, which keep their defaults."""
         try:
             validated = self.model.model_validate(arguments)
         except ValidationError as error:
-            raise ToolArgumentsInvalid(
-                "; ".join(self._describe_error(dict(error_details)) for error_details in error.errors())
-            ) from None
+            problems = [self._describe_error(dict(error_details)) for error_details in error.errors()]
+            raise ToolArgumentsInvalid("; ".join(problems)) from None
         return {self.parameter_by_field[field]: getattr(validated, field) for field in validated.model_fields_set}
 
     def _describe_error(self, error_details: dict[str, Any]) -> str:
@@ -189,12 +188,13 @@ class _ToolSignature:
 
 @lru_cache(maxsize=1024)
 def _inspect_tool(function: Callable[..., Any], bound: bool) -> _ToolSignature:
-    """The schema of a function. Fields get names of our own: a parameter may be called `schema`, or `_x`."""
+    """Build the schema of a function. Model fields get generated names, because pydantic does not allow fields called
+    `schema` or `_x`."""
     docstring = parse_docstring(function.__doc__)
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise ConfigInvalid(f"tool {function.__name__}: an annotation cannot be read: {error}") from error
+        raise ConfigInvalid(f"tool {function.__name__}: an annotation cannot be resolved: {error}") from error
     fields: dict[str, Any] = {}
     parameter_by_field: dict[str, str] = {}
     injected: set[str] = set()
@@ -205,10 +205,10 @@ def _inspect_tool(function: Callable[..., Any], bound: bool) -> _ToolSignature:
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigInvalid(
-                f"tool {function.__name__}: a model gives arguments by name, so {parameter} cannot be one"
+                f"tool {function.__name__}: parameter {parameter} cannot be passed by name, as models pass arguments"
             )
         if name not in hints:
-            raise ConfigInvalid(f"tool {function.__name__}: parameter {name!r} needs a type, for the model's schema")
+            raise ConfigInvalid(f"tool {function.__name__}: parameter {name!r} needs a type annotation for the schema")
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         field = f"argument_{len(parameter_by_field)}"
         parameter_by_field[field] = name
@@ -224,7 +224,7 @@ def _inspect_tool(function: Callable[..., Any], bound: bool) -> _ToolSignature:
 
 
 def _strip_titles(schema: Any, *, keys_are_names: bool = False) -> Any:
-    """The schema without the titles pydantic makes up from names; a property called `title` stays."""
+    """Return the schema without the titles that pydantic generates; a property named `title` is kept."""
     if isinstance(schema, list):
         return [_strip_titles(item) for item in schema]
     if not isinstance(schema, dict):

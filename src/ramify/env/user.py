@@ -1,8 +1,7 @@
-"""Simulated users: who speaks to the agent between its replies.
+"""Simulated users, who answer the agent's replies.
 
-A user answers a reply, or ends the conversation with None. It is asked before the first turn too (`reply` is None)
-where the task has no prompt: then the user opens. One `User` object belongs to one rollout and may remember what it
-likes.
+A user answers a reply with a message, or ends the conversation with None. If the task has no prompt, the user also
+speaks first: it is called with `reply=None`. Each rollout has its own `User` object, which may keep state.
 """
 
 from typing import Any
@@ -13,24 +12,24 @@ from ramify.env.hook import Hook
 from ramify.errors import ConfigInvalid, EnvironmentFault
 from ramify.trace import Message, Trace
 
-FIRST_PROMPT = "(The conversation begins. Say your first words.)"  # what a model that plays the user hears first
+FIRST_PROMPT = "(The conversation begins. Say your first words.)"  # the first message to a model that plays the user
 
 _RESPOND_PARAMETERS = ("reply", "turn", *CONTEXT_FIELDS)
 
 
 class User:
-    """A scripted user: a subclass says what it answers."""
+    """Base class of simulated users; a subclass implements `respond`."""
 
     respond: Any
-    """`def respond(self, reply, turn, ...) -> str | Message | None`, sync or async. It names what it wants of
+    """`def respond(self, reply, turn, ...) -> str | Message | None`, sync or async. It may name the parameters
 
-    - `reply`: the text of the agent's last reply, None where the user opens the conversation;
-    - `turn`: how many replies the user has heard, this one included. It is 0 where the user opens the conversation, 1
-      at the first reply. A reply that calls tools is answered by the tools: the user does not hear it;
-    - the fields of `Context`."""
+    - `reply`: the text of the agent's last reply; None if the user starts the conversation;
+    - `turn`: the number of replies that the user has received, this one included: 0 if the user starts the
+      conversation, 1 at the first reply. A reply with tool calls goes to the tools, not to the user;
+    - the fields of `RolloutContext`."""
 
     async def next_message(self, context: RolloutContext, *, reply: str | None, turn: int) -> Message | None:
-        """What the user says next, None when it has nothing more to say."""
+        """Return the user's next message, or None to end the conversation."""
         hook = Hook(self.respond, type(self).__name__, available=_RESPOND_PARAMETERS)
         message = await hook(context, reply=reply, turn=turn)
         if message is None or isinstance(message, Message):
@@ -43,10 +42,10 @@ class User:
 
 
 class ModelUser(User):
-    """Another model plays the user, from instructions, until it says `stop`.
+    """A user played by a model with `instructions`, until its reply contains `stop`.
 
-    It sees the conversation from the other side: the agent's replies are what it is told. Without a model of its own
-    the policy plays both sides, and the user's calls are branches of the rollout.
+    It sees the conversation with roles swapped: the agent's replies are its user messages. Without a `client`, the
+    policy plays both sides, and the user's calls are branches of the rollout.
     """
 
     def __init__(self, instructions: str, client: ChatClient | None = None, *, stop: str = "DONE") -> None:
@@ -58,18 +57,18 @@ class ModelUser(User):
     async def respond(self, reply: str | None, trace: Trace, endpoint: Endpoint | None) -> str | None:
         content = FIRST_PROMPT if reply is None else reply
         self._messages.append({"role": "user", "content": content})
-        message = await (self._client or _policy_chat_client(endpoint)).complete(self._messages)
+        completion = await (self._client or _policy_chat_client(endpoint)).complete(self._messages)
         if self._client is not None:
-            add_usage(trace, "user", message.usage)
-        if self.stop in message.text:
+            add_usage(trace, "user", completion.usage)
+        if self.stop in completion.text:
             return None
-        self._messages.append({"role": "assistant", "content": message.text})
-        return message.text
+        self._messages.append({"role": "assistant", "content": completion.text})
+        return completion.text
 
 
 def _policy_chat_client(endpoint: Endpoint | None) -> ChatClient:
     if endpoint is None:
         raise ConfigInvalid(
-            "ModelUser: give it a Chat; this rollout has no endpoint at which the policy could play the user"
+            "ModelUser: pass a ChatClient; this rollout has no endpoint at which the policy could play the user"
         )
     return ChatClient(ChatClientConfig(base_url=endpoint.base_url, model=endpoint.model), api_key=endpoint.api_key)
