@@ -51,11 +51,11 @@ async def appears(path: Path) -> None:
 def test_a_command_runs_in_the_work_directory_with_input_and_output():
     async def test(runtime):
         await runtime.write("deep/name.txt", "ä")
-        ran = await runtime.run(["cat", "deep/name.txt", "-"], stdin=b"\x00\xff", deadline=10)
-        assert (ran.code, ran.stdout, ran.stderr) == (0, "ä".encode() + b"\x00\xff", b"")
-        ran = await runtime.run("pwd; echo oops >&2; exit 3", deadline=10)
-        assert (ran.code, ran.text.strip(), ran.stderr) == (3, str(runtime.workdir), b"oops\n")
-        await runtime.run("printf '\\000\\377' > made", deadline=10)
+        ran = await runtime.run(["cat", "deep/name.txt", "-"], stdin=b"\x00\xff", timeout=10)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ä".encode() + b"\x00\xff", b"")
+        ran = await runtime.run("pwd; echo oops >&2; exit 3", timeout=10)
+        assert (ran.returncode, ran.text.strip(), ran.stderr) == (3, str(runtime.workdir), b"oops\n")
+        await runtime.run("printf '\\000\\377' > made", timeout=10)
         assert await runtime.read("made") == b"\x00\xff"
         with pytest.raises(FileNotFoundError):
             await runtime.read("nothing")
@@ -65,24 +65,24 @@ def test_a_command_runs_in_the_work_directory_with_input_and_output():
 
 def test_a_command_that_cannot_be_run_is_an_answer():
     async def test(runtime):
-        assert (await runtime.run(["no-such-program"], deadline=10)).code == 127
-        assert (await runtime.run(["cat"], cwd="no-such-place", deadline=10)).code == 127
+        assert (await runtime.run(["no-such-program"], timeout=10)).returncode == 127
+        assert (await runtime.run(["cat"], cwd="no-such-place", timeout=10)).returncode == 127
         await runtime.write("data", "x")
-        ran = await runtime.run(["./data"], deadline=10)
-        assert ran.code == 126
+        ran = await runtime.run(["./data"], timeout=10)
+        assert ran.returncode == 126
         assert b"data" in ran.stderr
-        assert (await runtime.run(["sh", "-c", "kill -9 $$"], deadline=10)).code == -9
+        assert (await runtime.run(["sh", "-c", "kill -9 $$"], timeout=10)).returncode == -9
         (runtime.workdir / "data").chmod(0o755)
         for line in (["./data"], ["x" * 5000], "echo " + "x" * 200_000, "echo a\0b", "echo \ud800"):
-            ran = await runtime.run(line, deadline=10)
-            assert ran.code == 126 and ran.stderr.startswith(b"cannot be run: ")
+            ran = await runtime.run(line, timeout=10)
+            assert ran.returncode == 126 and ran.stderr.startswith(b"cannot be run: ")
 
     in_a_box(test)
 
 
 def test_a_pipe_in_the_place_of_a_file_is_no_file_and_nobody_waits_at_it():
     async def test(runtime):
-        assert (await runtime.run("mkfifo pipe; ln -s /dev/zero zero", deadline=10)).code == 0
+        assert (await runtime.run("mkfifo pipe; ln -s /dev/zero zero", timeout=10)).returncode == 0
         held = os.open(runtime.workdir / "pipe", os.O_RDWR)  # whoever waits at it is let go when this is closed
         try:
             for work in (runtime.read("pipe"), runtime.write("pipe", b"x"), runtime.read("zero")):
@@ -98,7 +98,7 @@ def test_programs_see_a_home_of_their_own_and_none_of_our_secrets(monkeypatch):
     monkeypatch.setenv("SECRET_API_KEY", "sk-1")
 
     async def test(runtime):
-        ran = await runtime.run(["env"], env={"MINE": "1"}, deadline=10)
+        ran = await runtime.run(["env"], env={"MINE": "1"}, timeout=10)
         seen = dict(line.split("=", 1) for line in ran.text.splitlines())
         assert "SECRET_API_KEY" not in seen
         assert (seen["MINE"], seen["FROM_CONFIG"]) == ("1", "2")
@@ -111,7 +111,7 @@ def test_programs_see_a_home_of_their_own_and_none_of_our_secrets(monkeypatch):
 def test_the_first_and_the_last_of_much_output_are_kept():
     async def test(runtime):
         script = "import sys; sys.stdout.write('a' + 'x' * 10_000_000 + 'z'); sys.stderr.write('e')"
-        ran = await runtime.run([sys.executable, "-c", script], deadline=20)
+        ran = await runtime.run([sys.executable, "-c", script], timeout=20)
         assert ran.stdout.startswith(b"axxxx")
         assert ran.stdout.endswith(b"xxxxz")
         assert b"[9999002 bytes left out]" in ran.stdout
@@ -123,8 +123,8 @@ def test_the_first_and_the_last_of_much_output_are_kept():
 
 def test_a_deadline_kills_the_whole_tree_and_keeps_the_output():
     async def test(runtime):
-        ran = await runtime.run(f"echo before; {TREE} sleep 1000", deadline=2.0)
-        assert (ran.code, ran.timed_out, ran.stdout) == (124, True, b"before\n")
+        ran = await runtime.run(f"echo before; {TREE} sleep 1000", timeout=2.0)
+        assert (ran.returncode, ran.timed_out, ran.stdout) == (124, True, b"before\n")
         assert alive((await runtime.read("pids")).decode()) == []
 
     in_a_box(test)
@@ -132,7 +132,7 @@ def test_a_deadline_kills_the_whole_tree_and_keeps_the_output():
 
 def test_cancelling_a_run_kills_the_whole_tree():
     async def test(runtime):
-        waiting = asyncio.create_task(runtime.run(f"{TREE} touch ready; sleep 1000", deadline=25.0))
+        waiting = asyncio.create_task(runtime.run(f"{TREE} touch ready; sleep 1000", timeout=25.0))
         await appears(runtime.workdir / "ready")
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -145,7 +145,7 @@ def test_cancelling_a_run_kills_the_whole_tree():
 def test_cancelling_a_run_that_is_just_being_started_kills_the_whole_tree():
     async def test(runtime):
         ready = runtime.workdir / "ready"
-        starting = asyncio.create_task(runtime.run(f"{TREE} touch ready; sleep 1000", deadline=25.0))
+        starting = asyncio.create_task(runtime.run(f"{TREE} touch ready; sleep 1000", timeout=25.0))
         await asyncio.sleep(0)  # the process is there, and `spawn` waits for its pipes
         while not ready.exists():
             time.sleep(0.01)  # the loop stands still meanwhile, as on a busy machine
@@ -159,8 +159,8 @@ def test_cancelling_a_run_that_is_just_being_started_kills_the_whole_tree():
 
 def test_a_command_ends_while_what_it_left_behind_holds_its_output_until_the_box_stops():
     async def test(runtime):
-        ran = await runtime.run(f"{TREE} echo started", deadline=20)
-        assert (ran.code, ran.stdout) == (0, b"started\n")
+        ran = await runtime.run(f"{TREE} echo started", timeout=20)
+        assert (ran.returncode, ran.stdout) == (0, b"started\n")
         pids = (await runtime.read("pids")).decode()
         assert len(alive(pids)) == 3
         await runtime.stop()
@@ -175,9 +175,9 @@ def test_a_spawned_program_runs_beside_us_until_it_ends_or_is_killed():
         await appears(runtime.workdir / "out")
         assert psutil.pid_exists(program.pid)
         await program.kill()
-        assert (await program.wait(10)).code == -9
+        assert (await program.wait(10)).returncode == -9
         short = await runtime.spawn(["true"])
-        assert (await short.wait(10)).code == 0
+        assert (await short.wait(10)).returncode == 0
 
     in_a_box(test)
 
@@ -199,7 +199,7 @@ def test_stopping_removes_the_box(tmp_path):
         await runtime.stop()
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(SandboxError, match="stopped"):
-            await runtime.run(["true"], deadline=1)
+            await runtime.run(["true"], timeout=1)
 
     in_a_box(test, root=tmp_path)
 
@@ -207,7 +207,7 @@ def test_stopping_removes_the_box(tmp_path):
 def test_stopping_removes_a_box_however_deep_it_is(tmp_path):
     async def test(runtime):
         dig = "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"
-        assert (await runtime.run([sys.executable, "-c", dig], deadline=20)).code == 0
+        assert (await runtime.run([sys.executable, "-c", dig], timeout=20)).returncode == 0
 
     in_a_box(test, root=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -224,7 +224,7 @@ def test_keep_leaves_the_box_to_be_looked_into(tmp_path):
 
 def test_a_box_nobody_uses_is_never_made(tmp_path):
     async def test(runtime):
-        assert runtime.identity == {"id": "local"}
+        assert runtime.trace_metadata == {"id": "local"}
 
     in_a_box(test, root=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -234,13 +234,13 @@ def test_a_box_that_cannot_be_made_or_has_vanished_is_a_sandbox_error(tmp_path):
     import shutil
 
     async def nowhere(runtime):
-        with pytest.raises(SandboxError, match="no box can be made"):
-            await runtime.run(["true"], deadline=1)
+        with pytest.raises(SandboxError, match="cannot create a work directory"):
+            await runtime.run(["true"], timeout=1)
 
     async def vanished(runtime):
         shutil.rmtree(runtime.workdir)
         with pytest.raises(SandboxError, match="cannot run"):
-            await runtime.run(["true"], deadline=1)
+            await runtime.run(["true"], timeout=1)
 
     in_a_box(nowhere, root=tmp_path / "missing")
     in_a_box(vanished, root=tmp_path)
@@ -249,7 +249,7 @@ def test_a_box_that_cannot_be_made_or_has_vanished_is_a_sandbox_error(tmp_path):
 
 def test_a_task_says_where_in_the_box_it_works():
     async def test(runtime):
-        ran = await runtime.run(["pwd"], deadline=10)
+        ran = await runtime.run(["pwd"], timeout=10)
         assert ran.text.strip().endswith("/src/app")
 
     in_a_box(test, Task(workdir="src/app"))

@@ -1,7 +1,7 @@
 """Harnesses: the agent programs that solve a task.
 
-One idea: a harness only has to bring its model calls to the rollout's `Session`, in process or over HTTP; whatever it
-does between two calls is its own business. `chat` is the loop that most tasks need.
+One idea: a harness only has to send its model calls to the rollout's `RolloutSession`, in process or over HTTP. What it
+does between two calls is up to the harness. `chat` is the loop that most tasks need.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""What a harness is: it is given a task and somebody who answers, and says why it stopped."""
+"""The interface of harnesses. A harness runs the agent on one task against a session and returns the stop reason."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 
 class Harness(ABC):
-    """An agent. One object serves all rollouts of a source, so what belongs to a rollout lives in `run`."""
+    """An agent. One object serves all rollouts of a source, so `run` must keep the state of a rollout in local
+    variables."""
 
     config: HarnessConfig
     requires_endpoint: ClassVar[bool] = False
-    """Whether it asks over HTTP, at `context.endpoint`."""
+    """Whether the agent calls the model over HTTP, at `context.endpoint`."""
 
     def __init__(self, config: HarnessConfig) -> None:
         self.config = config
 
     @cached_property
     def trace_metadata(self) -> dict[str, Any]:
-        """What a trace says about its agent."""
-        return self.config.model_dump(mode="json", exclude_defaults=True, include={"timeout", "train"}) | {
-            "id": self.config.id
-        }
+        """The description of the agent that is stored in a trace."""
+        options = self.config.model_dump(mode="json", exclude_defaults=True, include={"timeout", "train"})
+        return options | {"id": self.config.id}
 
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
-        """Refuse, with ConfigInvalid, a taskset or runtime that this harness can do nothing with."""
+        """Raise ConfigInvalid if this harness cannot work with the taskset or the runtime."""
         return
 
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
-        """Refuse, with ConfigInvalid, a task that this harness cannot begin."""
+        """Raise ConfigInvalid if this harness cannot start the task."""
         return
 
     @abstractmethod
@@ -47,8 +47,7 @@ class Harness(ABC):
         user: User | None,
         stop_hooks: Sequence[Hook],
     ) -> str:
-        """Work on the task until it is done, and return why it ended. `stops` are asked after every turn.
+        """Work on the task and return the stop reason. Call `stop_hooks` after every turn.
 
-        What the agent does wrong is raised as a failure that the policy is to blame for; whoever calls this sets the
-        time limit.
+        A mistake of the agent is raised as an error whose `blame` is "policy". The caller enforces the time limit.
         """

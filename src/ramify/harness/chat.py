@@ -1,10 +1,10 @@
-"""The chat loop: ask, answer the tool calls, let the user speak, until nobody has anything more to say.
+"""The chat loop: call the model, run its tool calls, let the user answer, until the conversation ends.
 
-    opening -> ask -> stop hook? -> tool calls -> stop hook? -> user? -> done
-                ^_______________________________________|_________|
+    initial messages -> generate -> stop hook? -> tool calls -> stop hook? -> user? -> done
+                           ^_________________________________________|__________|
 
-It runs in the worker's own process: no subprocess, no network hop. A turn hands over only the new messages and the node
-they follow, so a long conversation costs no more per turn than a short one.
+It runs inside the worker process: no subprocess, no network hop. A request contains only the new messages and their
+parent node, so a turn of a long conversation costs no more than one of a short conversation.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from ramify.trace import Media, MediaPart, Message
 if TYPE_CHECKING:
     from ramify.gateway import RolloutSession
 
-EXCERPT_CHARS = 200  # characters of a call that could not be read
+EXCERPT_CHARS = 200  # of a malformed tool call
 
 
 class ChatHarness(Harness):
-    """A conversation with tools, and with a user if the taskset has one."""
+    """Runs a conversation with tools, and with a simulated user if the taskset has one."""
 
     config: ChatHarnessConfig
 
@@ -37,8 +37,8 @@ class ChatHarness(Harness):
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         if task.prompt is None and hooks.user is None:
             raise ConfigInvalid(
-                f"task {task.identity} has no prompt, and its taskset no `user` who could speak first: "
-                "the chat harness has nothing to begin with"
+                f"task {task.identity} has no prompt, and its taskset has no `user` hook to speak first: "
+                "the chat harness needs one of them"
             )
 
     async def run(
@@ -59,12 +59,12 @@ class ChatHarness(Harness):
             return
         from ramify.env.mcp import open_mcp_servers
 
-        async with open_mcp_servers(self.config.mcp) as extra:
-            yield ToolSet([*tools.tools, *extra])
+        async with open_mcp_servers(self.config.mcp) as mcp_tools:
+            yield ToolSet([*tools.tools, *mcp_tools])
 
 
 class _ChatLoop:
-    """One rollout."""
+    """The conversation of one rollout."""
 
     def __init__(
         self,
@@ -91,10 +91,8 @@ class _ChatLoop:
         while True:
             if self._session.exhausted_limit is not None:
                 return self._session.exhausted_limit
-            media_in_request = {**media, **self._collect_media(messages)}
-            request = ModelRequest(
-                tuple(messages), self._tools.schemas, parent_node=parent_node, media=media_in_request
-            )
+            all_media = {**media, **self._collect_media(messages)}
+            request = ModelRequest(tuple(messages), self._tools.schemas, parent_node=parent_node, media=all_media)
             reply = await self._session.generate(request)
             outcome = await self._find_stop_reason() or await self._respond_to(reply)
             if isinstance(outcome, str):
@@ -102,14 +100,14 @@ class _ChatLoop:
             messages, parent_node = outcome, reply.node
 
     async def _find_stop_reason(self) -> str | None:
-        """The stop hook that ends the rollout here, if one does."""
+        """Return the name of the stop hook that ends the rollout now, or None."""
         for hook in self._stop_hooks:
             if await hook(self._context):
                 return hook.name
         return None
 
     async def _respond_to(self, reply: ModelReply) -> list[Message] | str:
-        """What is said to a reply, or why nothing is."""
+        """Return the messages that answer a reply, or the stop reason if the rollout is over."""
         answers: list[Message] = []
         if len(self._tools):
             for call in reply.message.tool_calls:
@@ -118,39 +116,35 @@ class _ChatLoop:
         if answers:
             return await self._find_stop_reason() or answers
         if self._user is not None:
-            said = await self._next_user_message(reply.message.text)
-            return "user" if said is None else [said]
+            message = await self._next_user_message(reply.message.text)
+            return "user" if message is None else [message]
         return "length" if reply.finish_reason == "length" else "done"
 
     def _malformed_call_messages(self, reply: ModelReply) -> list[Message]:
-        """The answer to calls that could not be read. A reply that was cut off is not blamed for an open call."""
-        call_problems = [
-            problem for problem in reply.problems if problem.kind is not ParseProblemKind.UNCLOSED_REASONING
-        ]
-        if not call_problems or reply.finish_reason == "length":
+        """Return the error message for malformed tool calls. A reply that was truncated is not blamed for them."""
+        problems = [problem for problem in reply.problems if problem.kind is not ParseProblemKind.UNCLOSED_REASONING]
+        if not problems or reply.finish_reason == "length":
             self._num_malformed = 0
             return []
         self._num_malformed += 1
-        lines = [f"{problem.kind}: {problem.detail or problem.text[:EXCERPT_CHARS]}" for problem in call_problems]
+        lines = [f"{problem.kind}: {problem.detail or problem.text[:EXCERPT_CHARS]}" for problem in problems]
         if self._num_malformed == self._malformed_limit:
-            raise MalformedCall(
-                f"{self._num_malformed} replies in a row had tool calls that cannot be read; {lines[-1]}"
-            )
+            raise MalformedCall(f"{self._num_malformed} replies in a row had malformed tool calls; {lines[-1]}")
         return [Message("user", "\n".join(["error: a tool call could not be read; write it again.", *lines]))]
 
     async def _next_user_message(self, reply: str | None) -> Message | None:
         if self._user is None:
             raise ConfigInvalid(
-                f"task {self._context.task.identity} has no prompt, and `user` gave nobody to speak first"
+                f"task {self._context.task.identity} has no prompt, and the `user` hook returned no user to speak first"
             )
         if reply is not None:
             self._num_replies_to_user += 1
         return await self._user.next_message(self._context, reply=reply, turn=self._num_replies_to_user)
 
     def _collect_media(self, messages: Sequence[Message]) -> dict[str, Media]:
-        """The images that tools put into their answers; the trace has their bytes."""
+        """Return the images of tool results, which the trace stores."""
         parts = (part for message in messages if not isinstance(message.content, str) for part in message.content)
-        wanted = {part.hash for part in parts if isinstance(part, MediaPart)}
-        return (
-            {media.hash: media for media in self._context.trace.graph.media if media.hash in wanted} if wanted else {}
-        )
+        hashes = {part.hash for part in parts if isinstance(part, MediaPart)}
+        if not hashes:
+            return {}
+        return {media.hash: media for media in self._context.trace.graph.media if media.hash in hashes}

@@ -1,4 +1,4 @@
-"""What a harness can be told; importable without anything that runs."""
+"""Configuration of harnesses; importable without the harnesses themselves."""
 
 from typing import Literal
 
@@ -10,31 +10,31 @@ from ramify.gateway.config import AGENT_TIMEOUT
 
 
 class ExternalModelConfig(Config):
-    """Another model than the policy, at an OpenAI-compatible endpoint. Its calls are recorded, never trained on."""
+    """A model other than the policy, at an OpenAI-compatible endpoint. Its calls are recorded but never trained on."""
 
     base_url: str
-    """Ends in `/v1`, as OpenAI's clients want it."""
+    """Ends in `/v1`, as in OpenAI's clients."""
     model: str
     api_key_env: str | None = None
-    """The environment variable that holds the key; none is sent without it."""
+    """The environment variable that holds the API key. None: no key is sent."""
 
 
 class HarnessConfig(Config):
-    """What every harness can be told."""
+    """Configuration common to all harnesses."""
 
     id: str = "chat"
     timeout: float = Field(default=AGENT_TIMEOUT, gt=0)
-    """Seconds the agent has for a task that does not say otherwise."""
+    """Seconds that the agent has for a task; `task.timeout` overrides it."""
     train: Literal["main", "all"] = "main"
-    """Which calls are trained: those of the agent's conversations about the task, or all calls of the policy."""
+    """Which calls are trained on: those of the agent's conversations about the task, or all calls of the policy."""
     models: dict[str, ExternalModelConfig] = {}
-    """Models that the agent may ask for by these names; every other name is answered by the policy."""
+    """Other models by the names under which the agent requests them. Any other name selects the policy."""
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """The chat loop."""
+    """Configuration of the chat harness."""
 
     mcp: dict[str, McpServerConfig] = {}
-    """MCP servers, by name, whose tools are offered beside those of the taskset; opened for each rollout."""
+    """MCP servers by name. They are opened for each rollout, and their tools are added to those of the taskset."""
     malformed_limit: int = Field(default=3, ge=1)
-    """Replies in a row with tool calls that cannot be read, after which the rollout is over."""
+    """Replies in a row with malformed tool calls after which the rollout ends."""

@@ -1,4 +1,4 @@
-"""The first messages of a conversation, from the task's own form of them."""
+"""The first messages of a conversation, built from a task."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]:
-    """The messages a task opens with, and the images they show; EnvironmentFault for a message that is none."""
+    """Return the initial messages of a task, and their images by hash. Raises EnvironmentFault for an invalid one."""
     messages = [] if task.system is None else [Message("system", task.system)]
     media: dict[str, Media] = {}
     if isinstance(task.prompt, str):
@@ -22,13 +22,13 @@ def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]
         try:
             messages.append(_parse_message(message, media))
         except (LookupError, TypeError, AttributeError, ValueError, RequestInvalid) as error:
-            said = error.message if isinstance(error, RequestInvalid) else repr(error)
-            raise EnvironmentFault(f"task.prompt[{index}] is no chat message: {said}") from error
+            reason = error.message if isinstance(error, RequestInvalid) else repr(error)
+            raise EnvironmentFault(f"task.prompt[{index}] is not a chat message: {reason}") from error
     return messages, media
 
 
 def get_user_prompt_texts(task: Task) -> list[str]:
-    """Return the texts of the user's messages in the task's prompt; messages of several parts are left out."""
+    """Return the texts of the user messages in the task's prompt, without messages of several parts."""
     if isinstance(task.prompt, str):
         return [task.prompt]
     contents = [message.get("content") for message in task.prompt or () if message.get("role") == "user"]
@@ -54,6 +54,6 @@ def _parse_part(data: Mapping[str, Any], media: dict[str, Media]) -> TextPart | 
     if data["type"] != "image_url":
         raise ValueError(f"a part of type {data['type']!r}, expected text or image_url")
     image = data["image_url"]
-    found = media_from_url(image if isinstance(image, str) else image["url"])
-    media[found.hash] = found
-    return MediaPart(found.hash)
+    item = media_from_url(image if isinstance(image, str) else image["url"])
+    media[item.hash] = item
+    return MediaPart(item.hash)

@@ -1,7 +1,7 @@
 """Runtimes: where an agent's programs run.
 
-One idea: a rollout gets a box of its own and leaves nothing behind, however it ends. `local` is a directory on this
-machine, for code one trusts as far as one's own shell.
+One idea: each rollout gets its own runtime and leaves no files or processes behind, however it ends. `local` runs
+programs in a directory of this machine without isolation, for code that you would run in your own shell.
 """
 
 import lazy_loader

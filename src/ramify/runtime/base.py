@@ -1,9 +1,9 @@
-"""What a runtime is: a box in which one rollout's programs run, and nothing of it remains.
+"""The interface of runtimes. A runtime runs the programs of one rollout; `stop` removes everything.
 
     start -> run, spawn, read, write ... -> stop
 
-A command that fails, runs out of time or does not exist is an answer (`Ran`), since the agent may have written it. Only
-a box that cannot be made, reached or kept is a failure: `SandboxError`, which is worth another try.
+A command that fails, times out or does not exist is a normal result (`ExecResult`), since the agent may have written
+it. Only a failure of the runtime itself raises `SandboxError`, which is retried.
 """
 
 from abc import ABC, abstractmethod
@@ -17,17 +17,17 @@ from ramify.runtime.config import RuntimeConfig
 if TYPE_CHECKING:
     from ramify.env import Task
 
-TIMEOUT_EXIT_CODE = 124  # the code `timeout` exits with
-NOT_EXECUTABLE_EXIT_CODE = 126  # ... and a shell
+TIMEOUT_EXIT_CODE = 124  # as of `timeout(1)`
+NOT_EXECUTABLE_EXIT_CODE = 126  # as of a shell
 NOT_FOUND_EXIT_CODE = 127
 
 CommandLine = Sequence[str] | str
-"""A program and its arguments, or a line for `sh`."""
+"""A program and its arguments, or a line for `sh -c`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How a command ended. Killed by signal n it has the code -n; out of time, 124."""
+    """The result of a command. `returncode` is -n if signal n killed it, and 124 if it timed out."""
 
     returncode: int
     stdout: bytes = b""
@@ -36,26 +36,26 @@ class ExecResult:
 
     @property
     def text(self) -> str:
-        """The output as text; bytes that are none are replaced."""
+        """Standard output as text, with invalid bytes replaced."""
         return self.stdout.decode("utf-8", "replace")
 
 
 class RuntimeProcess(ABC):
-    """A program that runs in a box, and everything it started."""
+    """A running program and all processes it started."""
 
     pid: int
 
     @abstractmethod
     async def wait(self, timeout: float) -> ExecResult:
-        """How it ended. After `deadline` seconds it is killed with all it started, and has timed out."""
+        """Wait until the program exits and return the result. After `timeout` seconds, kill it and all it started."""
 
     @abstractmethod
     async def kill(self) -> None:
-        """End it and all it started; returns when they are gone."""
+        """Kill the program and all it started; return when they are gone."""
 
 
 class Runtime(ABC):
-    """The box of one rollout."""
+    """The runtime of one rollout."""
 
     config: RuntimeConfig
 
@@ -65,24 +65,24 @@ class Runtime(ABC):
     @property
     @abstractmethod
     def workdir(self) -> Path:
-        """Where programs start and relative paths begin."""
+        """The directory in which programs start and that relative paths refer to."""
 
     @property
     def trace_metadata(self) -> dict[str, Any]:
-        """What a trace says about the box it was made in."""
+        """The description of the runtime that is stored in a trace."""
         return self.config.model_dump(mode="json", include={"id"})
 
     @abstractmethod
     def check_task(self, task: "Task") -> None:
-        """Refuse a task that asks for what this runtime does not have, with ConfigInvalid."""
+        """Raise ConfigInvalid if the task needs something that this runtime does not support."""
 
     @abstractmethod
     async def start(self, task: "Task") -> None:
-        """Make the box."""
+        """Prepare the runtime for a task."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End every program in the box and remove it, unless the config says to keep it. May be called again."""
+        """Kill all programs and remove all files, unless `config.keep` is set. May be called more than once."""
 
     @abstractmethod
     async def spawn(
@@ -93,8 +93,10 @@ class Runtime(ABC):
         cwd: str | PurePath | None = None,
         stdin: bytes | None = None,
     ) -> RuntimeProcess:
-        """Start a program and leave it running; raises FileNotFoundError, another OSError or, for a line that no system
-        takes, ValueError if it cannot be run."""
+        """Start a program and return without waiting for it.
+
+        Raises FileNotFoundError or another OSError if it cannot be run, ValueError if the command line is invalid.
+        """
 
     async def run(
         self,
@@ -105,16 +107,16 @@ class Runtime(ABC):
         stdin: bytes | None = None,
         timeout: float,
     ) -> ExecResult:
-        """Run a program to its end, or for `deadline` seconds. Whoever cancels this kills it."""
+        """Run a program until it exits, or for at most `timeout` seconds. Cancelling this call kills the program."""
         try:
             process = await self.spawn(command, env=env, cwd=cwd, stdin=stdin)
         except FileNotFoundError as error:
             return ExecResult(NOT_FOUND_EXIT_CODE, stderr=f"not found: {error.filename}".encode())
-        except OSError as error:  # no permission, no program, too long
+        except OSError as error:  # no permission, not a program, arguments too long
             return ExecResult(
                 NOT_EXECUTABLE_EXIT_CODE, stderr=f"cannot be run: {error.filename}: {error.strerror}".encode()
             )
-        except ValueError as error:  # a null byte, half a character
+        except ValueError as error:  # a null byte or an invalid character
             return ExecResult(NOT_EXECUTABLE_EXIT_CODE, stderr=f"cannot be run: {error}".encode())
         try:
             return await process.wait(timeout)
@@ -124,8 +126,8 @@ class Runtime(ABC):
 
     @abstractmethod
     async def read(self, path: str | PurePath) -> bytes:
-        """The bytes of a file in the box; FileNotFoundError if there is none."""
+        """Return the content of a file. Raises FileNotFoundError if there is none."""
 
     @abstractmethod
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
-        """Put a file into the box, with the directories above it."""
+        """Write a file, and create its parent directories."""

@@ -1,4 +1,4 @@
-"""What a runtime can be told; importable without anything that runs."""
+"""Configuration of runtimes; importable without the runtimes themselves."""
 
 from pathlib import Path
 
@@ -8,21 +8,21 @@ from ramify.config import Config
 
 
 class RuntimeConfig(Config):
-    """What every runtime can be told."""
+    """Configuration common to all runtimes."""
 
     id: str = "local"
     keep: bool = False
-    """Leave the box of a rollout where it is, to look into it."""
+    """Keep the files of a rollout after it ends, for inspection."""
     max_output: int = Field(default=1 << 20, ge=0)
-    """Bytes of a command's output, and of its errors, that are kept: the first half and the last."""
+    """Bytes kept of a command's standard output, and of its standard error: the first and the last half of that."""
     env: dict[str, str] = {}
-    """Variables that every program in the box sees."""
+    """Environment variables for every program."""
 
 
 class LocalRuntimeConfig(RuntimeConfig):
-    """Boxes on this machine."""
+    """Configuration of the local runtime."""
 
     root: Path | None = None
-    """The directory boxes are made in; the system's temporary one unless given."""
+    """The parent of all work directories; by default the system's temporary directory."""
     inherit: list[str] = ["PATH", "LANG", "LC_ALL", "TZ", "USER", "LOGNAME", "SHELL", "VIRTUAL_ENV", "LD_LIBRARY_PATH"]
-    """Variables of our own environment that programs see too; keys and tokens stay here."""
+    """Environment variables that programs inherit from this process. Others, such as API keys, are not passed on."""

@@ -1,8 +1,8 @@
-"""The local runtime: a temporary directory, and processes of this machine.
+"""The local runtime: a temporary directory and processes of this machine.
 
-No wall separates them from the rest of the machine; what is promised is that they end. Each program leads a session of
-its own and carries a mark in its environment, which whatever it starts inherits (see `processes`). The directory is
-made when it is first wanted: most rollouts only talk.
+Programs are not isolated from the rest of the machine, but all of them are killed at the end. Each program leads its
+own session and has a marker in its environment, which all processes it starts inherit (see `process_cleanup`). The
+directory is created on first use: most rollouts do not need one.
 """
 
 import asyncio
@@ -27,21 +27,14 @@ from ramify.runtime.process_cleanup import MARKER_VARIABLE, kill_marked_processe
 if TYPE_CHECKING:
     from ramify.env import Task
 
-OUTPUT_DRAIN_TIMEOUT = (
-    0.2  # seconds we go on reading after a program ended: a child it left behind may hold its output open
-)
-REMOVE_TIMEOUT = 20.0  # seconds for a box that Python could not remove
-RESOURCE_ERRNOS = (
-    errno.EAGAIN,
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOSPC,
-)  # the machine's fault, not the command's
+OUTPUT_DRAIN_TIMEOUT = 0.2  # seconds to read output after an exit: a background child may keep the pipes open
+REMOVE_TIMEOUT = 20.0  # seconds for `rm` to remove a directory that Python could not remove
+# errors caused by the machine, not by the command
+RESOURCE_ERRNOS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 
 
 class LocalRuntime(Runtime):
-    """A box that is a directory."""
+    """A runtime that is a directory with `home`, `tmp` and `work`, in which programs run without isolation."""
 
     config: LocalRuntimeConfig
 
@@ -50,23 +43,25 @@ class LocalRuntime(Runtime):
         self._marker = f"{uuid.uuid4().hex}."
         self._sandbox_dir: Path | None = None
         self._relative_workdir = PurePath()
-        self._processes: list[LocalProcess] = []  # that still run
+        self._processes: list[LocalProcess] = []  # may contain exited ones
         self._num_spawned = 0
         self._stopped = False
 
     @property
     def workdir(self) -> Path:
         if self._stopped:
-            raise SandboxError("the box was stopped; nothing runs in it any more")
+            raise SandboxError("the runtime was stopped; it cannot run anything any more")
         if self._sandbox_dir is None:
             self._sandbox_dir = self._create_sandbox()
         return self._sandbox_dir / "work" / self._relative_workdir
 
     def check_task(self, task: "Task") -> None:
         if task.image is not None:
-            raise ConfigInvalid(f"the task asks for the image {task.image!r}, but the local runtime has no images")
+            raise ConfigInvalid(
+                f"the task needs the image {task.image!r}, but the local runtime does not support images"
+            )
         if task.workdir is not None and (PurePath(task.workdir).is_absolute() or ".." in PurePath(task.workdir).parts):
-            raise ConfigInvalid(f"the task's workdir {task.workdir!r} lies outside of the box of a local runtime")
+            raise ConfigInvalid(f"the task's workdir {task.workdir!r} is outside of the rollout's work directory")
 
     async def start(self, task: "Task") -> None:
         self.check_task(task)
@@ -74,8 +69,8 @@ class LocalRuntime(Runtime):
 
     async def stop(self) -> None:
         self._stopped = True
-        for program in self._processes:
-            program.kill_process_group()
+        for process in self._processes:
+            process.kill_process_group()
         if self._num_spawned:
             await asyncio.to_thread(kill_marked_processes, self._marker)
         if self._sandbox_dir is not None and not self.config.keep:
@@ -104,9 +99,9 @@ class LocalRuntime(Runtime):
             )
         except OSError as error:
             if error.errno in RESOURCE_ERRNOS or not workdir.is_dir():
-                raise SandboxError(f"the box {workdir} cannot run {argv[0]!r}: {error}") from error
+                raise SandboxError(f"cannot run {argv[0]!r} in {workdir}: {error}") from error
             raise
-        except asyncio.CancelledError:  # asyncio ends the program itself, and nothing of what it has started already
+        except asyncio.CancelledError:  # asyncio kills the program, but not what it has started already
             await asyncio.to_thread(kill_marked_processes, process.marker)
             raise
         self._processes = [other for other in self._processes if not other.has_exited] + [process]
@@ -131,7 +126,8 @@ class LocalRuntime(Runtime):
             for name in ("home", "tmp", PurePath("work") / self._relative_workdir):
                 (sandbox_dir / name).mkdir(parents=True)
         except OSError as error:
-            raise SandboxError(f"no box can be made in {self.config.root or tempfile.gettempdir()}: {error}") from error
+            parent = self.config.root or tempfile.gettempdir()
+            raise SandboxError(f"cannot create a work directory in {parent}: {error}") from error
         return sandbox_dir
 
     def _build_env(self, workdir: Path) -> dict[str, str]:
@@ -141,10 +137,10 @@ class LocalRuntime(Runtime):
 
 
 class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
-    """A process that leads a session, and what it has started.
+    """A process that leads a session, and all processes it started.
 
-    asyncio's own `Process.wait` returns only when all output is closed, which a server left in the background never
-    does. Here the end of the process is an event of its own.
+    asyncio's own `Process.wait` returns only after all pipes are closed, which never happens if a background server
+    keeps them open. Here `wait` depends on the exit of the process only.
     """
 
     def __init__(self, marker: str, max_output: int) -> None:
@@ -172,14 +168,14 @@ class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
         return self._exited.done()
 
     def write_stdin(self, stdin: bytes | None) -> None:
-        """Give it all of its input."""
+        """Write all of standard input and close it."""
         pipe = self._transport.get_pipe_transport(0)
         if isinstance(pipe, asyncio.WriteTransport):
             pipe.write(stdin or b"")
             pipe.write_eof()
 
     def kill_process_group(self) -> None:
-        """Kill its session at one stroke; what has left it is `kill`'s to find."""
+        """Kill the process group at once. `kill` also finds processes that have left the group."""
         if not self.has_exited:
             kill_process_group(self.pid)
 
@@ -198,12 +194,12 @@ class LocalProcess(RuntimeProcess, asyncio.SubprocessProtocol):
         self._transport.close()
 
 
-def _open_regular_file(target: Path, mode: str) -> IO[bytes]:
-    """The file, if it is one: at a pipe that an agent left there, opening or reading would wait for ever."""
-    file = open(target, mode, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
+def _open_regular_file(path: Path, mode: str) -> IO[bytes]:
+    """Open a regular file. Opening or reading a named pipe that an agent created could block forever."""
+    file = open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise FileNotFoundError(errno.ENOENT, "not a file", str(target))
+        raise FileNotFoundError(errno.ENOENT, "not a file", str(path))
     return file
 
 
@@ -219,7 +215,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def _remove_sandbox(sandbox_dir: Path) -> None:
-    """Remove the box, also where its directories go too deep for Python or are closed to their owner."""
+    """Remove the directory, even if it is nested too deep for Python or has directories without permissions."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(sandbox_dir, ignore_errors=True)
     if sandbox_dir.exists():
@@ -227,4 +223,4 @@ def _remove_sandbox(sandbox_dir: Path) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(argv, stderr=subprocess.DEVNULL, check=False, timeout=REMOVE_TIMEOUT)
     if sandbox_dir.exists():
-        raise SandboxError(f"the box {sandbox_dir} cannot be removed")
+        raise SandboxError(f"the work directory {sandbox_dir} cannot be removed")
