@@ -50,7 +50,9 @@ def test_phases_are_told_in_order_and_timed():
             await asyncio.sleep(0.01)
 
     told = []
-    trace = attempt(environment(Slow), ["42"], watch=lambda phase, trace: told.append((phase, len(trace.calls))))
+    trace = attempt(
+        environment(Slow), ["42"], on_progress=lambda phase, trace: told.append((phase, len(trace.sampled_nodes)))
+    )
     assert told == [
         ("boot", 0),
         ("setup", 0),
@@ -82,7 +84,7 @@ def test_attempts_that_are_asked_for_at_once_begin_in_rounds_of_their_own():
     async def crowd() -> None:
         counting = asyncio.create_task(count())
         async with asyncio.timeout(20):
-            await asyncio.gather(*(attempted(env, ["42"], watch=watch) for _ in range(8)))
+            await asyncio.gather(*(attempted(env, ["42"], on_progress=watch) for _ in range(8)))
         counting.cancel()
 
     asyncio.run(crowd())
@@ -432,7 +434,7 @@ def test_an_endpoint_without_a_gateway_is_refused_before_anything_starts():
 
 
 class Picky(Harness):
-    def check(self, hooks, runtime) -> None:
+    def check_compatibility(self, hooks, runtime) -> None:
         if not len(hooks.static_tools):
             raise ConfigInvalid("the picky harness works with tools alone, and this taskset has none")
 

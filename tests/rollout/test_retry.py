@@ -51,7 +51,7 @@ def test_attempts_end_and_the_last_one_is_the_result():
     trace = rolled(env, ["a", "b", "c"])
     assert names(trace) == ["EnvironmentFault"]
     assert env.taskset.asked == 2
-    assert rolled(env, ["a", "b"], attempts=1).info == {}
+    assert rolled(env, ["a", "b"], max_tries=1).info == {}
 
 
 def test_a_failure_of_the_system_is_run_again():

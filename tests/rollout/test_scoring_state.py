@@ -63,7 +63,7 @@ class Odd(dict):
         (object(), r"state.value is a object"),
         ([{"a": object()}], r"state.value\[0\]\['a'\] is a object"),
         (Odd(), r"state.value is a Odd"),
-        ("x" * 2_000_000, r"it is larger than 1,000,000 characters"),
+        ("x" * 2_000_000, r"state is larger than 1,000,000 characters"),
     ],
 )
 def test_what_cannot_be_saved_is_named_with_its_place(value, reason):

@@ -32,7 +32,7 @@ async def ask(endpoint: rf.Endpoint, messages: list[dict[str, Any]], tools: Any 
 class Program(Harness):
     """Behaves as agent programs do: a probe, a title, the work, a sub-agent, and a compacted history."""
 
-    wants_endpoint = True
+    requires_endpoint = True
     tools: Any = BASH
 
     async def run(self, context, session, tools, user, stops) -> str:

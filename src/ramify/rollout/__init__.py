@@ -1,8 +1,8 @@
-"""Rollouts: one attempt at one task, from an empty box to a scored trace.
+"""Rollouts: one attempt at one task, from an empty work directory to a scored trace.
 
-One idea: **a bad rollout is data.** What the agent did wrong ends the attempt and is scored like any other; what
-happened to it is no evidence about the agent, so the attempt is run again. Which of the two it was, the failure's name
-says.
+One idea: **a bad rollout is data.** A mistake of the agent ends the attempt, which is then scored like any other. A
+system failure says nothing about the agent, so the attempt is run again. The name of the failure tells which of the two
+it was.
 """
 
 import lazy_loader

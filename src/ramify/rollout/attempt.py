@@ -1,10 +1,10 @@
 """One attempt at one task, phase by phase.
 
-    boot -> setup -> harness -> finalize -> scoring -> (the box is stopped)
+    boot -> setup -> harness -> finalize -> scoring -> (the runtime is stopped)
 
-Every phase has a time limit and is timed. A failure that the policy is to blame for ends the harness and nothing else:
-the attempt is finalized and scored. Any other failure ends the attempt, and the rewards it was due stay None. However
-it ends, cancelled too, the box is stopped and the session closed before anybody hears of it.
+Every phase is timed and has a timeout. A failure whose `blame` is "policy" ends only the harness phase: the attempt is
+still finalized and scored. Any other failure ends the attempt, and its rewards stay None. However the attempt ends,
+cancellation included, the runtime is stopped and the session closed before the caller sees the result.
 """
 
 import asyncio
@@ -16,21 +16,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ramify.env import RolloutContext, Task, ToolSet, User
-from ramify.env.hook import is_current_task_cancelled
-from ramify.errors import (
-    ConfigInvalid,
-    EnvironmentFault,
-    Failure,
-    RamifyError,
-    TokensRequired,
-    ValueRefused,
-)
-from ramify.errors.origin import describe_exception
+from ramify.errors import ConfigInvalid, Failure, RamifyError, TokensRequired, ValueRefused
 from ramify.gateway.main_calls import find_side_calls
 from ramify.gateway.policy import Policy
 from ramify.gateway.session import RolloutSession
 from ramify.harness.initial_messages import get_user_prompt_texts
 from ramify.rollout.environment import Environment
+from ramify.rollout.environment_fault import raise_environment_faults
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.rollout.retrying_runtime import RetryingRuntime
 from ramify.rollout.scoring import build_unscored_rewards, score_trace
@@ -43,10 +35,10 @@ if TYPE_CHECKING:
     from ramify.gateway import Gateway
 
 ProgressCallback = Callable[[str, Trace], None]
-"""Told the phase an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and "turn" whenever a
-model call was recorded."""
+"""Called with the phase that an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and with
+"turn" whenever a model call was recorded."""
 
-CLOSE_TIMEOUT = 30.0  # seconds the box has to be gone
+CLOSE_TIMEOUT = 30.0  # seconds for the runtime to stop
 
 
 async def run_attempt(
@@ -62,24 +54,24 @@ async def run_attempt(
     train: bool = False,
     on_progress: ProgressCallback | None = None,
 ) -> Episode:
-    """Run one attempt and return what came of it, failures included.
+    """Run one attempt and return its episode, which contains any failures.
 
-    Only what cannot work at all is raised, before anything starts: ConfigInvalid for a task this harness or runtime
-    cannot take, for sampling that cannot be trained on, for an endpoint that is wanted without a gateway;
-    TokensRequired for a policy without tokens in training. `seed` decides everything that is left to chance.
+    Raises only errors that are known before the attempt starts: ConfigInvalid if the harness or the runtime cannot run
+    the task, if the sampling parameters cannot be trained on, or if an endpoint is required and there is no gateway;
+    TokensRequired if the policy returns no tokens in training. `seed` determines all randomness of the attempt.
     """
     env.check_task(task)
     if train and not policy.trainable:
-        raise TokensRequired(f"{env.name} is trained on, but {policy.name} gives no token ids and logprobs")
+        raise TokensRequired(f"{env.name} is trained on, but {policy.name} returns no token ids and logprobs")
     if env.requires_endpoint and gateway is None:
-        raise ConfigInvalid(f"{env.name} asks for an `endpoint`, which needs a gateway")
+        raise ConfigInvalid(f"{env.name} requires an `endpoint`, but there is no gateway")
     await env.start_pacer.wait_turn()
     runner = AttemptRunner(env, task, policy, gateway, id, group, attempt, seed, train, on_progress)
     return await runner.run()
 
 
 class AttemptRunner:
-    """An attempt and everything it has open."""
+    """Runs one attempt, and owns its trace, session, runtime and context."""
 
     def __init__(
         self,
@@ -129,7 +121,7 @@ class AttemptRunner:
             self.session.on_reply = lambda _: on_progress("turn", self.trace)
 
     async def run(self) -> Episode:
-        """All phases, and the way out."""
+        """Run all phases, clean up, and return the episode."""
         if self._gateway is not None:
             self.context.endpoint = self._gateway.register(self.session)
         try:
@@ -149,8 +141,8 @@ class AttemptRunner:
             await self._run_phase("boot", fail_after(timeouts.boot, "boot"), self.runtime.start(self.task))
             tools, user = await self._run_phase("setup", fail_after(timeouts.setup, "setup"), self._setup())
             try:
-                deadline = HarnessTimeout(self.harness_timeout, self.session.clock, timeouts.engine_stall)
-                self.trace.stop = await self._run_phase("harness", deadline, self.run_harness(tools, user))
+                timeout = HarnessTimeout(self.harness_timeout, self.session.clock, timeouts.engine_stall)
+                self.trace.stop = await self._run_phase("harness", timeout, self.run_harness(tools, user))
             except RamifyError as error:
                 if error.blame != "policy":
                     raise
@@ -160,18 +152,17 @@ class AttemptRunner:
             self._record_failure(error)
 
     def _exclude_side_calls(self) -> None:
-        """Mark the calls that `harness.train` leaves out of training."""
+        """Mark the calls that `harness.train` excludes from training."""
         if self.env.harness.config.train == "main":
-            for node, reason in sorted(
-                find_side_calls(self.session.recorded_calls, get_user_prompt_texts(self.task)).items()
-            ):
+            side_calls = find_side_calls(self.session.recorded_calls, get_user_prompt_texts(self.task))
+            for node, reason in sorted(side_calls.items()):
                 self.trace.exclude_from_training(node, reason)
 
     async def finalize_and_score(self) -> None:
-        """Let the environment look at what came of it."""
+        """Run the `finalize` hook, the rewards and the metrics."""
         if self.env.hooks.finalize is not None:
-            limit = fail_after(self.env.source.timeouts.finalize, "finalize")
-            await self._run_phase("finalize", limit, self.env.hooks.finalize(self.context))
+            timeout = fail_after(self.env.source.timeouts.finalize, "finalize")
+            await self._run_phase("finalize", timeout, self.env.hooks.finalize(self.context))
         self._report_phase("scoring")
         start = time.monotonic()
         if not self._train and any("state" in hook.injected_parameters for hook in self.env.hooks.rewards):
@@ -186,7 +177,7 @@ class AttemptRunner:
         return await hooks.build_toolset(self.context), await hooks.build_user(self.context)
 
     async def run_harness(self, tools: ToolSet, user: User | None) -> str:
-        """Let the agent work; returns why it stopped."""
+        """Run the agent and return its stop reason."""
         self.session.is_agent_running = True
         try:
             return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
@@ -196,20 +187,13 @@ class AttemptRunner:
     async def _run_phase(
         self, name: str, timeout: fail_after | HarnessTimeout, coroutine: Coroutine[Any, Any, Any]
     ) -> Any:
-        """One phase, timed and limited; what it raises without a name of ours is the environment's fault."""
+        """Run one phase with its timeout, and record its duration."""
         self._report_phase(name)
         start = time.monotonic()
         try:
-            async with timeout:
-                return await coroutine
-        except RamifyError:
-            raise
-        except asyncio.CancelledError as error:
-            if is_current_task_cancelled():
-                raise
-            raise EnvironmentFault(f"{name}: CancelledError: what it waited for was cancelled") from error
-        except (Exception, SystemExit) as error:
-            raise EnvironmentFault(f"{name}: {describe_exception(error)}") from error
+            with raise_environment_faults(name):
+                async with timeout:
+                    return await coroutine
         finally:
             setattr(self.trace.timing, name, time.monotonic() - start)
 
@@ -222,20 +206,20 @@ class AttemptRunner:
             self._on_progress(phase, self.trace)
 
     async def _close(self) -> None:
-        """Stop what runs for this attempt. Its result stands, whatever goes wrong here; the trace says what did."""
+        """Close the session and stop the runtime. A failure here does not change the result; the trace records it."""
         if self._gateway is not None:
             self._gateway.unregister(self.session)
         else:
             self.session.close()
         try:
-            async with fail_after(CLOSE_TIMEOUT, "stopping the box"):
+            async with fail_after(CLOSE_TIMEOUT, "stopping the runtime"):
                 await self.runtime.stop()
-        except Exception as error:  # noqa: BLE001 - a box may be anybody's code
+        except Exception as error:  # noqa: BLE001 - a runtime may be a user's plugin
             self.trace.info["cleanup"] = f"{type(error).__name__}: {error}"
 
 
 async def _run_uncancellable(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Do this to its end, also where the caller is cancelled (again) meanwhile; `work` has a deadline of its own."""
+    """Run a coroutine to its end, even if the caller is cancelled meanwhile. It must have its own timeout."""
     task = asyncio.create_task(coroutine)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -249,7 +233,7 @@ async def _run_uncancellable(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def _save_state_or_reason(state: SimpleNamespace) -> dict[str, str]:
-    """Return the state as `ramify replay` reads it, or the reason why it cannot be saved."""
+    """Return the state in the form that `ramify replay` loads, or the reason why it cannot be saved."""
     try:
         return {"saved": save_state(state)}
     except ValueRefused as error:
@@ -257,7 +241,7 @@ def _save_state_or_reason(state: SimpleNamespace) -> dict[str, str]:
 
 
 def _drop_unserializable_info(trace: Trace) -> None:
-    """Take out what cannot travel: a list in `trace.info` may have been given anything since it was set."""
+    """Remove info values that cannot be serialized: a list in `trace.info` may have changed after it was checked."""
     for key in list(trace.info):
         try:
             to_plain(trace.info[key], f"info.{key}")

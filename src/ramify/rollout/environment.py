@@ -1,7 +1,7 @@
-"""A source, loaded: the taskset with its hooks, the harness, and how a box is made for each rollout.
+"""A loaded source: the taskset with its hooks, the harness, and the runtime class with its config.
 
-Everything that can be wrong with a configuration is found here, before anything starts: an unknown plugin or key, a
-hook that asks for what nobody provides, a harness that cannot work with this taskset or runtime.
+Loading detects all configuration errors before anything starts: an unknown plugin or key, a hook with an unknown
+parameter, a harness that cannot work with the taskset or the runtime.
 """
 
 import os
@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 from ramify.client.loop_pacer import LoopPacer
-from ramify.config import Config
 from ramify.env import Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.code_digest import compute_code_digests
 from ramify.errors import ConfigInvalid, RamifyError
@@ -25,7 +24,7 @@ from ramify.runtime import Runtime, RuntimeConfig
 
 @dataclass(slots=True)
 class Environment:
-    """What all rollouts of a source share."""
+    """Everything that all rollouts of a source share."""
 
     source: SourceConfig
     taskset: Taskset
@@ -35,55 +34,57 @@ class Environment:
     runtime_config: RuntimeConfig
     limits: RolloutLimits
     sampling_metadata: dict[str, Any]
-    """How its calls are sampled, as traces say it."""
+    """The sampling parameters, in the form that traces store."""
     runtime_metadata: dict[str, Any]
-    """What its rollouts run in, as traces say it."""
+    """The description of the runtime, in the form that traces store."""
     start_pacer: LoopPacer = field(default_factory=LoopPacer)
-    """Rollouts begin one after the other, however many are asked for at once."""
+    """Lets one rollout start per event-loop iteration, so that a burst of requests does not block heartbeats."""
     _model_policies: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
 
     @classmethod
     def load(cls, source: SourceConfig, *, keep_sandboxes: bool = False) -> "Environment":
-        """The environment a source describes; `keep` leaves the boxes of its rollouts where they are."""
-        taskset = _build_plugin("taskset", source.taskset)
-        harness = _build_plugin("harness", {"id": "chat", **source.harness})
-        box, told = plugin.resolve_plugin(
-            "runtime", {"id": "local", **source.runtime, **({"keep": True} if keep_sandboxes else {})}
-        )
-        config = _require_runtime_config(told)
+        """Return the environment described by a source. `keep_sandboxes`: keep the files of its rollouts."""
+        taskset: Taskset = _build_plugin("taskset", source.taskset)
+        harness: Harness = _build_plugin("harness", {"id": "chat", **source.harness})
+        runtime_table = {"id": "local", **source.runtime, **({"keep": True} if keep_sandboxes else {})}
+        runtime_class: type[Runtime]
+        runtime_class, runtime_config = plugin.resolve_plugin("runtime", runtime_table)
+        if not isinstance(runtime_config, RuntimeConfig):
+            config_type = type(runtime_config).__qualname__
+            raise ConfigInvalid(f"runtime: its config must derive from RuntimeConfig, found {config_type}")
         env = cls(
             source=source,
             taskset=taskset,
             hooks=collect_hooks(taskset),
             harness=harness,
-            runtime_class=box,
-            runtime_config=config,
+            runtime_class=runtime_class,
+            runtime_config=runtime_config,
             limits=source.limits,
             sampling_metadata=source.sampling.model_dump(mode="json"),
-            runtime_metadata=box(config).identity,
+            runtime_metadata=runtime_class(runtime_config).trace_metadata,
         )
-        harness.check(env.hooks, env.make_runtime())
+        harness.check_compatibility(env.hooks, env.make_runtime())
         for name, model in harness.config.models.items():
             _read_api_key(name, model)
         return env
 
     async def close(self) -> None:
-        """End the connections to the models that the harness names."""
+        """Close the connections to the models that the harness config names."""
         models, self._model_policies = self._model_policies, {}
         for model in models.values():
             await model.close()
 
     @property
     def name(self) -> str:
-        return self.source.name or str(self.source.taskset.get("id", ""))
+        """The name of the source."""
+        return self.source.source_name
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What its rollouts depend on besides the model and the task, as plain data: digests of code files, and
-        configuration.
+        """Everything its rollouts depend on besides the model and the task: digests of code files, and configuration.
 
-        Defaults are left out, so that a key which a later version adds does not change the identity. The defaults of a
-        user's plugin are part of its code.
+        It is plain data without defaults, so that a key added by a later version does not change the identity. The
+        defaults of a user's plugin are part of its code.
         """
         plugins = (type(self.taskset), type(self.harness), self.runtime_class)
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}
@@ -94,44 +95,42 @@ class Environment:
 
     @property
     def has_rewards(self) -> bool:
-        """Whether a rollout can be scored at all."""
+        """Whether the taskset has any rewards."""
         return bool(self.hooks.rewards or self.hooks.group_rewards)
 
     @property
     def requires_endpoint(self) -> bool:
-        """Whether its code reaches the policy over HTTP, so that a rollout needs a gateway.
+        """Whether the harness, a hook or a tool calls the policy over HTTP, so that a rollout needs a gateway.
 
-        What `tools` and `user` return is not known before a rollout; they get an endpoint if there is a gateway.
+        What the hooks `tools` and `user` return is not known before a rollout; it gets the endpoint of a gateway if
+        there is one.
         """
         hooks = self.hooks
         named = (hooks.setup, hooks.finalize, hooks.tools, hooks.user)
-        hooks_with_context = chain(
-            hooks.rewards, hooks.metrics, hooks.stops, (hook for hook in named if hook is not None)
-        )
-        return (
-            self.harness.requires_endpoint
-            or any("endpoint" in hook.injected_parameters for hook in hooks_with_context)
-            or any("endpoint" in tool.injected_parameters for tool in hooks.static_tools.tools)
+        functions = chain(hooks.rewards, hooks.metrics, hooks.stops, filter(None, named), hooks.static_tools.tools)
+        return self.harness.requires_endpoint or any(
+            "endpoint" in function.injected_parameters for function in functions
         )
 
     def iter_tasks(self) -> Iterator[Task]:
-        """The tasks, in their order. Whatever `load` raises is raised."""
+        """Yield the tasks in order. Errors of the taskset's `load` are raised unchanged."""
         for index, task in enumerate(self.taskset.load()):
             if not isinstance(task, Task):
-                raise ConfigInvalid(f"{self.name}: load gave a {type(task).__qualname__} as task {index}, not a Task")
+                task_type = type(task).__qualname__
+                raise ConfigInvalid(f"{self.name}: task {index} of load is a {task_type}, expected a Task")
             yield task
 
     def check_task(self, task: Task) -> None:
-        """Refuse, with ConfigInvalid, a task that this harness or this runtime cannot take."""
+        """Raise ConfigInvalid if the harness or the runtime cannot run the task."""
         self.make_runtime().check_task(task)
         self.harness.check_task(task, self.hooks)
 
     def make_runtime(self) -> Runtime:
-        """A box that is not started yet."""
+        """Return a runtime that is not started yet."""
         return self.runtime_class(self.runtime_config)
 
     def open_models(self) -> dict[str, Policy]:
-        """The other models that the harness names; all rollouts share their connections."""
+        """Return the other models that the harness config names. All rollouts share their connections."""
         for name, model in self.harness.config.models.items():
             if name not in self._model_policies:
                 self._model_policies[name] = ChatPolicy(model.base_url, model.model, _read_api_key(name, model))
@@ -139,19 +138,13 @@ class Environment:
 
 
 def _build_plugin(kind: str, table: dict[str, Any]) -> Any:
-    """A plugin; what its constructor raises is a problem of the configuration."""
+    """Return a plugin. Errors of its constructor are raised as ConfigInvalid."""
     try:
         return plugin.build_plugin(kind, table)
     except RamifyError:
         raise
     except Exception as error:
-        raise ConfigInvalid(f"{kind} {table.get('id')} cannot be made: {describe_exception(error)}") from error
-
-
-def _require_runtime_config(config: Config) -> RuntimeConfig:
-    if not isinstance(config, RuntimeConfig):
-        raise ConfigInvalid(f"runtime: its config must derive from RuntimeConfig, found {type(config).__qualname__}")
-    return config
+        raise ConfigInvalid(f"{kind} {table.get('id')} cannot be created: {describe_exception(error)}") from error
 
 
 def _read_api_key(name: str, model: ExternalModelConfig) -> str:

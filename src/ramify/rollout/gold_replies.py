@@ -1,7 +1,7 @@
-"""The replies of a perfect agent, as a taskset's `gold` returns them.
+"""The replies of a perfect agent, parsed from the result of a taskset's `gold` hook.
 
-A reply is a text, a dict in the form of a chat message, or a Message. `gold` returns one of them, or a list: one for
-each time the agent speaks, those that call tools included.
+A reply is a text, a dict in the form of a chat message, or a Message. `gold` returns one reply, or a list with one
+reply for each model call, including those with tool calls.
 """
 
 import difflib
@@ -16,9 +16,9 @@ REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 
 def parse_gold_replies(gold: Any) -> list[str | Message]:
-    """Return the replies in order. Raises EnvironmentFault that names the entry which is no reply."""
+    """Return the replies in order. Raises EnvironmentFault, which names the invalid reply."""
     replies = [gold] if isinstance(gold, str | Message | Mapping) else list(gold)
-    return [_parse_reply(reply, f"gold[{number}]") for number, reply in enumerate(replies)]
+    return [_parse_reply(reply, f"gold[{index}]") for index, reply in enumerate(replies)]
 
 
 def _parse_reply(reply: Any, location: str) -> str | Message:
@@ -28,25 +28,22 @@ def _parse_reply(reply: Any, location: str) -> str | Message:
         raise EnvironmentFault(f"{location}: expected a text, a dict or a Message, found a {type(reply).__qualname__}")
     for key in reply:
         if key not in REPLY_KEYS:
-            nearest = difflib.get_close_matches(str(key), REPLY_KEYS, n=1)
-            advice = f"did you mean {nearest[0]!r}?" if nearest else f"a reply has {', '.join(REPLY_KEYS)}"
-            raise EnvironmentFault(f"{location}: unknown key {key!r}; {advice}")
+            close_matches = difflib.get_close_matches(str(key), REPLY_KEYS, n=1)
+            hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"a reply has {', '.join(REPLY_KEYS)}"
+            raise EnvironmentFault(f"{location}: unknown key {key!r}; {hint}")
     role, content = reply.get("role", "assistant"), reply.get("content")
     if role != "assistant":
-        raise EnvironmentFault(f"{location}: role {role!r}, expected 'assistant': tools and users answer by themselves")
+        raise EnvironmentFault(f"{location}: role {role!r}, expected 'assistant': only the agent's replies are given")
     if not (content is None or isinstance(content, str)):
         raise EnvironmentFault(f"{location}.content: expected a text, found a {type(content).__qualname__}")
     calls = enumerate(reply.get("tool_calls") or ())
-    return Message(
-        "assistant",
-        content or "",
-        reply.get("reasoning_content"),
-        tuple(_parse_tool_call(call, f"{location}.tool_calls[{number}]") for number, call in calls),
-    )
+    tool_calls = tuple(_parse_tool_call(call, f"{location}.tool_calls[{index}]") for index, call in calls)
+    return Message("assistant", content or "", reply.get("reasoning_content"), tool_calls)
 
 
 def _parse_tool_call(call: Any, location: str) -> ToolCall:
-    """Return a tool call. Its arguments are a dict or JSON text; OpenAI's form has both in a dict `function`."""
+    """Return a tool call. Its arguments are a dict or JSON text; in OpenAI's format, name and arguments are in a dict
+    `function`."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise EnvironmentFault(f"{location} needs a name: {{'name': TOOL, 'arguments': {{...}}}}")

@@ -1,11 +1,11 @@
-"""The time limit of an agent, which does not count the time that the agent waits for an engine without progress.
+"""The timeout of an agent, which does not count the time that the agent waits for a stalled engine.
 
-Whether the engine makes progress is only known later, when its counter of steps is read again. So if the limit passes
-while the agent waits for the engine, what happens next decides:
+Whether the engine makes progress is only known later, when its step counter is read again. So if the timeout passes
+while the agent waits for the engine, the outcome depends on what is seen next:
 
-    limit passes on the wall clock ----> progress is seen, and the time before it was no stall: RolloutDeadline
-                                   \\---> progress is seen after a stall: the agent gets the time of the stall back
-                                   \\---> stalls reach `stall_limit` seconds: EngineStalled
+    timeout passes on the wall clock ----> progress, and no stall before it: RolloutDeadline
+                                     \\---> progress after a stall: the agent gets the time of the stall back
+                                     \\---> stalls reach `stall_timeout` seconds: EngineStalled
 """
 
 import asyncio
@@ -15,11 +15,12 @@ from types import TracebackType
 from ramify.client.stall_clock import StallClock
 from ramify.errors import EngineStalled, RamifyError, RolloutDeadline
 
-RECHECK_INTERVAL = 0.1  # seconds between two checks after the limit has passed on the wall clock
+RECHECK_INTERVAL = 0.1  # seconds between two checks after the timeout has passed on the wall clock
 
 
 class HarnessTimeout:
-    """Raises RolloutDeadline after `limit` seconds without stalls, EngineStalled after `stall_limit` seconds of stalls.
+    """Raises RolloutDeadline after `timeout` seconds without stalls, EngineStalled after `stall_timeout` seconds of
+    stalls.
 
     Stalls before the block do not count. A TimeoutError that the block raises itself passes unchanged.
     """
@@ -49,7 +50,7 @@ class HarnessTimeout:
             raise self._failure from timeout_error
 
     def _check(self) -> None:
-        """End the block if its time is over; otherwise schedule the next check for when it may be."""
+        """End the block if its time is over; otherwise schedule the next check for the earliest time it could be."""
         loop = asyncio.get_running_loop()
         stalled = self._stall_clock.seconds - self._stalled_before
         deadline = self._started_at + self._timeout + self._stall_clock.ended_seconds - self._stalled_before

@@ -1,4 +1,4 @@
-"""A rollout, started again while what went wrong was not the agent's doing."""
+"""Run a rollout, and start it again after a system failure."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from ramify.trace import Episode, Trace
 if TYPE_CHECKING:
     from ramify.gateway import Gateway
 
-REWARD_MISSING = Failure("EnvironmentFault", "a reward was due and did not run", "system", True)
+REWARD_MISSING = Failure("EnvironmentFault", "a reward did not run", "system", True)
 
 
 async def run_rollout(
@@ -29,11 +29,12 @@ async def run_rollout(
     max_tries: int | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> Episode:
-    """One attempt, run up to `attempts` times (the source's number unless given) until it says something about the
-    policy. The last run is returned; `trace.info["tries"]` names what ended those before it.
+    """Run one attempt, up to `max_tries` times (default: `source.attempts`) while it ends with a system failure.
+
+    Returns the episode of the last try; `trace.info["tries"]` lists the failures of the tries before it.
     """
     failures: list[str] = []
-    most = env.source.attempts if max_tries is None else max_tries
+    max_tries = env.source.attempts if max_tries is None else max_tries
     while True:
         episode = await run_attempt(
             env,
@@ -48,7 +49,7 @@ async def run_rollout(
             on_progress=on_progress,
         )
         failure = next(filter(None, (find_system_failure(env, trace) for trace in episode.traces)), None)
-        if failure is None or not failure.retryable or len(failures) + 1 >= most:
+        if failure is None or not failure.retryable or len(failures) + 1 >= max_tries:
             break
         failures.append(f"{failure.name}: {failure.message}")
     if failures:
@@ -58,11 +59,11 @@ async def run_rollout(
 
 
 def find_system_failure(env: Environment, trace: Trace) -> Failure | None:
-    """What keeps a trace from counting: a failure that was not the policy's, or a reward that did not run.
+    """Return why a trace is no evidence about the policy, or None: a system failure, or a reward that did not run.
 
-    The rewards of the group are not its own; they come later.
+    Group rewards do not count: they are computed later.
     """
-    found = next((error for error in trace.errors if error.blame == "system"), None)
-    if found is None and any(trace.rewards.get(hook.name) is None for hook in env.hooks.rewards):
+    failure = next((error for error in trace.errors if error.blame == "system"), None)
+    if failure is None and any(trace.rewards.get(hook.name) is None for hook in env.hooks.rewards):
         return REWARD_MISSING
-    return found
+    return failure

@@ -1,7 +1,7 @@
-"""A box that tries again.
+"""A runtime wrapper that retries failed calls.
 
-Each call is repeated by itself, as long as its failure says that another try can succeed: a rollout of an hour is not
-lost to one moment in which the machine had no process to spare.
+Each call is retried separately if its error is retryable, so that one moment without free processes does not cost a
+rollout of an hour.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from ramify.runtime.base import CommandLine
 
 T = TypeVar("T")
 MAX_RETRIES = 3
-INITIAL_BACKOFF = 0.1  # seconds before the first repetition, doubled each time
+INITIAL_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one
 
 
 class RetryingRuntime(Runtime):
-    """Another runtime, called again where that may help."""
+    """Wraps a runtime and retries its calls after retryable errors."""
 
     def __init__(self, inner: Runtime, *, backoff: float = INITIAL_BACKOFF) -> None:
         super().__init__(inner.config)

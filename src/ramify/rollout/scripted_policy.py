@@ -1,4 +1,4 @@
-"""A policy that says what it was told to say: it needs no model and is as exact as one."""
+"""A policy that replays a fixed list of replies, without a model."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from ramify.trace import Message, Usage
 
 
 class ScriptedPolicy(MessagePolicy):
-    """Answers with these replies, one after another. After the last one, a call raises `exhausted`."""
+    """Answers with the given replies, one after another. After the last one, a call raises `exhausted_error`."""
 
     name = "scripted"
     max_model_len = None
@@ -32,10 +32,10 @@ class ScriptedPolicy(MessagePolicy):
         stop_strings: Sequence[str] = (),
         clock: StallClock | None = None,
     ) -> SampledReply:
-        """The next reply."""
+        """Return the next reply."""
         if self.num_played == len(self.replies):
             count = "1 reply" if self.num_played == 1 else f"{self.num_played} replies"
-            raise self.exhausted_error(f"the script has {count}, and the conversation goes on")
+            raise self.exhausted_error(f"the script has {count}, but the conversation is not over")
         reply = self.replies[self.num_played]
         self.num_played += 1
         message = Message("assistant", reply) if isinstance(reply, str) else reply

@@ -1,4 +1,4 @@
-"""A deadline around a block, with the name of what was waited for."""
+"""A timeout for a block of code, with an error that names the operation."""
 
 import asyncio
 from types import TracebackType
@@ -6,10 +6,11 @@ from types import TracebackType
 from ramify.errors import DeadlineExceeded
 
 
-class fail_after:  # noqa: N801 - read as a word: `async with within(...)`
-    """Raises DeadlineExceeded when the block takes longer; a TimeoutError of the block's own passes as it is.
+class fail_after:  # noqa: N801 - used like a function, as `asyncio.timeout` is
+    """Raises DeadlineExceeded if the block takes longer than `timeout` seconds; `what` names the operation.
 
-    A class and no generator: every phase of every rollout goes through here.
+    A TimeoutError that the block raises itself passes unchanged. This is a class rather than a generator for speed:
+    every phase of every rollout uses it.
     """
 
     __slots__ = ("_scope", "_timeout", "_what")

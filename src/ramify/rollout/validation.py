@@ -1,9 +1,9 @@
-"""Is a task sound? Found out without a model: set it up, run its `validate`, play its gold replies through the harness.
+"""Validate a task without a model: set it up, run its `validate` hook, and play its gold replies through the harness.
 
-The same attempt as any other, with a script in the place of the policy. So whatever would fail in a rollout that does
-everything right fails here: a setup that raises, a tool that does not answer, a reward that cannot be computed, or one
-that a perfect agent does not get. For a task without gold replies the script is one empty reply: its rewards run, but
-whether a correct answer earns anything is not checked.
+It is a normal attempt with a scripted policy. So it detects everything that would fail in a perfect rollout: a setup
+that raises, a tool that does not answer, a reward that cannot be computed or that a perfect agent does not get. For a
+task without gold replies, the script is one empty reply: its rewards run, but it is not checked whether a correct
+answer earns a reward.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TaskValidation:
-    """What is known about one task."""
+    """The result of validating one task."""
 
     task: str
     problem: str | None
-    """What is wrong with it; None if nothing is."""
+    """What is wrong with the task; None if it is valid."""
     reward: float | None
-    """What the replies earned; None where the rewards did not run."""
+    """The reward of the replies; None if the rewards did not run."""
     has_gold: bool
-    """Whether gold replies were played; otherwise an empty reply was."""
+    """Whether the task has gold replies; otherwise one empty reply was played."""
     seconds: float
     trace: Trace
 
@@ -39,7 +39,7 @@ class TaskValidation:
 async def validate_task(
     env: Environment, task: Task, *, gateway: "Gateway | None" = None, seed: int = 0
 ) -> TaskValidation:
-    """Check one task."""
+    """Validate one task."""
     identity = task.identity
     attempt = _ValidationAttempt(env, task, ScriptedPolicy(), gateway, f"validate-{identity}", "", 0, seed, False, None)
     try:
@@ -55,7 +55,7 @@ async def validate_task(
 
 
 class _ValidationAttempt(AttemptRunner):
-    """An attempt with the task's gold replies, or with one empty reply if it has none."""
+    """An attempt that plays the task's gold replies, or one empty reply if it has none."""
 
     has_gold = False
 
@@ -74,30 +74,30 @@ class _ValidationAttempt(AttemptRunner):
         policy.replies = parse_gold_replies(gold)
         stop = await super().run_harness(tools, user)
         if policy.num_played < len(policy.replies):
-            said = f"{policy.num_played} of {len(policy.replies)} gold replies were played before the rollout ended"
-            raise EnvironmentFault(f"{said} ({stop})")
+            played = f"{policy.num_played} of {len(policy.replies)}"
+            raise EnvironmentFault(f"{played} gold replies were played before the rollout ended ({stop})")
         return stop
 
     def gold_reward(self) -> float | None:
-        """What the replies earned; the rewards of a group are not theirs."""
-        entries = [self.trace.rewards[hook.name] for hook in self.env.hooks.rewards]
-        if not entries or any(entry is None for entry in entries):
+        """Return the reward of the replies without group rewards, or None if a reward is missing."""
+        rewards = [self.trace.rewards[hook.name] for hook in self.env.hooks.rewards]
+        if not rewards or any(reward is None for reward in rewards):
             return None
-        return sum(entry[0] * entry[1] for entry in entries if entry is not None)
+        return sum(reward[0] * reward[1] for reward in rewards if reward is not None)
 
     def find_problem(self) -> str | None:
-        """What is wrong."""
+        """Return what is wrong with the task, or None."""
         errors = [error for error in self.trace.errors if self.has_gold or error.blame == "system"]
         if errors:
             return "; ".join(f"{error.name}: {error.message}" for error in errors)
         reward = self.gold_reward()
         if self.has_gold and reward is not None and reward <= 0:
-            return f"the gold replies earn {reward:g}; a perfect agent should earn something"
+            return f"the reward of the gold replies is {reward:g}; expected more than 0"
         return None
 
 
 def _check_validate_result(result: Any) -> None:
-    """What `validate` says: nothing or True is well, False or a text is not."""
+    """Raise EnvironmentFault if the `validate` hook returned False or a text; None and True mean valid."""
     if isinstance(result, str) and result:
         raise EnvironmentFault(f"validate: {result}")
     if result is False:

@@ -1,0 +1,27 @@
+"""Errors of an environment's code become failures with a name."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from ramify.env.hook import is_current_task_cancelled
+from ramify.errors import EnvironmentFault, RamifyError
+from ramify.errors.origin import describe_exception
+
+
+@contextlib.contextmanager
+def raise_environment_faults(what: str) -> Iterator[None]:
+    """Raise errors of the block as EnvironmentFault; `what` names the code that runs in it.
+
+    A RamifyError, and the cancellation of the current task itself, pass unchanged.
+    """
+    try:
+        yield
+    except RamifyError:
+        raise
+    except asyncio.CancelledError as error:
+        if is_current_task_cancelled():
+            raise
+        raise EnvironmentFault(f"{what}: CancelledError: something it awaited was cancelled") from error
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFault(f"{what}: {describe_exception(error)}") from error
