@@ -22,11 +22,11 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from ramify.config import parse
-from ramify.envserver import EnvServerChild, EnvServerConfig
+from ramify.envserver import EnvServerProcess, EnvServerConfig
 
 async def main():
     config = parse(EnvServerConfig, ["@", sys.argv[1]])
-    async with EnvServerChild(config, Path(sys.argv[1] + ".child.toml")) as child:
+    async with EnvServerProcess(config, Path(sys.argv[1] + ".child.toml")) as child:
         print(child.pid, child.address, flush=True)
         await child.wait()
 

@@ -33,7 +33,7 @@ def test_a_rollout_is_scored_and_can_be_watched_while_it_grows(shared):
             group="g",
             attempt=2,
             seed=5,
-            watch=lambda *news: seen.append((news[0], len(news[1].nodes))),
+            on_progress=lambda *news: seen.append((news[0], len(news[1].nodes))),
         )
 
     done = runner.run(one())
@@ -42,7 +42,7 @@ def test_a_rollout_is_scored_and_can_be_watched_while_it_grows(shared):
     assert trace.rewards == {"right": (1.0, 1.0), "rank": None}
     assert [phase for phase, _ in seen] == ["boot", "setup", "harness", "turn", "scoring", "done"]
     assert [nodes for phase, nodes in seen if phase == "turn"] == [len(trace.nodes)] == [2]
-    assert (done.starts, done.crashes) == (1, 0)
+    assert (done.num_starts, done.crashes) == (1, 0)
 
 
 def test_a_rollout_that_the_environment_breaks_is_an_episode_with_a_failure(shared):
@@ -69,9 +69,9 @@ def test_info_says_how_many_tasks_there_are(shared):
 
 
 def test_tasks_without_end_are_counted_as_null(monkeypatch):
-    monkeypatch.setattr(env_worker, "MANY", 50)
-    endless: Any = SimpleNamespace(name="endless", tasks=lambda: (Task() for _ in itertools.count()))
-    exact: Any = SimpleNamespace(name="exact", tasks=lambda: (Task() for _ in range(50)))
+    monkeypatch.setattr(env_worker, "MAX_COUNTED_TASKS", 50)
+    endless: Any = SimpleNamespace(name="endless", iter_tasks=lambda: (Task() for _ in itertools.count()))
+    exact: Any = SimpleNamespace(name="exact", iter_tasks=lambda: (Task() for _ in range(50)))
     assert (TaskPager(endless).count(), TaskPager(exact).count()) == (None, 50)
 
 
@@ -108,18 +108,20 @@ def test_info_says_what_is_served_and_sampling_can_be_overridden(shared):
 
 def test_workers_never_import_torch(shared):
     _, server, _ = shared
-    for worker in server.pool._ready():
+    for worker in server.pool._ready_workers():
         assert "torch" not in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
 def test_all_that_a_worker_says_is_in_the_log_once_and_with_its_name(shared, tmp_path):
     runner, server, client = shared
     gate = tmp_path / "gate"
-    first = {worker.id for worker in server.pool._ready()}
+    first = {worker.id for worker in server.pool._ready_workers()}
 
     async def talk():
-        os.kill(server.pool._ready()[0].pid, signal.SIGKILL)  # one of the two is started later
-        await until(lambda: len({worker.id for worker in server.pool._ready()} - first) == 1, "the later worker")
+        os.kill(server.pool._ready_workers()[0].pid, signal.SIGKILL)  # one of the two is started later
+        await until(
+            lambda: len({worker.id for worker in server.pool._ready_workers()} - first) == 1, "the later worker"
+        )
         rollouts = [
             asyncio.create_task(client.run(task(n, does="talk", gate=str(gate)), id=f"t{n}")) for n in range(200, 206)
         ]
@@ -130,7 +132,7 @@ def test_all_that_a_worker_says_is_in_the_log_once_and_with_its_name(shared, tmp
     def begun() -> int:
         return len((tmp_path / "gate.begun").read_text().splitlines())
 
-    workers = {f"task-{200 + at}": done.worker for at, done in enumerate(runner.run(talk()))}
+    workers = {f"task-{200 + at}": done.worker_id for at, done in enumerate(runner.run(talk()))}
     assert len(set(workers.values())) == 2 and set(workers.values()) - first
     said = [f"{said} {key}" for key in workers for said in ("logged", "printed", "shouted")]
 
@@ -161,7 +163,7 @@ def test_a_source_is_picked_by_name_and_what_is_inert_is_refused():
     with pytest.raises(ConfigInvalid, match="train/a, eval/a"):
         config.select_source()
     assert config.model_copy(update={"source": "eval/a"}).select_source().kind == "eval"
-    with pytest.raises(ConfigInvalid, match="no 'eval/b'"):
+    with pytest.raises(ConfigInvalid, match="unknown source 'eval/b'"):
         config.model_copy(update={"source": "eval/b"}).select_source()
     with pytest.raises(ValueError, match="multiplex"):
         EnvServerConfig.model_validate(

@@ -32,13 +32,13 @@ def test_a_worker_that_is_killed_with_forty_rollouts_in_flight_loses_none(shared
         seen: Counter[str] = Counter()
 
         async def one(number: int):
-            done = await client.run(task(number, gate=str(gate)), id=f"k{number}", deadline=DEADLINE)
+            done = await client.run(task(number, gate=str(gate)), id=f"k{number}", timeout=DEADLINE)
             seen[f"k{number}"] += 1
             return done
 
         rollouts = [asyncio.create_task(one(number)) for number in range(40)]
         await until(lambda: waiting_at(gate) >= 40, "forty rollouts in flight")
-        victim = server.pool._ready()[0]
+        victim = server.pool._ready_workers()[0]
         os.kill(victim.pid, signal.SIGKILL)
 
         async def dead():
@@ -54,7 +54,7 @@ def test_a_worker_that_is_killed_with_forty_rollouts_in_flight_loses_none(shared
         assert [one.episode.traces[0].id for one in done] == [f"k{number}" for number in range(40)]
         assert all(one.episode.traces[0].rewards["right"] == (1.0, 1.0) for one in done)
         assert Counter(one.crashes for one in done) == {0: 20, 1: 20}
-        await until(lambda: len(server.pool._ready()) == 2, "the replacement")
+        await until(lambda: len(server.pool._ready_workers()) == 2, "the replacement")
 
     runner.run(scene())
 
@@ -100,7 +100,7 @@ def test_a_client_that_disappears_is_forgotten_and_its_rollouts_are_cancelled(sh
             await until(lambda: waiting_at(gate) == 4, "four rollouts in flight")
             assert (await client.health()).running == 4
             proxy.silent = True
-            await until(lambda: server.pool.running == 0, "their end", 10)
+            await until(lambda: server.pool.num_running == 0, "their end", 10)
             await asyncio.gather(*rollouts, return_exceptions=True)
 
     runner.run(scene())
@@ -115,12 +115,12 @@ def test_a_thousand_rollouts_with_kills_cancels_and_faults_are_each_answered_onc
 
     async def one(number: int, does: str, cancelled: bool, slots: asyncio.Semaphore) -> str:
         async with slots:
-            call = asyncio.create_task(client.run(task(number, does=does), id=f"s{number}", deadline=DEADLINE))
+            call = asyncio.create_task(client.run(task(number, does=does), id=f"s{number}", timeout=DEADLINE))
             if cancelled:
                 await asyncio.sleep(rng.random() * 0.05)
                 await client.cancel([f"s{number}"])
             if number in (300, 600):
-                victim = server.pool._ready()[0]
+                victim = server.pool._ready_workers()[0]
                 killed.append(victim.id)
                 os.kill(victim.pid, signal.SIGKILL)
             try:
@@ -142,8 +142,8 @@ def test_a_thousand_rollouts_with_kills_cancels_and_faults_are_each_answered_onc
         stats = await client.stats()
         assert {death.worker for death in (await client.health()).deaths} >= set(killed)
         assert stats.counts["reruns"] > 0
-        await until(lambda: server.pool.running == 0, "the end of it")
-        await until(lambda: len(server.pool._ready()) == 2, "the replacements")
+        await until(lambda: server.pool.num_running == 0, "the end of it")
+        await until(lambda: len(server.pool._ready_workers()) == 2, "the replacements")
 
     runner.run(scene())
     assert sum(answers.values()) == 1000
@@ -161,7 +161,7 @@ def test_a_loop_that_stands_still_is_named_and_moved_and_a_reward_that_blocks_is
         async with EnvServer(config) as own, EnvClient(own.address, settings=QUICK) as client:
             innocent = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"i{n}")) for n in range(4)]
             await until(lambda: waiting_at(gate) >= 4, "four rollouts in flight")
-            with pytest.raises(WorkerDied, match=r"2 workers were lost under rollout spin(.|\n)*spin_for_ever"):
+            with pytest.raises(WorkerDied, match=r"2 workers were lost while they ran spin(.|\n)*spin_for_ever"):
                 await client.run(task(9, does="spin"), id="spin", timeout=DEADLINE)
             gate.touch()
             done = await asyncio.gather(*innocent)
@@ -170,11 +170,11 @@ def test_a_loop_that_stands_still_is_named_and_moved_and_a_reward_that_blocks_is
             assert "in spin" in own.log_path.read_text()
 
     async def scene():
-        before = {worker.pid for worker in server.pool._ready()}
-        blocked = asyncio.create_task(client.run(task(1, does="block"), id="block", deadline=DEADLINE))
+        before = {worker.pid for worker in server.pool._ready_workers()}
+        blocked = asyncio.create_task(client.run(task(1, does="block"), id="block", timeout=DEADLINE))
         await hung()
         assert (await blocked).crashes == 0
-        assert {worker.pid for worker in server.pool._ready()} == before
+        assert {worker.pid for worker in server.pool._ready_workers()} == before
         assert max((await client.stats()).worker_lag.values()) > 3
 
     runner.run(scene())

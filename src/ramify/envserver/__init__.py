@@ -1,7 +1,8 @@
 """Env servers: rollouts in worker processes, behind one address that outlives any of them.
 
-One idea: nothing is believed that is not seen. A worker is dead when its process is gone, hung when its event loop has
-stood still for too long, ready when it has said so; what it held runs again elsewhere, a bounded number of times.
+One idea: worker state is observed, never assumed. A worker is lost when its process has exited, hung when its event
+loop has not run for too long, ready when it has reported so. The attempts of a lost worker are rerun on other workers,
+a bounded number of times.
 """
 
 import lazy_loader

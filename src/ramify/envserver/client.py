@@ -1,8 +1,8 @@
-"""The client of an env server: its methods with types, and rollouts that can be watched while they grow."""
+"""The client of an env server: typed methods, and progress updates of running rollouts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ramify.env import Task
 from ramify.envserver.messages import (
@@ -22,29 +22,32 @@ from ramify.envserver.messages import (
 from ramify.trace import Episode, Trace, TraceDeltaDecoder, decode_episode, encode_trace
 from ramify.wire import WireClient, WireMessage, WireSettings
 
-CONTROL_TIMEOUT = 30.0  # seconds for what needs no model
-ROLLOUT_TIMEOUT = 3600.0  # seconds for a rollout, unless the caller says otherwise
+if TYPE_CHECKING:
+    from ramify.rollout.attempt import ProgressCallback
 
-ProgressCallback = Callable[[str, Trace], None]
+CONTROL_TIMEOUT = 30.0  # seconds for requests that need no model
+ROLLOUT_TIMEOUT = 3600.0  # default seconds for a rollout
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """A rollout that is finished: its encoded episode, and what it took."""
+    """A finished rollout."""
 
     encoded_episode: bytes | memoryview
     worker_id: str
+    """The worker that finished it."""
     num_starts: int
     crashes: int
+    """Workers that were lost while they ran it."""
 
     @property
     def episode(self) -> Episode:
-        """The traces; their arrays are views over the received bytes."""
+        """The decoded episode; its arrays are views of the received bytes."""
         return decode_episode(self.encoded_episode)
 
 
 class EnvClient:
-    """An env server at `address`. It may be started later than us: `start` waits for it as long as it is told to."""
+    """A client of the env server at `address`. The server may start later than the client: `start` waits for it."""
 
     def __init__(self, address: str, secret: str | None = None, *, settings: WireSettings | None = None) -> None:
         self._client = WireClient(address, secret=secret, settings=settings)
@@ -54,12 +57,12 @@ class EnvClient:
         return self._client.address
 
     async def start(self, timeout: float | None = None) -> Self:
-        """Connect; PeerLost if nobody answers in time."""
+        """Connect. Raises PeerLost if the server does not answer within `timeout` seconds."""
         await self._client.start(timeout)
         return self
 
     async def close(self) -> None:
-        """Take back what is open and go."""
+        """Cancel open requests and disconnect."""
         await self._client.close()
 
     async def __aenter__(self) -> Self:
@@ -79,14 +82,14 @@ class EnvClient:
         train: bool = False,
         sampling: dict[str, Any] | None = None,
         max_tries: int | None = None,
-        on_progress: ProgressCallback | None = None,
+        on_progress: "ProgressCallback | None" = None,
         environment_digest: str = "",
         timeout: float = ROLLOUT_TIMEOUT,
     ) -> RolloutResult:
-        """One rollout. `watch` gets its phases and the trace as it grows; a rollout that is started again starts over.
+        """Run one rollout. Cancelling this call cancels the rollout.
 
-        A server whose environment has another digest than `environment` raises EnvironmentChanged. Whoever cancels this
-        cancels the rollout.
+        `on_progress` is called with each phase and the trace so far; if the rollout is started again, the trace starts
+        over. Raises EnvironmentChanged if the digest of the server's environment is not `environment_digest`.
         """
         request = RolloutRequest(
             task=task.to_wire() if isinstance(task, Task) else task,
@@ -101,9 +104,9 @@ class EnvClient:
             environment=environment_digest,
         )
         on_part = None if on_progress is None else _DeltaAssembler(on_progress).apply
-        answer = await self._client.call("run", WireMessage.encode(request), timeout=timeout, on_part=on_part)
-        done = answer.decode(RolloutResponse)
-        return RolloutResult(answer.blobs[0], done.worker, done.starts, done.crashes)
+        message = await self._client.call("run", WireMessage.encode(request), timeout=timeout, on_part=on_part)
+        response = message.decode(RolloutResponse)
+        return RolloutResult(message.blobs[0], response.worker, response.starts, response.crashes)
 
     async def score_group(
         self,
@@ -113,50 +116,47 @@ class EnvClient:
         environment_digest: str = "",
         timeout: float = ROLLOUT_TIMEOUT,
     ) -> GroupScores:
-        """The rewards that only all attempts at a task together have, for each trace."""
+        """Compute the group rewards of all attempts at a task; return them for each trace."""
         request = ScoreGroupRequest(task.to_wire() if isinstance(task, Task) else task, environment_digest)
         message = WireMessage.encode(request, *(encode_trace(trace) for trace in traces))
         return (await self._client.call("score_group", message, timeout=timeout)).decode(GroupScores)
 
     async def tasks(self, start: int = 0, count: int = 100, *, timeout: float = 300.0) -> TaskPage:
-        """Tasks `start` to `start + count` of the taskset, in its order."""
-        return (
-            await self._client.call("tasks", WireMessage.encode(TasksRequest(start, count)), timeout=timeout)
-        ).decode(TaskPage)
+        """Return the tasks `start` to `start + count` of the taskset, in order."""
+        request = WireMessage.encode(TasksRequest(start, count))
+        return (await self._client.call("tasks", request, timeout=timeout)).decode(TaskPage)
 
     async def cancel(self, ids: Iterable[str]) -> int:
-        """Cancel rollouts by id, whoever asked for them; returns how many were running."""
-        return (
-            await self._client.call("cancel", WireMessage.encode(CancelRequest(list(ids))), timeout=CONTROL_TIMEOUT)
-        ).decode(int)
+        """Cancel rollouts by id, including those of other clients; return how many were running."""
+        request = WireMessage.encode(CancelRequest(list(ids)))
+        return (await self._client.call("cancel", request, timeout=CONTROL_TIMEOUT)).decode(int)
 
     async def info(self, *, count_tasks: bool = True, timeout: float = 300.0) -> EnvServerInfo:
-        """What the server serves. Counting its tasks takes as long as loading them."""
-        return (await self._client.call("info", WireMessage.encode(InfoRequest(count_tasks)), timeout=timeout)).decode(
-            EnvServerInfo
-        )
+        """Return a description of the environment. Counting its tasks takes as long as loading them."""
+        request = WireMessage.encode(InfoRequest(count_tasks))
+        return (await self._client.call("info", request, timeout=timeout)).decode(EnvServerInfo)
 
     async def health(self) -> EnvServerHealth:
-        """How the server does."""
+        """Return the state of the server and its workers."""
         return (await self._client.call("health", timeout=CONTROL_TIMEOUT)).decode(EnvServerHealth)
 
     async def stats(self) -> EnvServerStats:
-        """What the server has done."""
+        """Return the server's counters and scaling decisions."""
         return (await self._client.call("stats", timeout=CONTROL_TIMEOUT)).decode(EnvServerStats)
 
 
 class _DeltaAssembler:
-    """Puts the deltas of a rollout together; a later start replaces an earlier one."""
+    """Assembles the trace of a rollout from deltas; a later start replaces an earlier one."""
 
-    def __init__(self, on_progress: ProgressCallback) -> None:
-        self._on_progress, self._start, self._reader = on_progress, -1, TraceDeltaDecoder()
+    def __init__(self, on_progress: "ProgressCallback") -> None:
+        self._on_progress, self._start, self._decoder = on_progress, -1, TraceDeltaDecoder()
 
     def apply(self, part: WireMessage) -> None:
         update = part.decode(RolloutUpdate)
         if update.start < self._start:
             return
         if update.start > self._start:
-            self._start, self._reader = update.start, TraceDeltaDecoder()
+            self._start, self._decoder = update.start, TraceDeltaDecoder()
         for delta in part.blobs:
-            self._reader.apply(delta)
-        self._on_progress(update.phase, self._reader.trace)
+            self._decoder.apply(delta)
+        self._on_progress(update.phase, self._decoder.trace)

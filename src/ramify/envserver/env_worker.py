@@ -1,4 +1,4 @@
-"""What a worker does: load the environment once, then run what it is asked to."""
+"""The worker: loads an environment once, then serves rollouts, tasks and group scores."""
 
 import asyncio
 import contextlib
@@ -46,14 +46,14 @@ from ramify.rollout import Environment, SourceConfig, run_rollout, score_group
 from ramify.trace import Trace, TraceDeltaEncoder, decode_trace, encode_episode
 from ramify.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 
-ZMQ_LINGER_MS = 2000  # milliseconds for the last words
-FILE_THREADS = 64  # that read and write the files of boxes and task pages
-BROKER_GRACE = 86400.0  # the leash, not silence, tells a worker that its broker is gone
+ZMQ_LINGER_MS = 2000  # milliseconds to send pending messages at exit
+FILE_THREADS = 64  # threads that read and write files of runtimes and pages of tasks
+BROKER_GRACE = 86400.0  # seconds; the watcher process, not silence, tells a worker that its broker is gone
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
 def run_worker(spec: bytes, report_fd: int) -> None:
-    """Serve until told to stop; the exit is immediate, for threads of hooks may never end."""
+    """Serve until stopped. The process then exits at once, because threads of hooks may never end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -62,7 +62,7 @@ def run_worker(spec: bytes, report_fd: int) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     for noisy in ("httpx", "httpcore", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    sys.setswitchinterval(0.001)  # heartbeats wait for nobody
+    sys.setswitchinterval(0.001)  # so that hook threads do not delay heartbeats
     asyncio.run(_serve(msgspec.json.decode(spec, type=WorkerSpec), report_fd))
 
 
@@ -74,19 +74,18 @@ async def _serve(spec: WorkerSpec, report_fd: int) -> None:
     try:
         async with contextlib.AsyncExitStack() as stack:
             worker = await _load_worker(spec, stack, stop_event)
-            gc.freeze()  # what was loaded is no garbage
-            settings = WireSettings(
-                heartbeat_interval=EnvServerConfig.model_validate(spec.config).heartbeat, session_timeout=BROKER_GRACE
-            )
+            gc.freeze()  # do not scan the loaded environment for garbage
+            heartbeat = EnvServerConfig.model_validate(spec.config).heartbeat
+            settings = WireSettings(heartbeat_interval=heartbeat, session_timeout=BROKER_GRACE)
             server = WireServer(worker.handlers, secret=spec.secret, encrypted=False, settings=settings, name=spec.id)
             await stack.enter_async_context(server)
             _send_report(report_fd, WorkerReady(pid=os.getpid(), address=server.address, info=worker.build_info()))
             reported = True
             await stop_event.wait()
-    except Exception as error:  # whatever it is, the broker has to hear why
+    except Exception as error:  # the broker needs the reason, whatever it is
         code = 1
         if reported:
-            logging.getLogger(__name__).exception("the worker broke")
+            logging.getLogger(__name__).exception("the worker failed")
         else:
             _send_report(report_fd, WorkerReady(pid=os.getpid(), failure=Failure.from_exception(error)))
     zmq.Context.instance().destroy(ZMQ_LINGER_MS)
@@ -96,8 +95,8 @@ async def _serve(spec: WorkerSpec, report_fd: int) -> None:
 
 
 def _send_report(fd: int, ready: WorkerReady) -> None:
-    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as out:  # a broker that is gone takes us along
-        out.write(msgspec.json.encode(ready))
+    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as pipe:  # without a broker, it is killed soon
+        pipe.write(msgspec.json.encode(ready))
 
 
 async def _load_worker(spec: WorkerSpec, stack: contextlib.AsyncExitStack, stop_event: asyncio.Event) -> "EnvWorker":
@@ -114,7 +113,7 @@ async def _load_worker(spec: WorkerSpec, stack: contextlib.AsyncExitStack, stop_
 
 
 class EnvWorker:
-    """An environment and the policy its agents ask, behind a few methods."""
+    """An environment and its policy, with the request handlers of a worker."""
 
     def __init__(
         self, id: str, env: Environment, policy: Policy, gateway: Gateway | None, stop_event: asyncio.Event
@@ -130,7 +129,7 @@ class EnvWorker:
         }
 
     def build_info(self) -> EnvServerInfo:
-        """What is served here."""
+        """Return the description of the environment."""
         env = self._env
         return EnvServerInfo(
             name=env.name,
@@ -149,11 +148,11 @@ class EnvWorker:
         )
 
     async def run(self, request: IncomingRequest) -> WireMessage:
-        """One rollout; its episode is the blob of the answer."""
+        """Run one rollout; the blob of the response is its episode."""
         rollout = request.decode(RolloutRequest)
         current_task = asyncio.current_task()
         assert current_task is not None
-        current_task.set_name(rollout.id)  # a loop that stands still is named by the rollout that stopped it
+        current_task.set_name(rollout.id)  # so that a hang report names the rollout
         progress_sender = ProgressSender(rollout, request)
         episode = await run_rollout(
             self._with_sampling(rollout.sampling),
@@ -173,26 +172,26 @@ class EnvWorker:
         return WireMessage.encode(RolloutResponse(self.id, progress_sender.num_starts), encoded)
 
     async def tasks(self, request: IncomingRequest) -> WireMessage:
-        """A page of tasks."""
-        ask = request.decode(TasksRequest)
-        return WireMessage.encode(await asyncio.to_thread(self._task_pager.read, ask.start, ask.count))
+        """Return a page of tasks."""
+        page = request.decode(TasksRequest)
+        return WireMessage.encode(await asyncio.to_thread(self._task_pager.read, page.start, page.count))
 
     async def count(self, request: IncomingRequest) -> WireMessage:
-        """How many tasks there are."""
+        """Return the number of tasks."""
         return WireMessage.encode(TaskCount(await asyncio.to_thread(self._task_pager.count)))
 
     async def score_group(self, request: IncomingRequest) -> WireMessage:
-        """The rewards that only all attempts at a task together have."""
-        ask = request.decode(ScoreGroupRequest)
+        """Return the group rewards of all attempts at a task."""
+        task = self._parse_task(request.decode(ScoreGroupRequest).task)
         traces = [decode_trace(blob) for blob in request.message.blobs]
-        before = [len(trace.errors) for trace in traces]
+        num_errors = [len(trace.errors) for trace in traces]
         names = [hook.name for hook in self._env.hooks.group_rewards]
-        await score_group(self._env, self._parse_task(ask.task), traces)
+        await score_group(self._env, task, traces)
         rewards = [{name: trace.rewards.get(name) for name in names} for trace in traces]
-        return WireMessage.encode(GroupScores(rewards, [trace.errors[at:] for trace, at in zip(traces, before)]))
+        return WireMessage.encode(GroupScores(rewards, [trace.errors[n:] for trace, n in zip(traces, num_errors)]))
 
     async def stop(self, request: IncomingRequest) -> WireMessage:
-        """End this process, once this is answered."""
+        """Stop this process after the response is sent."""
         asyncio.get_running_loop().call_soon(self._stop_event.set)
         return WireMessage.encode()
 
@@ -207,33 +206,34 @@ class EnvWorker:
             return self._env
         base = self._env.source.sampling
         try:
-            changed = type(base).model_validate({**base.model_dump(), **sampling})
+            merged = type(base).model_validate({**base.model_dump(), **sampling})
         except ValidationError as error:
             raise RequestInvalid(f"sampling: {error}") from error
-        source = self._env.source.model_copy(update={"sampling": changed})
-        return dataclasses.replace(self._env, source=source, sampling_metadata=changed.model_dump(mode="json"))
+        source = self._env.source.model_copy(update={"sampling": merged})
+        return dataclasses.replace(self._env, source=source, sampling_metadata=merged.model_dump(mode="json"))
 
 
 class ProgressSender:
-    """Counts how often a rollout is started, and sends what is new of it where that is wanted."""
+    """Counts the starts of a rollout, and sends trace deltas if the request asks for updates."""
 
     def __init__(self, rollout: RolloutRequest, request: IncomingRequest) -> None:
         self._rollout, self._request = rollout, request
-        self._writer: TraceDeltaEncoder | None = None
+        self._encoder: TraceDeltaEncoder | None = None
         self.num_starts = 0
 
     def on_progress(self, phase: str, trace: Trace) -> None:
+        """Count a start, and send an update; this is the `ProgressCallback` of the rollout."""
         if phase == "boot":
             self.num_starts += 1
-            self._writer = TraceDeltaEncoder(trace)
-        if self._rollout.stream and self._writer is not None:
-            delta = self._writer.next_delta()
+            self._encoder = TraceDeltaEncoder(trace)
+        if self._rollout.stream and self._encoder is not None:
+            delta = self._encoder.next_delta()
             update = RolloutUpdate(self._rollout.start + self.num_starts - 1, phase)
             self._request.send_part(WireMessage.encode(update, *(() if delta is None else (delta,))))
 
 
 class TaskPager:
-    """Tasks by their position. The taskset may have no end, so nothing is kept but the place we are at."""
+    """Reads pages of tasks. The taskset may be infinite, so only the current position is kept."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -242,36 +242,30 @@ class TaskPager:
         self._position = 0
 
     def read(self, start: int, count: int) -> TaskPage:
-        """Tasks `start` to `start + count`; blocks, so call it in a thread."""
-        with self._lock:
-            try:
-                return self._read(start, count)
-            except ConfigInvalid:
-                self._tasks = None
-                raise
-            except Exception as error:
-                self._tasks = None
-                raise self._load_error(error) from error
+        """Return the tasks `start` to `start + count`. Blocks: call it in a thread."""
+        with self._lock, self._raise_load_errors():
+            tasks, position = self._tasks, self._position
+            self._tasks = None  # until the page is read: after an error, the tasks are loaded again
+            if tasks is None or start < position:
+                tasks, position = self._env.iter_tasks(), 0
+            position += sum(1 for _ in islice(tasks, start - position))
+            page = list(islice(tasks, count)) if position == start else []
+            self._tasks, self._position = tasks, position + len(page)
+            return TaskPage([TaskItem(task.identity, task.to_wire()) for task in page], end=len(page) < count)
 
     def count(self) -> int | None:
-        """Return the number of tasks, None if there are more than `MANY`; blocks, so call it in a thread."""
-        try:
+        """Return the number of tasks, or None if it exceeds `MAX_COUNTED_TASKS`. Blocks: call it in a thread."""
+        with self._raise_load_errors():
             count = sum(1 for _ in islice(self._env.iter_tasks(), MAX_COUNTED_TASKS + 1))
+        return count if count <= MAX_COUNTED_TASKS else None
+
+    @contextlib.contextmanager
+    def _raise_load_errors(self) -> Iterator[None]:
+        """Raise errors of the taskset's `load` as ConfigInvalid."""
+        try:
+            yield
         except ConfigInvalid:
             raise
         except Exception as error:
-            raise self._load_error(error) from error
-        return count if count <= MAX_COUNTED_TASKS else None
-
-    def _load_error(self, error: Exception) -> ConfigInvalid:
-        text = describe_exception(error)
-        return ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}")
-
-    def _read(self, start: int, count: int) -> TaskPage:
-        if self._tasks is None or start < self._position:
-            self._tasks, self._position = self._env.iter_tasks(), 0
-        for _ in islice(self._tasks, start - self._position):
-            self._position += 1
-        found = list(islice(self._tasks, count)) if self._position == start else []
-        self._position += len(found)
-        return TaskPage([TaskItem(task.identity, task.to_wire()) for task in found], end=len(found) < count)
+            text = describe_exception(error)
+            raise ConfigInvalid(f"taskset {self._env.name} cannot be loaded: load raised {text}") from error

@@ -1,24 +1,24 @@
-"""Returns memory that large rollouts have used to the system.
+"""Return the memory of large rollouts to the operating system.
 
 A long trace consists of many buffers of a few kilobytes, which glibc allocates on its heap. When they are freed, glibc
-returns only memory at the top of the heap, so a worker that has run one large rollout would keep its memory for ever.
+returns only memory at the top of the heap, so a worker that has run one large rollout would keep its memory forever.
 """
 
 import asyncio
 import ctypes
 from collections.abc import Callable
 
-LARGE_ROLLOUT_BYTES = 4 << 20  # bytes of an encoded rollout from which on the heap is trimmed
-TRIM_DELAY = 1.0  # seconds until then: the answer has to be sent first, and several rollouts may end together
+LARGE_ROLLOUT_BYTES = 4 << 20  # size of an encoded rollout from which the heap is trimmed
+TRIM_DELAY = 1.0  # seconds: the response has to be sent first, and several rollouts may end together
 
 
 def find_malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's `malloc_trim`; None where the C library is another one."""
+    """Return glibc's `malloc_trim`, or None if the C library has none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class HeapTrimmer:
-    """Trims the heap of this process soon after a large rollout; `count` says how often it did."""
+    """Trims the heap of this process soon after a large rollout. `num_trims` counts the trims."""
 
     def __init__(self, *, delay: float = TRIM_DELAY) -> None:
         self._malloc_trim, self._delay = find_malloc_trim(), delay

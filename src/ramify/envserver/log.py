@@ -1,4 +1,4 @@
-"""One log file for a server and all its workers: every line once, with the time and who wrote it."""
+"""One log file for a server and all its workers. Each line has a timestamp and its origin."""
 
 import asyncio
 import contextlib
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ramify.errors import StorageFailed
 
-MAX_LINE_BYTES = 1 << 16  # bytes of a line; a longer one is broken
-TAIL_LINES = 20  # lines of each worker that a failure may show
+MAX_LINE_BYTES = 1 << 16  # a longer line is split
+TAIL_LINES = 20  # lines of a worker's output in an error message
 
 
 class EnvServerLog:
-    """An open log file."""
+    """An open log file of an env server."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,23 +25,23 @@ class EnvServerLog:
             raise StorageFailed(f"the log {path} cannot be written: {error.strerror}") from error
 
     def write(self, origin: str, line: str) -> None:
-        """Add one line; a disk that is full costs lines, not the server."""
+        """Append a line. Write errors such as a full disk are ignored: they must not stop the server."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 self._file.write(f"{datetime.now().isoformat(timespec='milliseconds')} {origin} {line}\n")
 
     def log_event(self, text: str) -> None:
-        """Add what the broker has to say."""
+        """Append lines of the broker."""
         for line in text.splitlines():
             self.write("broker", line)
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file; further lines are ignored."""
         self._file.close()
 
 
 class WorkerOutput(asyncio.Protocol):
-    """What a worker and its children print, line by line into the log."""
+    """Copies the output of a worker and its children to the log, line by line."""
 
     def __init__(self, log: EnvServerLog, origin: str) -> None:
         self._log, self._origin, self._partial_line = log, origin, b""
@@ -50,11 +50,11 @@ class WorkerOutput(asyncio.Protocol):
 
     @classmethod
     async def open(cls, log: EnvServerLog, origin: str) -> tuple["WorkerOutput", int]:
-        """A reader, and the descriptor to write to."""
-        reading, writing = os.pipe()
-        pipe = os.fdopen(reading, "rb", 0)
+        """Return the reader of a new pipe and the file descriptor to write to."""
+        read_fd, write_fd = os.pipe()
+        pipe = os.fdopen(read_fd, "rb", 0)
         _, output = await asyncio.get_running_loop().connect_read_pipe(lambda: cls(log, origin), pipe)
-        return output, writing
+        return output, write_fd
 
     def data_received(self, data: bytes) -> None:
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")

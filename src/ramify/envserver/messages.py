@@ -1,4 +1,7 @@
-"""What is asked of an env server and what it answers; the traces themselves travel as blobs beside these."""
+"""The requests and responses of an env server. Traces are sent as blobs next to these messages.
+
+The field names are part of the protocol; the class names are not.
+"""
 
 import hashlib
 from typing import Any
@@ -7,11 +10,11 @@ import msgspec
 
 from ramify.errors import Failure
 
-MAX_COUNTED_TASKS = 100_000  # a taskset with more tasks counts as one without end
+MAX_COUNTED_TASKS = 100_000  # a taskset with more tasks counts as infinite
 
 
 class RolloutRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One rollout of a task."""
+    """A request to run one rollout of a task."""
 
     task: dict[str, Any]
     id: str
@@ -20,88 +23,89 @@ class RolloutRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     seed: int = 0
     train: bool = False
     sampling: dict[str, Any] | None = None
-    """In place of the source's, key by key."""
+    """Sampling parameters that override those of the source."""
     attempts: int | None = None
-    """How often it is started at most; the source's number unless given."""
+    """Most starts of the rollout; by default the number of the source."""
     stream: bool = False
-    """Whether turns are sent as they are made."""
+    """Whether to send updates while the rollout runs."""
     start: int = 0
-    """The number of its first start: a broker counts on where another worker has stopped."""
+    """The number of its first start. A broker continues to count after a worker was lost."""
     environment: str = ""
-    """The digest of the expected environment; a server with another one refuses the request. Empty: not checked."""
+    """The digest of the expected environment; a server with another environment refuses the request. Empty: not
+    checked."""
 
 
 class RolloutUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """News of a rollout; the blob is a trace delta. A higher `start` replaces all that came before."""
+    """An update of a running rollout; the blob is a trace delta. A higher `start` replaces all earlier updates."""
 
     start: int
     phase: str
 
 
 class RolloutResponse(msgspec.Struct, forbid_unknown_fields=True):
-    """The end of a rollout; the blob is its encoded episode."""
+    """The result of a rollout; the blob is its encoded episode."""
 
     worker: str
     starts: int
     crashes: int = 0
-    """Workers that were lost under it."""
+    """Workers that were lost while they ran the rollout."""
 
 
 class TasksRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A page of tasks."""
+    """A request for a page of tasks."""
 
     start: int
     count: int
 
 
 class TaskItem(msgspec.Struct, forbid_unknown_fields=True):
-    """A task and what it is called."""
+    """A task and its identity."""
 
     identity: str
     task: dict[str, Any]
 
 
 class TaskPage(msgspec.Struct, forbid_unknown_fields=True):
-    """Tasks in their order; `end` says that there are no more."""
+    """A page of tasks in order; `end`: there are no further tasks."""
 
     tasks: list[TaskItem]
     end: bool
 
 
 class ScoreGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """All attempts at a task, to be compared; the blobs are their traces."""
+    """A request for the group rewards of all attempts at a task; the blobs are their traces."""
 
     task: dict[str, Any]
     environment: str = ""
 
 
 class GroupScores(msgspec.Struct, forbid_unknown_fields=True):
-    """What each trace got: the rewards of the group, and what went wrong."""
+    """The group rewards and the failures of each trace."""
 
     rewards: list[dict[str, tuple[float, float] | None]]
     errors: list[list[Failure]]
 
 
 class CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Rollouts that nobody wants any more, by id."""
+    """A request to cancel rollouts by id."""
 
     ids: list[str]
 
 
 class TaskCount(msgspec.Struct, forbid_unknown_fields=True):
-    """How many tasks there are; None if there are more than MANY."""
+    """The number of tasks; None if there are more than MAX_COUNTED_TASKS."""
 
     count: int | None
 
 
 class InfoRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request for `Info`. Tasks are counted only on demand, because all of them have to be loaded for that."""
+    """A request for `EnvServerInfo`. Tasks are counted only on demand, because that loads all of them."""
 
     count_tasks: bool = True
 
 
 class EnvServerInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a server serves."""
+    """A description of the environment that a server runs."""
 
     name: str
     version: str
@@ -116,9 +120,9 @@ class EnvServerInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     sampling: dict[str, Any]
     limits: dict[str, int | None]
     environment: dict[str, Any]
-    """The identity of what is served: digests of its code by file, and its configuration."""
+    """The identity of the environment: digests of its code by file, and its configuration."""
     num_tasks: int | None = None
-    """None if there are more than MANY, or if they were not counted."""
+    """None if there are more than MAX_COUNTED_TASKS, or if they were not counted."""
 
     @property
     def environment_digest(self) -> str:
@@ -132,7 +136,7 @@ def compute_environment_digest(identity: dict[str, Any]) -> str:
 
 
 class WorkerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One worker as it is."""
+    """The current state of a worker."""
 
     id: str
     pid: int
@@ -146,17 +150,17 @@ class WorkerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class WorkerLoss(msgspec.Struct, forbid_unknown_fields=True):
-    """A worker that is no more, against its will."""
+    """A worker that exited, was killed, hung or did not boot."""
 
     worker: str
     at: float
     reason: str
     attempts: int
-    """How many attempts it held."""
+    """The number of attempts that ran on it."""
 
 
 class EnvServerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a server does: `ok`, `booting`, `broken` (no worker will boot) or `closing`."""
+    """The state of a server: `ok`, `booting`, `broken` (workers fail to boot) or `closing`."""
 
     state: str
     reason: str
@@ -167,7 +171,7 @@ class EnvServerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScalingDecision(msgspec.Struct, forbid_unknown_fields=True):
-    """A change of the pool."""
+    """A change of the number of workers."""
 
     at: float
     before: int
@@ -176,21 +180,21 @@ class ScalingDecision(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EnvServerStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a server has done."""
+    """Counters and history of a server."""
 
     uptime: float
     worst_lag: float
-    """The longest the broker's own event loop stood still."""
+    """The longest pause of the broker's event loop, in seconds."""
     counts: dict[str, int]
     failures: dict[str, int]
     decisions: list[ScalingDecision]
     workers: list[WorkerHealth]
     worker_lag: dict[str, float]
-    """The longest each worker's event loop stood still."""
+    """The longest pause of each worker's event loop, in seconds."""
 
 
 class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a worker is told when it is started."""
+    """The configuration that a worker receives at its start."""
 
     id: str
     source: dict[str, Any]
@@ -199,7 +203,7 @@ class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class WorkerReady(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a worker says when it can work, or why it cannot."""
+    """A worker's report that it is ready, or why it failed to boot."""
 
     pid: int
     address: str = ""

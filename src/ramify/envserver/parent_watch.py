@@ -1,11 +1,11 @@
-"""The process above a worker: it holds the worker's life line, and sees to it that nothing of it remains.
+"""The watcher process above a worker: it kills all processes of the worker when the worker or the broker ends.
 
-    broker ==pipe==> keeper ---> worker ---> shells, servers, whatever agents start
+    broker ==pipe==> watcher ---> worker ---> shells, servers, whatever agents start
 
-A process cannot clean up after its own `kill -9`. So a worker forks before it loads anything: the parent stays behind
-as its keeper, a few pages of memory that wait for one of two things, the end of the worker or the end of the broker.
-Whatever the worker has started, daemons included, is inherited by the keeper (it is a subreaper), which ends it all and
-removes the worker's temporary directory. If the keeper itself is killed, the kernel kills the worker.
+A process cannot clean up after its own `kill -9`. So a worker forks before it loads anything: the parent becomes the
+watcher, which needs only a few pages of memory and waits until the worker exits or the broker closes the pipe. The
+watcher is a subreaper: it inherits all processes that the worker started, daemons included, kills them and removes the
+worker's temporary directory. If the watcher itself is killed, the kernel kills the worker.
 """
 
 import contextlib
@@ -19,13 +19,16 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-KILL_TIMEOUT = 5.0  # seconds after which what is still there is stuck in the kernel
+KILL_TIMEOUT = 5.0  # seconds after which a process that still exists is stuck in the kernel
 POLL_INTERVAL = 0.01
-SIGNAL_EXIT_OFFSET = 128  # added to the number of the signal that ended the worker
+SIGNAL_EXIT_OFFSET = 128  # added to the number of the signal that killed the worker
 
 
 def fork_under_subreaper(temp_dir: Path, report_fd: int) -> None:
-    """Fork; returns in the worker, never in the keeper. Standard input is the life line, `report` the worker's own."""
+    """Fork, and return in the worker only; the parent becomes the watcher and never returns.
+
+    Standard input is the pipe of the broker. `report_fd` is used by the worker only.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watcher_pid, worker_pid = os.getpid(), os.fork()
@@ -33,10 +36,11 @@ def fork_under_subreaper(temp_dir: Path, report_fd: int) -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != watcher_pid:
             os._exit(1)
-        _redirect_stdin_to_devnull()
+        with Path(os.devnull).open("rb") as devnull:
+            os.dup2(devnull.fileno(), 0)
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     os.close(report_fd)
     code = _wait_for_worker_or_broker(worker_pid)
     _kill_descendants()
@@ -45,14 +49,14 @@ def fork_under_subreaper(temp_dir: Path, report_fd: int) -> None:
 
 
 def remove_temp_dir(temp_dir: Path) -> None:
-    """Remove a worker's temporary directory, and the one of all workers with the last of them."""
+    """Remove a worker's temporary directory, and the parent directory if it is empty."""
     shutil.rmtree(temp_dir, ignore_errors=True)
     with contextlib.suppress(OSError):
         temp_dir.parent.rmdir()
 
 
 def _wait_for_worker_or_broker(worker_pid: int) -> int:
-    """Wait for the end of the worker, or bring it about when the broker lets go; returns its exit code."""
+    """Wait until the worker exits, and kill it if the broker closes the pipe; return the worker's exit code."""
     pidfd = os.pidfd_open(worker_pid)
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
@@ -68,33 +72,17 @@ def _wait_for_worker_or_broker(worker_pid: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill all that is left; whatever loses its parent meanwhile becomes a child of ours."""
+    """Kill all descendants. Processes that lose their parent meanwhile become children of this process."""
     deadline = time.monotonic() + KILL_TIMEOUT
     while time.monotonic() < deadline:
-        for pid in _list_descendants():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
+        import psutil  # imported only if there are descendants, so that the watcher stays small
+
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
         time.sleep(POLL_INTERVAL)
-
-
-def _list_descendants() -> list[int]:
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = {os.getpid()}
-    while extra := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
-        found |= extra
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def _redirect_stdin_to_devnull() -> None:
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)

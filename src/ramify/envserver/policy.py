@@ -1,4 +1,4 @@
-"""Whom the agents of a worker ask."""
+"""The policy that the agents of a worker call."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from ramify.gateway.policy import Policy
 from ramify.gateway.policy_connection import connect_policy
 from ramify.wire.address import is_listening
 
-POLL_INTERVAL = 0.05  # seconds between two looks at an engine that is not there
+POLL_INTERVAL = 0.05  # seconds between two checks for an engine that does not listen yet
 
 
 async def open_policy(config: EnvServerConfig, stack: contextlib.AsyncExitStack) -> Policy:
-    """The policy, open until the stack is closed. Engines may be starting still: they get half the time of a boot."""
+    """Return the policy, which is open until the stack is closed. Waits up to half of `boot_timeout` for engines."""
     deadline = time.monotonic() + config.boot_timeout / 2
     for url in config.inference.base_url:
         while not await is_listening(url) and time.monotonic() < deadline:

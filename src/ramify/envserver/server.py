@@ -1,7 +1,7 @@
-"""The env server: one address, behind it a broker that hands every request to a worker and sees it answered once.
+"""The env server: a broker that forwards each request to a worker, so that each request is answered exactly once.
 
-An attempt whose worker is lost runs again elsewhere. How often is bounded: a worker that was killed counts against all
-that it held, one that hung against the rollout whose code stood still, as far as that is known.
+If a worker is lost, its attempts are rerun on other workers. The number of reruns is bounded: a killed worker counts
+against all its attempts, a hung one only against the rollout whose code blocked the event loop, if that is known.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from ramify.envserver.worker_process import WorkerProcess
 from ramify.errors import EnvironmentChanged, PeerLost, RamifyError, RequestCancelled, WorkerDied
 from ramify.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
 
-MAX_MOVES_PER_CRASH = 10  # times `crashes` that a rollout may be moved without being to blame
+MAX_MOVES_PER_CRASH = 10  # a rollout that did not cause the losses is moved at most this many times `crashes`
 POLL_INTERVAL = 0.05
 
 
 class EnvServer:
-    """One source, served; `start` and `close` (or `async with`) are its life."""
+    """Serves one source. Use `start` and `close`, or `async with`."""
 
     def __init__(self, config: EnvServerConfig) -> None:
         self.config, self.selected = config, config.select_source()
@@ -65,19 +65,23 @@ class EnvServer:
 
     @property
     def address(self) -> str:
-        """Where it listens; the real one once it has started."""
+        """The address of the server; its actual port is known after `start`."""
         return self._server.address
 
     async def wait_unreachable(self) -> None:
-        """Returns if the server can no longer be reached."""
+        """Wait until the server can no longer be reached."""
         await self._server.failed.wait()
 
     @property
     def log_path(self) -> Path:
+        """The path of the log file."""
         return self.selected.log_path(self.config.output)
 
     async def start(self) -> Self:
-        """Returns when the first worker is ready; raises ConfigInvalid or WorkerDied if none will be."""
+        """Start the server and return when the first worker is ready.
+
+        Raises ConfigInvalid or WorkerDied if no worker boots.
+        """
         self._loop_monitor = LoopMonitor()
         self.log = EnvServerLog(self.log_path)
         self.log.log_event(f"serving {self.selected.key}, pool {self.selected.config.pool}")
@@ -98,7 +102,7 @@ class EnvServer:
         return self
 
     async def close(self, grace: float | None = None) -> None:
-        """Let what is in flight finish for `grace` seconds, cancel the rest, stop the workers."""
+        """Let running attempts finish for `grace` seconds, cancel the others, and stop the workers."""
         deadline = time.monotonic() + (self.config.grace if grace is None else grace)
         self._closing = True
         while self.pool.num_running + self.pool.num_waiting and time.monotonic() < deadline:
@@ -116,7 +120,7 @@ class EnvServer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- methods -------------------------------------------------------------------------------------------------------
+    # -- request handlers ----------------------------------------------------------------------------------------------
 
     async def _handle_info(self, request: IncomingRequest) -> WireMessage:
         info = self.pool.info
@@ -169,31 +173,30 @@ class EnvServer:
         return WireMessage.encode(len(tasks))
 
     async def _forward(self, request: IncomingRequest, method: str | None = None) -> WireMessage:
-        """Let any worker answer; a worker that is lost meanwhile is followed by another."""
-        method, end = method or request.header.method, time.monotonic() + request.timeout
+        """Forward the request to any worker; if the worker is lost, try another."""
+        method, deadline = method or request.header.method, time.monotonic() + request.timeout
         for _ in range(self.config.crashes):
             worker = await self.pool.acquire()
             try:
-                return await worker.client.call(method, request.message, timeout=end - time.monotonic())
+                return await worker.client.call(method, request.message, timeout=deadline - time.monotonic())
             except (PeerLost, WorkerDied):
                 continue
             finally:
                 self.pool.release(worker)
-        raise WorkerDied(f"{self.config.crashes} workers were lost under {method}; the last {worker.reason}")
+        raise WorkerDied(f"{self.config.crashes} workers were lost while they ran {method}; the last {worker.reason}")
 
     async def _handle_score_group(self, request: IncomingRequest) -> WireMessage:
         self._check_environment(request.decode(ScoreGroupRequest).environment)
         return await self._forward(request)
 
     def _check_environment(self, expected: str) -> None:
-        """Raise EnvironmentChanged if a request expects another version of the environment than this server loaded."""
+        """Raise EnvironmentChanged if a request expects another environment than the loaded one."""
         info = self.pool.info
         if expected and info is not None and info.environment_digest != expected:
             raise EnvironmentChanged(
-                f"the environment of {self.selected.key} was changed while it was in use: the run "
-                f"began with {expected} "
-                f"and the env server has {info.environment_digest}; give the same command again, "
-                "which lists the differences"
+                f"the environment of {self.selected.key} was changed while it was in use: the run started with "
+                f"{expected}, the env server has {info.environment_digest}; give the same command again, which lists "
+                "the differences"
             )
 
     async def _handle_run(self, request: IncomingRequest) -> WireMessage:
@@ -218,15 +221,15 @@ class EnvServer:
                 del self._tasks_by_rollout[rollout.id]
 
     async def _run_until_finished(self, rollout: RolloutRequest, request: IncomingRequest) -> WireMessage:
-        """Run an attempt on one worker after another until one has finished it."""
+        """Run an attempt on one worker after another until one finishes it."""
         deadline = time.monotonic() + request.timeout
         crashes = reruns = 0
         while True:
             worker = await self.pool.acquire()
             try:
-                answer = await self._run_on_worker(worker, rollout, request, deadline)
-                done = msgspec.structs.replace(answer.decode(RolloutResponse), crashes=reruns)
-                return WireMessage.encode(done, *answer.blobs)
+                message = await self._run_on_worker(worker, rollout, request, deadline)
+                response = msgspec.structs.replace(message.decode(RolloutResponse), crashes=reruns)
+                return WireMessage.encode(response, *message.blobs)
             except (PeerLost, WorkerDied):
                 reruns += 1
                 crashes += worker.hung_rollout_id in (None, rollout.id)
@@ -234,7 +237,7 @@ class EnvServer:
             finally:
                 self.pool.release(worker)
             if crashes >= self.config.crashes or reruns >= MAX_MOVES_PER_CRASH * self.config.crashes:
-                raise WorkerDied(f"{reruns} workers were lost under rollout {rollout.id}; the last {worker.reason}")
+                raise WorkerDied(f"{reruns} workers were lost while they ran {rollout.id}; the last {worker.reason}")
 
     async def _run_on_worker(
         self, worker: WorkerProcess, rollout: RolloutRequest, request: IncomingRequest, deadline: float
@@ -243,17 +246,17 @@ class EnvServer:
             rollout.start = max(rollout.start, part.decode(RolloutUpdate).start + 1)
             request.send_part(part)
 
-        message = WireMessage.encode(rollout)  # its start is where the last worker was lost
+        message = WireMessage.encode(rollout)  # `rollout.start` counts on from the last lost worker
         on_part = forward if rollout.stream else None
         return await worker.client.call("run", message, timeout=deadline - time.monotonic(), on_part=on_part)
 
     def _with_counters(
         self, name: str, handler: Callable[[IncomingRequest], Awaitable[WireMessage]]
     ) -> Callable[[IncomingRequest], Awaitable[WireMessage]]:
-        async def counted(request: IncomingRequest) -> WireMessage:
+        async def handle(request: IncomingRequest) -> WireMessage:
             self.counts[name] += 1
             try:
-                answer = await handler(request)
+                response = await handler(request)
             except asyncio.CancelledError:
                 self.failures["RequestCancelled"] += 1
                 raise
@@ -261,6 +264,6 @@ class EnvServer:
                 self.failures[error.name] += 1
                 raise
             self.counts[f"{name}_done"] += 1
-            return answer
+            return response
 
-        return counted
+        return handle

@@ -1,7 +1,7 @@
-"""An env server as a child: `ramify env-server`, for whoever needs one and has none.
+"""An env server as a child process: `ramify env-server`.
 
-Its address is the line it prints. It runs under `ramify.cli.parent_watch`: however this process ends, the server
-and its workers end too.
+The server prints its address. It runs under `ramify.cli.parent_watch`, so that it exits, with its workers, however this
+process ends.
 """
 
 import asyncio
@@ -19,12 +19,15 @@ from ramify.envserver.config import EnvServerConfig
 from ramify.errors import ConfigInvalid, DeadlineExceeded, WorkerDied
 
 ADDRESS_PATTERN = re.compile(r"^serving (\S+) at (\S+)$")
-TAIL_LINES = 30  # lines that a failure shows
-CONFIG_ERROR_EXIT_CODE = 2  # the exit code of a command whose configuration cannot be used
+TAIL_LINES = 30  # lines of output in an error message
+CONFIG_ERROR_EXIT_CODE = 2  # of a command with an invalid configuration
 
 
 class EnvServerProcess:
-    """One `ramify env-server`; its configuration is written to `file`. Start it once, stop it once."""
+    """One `ramify env-server` process; its configuration is written to `config_path`. Start it once, stop it once.
+
+    `address` is where it listens, known after `start`.
+    """
 
     def __init__(self, config: EnvServerConfig, config_path: Path, *, start_timeout: float = 180.0) -> None:
         self.config, self.config_path, self.start_timeout = config, config_path, start_timeout
@@ -35,12 +38,12 @@ class EnvServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         assert self._process is not None
         return self._process.pid
 
     async def start(self) -> Self:
-        """Start it and wait until it says where it listens."""
+        """Start the process and wait until it prints its address."""
         write_toml(self.config, self.config_path)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "ramify.cli.parent_watch", "env-server", "@", str(self.config_path)),
@@ -54,9 +57,8 @@ class EnvServerProcess:
                 await self._wait_for_address()
         except TimeoutError:
             await self.stop()
-            raise DeadlineExceeded(
-                f"the env server was not ready within {self.start_timeout:g} s: {self.output_tail}"
-            ) from None
+            text = f"the env server was not ready within {self.start_timeout:g} s: {self.output_tail}"
+            raise DeadlineExceeded(text) from None
         except BaseException:
             await self.stop()
             raise
@@ -64,19 +66,18 @@ class EnvServerProcess:
         return self
 
     async def stop(self) -> int | None:
-        """End it: it lets attempts finish for its grace; returns its exit code."""
+        """Stop the process, which lets running attempts finish for `grace` seconds; return its exit code."""
         process = self._process
         if process is None:
             return None
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
-        stop_timeout = self.config.grace + 30.0
         try:
-            await asyncio.wait_for(process.wait(), stop_timeout)
+            await asyncio.wait_for(process.wait(), timeout=self.config.grace + 30.0)
         except TimeoutError:
             process.kill()
             await process.wait()
-        finally:  # also where we are told to hurry: the leash is let go
+        finally:  # also if this is cancelled: closing stdin ends the process
             if process.stdin is not None:
                 process.stdin.close()
             if self._reader_task is not None:
@@ -84,7 +85,7 @@ class EnvServerProcess:
         return process.returncode
 
     async def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait until the process exits and return its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
@@ -96,7 +97,7 @@ class EnvServerProcess:
 
     @property
     def output_tail(self) -> str:
-        """The last it said."""
+        """The last lines of its output."""
         return "\n".join(self._output_tail)
 
     async def _wait_for_address(self) -> None:
@@ -109,19 +110,19 @@ class EnvServerProcess:
         code = await self._process.wait()
         if code == CONFIG_ERROR_EXIT_CODE:
             raise ConfigInvalid(self.output_tail)
-        raise WorkerDied(f"the env server ended with exit code {code}:\n{self.output_tail}")
+        raise WorkerDied(f"the env server exited with code {code}:\n{self.output_tail}")
 
     async def _drain_output(self) -> None:
         async for line in self._read_lines():
             self._output_tail.append(line)
 
     async def _read_lines(self) -> AsyncIterator[str]:
-        """What it says until it ends. All of it is read: one whose words nobody takes stands still."""
+        """Yield output lines until the process exits. All output must be read: a full pipe would block the process."""
         assert self._process is not None and self._process.stdout is not None
         while True:
             try:
                 line = await self._process.stdout.readline()
-            except ValueError:  # longer than a line may be; what was read of it is dropped
+            except ValueError:  # the line is too long; drop what was read of it
                 continue
             if not line:
                 return

@@ -1,8 +1,8 @@
-"""The workers of a server: how many there are, who gets the next attempt, and who is given up.
+"""The workers of a server: assigns attempts to workers, replaces lost workers and scales the pool.
 
-Waiting attempts are served in order, each by the ready worker that has least to do. One look a heartbeat decides the
-rest: hung workers are lost, old or large ones retire, and an elastic pool follows the load up at once and down after it
-has been idle for a while. Every decision is kept with its reason.
+Waiting attempts are served in order, each by the ready worker with the lowest load. A monitor loop checks all workers
+twice per heartbeat: hung workers are marked lost, old or large ones retire, and an elastic pool grows at once with the
+load and shrinks after it has had surplus workers for a while. Every decision is recorded with its reason.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from ramify.envserver.worker_process import WorkerProcess, WorkerState, make_tem
 from ramify.errors import EnvironmentChanged, RamifyError, WorkerDied
 from ramify.wire import LoopMonitor, WireSettings
 
-MAX_HISTORY = 256  # deaths and decisions
-INITIAL_BACKOFF = 0.5  # seconds before a worker is started after one that failed to boot, doubled each time
+MAX_HISTORY = 256  # recorded losses and decisions
+INITIAL_BACKOFF = 0.5  # seconds before the next start after a failed boot, doubled for each further one
 MAX_BACKOFF = 30.0
 
 
@@ -44,22 +44,22 @@ class WorkerPool:
         self.worst_lag: dict[str, float] = {}
         self.info: EnvServerInfo | None = None
         self.boot_error: RamifyError | None = None
-        """Why no worker boots; None while one does or may."""
+        """Why workers fail to boot; None unless `boot_attempts` boots in a row have failed."""
         self.started_at = time.monotonic()
         self._waiters: deque[asyncio.Future[WorkerProcess]] = deque()
-        self._num_waiting = 0  # of those, the ones that nobody has answered or taken back
+        self._num_waiting = 0  # waiters that have neither a worker nor been cancelled
         self._ids = count(1)
-        self._boot_failures_in_a_row = 0  # boots in a row that failed
+        self._boot_failures_in_a_row = 0
         self._next_boot_at = 0.0
-        self._surplus_since: float | None = None  # since when there are too many
+        self._surplus_since: float | None = None  # since when there are more workers than needed
         self._tasks: set[asyncio.Task[None]] = set()
-        self._first_boot_done = asyncio.Event()  # a worker is ready, or none will be
+        self._first_boot_done = asyncio.Event()  # a worker is ready, or booting has failed for good
         self._closed = False
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- start and close -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when the first worker is ready; raises why there is none."""
+        """Start workers and return when the first is ready. Raises the boot error if there is none."""
         self._temp_root = make_temp_root()
         self._scale_up("start")
         self._create_task(self._monitor_loop())
@@ -79,20 +79,20 @@ class WorkerPool:
             await asyncio.wait(self._tasks)
         shutil.rmtree(self._temp_root, ignore_errors=True)
 
-    # -- work ----------------------------------------------------------------------------------------------------------
+    # -- assignment of attempts ----------------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
-        """Attempts in the hands of workers."""
+        """The number of attempts that run on workers."""
         return sum(worker.load for worker in self.workers.values())
 
     @property
     def num_waiting(self) -> int:
-        """Attempts that no worker has."""
+        """The number of attempts that wait for a worker."""
         return self._num_waiting
 
     async def acquire(self) -> WorkerProcess:
-        """A worker for one attempt, to be given back; waits for one in the order of asking."""
+        """Wait for a worker, first come first served, and return it. The caller must `release` it after its attempt."""
         if self.boot_error is not None and not self._ready_workers():
             raise _attempt_error(self.boot_error)
         future: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
@@ -109,7 +109,7 @@ class WorkerPool:
             raise
 
     def release(self, worker: WorkerProcess) -> None:
-        """Give a worker back."""
+        """Return a worker after an attempt."""
         worker.load -= 1
         if worker.state is WorkerState.RETIRING and worker.load == 0:
             self._create_task(self._stop_worker(worker), "end")
@@ -128,7 +128,7 @@ class WorkerPool:
             if worker is None or worker.load >= capacity:
                 return
             worker.load += 1
-            self._num_waiting -= 1  # at once: an attempt is with a worker or waits, never both
+            self._num_waiting -= 1  # here, not in the callback: an attempt must never count as both running and waiting
             self._waiters.popleft().set_result(worker)
 
     def _on_waiter_done(self, future: "asyncio.Future[WorkerProcess]") -> None:
@@ -141,7 +141,7 @@ class WorkerPool:
                 self._num_waiting -= 1
                 future.set_exception(_attempt_error(error))
 
-    # -- how many ------------------------------------------------------------------------------------------------------
+    # -- scaling -------------------------------------------------------------------------------------------------------
 
     def _target_size(self) -> int:
         pool = self._pool_config
@@ -151,33 +151,34 @@ class WorkerPool:
         return min(max(needed, pool.min), pool.max_workers)
 
     def _scale_up(self, trigger: str) -> None:
-        """Start workers that are missing."""
-        now = time.monotonic()
-        serving = [one for one in self.workers.values() if one.state in (WorkerState.BOOTING, WorkerState.READY)]
-        target, before = self._target_size(), len(serving)
-        if self._boot_failures_in_a_row:  # one at a time, until one boots
-            target = min(target, before + 1) if not any(one.state is WorkerState.BOOTING for one in serving) else before
-        if self._closed or target <= before or now < self._next_boot_at:
+        """Start as many workers as are missing. `trigger` is recorded as the reason."""
+        num_booting = sum(worker.state is WorkerState.BOOTING for worker in self.workers.values())
+        target, before = self._target_size(), num_booting + len(self._ready_workers())
+        if self._boot_failures_in_a_row:  # after a failed boot, start one at a time until one succeeds
+            target = before if num_booting else min(target, before + 1)
+        if self._closed or target <= before or time.monotonic() < self._next_boot_at:
             return
         reason = f"{trigger}: {self.num_running} running, {self.num_waiting} waiting"
         self._record_decision(before, target, reason)
         for _ in range(target - before):
-            worker = WorkerProcess(
-                f"w{next(self._ids)}", self._temp_root, self.log, self._loop_monitor, self._on_worker_lost
-            )
+            id = f"w{next(self._ids)}"
+            worker = WorkerProcess(id, self._temp_root, self.log, self._loop_monitor, self._on_worker_lost)
             self.workers[worker.id] = worker
             self._create_task(self._boot_worker(worker))
 
     def _scale_down(self, now: float) -> None:
+        """Retire the workers of an elastic pool that have not been needed for `idle` seconds."""
         pool, ready = self._pool_config, self._ready_workers()
-        surplus = len(ready) - self._target_size() if isinstance(pool, ElasticPoolConfig) else 0
+        if not isinstance(pool, ElasticPoolConfig):
+            return
+        surplus = len(ready) - self._target_size()
         if surplus <= 0:
             self._surplus_since = None
             return
         self._surplus_since = self._surplus_since or now
-        if isinstance(pool, ElasticPoolConfig) and now - self._surplus_since >= pool.idle:
+        if now - self._surplus_since >= pool.idle:
             self._surplus_since = None
-            reason = f"idle: for {pool.idle:g} s {surplus} of {len(ready)} had nothing to do"
+            reason = f"idle: {surplus} of {len(ready)} workers were not needed for {pool.idle:g} s"
             self._record_decision(len(ready), len(ready) - surplus, reason)
             for worker in sorted(ready, key=lambda worker: worker.load)[:surplus]:
                 self._retire_worker(worker, "idle")
@@ -192,14 +193,14 @@ class WorkerPool:
         if worker.load == 0:
             self._create_task(self._stop_worker(worker), "end")
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- monitoring ----------------------------------------------------------------------------------------------------
 
     async def _monitor_loop(self) -> None:
         while True:
             await asyncio.sleep(self.config.heartbeat / 2)
             try:
                 self._check_workers()
-            except Exception:  # noqa: BLE001 - whatever one look met, the next must come: nobody else sees a hang
+            except Exception:  # noqa: BLE001 - the loop must go on: nothing else detects hangs
                 self.log.log_event(traceback.format_exc())
 
     def _check_workers(self) -> None:
@@ -218,30 +219,30 @@ class WorkerPool:
         if config.max_age is not None and worker.age > config.max_age:
             reason = f"it is older than {config.max_age:g} s"
         elif config.max_memory is not None and worker.memory > config.max_memory:
-            reason = f"it holds {worker.memory:.0f} MiB, more than {config.max_memory:g}"
+            reason = f"it uses {worker.memory:.0f} MiB, more than {config.max_memory:g}"
         if reason:
             self.counts["recycled"] += 1
             self._retire_worker(worker, reason)
 
-    # -- birth and death -----------------------------------------------------------------------------------------------
+    # -- boot and loss of workers --------------------------------------------------------------------------------------
 
     async def _boot_worker(self, worker: WorkerProcess) -> None:
         config = self.config
-        patience = max(60.0, 2 * config.hang_timeout)
         settings = WireSettings(
-            heartbeat_interval=config.heartbeat, server_timeout=patience, max_open_requests=max(config.queue, 1) * 2
+            heartbeat_interval=config.heartbeat,
+            server_timeout=max(60.0, 2 * config.hang_timeout),
+            max_open_requests=2 * config.queue,
         )
         spec = WorkerSpec(id=worker.id, source=self._source_config, config=config.model_dump(mode="json"), secret="")
         try:
             await worker.boot(spec, settings, private_temp=not self._keeps_sandboxes, timeout=config.boot_timeout)
             self._check_environment(worker)
         except (RamifyError, OSError) as error:
-            worker.state = WorkerState.LOST  # before `bury` waits: a worker that was ready must not be given work
+            worker.state = WorkerState.LOST  # before `reap` waits: it must not be assigned an attempt
             await worker.reap()
             self.workers.pop(worker.id, None)
-            self._on_boot_failed(
-                worker, error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}")
-            )
+            boot_error = error if isinstance(error, RamifyError) else WorkerDied(f"{worker.id}: {error}")
+            self._on_boot_failed(worker, boot_error)
             return
         self.counts["booted"] += 1
         self._boot_failures_in_a_row, self.boot_error = 0, None
@@ -251,45 +252,40 @@ class WorkerPool:
         self._assign_waiters()
 
     def _check_environment(self, worker: WorkerProcess) -> None:
-        """Refuse a worker that has loaded another version of the environment than those before it."""
+        """Raise EnvironmentChanged if a worker has loaded another version of the environment than those before it."""
         if self.info is None or worker.info is None or worker.info.environment == self.info.environment:
             return
         before, now = (info.environment.get("code", {}) for info in (self.info, worker.info))
         files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
         raise EnvironmentChanged(
             f"the environment was changed while it was in use: {', '.join(files) or 'its configuration'}; "
-            f"restore it, or stop the run and give the same command again, which lists the differences and the options"
+            "restore it, or stop the run and give the same command again, which lists the differences and the options"
         )
 
     def _on_boot_failed(self, worker: WorkerProcess, error: RamifyError) -> None:
-        """A worker did not boot."""
+        """Record a failed boot; after too many in a row, fail the waiting attempts."""
         self._boot_failures_in_a_row += 1
         self.counts["boot_failures"] += 1
-        self._next_boot_at = time.monotonic() + min(
-            INITIAL_BACKOFF * 2 ** (self._boot_failures_in_a_row - 1), MAX_BACKOFF
-        )
-        self.losses.append(
-            WorkerLoss(worker.id, time.monotonic() - self.started_at, f"did not boot: {error.message}", 0)
-        )
+        now, backoff = time.monotonic(), INITIAL_BACKOFF * 2 ** (self._boot_failures_in_a_row - 1)
+        self._next_boot_at = now + min(backoff, MAX_BACKOFF)
+        self.losses.append(WorkerLoss(worker.id, now - self.started_at, f"did not boot: {error.message}", 0))
         self.log.log_event(f"{worker.id} did not boot: {error.name}: {error.message}")
         if self._boot_failures_in_a_row < self.config.boot_attempts and error.retryable:
             return
         if error.retryable:
-            reason = (
-                f"{self._boot_failures_in_a_row} workers in a row did not boot; the last: {error.name}: {error.message}"
-            )
-            error = WorkerDied(reason)
+            count = self._boot_failures_in_a_row
+            error = WorkerDied(f"{count} workers in a row did not boot; the last: {error.name}: {error.message}")
         self.boot_error = error
         self._first_boot_done.set()
         if not self._ready_workers():
             self._fail_waiters(error)
 
     def _on_worker_lost(self, worker: WorkerProcess) -> None:
-        """A worker that was ready is gone against its will."""
+        """Record the loss of a worker, and replace it."""
         self.workers.pop(worker.id, None)
         self.counts["lost"] += 1
         self.losses.append(WorkerLoss(worker.id, time.monotonic() - self.started_at, worker.reason, worker.load))
-        self.log.log_event(f"{worker.id} is lost with {worker.load} attempts in hand: {worker.reason}")
+        self.log.log_event(f"{worker.id} was lost while it ran {worker.load} attempts: {worker.reason}")
         self._create_task(worker.reap(), "end")
         if not self._closed:
             self._scale_up("replace")
@@ -312,9 +308,6 @@ class WorkerPool:
 
 
 def _attempt_error(boot_error: RamifyError) -> RamifyError:
-    """Return the error that is raised for an attempt if the pool has no worker and will get none."""
-    return (
-        type(boot_error)(boot_error.message)
-        if isinstance(boot_error, EnvironmentChanged)
-        else WorkerDied(boot_error.message)
-    )
+    """Return the error for an attempt if workers fail to boot."""
+    error_class = EnvironmentChanged if isinstance(boot_error, EnvironmentChanged) else WorkerDied
+    return error_class(boot_error.message)

@@ -1,6 +1,6 @@
-"""A worker as the broker sees it: a process, a connection, and what it has in hand.
+"""A worker as the broker sees it: a process, a connection, and its load.
 
-BOOTING -> READY -> RETIRING -> STOPPED      stopped by us: idle, old, too large, or the server closes
+BOOTING -> READY -> RETIRING -> STOPPED      stopped by the broker: idle, old, too large, or the server closes
    |         |         |
    +---------+---------+------> LOST         it exited, was killed, or hung
 """
@@ -25,12 +25,12 @@ from ramify.envserver.messages import EnvServerInfo, WorkerHealth, WorkerReady, 
 from ramify.errors import DeadlineExceeded, RamifyError, WorkerDied
 from ramify.wire import LoopMonitor, WireClient, WireMessage, WireSettings
 
-STOP_TIMEOUT = 5.0  # seconds to end by itself
+STOP_TIMEOUT = 5.0  # seconds for a worker to exit by itself
 MIB = 1 << 20
 
 
 class WorkerState(Enum):
-    """Where a worker is in its life."""
+    """The state of a worker; see the module docstring for the transitions."""
 
     BOOTING = "booting"
     READY = "ready"
@@ -43,7 +43,10 @@ LIVE_STATES = (WorkerState.BOOTING, WorkerState.READY, WorkerState.RETIRING)
 
 
 class WorkerProcess:
-    """One worker. `on_end` is called once, when it is lost or stopped."""
+    """One worker process. `on_lost` is called once, when the worker is lost.
+
+    `load` is the number of attempts that run on it, `info` the description it reported when it became ready.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,9 @@ class WorkerProcess:
         self.pid = 0
         self.started_at = time.monotonic()
         self.reason = ""
-        """Why it retires, was stopped or is lost."""
+        """Why it retires, was stopped or was lost."""
         self.hung_rollout_id: str | None = None
-        """The rollout whose code made it hang, where that is known."""
+        """The rollout whose code made it hang, if known."""
         self.worst_lag = 0.0
         self.info: EnvServerInfo | None = None
         self._secret = secrets.token_hex(16)
@@ -69,91 +72,92 @@ class WorkerProcess:
         self._output: WorkerOutput | None = None
         self._exit_task: asyncio.Task[None] | None = None
 
-    # -- birth ---------------------------------------------------------------------------------------------------------
+    # -- boot ----------------------------------------------------------------------------------------------------------
 
     async def boot(self, spec: WorkerSpec, settings: WireSettings, *, private_temp: bool, timeout: float) -> None:
-        """Start it and wait until it is ready; raises why it is not."""
+        """Start the process and wait until it is ready. Raises the error that it reports, or WorkerDied."""
         spec.id, spec.secret = self.id, self._secret
         temp_dir = self._temp_root / self.id
         temp_dir.mkdir(parents=True)
-        self._output, out = await WorkerOutput.open(self._log, self.id)
-        reading, report = os.pipe()
+        self._output, output_fd = await WorkerOutput.open(self._log, self.id)
+        read_fd, report_fd = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "ramify.envserver.worker_main",
                 str(temp_dir),
-                str(report),
+                str(report_fd),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                pass_fds=(report,),
+                stdout=output_fd,
+                stderr=output_fd,
+                pass_fds=(report_fd,),
                 start_new_session=True,
                 env={**os.environ, **({"TMPDIR": str(temp_dir)} if private_temp else {})},
             )
         except OSError:
-            os.close(reading)
+            os.close(read_fd)
             raise
         finally:
-            os.close(out)
-            os.close(report)
+            os.close(output_fd)
+            os.close(report_fd)
         self._exit_task = asyncio.create_task(self._wait_for_exit(), name=f"exit of {self.id}")
         assert self._process.stdin is not None
-        packed = msgspec.json.encode(spec)
-        self._process.stdin.write(len(packed).to_bytes(8, "big") + packed)
+        spec_bytes = msgspec.json.encode(spec)
+        self._process.stdin.write(len(spec_bytes).to_bytes(8, "big") + spec_bytes)
         try:
             async with asyncio.timeout(timeout):
-                ready = await _read_pipe(reading)
+                report_bytes = await _read_pipe(read_fd)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.id} was not ready within {timeout:g} s") from None
         try:
-            said = msgspec.json.decode(ready, type=WorkerReady)
-        except msgspec.DecodeError as error:  # it ended before, or while, it reported
+            report = msgspec.json.decode(report_bytes, type=WorkerReady)
+        except msgspec.DecodeError as error:  # it exited before or while it reported
             await asyncio.wait([self._exit_task], timeout=STOP_TIMEOUT)
             raise self._boot_error("closed its report") from error
-        self.pid = said.pid
-        if said.failure is not None:
-            raise said.failure.to_exception()
+        self.pid = report.pid
+        if report.failure is not None:
+            raise report.failure.to_exception()
         self._client = WireClient(
-            said.address, secret=self._secret, encrypted=False, settings=settings, loop_monitor=self._loop_monitor
+            report.address, secret=self._secret, encrypted=False, settings=settings, loop_monitor=self._loop_monitor
         )
-        connecting = asyncio.create_task(self._client.start(timeout), name=f"meeting {self.id}")
+        connecting = asyncio.create_task(self._client.start(timeout), name=f"connecting to {self.id}")
         await asyncio.wait([connecting, self._exit_task], return_when=asyncio.FIRST_COMPLETED)
-        if self._exit_task.done():  # even if we have met: nobody else would see it go
+        if self._exit_task.done():  # even if it is connected: nothing else would notice the exit
             connecting.cancel()
             await asyncio.wait([connecting])
-            raise self._boot_error("ended")
+            raise self._boot_error("exited")
         connecting.result()
-        self.info, self.state = said.info, WorkerState.READY
+        self.info, self.state = report.info, WorkerState.READY
 
     def _boot_error(self, exit_description: str) -> WorkerDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
-        output = f"; it said:\n{tail}" if tail else ""
+        output = f"; its output:\n{tail}" if tail else ""
         return WorkerDied(f"{self.id} {self.reason or exit_description} while it booted{output}")
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def client(self) -> WireClient:
-        """The connection; WorkerDied while there is none."""
+        """The connection to the worker. Raises WorkerDied if there is none."""
         if self._client is None or self.state not in LIVE_STATES:
             raise WorkerDied(f"{self.id} {self.reason or 'is not ready'}")
         return self._client
 
     @property
     def age(self) -> float:
+        """Seconds since the start of the process."""
         return time.monotonic() - self.started_at
 
     @property
     def memory(self) -> float:
-        """MiB that it holds."""
+        """The memory of the worker in MiB."""
         with contextlib.suppress(psutil.Error):
             return psutil.Process(self.pid).memory_info().rss / MIB if self.pid else 0.0
         return 0.0
 
     def health(self) -> WorkerHealth:
-        """How it does."""
+        """Return the current state of the worker."""
         client = self._client
         return WorkerHealth(
             id=self.id,
@@ -167,35 +171,35 @@ class WorkerProcess:
         )
 
     def find_hang(self, timeout: float) -> str | None:
-        """What stands still, if its loop has for this long."""
+        """Return a description of the hang if the worker's event loop has not run for `timeout` seconds, else None."""
         if self._client is None or self.state not in (WorkerState.READY, WorkerState.RETIRING):
             return None
-        beat = self._client.last_heartbeat
-        self.worst_lag = max(self.worst_lag, beat.lag)
-        if beat.lag > timeout:
-            self.hung_rollout_id = beat.task or None
-            return f"hung: its event loop stood still for {beat.lag:.1f} s in {beat.task or 'no task'}:\n{beat.stack}"
-        if self._client.seconds_since_received > timeout:
+        heartbeat, silence = self._client.last_heartbeat, self._client.seconds_since_received
+        lag, task = heartbeat.lag, heartbeat.task
+        self.worst_lag = max(self.worst_lag, lag)
+        if lag > timeout:
+            self.hung_rollout_id = task or None
+            return f"hung: its event loop was blocked for {lag:.1f} s in {task or 'no task'}:\n{heartbeat.stack}"
+        if silence > timeout:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, signal.SIGUSR1)  # it writes its stacks into the log, if it still can
-            return f"hung: no heartbeat for {self._client.seconds_since_received:.1f} s"
+                os.kill(self.pid, signal.SIGUSR1)  # it writes its stacks to the log if it still can
+            return f"hung: no heartbeat for {silence:.1f} s"
         return None
 
-    # -- death ---------------------------------------------------------------------------------------------------------
+    # -- stop and loss -------------------------------------------------------------------------------------------------
 
     def retire(self, reason: str) -> None:
-        """Give it no more work."""
+        """Assign no further attempts to a ready worker."""
         if self.state is WorkerState.READY:
             self.state, self.reason = WorkerState.RETIRING, reason
 
     async def stop(self) -> None:
-        """End it in peace, or else by force."""
+        """Stop the worker: ask it to exit, and kill it if it does not."""
         if self.state not in LIVE_STATES:
             return
-        client, self.reason = self._client, self.reason or "stopped"
-        can_ask = client is not None and self.state is not WorkerState.BOOTING
-        self.state = WorkerState.STOPPED
-        if can_ask and client is not None:
+        client = None if self.state is WorkerState.BOOTING else self._client
+        self.state, self.reason = WorkerState.STOPPED, self.reason or "stopped"
+        if client is not None:
             with contextlib.suppress(RamifyError):
                 await client.call("stop", WireMessage.encode(), timeout=STOP_TIMEOUT)
             if self._exit_task is not None:
@@ -203,14 +207,14 @@ class WorkerProcess:
         await self.reap()
 
     def mark_lost(self, reason: str) -> None:
-        """Give it up: everything it holds fails now, and the process ends with all it started."""
+        """Mark the worker lost: fail its requests now, and kill the process with all it started."""
         if self.state in LIVE_STATES:
             self.state, self.reason = WorkerState.LOST, reason
             self._close_lifeline()
             self._on_lost(self)
 
     async def reap(self) -> None:
-        """Wait until nothing of it is left."""
+        """Kill the process, wait for its exit and the end of its output, and close the connection."""
         self._close_lifeline()
         if self._exit_task is not None:
             await asyncio.wait([self._exit_task], timeout=2 * STOP_TIMEOUT)
@@ -221,7 +225,7 @@ class WorkerProcess:
                 await asyncio.wait_for(self._output.closed.wait(), STOP_TIMEOUT)
 
     def _close_lifeline(self) -> None:
-        """Close the life line; the keeper does the rest."""
+        """Close the pipe to the watcher process, which then kills the worker, and fail open requests."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         if self._client is not None:
@@ -250,5 +254,5 @@ async def _read_pipe(fd: int) -> bytes:
 
 
 def make_temp_root() -> Path:
-    """A folder for the temporary directories of all workers of a server."""
+    """Create the directory for the temporary directories of all workers of a server."""
     return Path(tempfile.mkdtemp(prefix="ramify-env-"))
