@@ -143,4 +143,4 @@ def test_a_public_address_without_a_secret_is_refused(engine, tmp_path):
     write_toml(configured(engine.url, tmp_path, address="tcp://0.0.0.0:0"), tmp_path / "config.toml")
     done = ramify_command("env-server", "@", str(tmp_path / "config.toml"), "--dry-run")
     assert done.returncode == 2
-    assert "give the server a secret" in done.stderr
+    assert "set a secret" in done.stderr

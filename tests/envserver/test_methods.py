@@ -115,7 +115,11 @@ def test_workers_never_import_torch(shared):
 def test_all_that_a_worker_says_is_in_the_log_once_and_with_its_name(shared, tmp_path):
     runner, server, client = shared
     gate = tmp_path / "gate"
-    first = {worker.id for worker in server.pool._ready_workers()}
+
+    def ready_ids() -> set[str]:
+        return {worker.id for worker in server.pool._ready_workers()}
+
+    first = ready_ids()
 
     async def talk():
         os.kill(server.pool._ready_workers()[0].pid, signal.SIGKILL)  # one of the two is started later
