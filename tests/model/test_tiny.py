@@ -95,9 +95,9 @@ def test_initial_heads_look_back():
 
 @given(TEXTS)
 def test_text_round_trips_through_tokens(text):
-    from ramify.render import FileTokenizer
+    from ramify.render import Tokenizer
 
-    tokenizer = FileTokenizer(TINY)
+    tokenizer = Tokenizer(TINY)
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 

@@ -14,5 +14,4 @@ from .family_renderer import FamilyRenderer as FamilyRenderer
 from .loader import load_renderer as load_renderer
 from .template import ChatTemplate as ChatTemplate
 from .template_renderer import TemplateRenderer as TemplateRenderer
-from .tokenizer import FileTokenizer as FileTokenizer
 from .tokenizer import Tokenizer as Tokenizer

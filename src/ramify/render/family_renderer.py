@@ -29,8 +29,9 @@ from ramify.render.base import (
 from ramify.render.outline import ConversationOutline
 from ramify.render.reply_parser import CallIdGenerator
 from ramify.render.template_adapter import require_text
-from ramify.render.tokenizer import Int32Array, Tokenizer
+from ramify.render.tokenizer import Tokenizer
 from ramify.trace import Message, MessageSpan, ToolCall
+from ramify.trace.columns import Int32Array
 
 PROBLEM_KINDS = {
     "invalid_json": ParseProblemKind.INVALID_JSON,

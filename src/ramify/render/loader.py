@@ -7,13 +7,13 @@ from pathlib import Path
 from ramify.render.base import Renderer
 from ramify.render.config import FamilyRendererConfig, TemplateRendererConfig
 from ramify.render.model_files import ModelFiles
-from ramify.render.tokenizer import FileTokenizer
+from ramify.render.tokenizer import Tokenizer
 
 
 def load_renderer(model: str | Path, config: TemplateRendererConfig | FamilyRendererConfig | None = None) -> Renderer:
     """Load the renderer of a model directory, offline and without torch."""
     files = ModelFiles.read(Path(model))
-    tokenizer = FileTokenizer(files.directory)
+    tokenizer = Tokenizer(files.directory)
     named = tokenizer.token_to_id(files.special_tokens.get("eos_token", ""))
     eos_ids = files.eos_ids if named is None or named in files.eos_ids else (*files.eos_ids, named)
     config = config or TemplateRendererConfig()

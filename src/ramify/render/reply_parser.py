@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from ramify.render.base import ParsedReply, ParseProblem, ParseProblemKind, RenderedPrompt
 from ramify.render.template_adapter import ReasoningTags
-from ramify.render.tokenizer import Int32Array, Tokenizer
+from ramify.render.tokenizer import Tokenizer
 from ramify.render.tool_parsers import ToolParser
 from ramify.trace import Message, ToolCall
+from ramify.trace.columns import Int32Array
 
 
 class ReplyParser:

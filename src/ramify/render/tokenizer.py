@@ -1,4 +1,4 @@
-"""Tokenizers that need only the `tokenizer.json` of a model directory.
+"""A tokenizer that needs only the `tokenizer.json` of a model directory.
 
 `transformers` would import torch for this. The `tokenizers` library does not, and it reports the characters of each
 token, which convert spans of text to spans of tokens.
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,41 +31,11 @@ class EncodedText(NamedTuple):
     stops: Int32Array
 
 
-class Tokenizer(Protocol):
-    """The tokenizer methods that rendering needs. No method adds special tokens: the template writes all of them."""
+class Tokenizer:
+    """The tokenizer of a model directory, loaded on first use.
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def added_tokens(self) -> Mapping[str, int]:
-        """The ids of the added tokens (roles, ends of turns, tool tags), by their text."""
-        ...
-
-    @property
-    def max_token_chars(self) -> int:
-        """The length of the longest token in the vocabulary; n characters are at least n / this many tokens."""
-        ...
-
-    def encode(self, text: str, *, continues_text: bool = False) -> EncodedText:
-        """Encode a text; `continues_text` says that other tokens precede it."""
-        ...
-
-    def decode(self, token_ids: npt.ArrayLike, *, keep_special_tokens: bool = True) -> str:
-        """Return the text of tokens, with or without special tokens."""
-        ...
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None if the vocabulary does not have it."""
-        ...
-
-    def id_to_token(self, id: int) -> str | None:
-        """Return the token of an id, or None if the vocabulary does not have it."""
-        ...
-
-
-class FileTokenizer:
-    """The tokenizer of a model directory, loaded on first use."""
+    No method adds special tokens: the template writes all of them.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "tokenizer.json"
@@ -89,6 +59,7 @@ class FileTokenizer:
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
+        """The ids of the added tokens (roles, ends of turns, tool tags), by their text."""
         return {token.content: id for id, token in self.backend.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -98,6 +69,7 @@ class FileTokenizer:
         return next((token.content for token in added if token.special and not (token.lstrip or token.rstrip)), "")
 
     def encode(self, text: str, *, continues_text: bool = False) -> EncodedText:
+        """Encode a text; `continues_text` says that other tokens precede it."""
         anchor = self._anchor_token if continues_text else ""
         encoding = self._encode(anchor + _replace_surrogates(text))
         skip = 1 if anchor else 0
@@ -114,16 +86,20 @@ class FileTokenizer:
 
     @cached_property
     def max_token_chars(self) -> int:
+        """The length of the longest token in the vocabulary; n characters are at least n / this many tokens."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
     def decode(self, token_ids: npt.ArrayLike, *, keep_special_tokens: bool = True) -> str:
+        """Return the text of tokens, with or without special tokens."""
         tokens: Sequence[int] = np.asarray(token_ids, np.int64).tolist()
         return self.backend.decode(tokens, skip_special_tokens=not keep_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None if the vocabulary does not have it."""
         return self.backend.token_to_id(token)
 
     def id_to_token(self, id: int) -> str | None:
+        """Return the token of an id, or None if the vocabulary does not have it."""
         return self.backend.id_to_token(id)
 
 
