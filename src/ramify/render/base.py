@@ -1,4 +1,4 @@
-"""The `Renderer` protocol and its types: a prompt, the reply parsed from it, the history that the next turn continues.
+"""The `Renderer` base class and its types: a prompt, the reply parsed from it, the history that the next turn extends.
 
 The one idea: **tokens are the history, messages only describe it.** The engine samples from a `RenderedPrompt`;
 `with_reply` appends the sampled ids unchanged, and `bridge` appends the tokens of new messages. No token that the
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -186,41 +186,14 @@ def _shift_span(span: MessageSpan, offset: int) -> MessageSpan:
     return MessageSpan(span.message, max(0, span.stop - offset), (max(0, low - offset), max(0, high - offset)))
 
 
-class Renderer(Protocol):
-    """Renders messages to token ids and parses replies, for one model."""
+class Renderer(ABC):
+    """Renders messages to token ids and parses replies, for one model.
 
-    @property
-    def tokenizer(self) -> Tokenizer: ...
+    `stop_ids` are the token ids that end a reply. A subclass renders whole conversations and continuations.
+    """
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """The token ids that end a reply."""
-        ...
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
-    ) -> RenderedPrompt:
-        """Render a whole conversation, by default with the generation prompt at its end."""
-        ...
-
-    def bridge(
-        self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
-    ) -> RenderedPrompt:
-        """Render the prompt that continues `history` with new messages.
-
-        After a sampled reply only the new messages are rendered. If the template rewrites the history, the whole
-        conversation is rendered again and `prefix_break` says why. A history that ends in a prompt message is rendered
-        again and compared, so it is cheaper to bridge from the last reply. `tools` default to those of the history.
-        """
-        ...
-
-    def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
-        """Parse the ids sampled after `prompt` into a message."""
-        ...
-
-
-class BaseRenderer(ABC):
-    """Implements `render` and `bridge` on top of rendering a whole prompt and rendering a continuation."""
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
 
     def __init__(self) -> None:
         self._cached_prompts: BoundedCache[tuple[tuple[Message, ...], bool], RenderedPrompt]
@@ -229,7 +202,10 @@ class BaseRenderer(ABC):
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
-        """Render a whole conversation. All attempts at a task start with the same prompt, so recent ones are cached."""
+        """Render a whole conversation, by default with the generation prompt at its end.
+
+        All attempts at a task start with the same prompt, so recent prompts are cached.
+        """
         key = (tuple(messages), add_generation_prompt)
         prompt = self._cached_prompts.get(key)
         if prompt is None or prompt.tools != tuple(tools):
@@ -240,7 +216,12 @@ class BaseRenderer(ABC):
     def bridge(
         self, history: TokenHistory, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None
     ) -> RenderedPrompt:
-        """Render the prompt that continues `history` with new messages. See `Renderer.bridge`."""
+        """Render the prompt that continues `history` with new messages.
+
+        After a sampled reply only the new messages are rendered. If the template rewrites the history, the whole
+        conversation is rendered again and `prefix_break` says why. A history that ends in a prompt message is rendered
+        again and compared, so it is cheaper to bridge from the last reply. `tools` default to those of the history.
+        """
         active_tools = history.tools if tools is None else tuple(tools)
         prefix_break = PrefixBreak(BreakReason.TOOLS_CHANGED) if active_tools != history.tools else None
         if prefix_break is None and history.num_sampled:
@@ -250,6 +231,10 @@ class BaseRenderer(ABC):
             prefix_break = continuation
         full_prompt = self._render_uncached([*history.messages, *messages], active_tools)
         return full_prompt.as_continuation(history, prefix_break)
+
+    @abstractmethod
+    def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
+        """Parse the ids sampled after `prompt` into a message."""
 
     @abstractmethod
     def _render_uncached(

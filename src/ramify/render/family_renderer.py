@@ -1,4 +1,4 @@
-"""The hand-written renderers of the `renderers` library, behind the `Renderer` protocol.
+"""The hand-written renderers of the `renderers` library, behind the `Renderer` interface.
 
 A family is written for one model: it bridges without probing a template and parses formats that no generic parser
 knows. This module is imported only if a config names a family. The library expects a Hugging Face tokenizer, so ours
@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.render.base import (
-    BaseRenderer,
     BreakReason,
     ParsedReply,
     ParseProblem,
     ParseProblemKind,
     PrefixBreak,
     RenderedPrompt,
+    Renderer,
     TokenHistory,
     ToolSchema,
 )
@@ -40,7 +40,7 @@ PROBLEM_KINDS = {
 }
 
 
-class FamilyRenderer(BaseRenderer):
+class FamilyRenderer(Renderer):
     """The `Renderer` of one family of the `renderers` library, with one tokenizer."""
 
     def __init__(
@@ -77,7 +77,6 @@ class FamilyRenderer(BaseRenderer):
         )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
-        """Parse the ids sampled after `prompt` into a message."""
         ids = np.asarray(sampled_ids, np.int32)
         stop = len(ids) - (len(ids) > 0 and int(ids[-1]) in self.stop_ids)
         response = self._renderer.parse_response(

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from ramify.errors import TemplateRefused
 from ramify.render.base import (
-    BaseRenderer,
     BreakReason,
     ParsedReply,
     PrefixBreak,
     RenderedPrompt,
+    Renderer,
     TokenHistory,
     ToolSchema,
 )
@@ -38,7 +38,7 @@ from ramify.render.tool_parsers import TOOL_PARSERS, detect_tool_format
 from ramify.trace import Message, MessageSpan
 
 
-class TemplateRenderer(BaseRenderer):
+class TemplateRenderer(Renderer):
     """The `Renderer` of a tokenizer and a chat template."""
 
     def __init__(
@@ -84,7 +84,6 @@ class TemplateRenderer(BaseRenderer):
         )
 
     def parse(self, sampled_ids: npt.ArrayLike, prompt: RenderedPrompt) -> ParsedReply:
-        """Parse the ids sampled after `prompt` into a message."""
         return self._reply_parser.parse(np.asarray(sampled_ids, np.int32), prompt)
 
     def _render_continuation(self, history: TokenHistory, messages: Sequence[Message]) -> RenderedPrompt | PrefixBreak:
