@@ -71,7 +71,9 @@ class Policy(Protocol):
     """A model that samples replies."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The model name that replies are recorded with."""
+        ...
 
     @property
     def trainable(self) -> bool:
@@ -130,7 +132,9 @@ class TokenGenerator(Protocol):
         session: str | None = None,
         timeout: float = 600.0,
         clock: StallClock | None = None,
-    ) -> Completion: ...
+    ) -> Completion:
+        """Sample tokens after `prompt` within `timeout` seconds."""
+        ...
 
 
 class ParsedSample(NamedTuple):

@@ -45,20 +45,21 @@ async def connect_policy(
     if reason is None:
         try:
             client = await stack.enter_async_context(InferenceClient(urls))
-            length = cards[0][0].get("max_model_len")
-            max_model_len = length if isinstance(length, int) else None
-            path = resolve_model_path(model)
-            vocabulary = _read_vocab_size(path)
+            path, max_model_len = resolve_model_path(model), cards[0][0].get("max_model_len")
             return TokenPolicy(
-                client, load_renderer(path, renderer), model, max_model_len=max_model_len, vocab_size=vocabulary
+                client,
+                load_renderer(path, renderer),
+                model,
+                max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+                vocab_size=_read_vocab_size(path),
             )
         except (TokensRequired, LogprobMismatch) as error:
             reason = error.message
     if client_mode == "tokens":
         raise ConfigInvalid(f"client: 'tokens' is not possible: {reason}")
     if len(urls) > 1:
-        raise ConfigInvalid(f"inference.base_url: several servers need token ids ({reason}); give one address")
-    log(f"asking {urls[0]} as a chat endpoint, without token ids: {reason}")
+        raise ConfigInvalid(f"inference.base_url: several servers require token ids ({reason}); use one address")
+    log(f"using {urls[0]} as a chat endpoint, without token ids: {reason}")
     model_ids = [str(card.get("id")) for card in cards[0]]
     if model_ids and model not in model_ids:
         log(f"{urls[0]} lists {', '.join(model_ids[:5])}, not {model}")
