@@ -58,7 +58,7 @@ class Heard(NullRunDisplay):
         self.looks += 1
 
 
-def test_a_run_is_finished_once_and_goes_on_when_there_is_more_to_do(tmp_path):
+def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
     three, four = COMMITS.format(steps=3), COMMITS.format(steps=4)
     first = execute_plan(planned(tmp_path, three), display=NullRunDisplay())
     assert (first.path, first.outcome, first.did_run) == (tmp_path / "run", RunOutcome.FINISHED, True)
@@ -69,7 +69,7 @@ def test_a_run_is_finished_once_and_goes_on_when_there_is_more_to_do(tmp_path):
     assert len(pids(tmp_path, "orchestrator")) == 3
 
 
-def test_a_run_whose_tasks_ended_says_how_many_steps_it_has_and_goes_on_when_there_are_more(tmp_path):
+def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
     def run(steps: int, epochs: int | None):
         source = {"taskset": {"id": "reverse-text"}, "curriculum": {"type": "shuffle", "epochs": epochs}}
         return execute_plan(planned(tmp_path, COMMITS.format(steps=steps), train=[source]), display=NullRunDisplay())
@@ -82,7 +82,7 @@ def test_a_run_whose_tasks_ended_says_how_many_steps_it_has_and_goes_on_when_the
     assert (run(3, None).did_run, run(3, None).steps) == (False, 3)
 
 
-def test_the_name_under_which_a_run_ended_is_recorded(tmp_path):
+def test_failure_that_ended_a_run_is_recorded(tmp_path):
     leader = 'import sys; print("NoTrainableGroups: none of 8 groups"); sys.exit(1)'
     with pytest.raises(NoTrainableGroups):
         execute_plan(planned(tmp_path, leader), display=NullRunDisplay())
@@ -91,14 +91,14 @@ def test_the_name_under_which_a_run_ended_is_recorded(tmp_path):
     assert event.fields == {"name": "NoTrainableGroups", "message": "none of 8 groups"}
 
 
-def test_another_run_under_the_same_name_is_refused(tmp_path):
+def test_different_run_with_the_same_name_is_refused(tmp_path):
     execute_plan(planned(tmp_path), display=NullRunDisplay())
     with pytest.raises(ConfigInvalid, match=r"train.reverse-text.taskset.max_chars: was not set, now 5"):
         other = {"train": [{"taskset": {"id": "reverse-text", "max_chars": 5}}]}
         execute_plan(planned(tmp_path, **other), display=NullRunDisplay())
 
 
-def test_a_changed_environment_is_refused_before_anything_is_started_also_where_all_steps_are_there(tmp_path):
+def test_changed_environment_is_refused_before_any_process_starts(tmp_path):
     def run(digest: str, **more):
         environments = {"reverse-text": {"code": {"mine.py": digest}}}
         return execute_plan(
@@ -115,7 +115,7 @@ def test_a_changed_environment_is_refused_before_anything_is_started_also_where_
     assert not run("new", accept_changes=True).did_run
 
 
-def test_the_record_says_where_the_run_can_be_asked_and_what_became_of_its_processes(tmp_path):
+def test_run_record_has_status_address_and_processes(tmp_path):
     plan = planned(tmp_path, "sys.exit(9 if len(open(DIR + '/orchestrator.pids').readlines()) == 1 else 0)")
     heard = Heard()
     execute_plan(plan, display=heard)
@@ -130,7 +130,7 @@ def test_the_record_says_where_the_run_can_be_asked_and_what_became_of_its_proce
     assert line in (tmp_path / "run" / "logs" / "launch.log").read_text()
 
 
-def test_a_run_has_one_supervisor(tmp_path):
+def test_run_directory_has_one_supervisor(tmp_path):
     with lock_run(tmp_path / "run"):
         pass
     lock = str(tmp_path / ".run.lock")
@@ -145,7 +145,7 @@ def test_a_run_has_one_supervisor(tmp_path):
         other.communicate()
 
 
-def test_it_waits_for_what_a_killed_supervisor_has_left_to_end(tmp_path):
+def test_start_waits_for_processes_of_a_killed_supervisor(tmp_path):
     plan = planned(tmp_path)
     held = RunStore.open(tmp_path / "run")
     threading.Timer(0.3, held.close).start()
@@ -153,7 +153,7 @@ def test_it_waits_for_what_a_killed_supervisor_has_left_to_end(tmp_path):
 
 
 @pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit(75)", "print('RunStalled: x'); sys.exit(1)"])
-def test_weights_in_memory_end_with_the_run_and_a_finished_one_leaves_them_on_the_disk(tmp_path, monkeypatch, ends):
+def test_shared_memory_weights_are_removed_and_saved_if_finished(tmp_path, monkeypatch, ends):
     shared = tmp_path / "shm"
     shared.mkdir()
     monkeypatch.setattr(weights_directory, "SHARED", shared)

@@ -25,7 +25,7 @@ def printed(status, processes=PROCESSES) -> str:
     return console.file.getvalue()
 
 
-def test_the_page_shows_all_that_matters():
+def test_dashboard_shows_progress_processes_and_errors():
     page = printed(STATUS)
     for shown in ("step 7/20", "1m05s left", "0.625", "12.5", "2,100", "1.5 mean, 3 max", "96/128", "0.580"):
         assert shown in page
@@ -45,13 +45,13 @@ def test_the_page_shows_all_that_matters():
     assert "█" in page
 
 
-def test_a_run_that_is_starting_has_a_page_too():
+def test_dashboard_of_a_starting_run():
     assert "starting" in printed(None, PROCESSES[:1])
     assert "waiting for the orchestrator" in printed(None)
     assert "none yet" in printed({"run": "run"})
 
 
-def test_a_line_is_fields():
+def test_status_line_has_fields():
     fields = dict(field.split("=") for field in format_status_line(STATUS).split())
     assert fields["step"] == "7/20"
     assert fields["reward"] == "0.625"
@@ -60,7 +60,7 @@ def test_a_line_is_fields():
     assert fields["left"] == "1m05s"
 
 
-def test_lines_are_said_once_for_a_step_and_once_for_an_error(capsys):
+def test_log_display_prints_each_step_and_error_once(capsys):
     lines = LogRunDisplay()
     with lines:
         lines.refresh(None, PROCESSES)
@@ -72,7 +72,7 @@ def test_lines_are_said_once_for_a_step_and_once_for_an_error(capsys):
     assert [line.split()[0] for line in said[1:]] == ["WorkerDied:", "step=7/20", "step=8/20"]
 
 
-def test_the_page_is_drawn_on_a_terminal():
+def test_live_display_draws_on_a_terminal():
     file = io.StringIO()
     page = LiveRunDisplay(Console(file=file, width=100, force_terminal=True))
     with page:
@@ -82,14 +82,14 @@ def test_the_page_is_drawn_on_a_terminal():
     assert "SIGKILL" in file.getvalue()
 
 
-def test_a_curve_has_as_many_places_as_it_needs():
+def test_sparkline_width():
     assert sparkline([]) == ""
     assert sparkline([0.5]) == "▁"
     assert sparkline([0.0, 1.0]) == "▁█"
     assert len(sparkline(list(range(500)))) == 40
 
 
-def test_only_the_run_itself_answers_for_itself(tmp_path):
+def test_status_client_connects_only_to_its_own_run(tmp_path):
     assert connect_if_running(tmp_path / "nowhere") is None
     with answering(tmp_path / "run") as address:
         assert connect_if_running(tmp_path / "run").get("/status")["step"] == 7

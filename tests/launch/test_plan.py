@@ -39,7 +39,7 @@ def gpu(number: int, size: float = 80) -> Gpu:
     return Gpu(str(number), "a GPU", int(size * GIB))
 
 
-def test_each_process_gets_a_configuration_that_its_command_can_read(tmp_path):
+def test_every_process_gets_a_config_that_its_command_can_parse(tmp_path):
     plan = build_plan(config(tmp_path), gpus=[])
     plan.write()
     names = ["inference", "env/train/reverse", "env/eval/reverse-text", "orchestrator", "trainer"]
@@ -62,7 +62,7 @@ def test_each_process_gets_a_configuration_that_its_command_can_read(tmp_path):
     assert parse(RunConfig, ["@", str(tmp_path / "run" / "config.toml")]) == plan.config
 
 
-def test_what_leads_what_follows_and_what_is_forked(tmp_path):
+def test_roles_and_preloaded_modules(tmp_path):
     entries = {entry.name: entry for entry in build_plan(config(tmp_path), gpus=[]).process_specs}
     assert entries["orchestrator"].role is ProcessRole.LEADER
     assert entries["trainer"].role is ProcessRole.FOLLOWER
@@ -72,7 +72,7 @@ def test_what_leads_what_follows_and_what_is_forked(tmp_path):
     assert not any(entry.loads for entry in on_gpu)
 
 
-def test_what_runs_already_is_not_started(tmp_path):
+def test_external_services_are_not_started(tmp_path):
     train = [{**TRAIN, "address": "tcp://127.0.0.1:5001"}]
     inference = {"engine": "external", "base_url": ["http://127.0.0.1:9"]}
     plan = build_plan(config(tmp_path, train=train, eval=[], inference=inference), gpus=[])
@@ -82,14 +82,14 @@ def test_what_runs_already_is_not_started(tmp_path):
     assert "env/train/reverse: tcp://127.0.0.1:5001" in said
 
 
-def test_an_endpoint_of_its_own_is_asked_instead(tmp_path):
+def test_endpoint_of_a_source_replaces_the_inference(tmp_path):
     evals = [{**EVAL, "endpoint": {"base_url": "http://127.0.0.1:9", "model": "other"}}]
     plan = build_plan(config(tmp_path, eval=evals), gpus=[])
     env = plan.config_files[tmp_path / "run" / "configs" / "env-eval-reverse-text.toml"]
     assert (env.inference.base_url, env.model.name) == (["http://127.0.0.1:9"], "other")
 
 
-def test_fixed_ports_and_one_that_is_taken(tmp_path, free_port):
+def test_fixed_ports_are_used_or_refused(tmp_path, free_port):
     base = free_port if free_port < 50000 else 30000
     plan = build_plan(config(tmp_path, launch={"base_port": base}), gpus=[])
     addresses = [entry.address for entry in plan.process_specs if entry.name.startswith("env/")]
@@ -103,7 +103,7 @@ def test_fixed_ports_and_one_that_is_taken(tmp_path, free_port):
 
 
 @pytest.mark.skipif(not EPHEMERAL.exists(), reason="only Linux says which ports it gives away")
-def test_a_port_that_any_may_be_is_none_that_the_system_gives_to_an_outgoing_connection(tmp_path):
+def test_free_ports_are_outside_the_ephemeral_range(tmp_path):
     """It was taken while the env server was down, and each of its ten restarts found it so."""
     lowest = int(EPHEMERAL.read_text().split()[0])
     servers = [entry for entry in build_plan(config(tmp_path), gpus=[]).process_specs if entry.name.startswith("env/")]
@@ -111,7 +111,7 @@ def test_a_port_that_any_may_be_is_none_that_the_system_gives_to_an_outgoing_con
     assert len(ports) == len(set(ports)) == 2 and max(ports) < lowest
 
 
-def test_an_orchestrator_that_has_an_address_keeps_it(tmp_path, free_port):
+def test_configured_orchestrator_address_is_used(tmp_path, free_port):
     told = {"address": f"tcp://127.0.0.1:{free_port}"}
     plan = build_plan(config(tmp_path, orchestrator=told), gpus=[])
     assert (
@@ -125,7 +125,7 @@ def test_an_orchestrator_that_has_an_address_keeps_it(tmp_path, free_port):
 
 
 @pytest.mark.parametrize("transport", ["disk", "shm"])
-def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path, monkeypatch, transport):
+def test_restarted_engine_serves_the_newest_weights(tmp_path, monkeypatch, transport):
     monkeypatch.setattr(weights_directory, "SHARED", tmp_path)
     plan = build_plan(config(tmp_path, weights={"transport": transport}), gpus=[])
     weights = weights_directory.get_weights_directory(tmp_path / "run", transport)
@@ -148,7 +148,7 @@ def test_an_engine_that_starts_again_serves_the_newest_weights(tmp_path, monkeyp
 # -- cores, GPUs, memory ---------------------------------------------------------------------------------------------
 
 
-def test_two_cores_are_one_thread_each_with_passive_waits():
+def test_two_cores_give_one_thread_each_with_passive_waits():
     shares = allocate_devices(2, [], inference="auto", trainer="auto", mode="auto")
     assert shares.inference.env == {
         "OMP_NUM_THREADS": "1",
@@ -177,7 +177,7 @@ def test_gpus_are_split_or_shared(gpus, mode, engine, trainer):
     assert shares.is_colocated == (gpus > 0 and engine == trainer)
 
 
-def test_several_gpus_of_the_trainer_are_several_processes(tmp_path):
+def test_trainer_has_one_process_per_gpu(tmp_path):
     several = config(tmp_path, launch={"gpus": "split", "trainer_gpus": 2})
     plan = build_plan(several, gpus=[gpu(0), gpu(1), gpu(2)])
     trainer = plan.process_specs[-1]
@@ -193,12 +193,12 @@ def test_several_gpus_of_the_trainer_are_several_processes(tmp_path):
         ({"trainer_gpus": 2}, 2, "launch.trainer_gpus: 2 GPUs need a trainer on GPUs of its own"),
     ],
 )
-def test_gpus_that_are_not_there_are_refused(tmp_path, launch, gpus, said):
+def test_missing_gpus_are_refused(tmp_path, launch, gpus, said):
     with pytest.raises(ConfigInvalid, match=said):
         build_plan(config(tmp_path, launch=launch), gpus=[gpu(number) for number in range(gpus)])
 
 
-def test_a_plan_for_another_machine_is_dry(tmp_path):
+def test_dry_run_plans_for_another_machine(tmp_path):
     asked = {"model": {"name": "Qwen/Qwen3-0.6B"}, "trainer": {"device": "cuda"}, "inference": {"device": "cuda"}}
     said = "\n".join(
         build_plan(config(tmp_path, launch={"gpus": "split"}, **asked), dry_run=True, gpus=[]).format_lines()
@@ -209,7 +209,7 @@ def test_a_plan_for_another_machine_is_dry(tmp_path):
         build_plan(config(tmp_path, **asked), gpus=[])
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_run_that_needs_too_much_memory_is_refused(tmp_path):
     big = config(tmp_path, model={"name": "Qwen/Qwen3-32B"})
     with pytest.raises(ConfigInvalid, match=r"does not fit: GPU 1 has 80.0 GiB, the run needs about \d+"):
         build_plan(big, dry_run=True, gpus=[gpu(0), gpu(1)])
@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_a_sink_whose_library_is_missing_is_refused_in_a_dry_run_too(tmp_path, dry):
+def test_missing_sink_library_is_refused(tmp_path, dry):
     assert find_spec("trackio") is None, "this test needs an environment without trackio"
     sinks = {"sinks": [{"type": "trackio"}]}
     match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
@@ -226,14 +226,14 @@ def test_a_sink_whose_library_is_missing_is_refused_in_a_dry_run_too(tmp_path, d
         build_plan(config(tmp_path, monitor=sinks), dry_run=dry, gpus=[])
 
 
-def test_the_size_of_a_model_is_read_or_guessed():
+def test_model_size_is_read_or_guessed():
     assert 1_000_000 < ModelSize.from_name("tiny").num_parameters < 3_000_000
     assert ModelSize.from_name("org/Some-7B-Instruct").num_parameters == 7 * 10**9
     assert ModelSize.from_name("org/SmolLM2-135M").num_parameters == 135 * 10**6
     assert ModelSize.from_name("org/no-size") is None
 
 
-def test_a_config_may_say_null_for_what_is_the_same_as_something_else(tmp_path):
+def test_null_in_a_model_config_means_the_default(tmp_path):
     shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_key_value_heads": None, "text_config": None}))
@@ -243,7 +243,7 @@ def test_a_config_may_say_null_for_what_is_the_same_as_something_else(tmp_path):
 # -- plugin tables ---------------------------------------------------------------------------------------------------
 
 
-def test_every_wrong_key_of_every_plugin_is_named_at_once(tmp_path):
+def test_all_unknown_plugin_keys_are_reported_together(tmp_path):
     wrong = config(
         tmp_path,
         train=[{"taskset": {"id": "reverse-text", "max_char": 3}, "algorithm": {"id": "grpo", "normalise": True}}],
@@ -259,12 +259,12 @@ def test_every_wrong_key_of_every_plugin_is_named_at_once(tmp_path):
     assert "orchestrator.filters.0.windw: unknown key" in said
 
 
-def test_the_identity_of_every_environment_comes_back_from_the_check(tmp_path):
+def test_plugin_check_returns_environment_identities(tmp_path):
     found = check_plugin_tables(config(tmp_path, eval=[{"name": "held-out", "taskset": {"id": "reverse-text"}}]))
     assert "ramify/tasksets/reverse_text.py" in found["eval/held-out"]["code"]
 
 
-def test_a_taskset_without_any_reward_may_be_evaluated_but_not_trained_on(tmp_path):
+def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
     (tmp_path / "silent.py").write_text(
         "import ramify as rf\nclass Silent(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt='say')\n"
     )
@@ -274,7 +274,7 @@ def test_a_taskset_without_any_reward_may_be_evaluated_but_not_trained_on(tmp_pa
         check_plugin_tables(config(tmp_path, train=silent, eval=[]))
 
 
-def test_code_that_ends_its_process_is_told_of(tmp_path):
+def test_plugin_that_exits_raises_environment_fault(tmp_path):
     (tmp_path / "rude.py").write_text("import os\nprint('bye', flush=True)\nos._exit(3)\n")
     with pytest.raises(EnvironmentFault, match="cannot be checked:\nbye"):
         check_plugin_tables(config(tmp_path, train=[{"taskset": {"id": str(tmp_path / "rude.py")}}], eval=[]))

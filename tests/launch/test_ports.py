@@ -42,7 +42,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def test_a_reserved_port_is_its_processs_alone_through_every_restart():
+def test_reserved_port_is_exclusive_through_restarts():
     with PortReservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as held:
         ports = [port_of(held.addresses["wire"]), port_of(held.addresses["status"])]
         command = [sys.executable, "-c", LISTENS, held.addresses["wire"], str(ports[1])]
@@ -63,7 +63,7 @@ def test_a_reserved_port_is_its_processs_alone_through_every_restart():
     assert all(map(is_free, ports))
 
 
-def test_two_runs_cannot_have_one_port():
+def test_port_cannot_be_reserved_twice():
     with PortReservation({"first": "tcp://127.0.0.1:0"}) as held:
         with pytest.raises(PortTaken, match=r"second: tcp://127.0.0.1:"):
             PortReservation({"second": held.addresses["first"]})
@@ -76,6 +76,6 @@ def test_two_runs_cannot_have_one_port():
             asyncio.run(listen())
 
 
-def test_a_reservation_that_nobody_refers_to_is_given_back():
+def test_unreferenced_reservation_is_released():
     port = port_of(PortReservation({"it": "tcp://127.0.0.1:0"}).addresses["it"])
     assert is_free(port)

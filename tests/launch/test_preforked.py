@@ -57,7 +57,7 @@ async def born(entry: ProcessSpec, found):
 
 
 @bounded
-async def test_a_command_is_forked_with_its_own_name_session_log_and_exit_code(tmp_path):
+async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_path):
     told, wrong, _ = entries(tmp_path, ("doctor", "--help"), ("serv",))
     with start_prefork_server([told, wrong]) as found:
         (parent,) = [one for one in psutil.Process().children() if "ramify.launch.preforked" in one.cmdline()]
@@ -83,7 +83,7 @@ async def test_a_command_is_forked_with_its_own_name_session_log_and_exit_code(t
 
 @pytest.mark.parametrize("victim", ["command", "leash"])
 @bounded
-async def test_a_kill_is_told_as_one(tmp_path, victim):
+async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
     entry, *rest = entries(tmp_path, serving(tmp_path))
     with start_prefork_server([entry, *rest]) as found:
         async with born(entry, found) as life:
@@ -94,7 +94,7 @@ async def test_a_kill_is_told_as_one(tmp_path, victim):
 
 
 @bounded
-async def test_without_a_nursery_that_lives_a_process_is_started_as_any_other(tmp_path):
+async def test_process_is_started_directly_without_a_fork_server(tmp_path):
     entry, *rest = entries(tmp_path, ("--version",), loads=("a_module_that_is_not_there",))
     with start_prefork_server([entry, *rest]) as found:
         async with born(entry, found) as life:
@@ -105,7 +105,7 @@ async def test_without_a_nursery_that_lives_a_process_is_started_as_any_other(tm
 
 
 @bounded
-async def test_the_end_of_the_nursery_is_not_the_end_of_its_children(tmp_path):
+async def test_forked_processes_survive_the_fork_server(tmp_path):
     entry, *rest = entries(tmp_path, serving(tmp_path))
     with start_prefork_server([entry, *rest]) as found:
         async with born(entry, found) as life:
@@ -117,7 +117,7 @@ async def test_the_end_of_the_nursery_is_not_the_end_of_its_children(tmp_path):
         assert gone(command)
 
 
-def test_only_those_that_see_the_same_share_one(tmp_path):
+def test_fork_server_needs_two_processes_with_the_same_environment(tmp_path):
     one, other = entries(tmp_path, ("--version",))
     with start_prefork_server([one]) as found:
         assert found is None

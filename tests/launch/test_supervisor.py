@@ -35,7 +35,7 @@ def after(path: str) -> str:
 # -- the end of a run ----------------------------------------------------------------------------------------------
 
 
-def test_it_ends_when_the_leader_is_done_and_takes_the_others_along(tmp_path):
+def test_run_ends_with_the_leader_and_stops_all_processes(tmp_path):
     leader = after("inference.pids") + DONE
     entries = [entry(tmp_path, "inference", FOR_EVER), entry(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
     assert supervised(entries) is RunOutcome.FINISHED
@@ -43,7 +43,7 @@ def test_it_ends_when_the_leader_is_done_and_takes_the_others_along(tmp_path):
     assert alive(tmp_path) == []
 
 
-def test_a_crashed_process_is_started_again_and_told_of(tmp_path):
+def test_crashed_process_is_restarted_and_reported(tmp_path):
     twice = "import signal\nif len(open(DIR + '/env.pids').readlines()) == 1: os.kill(os.getpid(), 9)\n" + FOR_EVER
     leader = "import time\nwhile len(open(DIR + '/env.pids').readlines()) < 2: time.sleep(0.01)\n"
     said = []
@@ -53,7 +53,7 @@ def test_a_crashed_process_is_started_again_and_told_of(tmp_path):
     assert said == ["env was ended by SIGKILL; started again in 0.5 s (1 of 3)"]
 
 
-def test_a_process_that_always_crashes_ends_the_run_with_the_end_of_its_log(tmp_path):
+def test_repeated_crashes_end_the_run_with_the_end_of_the_log(tmp_path):
     broken = entry(tmp_path, "trainer", "print('no room'); sys.exit(5)", ProcessRole.FOLLOWER)
     said = r"trainer ended with exit code 5, after 1 restarts; the end of .*trainer.log:\nno room$"
     with pytest.raises(ProcessDied, match=said):
@@ -62,7 +62,7 @@ def test_a_process_that_always_crashes_ends_the_run_with_the_end_of_its_log(tmp_
     assert alive(tmp_path) == []
 
 
-def test_the_same_exception_again_and_again_is_a_bug_and_not_tried_for_ever(tmp_path, monkeypatch):
+def test_identical_crashes_end_the_run_early(tmp_path, monkeypatch):
     monkeypatch.setattr(restart_budget, "FIRST", 0.01)
     broken = entry(tmp_path, "orchestrator", "raise ValueError('step', 3)", ProcessRole.LEADER)
     with pytest.raises(ProcessDied, match=r"ended with exit code 1, 3 times in a row in the same way(.|\n)*ValueError"):
@@ -70,14 +70,14 @@ def test_the_same_exception_again_and_again_is_a_bug_and_not_tried_for_ever(tmp_
     assert len(pids(tmp_path, "orchestrator")) == 3
 
 
-def test_a_failure_that_would_repeat_itself_is_not_tried_again(tmp_path):
+def test_permanent_failure_is_not_retried(tmp_path):
     broken = entry(tmp_path, "trainer", "print('StorageFull: no room on /data'); sys.exit(1)", ProcessRole.FOLLOWER)
     with pytest.raises(StorageFull, match=r"^no room on /data$"):
         supervised([broken, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
     assert len(pids(tmp_path, "trainer")) == 1
 
 
-def test_a_named_failure_of_the_leader_is_the_runs_own(tmp_path):
+def test_failure_of_the_leader_ends_the_run(tmp_path):
     stalled = entry(
         tmp_path, "orchestrator", "print('DeadlineExceeded: waited for inference'); sys.exit(1)", ProcessRole.LEADER
     )
@@ -85,13 +85,13 @@ def test_a_named_failure_of_the_leader_is_the_runs_own(tmp_path):
         supervised([stalled])
 
 
-def test_a_configuration_that_cannot_be_used_is_one(tmp_path):
+def test_exit_code_two_raises_config_invalid(tmp_path):
     wrong = entry(tmp_path, "env", "print('taskset.max_char: unknown key'); sys.exit(2)")
     with pytest.raises(ConfigInvalid, match=r"env cannot be started:\ntaskset.max_char: unknown key"):
         supervised([wrong, entry(tmp_path, "orchestrator", FOR_EVER, ProcessRole.LEADER)])
 
 
-def test_a_command_that_is_not_there_says_so(tmp_path):
+def test_missing_command_is_reported(tmp_path):
     absent = entry(tmp_path, "trainer", "")
     object.__setattr__(absent, "command", ("torchrun-that-is-not-there",))
     with pytest.raises(ProcessDied, match="torchrun-that-is-not-there cannot be started"):
@@ -120,7 +120,7 @@ def stopping(tmp_path, port: int, code: str):
     return entry(tmp_path, "orchestrator", f"{ANSWERS.format(port=port)}\n{code}", ProcessRole.LEADER, **more)
 
 
-def test_a_leader_that_stops_answering_is_named_killed_and_started_again(tmp_path, free_port):
+def test_unresponsive_leader_is_reported_killed_and_restarted(tmp_path, free_port):
     said, seen = [], []
     leader = stopping(tmp_path, free_port, STOPS)
     assert supervised([leader], said=said, changed=seen.append) is RunOutcome.FINISHED
@@ -136,14 +136,14 @@ def test_a_leader_that_stops_answering_is_named_killed_and_started_again(tmp_pat
     assert alive(tmp_path) == []
 
 
-def test_a_leader_that_always_stops_answering_ends_the_run_by_name(tmp_path, free_port):
+def test_leader_that_stays_unresponsive_ends_the_run(tmp_path, free_port):
     leader = stopping(tmp_path, free_port, "os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(ProcessDied, match=r"orchestrator did not answer for \d+ s and was killed, after 0 restarts"):
         supervised([leader], restarts=0)
     assert alive(tmp_path) == []
 
 
-def test_a_leader_that_answers_again_in_time_is_left_alone(tmp_path, free_port):
+def test_leader_that_responds_in_time_is_not_killed(tmp_path, free_port):
     """It is stopped until it was seen to be silent, for half of the time that it may be."""
     answers = ANSWERS.format(port=free_port) + "import threading\nthreading.Thread(target=server.serve_forever).start()"
     code = f"{answers}\n{after('continued')}server.shutdown()"
@@ -168,7 +168,7 @@ def test_a_leader_that_answers_again_in_time_is_left_alone(tmp_path, free_port):
 # -- starts and readiness ------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_never_answers_is_named(tmp_path, free_port):
+def test_process_that_never_becomes_ready_is_reported(tmp_path, free_port):
     hangs = entry(tmp_path, "inference", FOR_EVER, address=f"tcp://127.0.0.1:{free_port}", deadline=0.3)
     with pytest.raises(
         DeadlineExceeded, match=rf"inference did not answer at tcp://127.0.0.1:{free_port} within 0.3 s"
@@ -177,7 +177,7 @@ def test_a_process_that_never_answers_is_named(tmp_path, free_port):
     assert alive(tmp_path) == []
 
 
-def test_each_start_is_prepared(tmp_path):
+def test_prepare_runs_before_each_start(tmp_path):
     def prepare():
         with (tmp_path / "prepared").open("a") as file:
             file.write("x")
@@ -190,7 +190,7 @@ def test_each_start_is_prepared(tmp_path):
     assert (tmp_path / "prepared").read_text() == "xx"
 
 
-def test_a_follower_that_was_done_comes_back_with_the_leader(tmp_path):
+def test_finished_follower_restarts_with_the_leader(tmp_path):
     count = "len(open(DIR + '/trainer.pids').readlines())"
     leader = f"""
 import time
@@ -208,7 +208,7 @@ sys.exit(9 if lives == 1 else 0)
     assert len(pids(tmp_path, "trainer")) == 2
 
 
-def test_what_each_process_does_can_be_seen(tmp_path):
+def test_process_states_are_reported(tmp_path):
     seen = []
     entries = [entry(tmp_path, "orchestrator", DONE, ProcessRole.LEADER)]
     supervised(entries, changed=seen.append)
@@ -234,7 +234,7 @@ def standing(tmp_path):
     process.communicate(timeout=20)
 
 
-def test_an_interrupt_ends_everything_within_ten_seconds(standing, tmp_path):
+def test_interrupt_ends_all_processes_within_ten_seconds(standing, tmp_path):
     assert len(alive(tmp_path)) == 5
     assert STOP_TIMEOUT + WATCH_KILL_TIMEOUT + KILL_TIMEOUT <= 10
     standing.send_signal(signal.SIGINT)
@@ -244,7 +244,7 @@ def test_an_interrupt_ends_everything_within_ten_seconds(standing, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_asked_to_leave_it_makes_a_checkpoint_and_exits_75(standing, tmp_path, number):
+def test_stop_signal_saves_a_checkpoint_and_exits_75(standing, tmp_path, number):
     os.kill(pids(tmp_path, "trainer")[0], signal.SIGKILL)  # the deaf one would make us wait
     standing.send_signal(number)
     assert standing.wait(timeout=15) == 75
@@ -252,12 +252,12 @@ def test_asked_to_leave_it_makes_a_checkpoint_and_exits_75(standing, tmp_path, n
     until(lambda: alive(tmp_path) == [], seconds=1)
 
 
-def test_killing_the_supervisor_takes_everything_along(standing, tmp_path):
+def test_killed_supervisor_leaves_no_process(standing, tmp_path):
     standing.kill()
     until(lambda: alive(tmp_path) == [], seconds=12)
 
 
-def test_a_leader_that_makes_no_checkpoint_in_time_is_left(tmp_path):
+def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
     deaf = "import signal; signal.signal(15, signal.SIG_IGN); open(DIR + '/deaf', 'w').close(); signal.pause()"
     said = []
 
@@ -277,7 +277,7 @@ def test_a_leader_that_makes_no_checkpoint_in_time_is_left(tmp_path):
 # -- the small parts -----------------------------------------------------------------------------------------------
 
 
-def test_the_budget_counts_within_an_hour_and_waits_longer_each_time():
+def test_restart_budget_counts_per_hour_with_growing_delays():
     now = 0.0
     budget = RestartBudget(3, clock=lambda: now)
     assert [budget.take_restart() for _ in range(4)] == [0.5, 1.0, 2.0, None]
@@ -287,12 +287,12 @@ def test_the_budget_counts_within_an_hour_and_waits_longer_each_time():
     assert [many.take_restart() for _ in range(20)][-1] == MAX_DELAY
 
 
-def test_how_an_end_is_told():
+def test_describe_exit():
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(128 + 9) == describe_exit(-9) == "was ended by SIGKILL"
 
 
-def test_only_our_names_are_failures():
+def test_only_ramify_failures_are_parsed_from_a_log():
     assert parse_failure_from_log("starting\nPortTaken: 8000").message == "8000"
     assert parse_failure_from_log("ProviderError: gone; the end of its log:\nline 1\nline 2").message.endswith("line 2")
     assert parse_failure_from_log("PortTaken: 8000\nTraceback (most recent call last):\n  File\nValueError: x") is None

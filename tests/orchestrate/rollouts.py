@@ -1,4 +1,4 @@
-"""Groups of rollouts made by hand: one prompt, replies of given tokens and logprobs, rewards."""
+"""Hand-made rollouts: one prompt, replies of given tokens and logprobs, and rewards."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Each algorithm against its formula, written out for one group by hand."""
+"""Each algorithm is compared with its formula."""
 
 import math
 
@@ -10,8 +10,8 @@ from tests.orchestrate.rollouts import group, rollout
 
 
 def advantages(id: str, traces, **options) -> list[float]:
-    notes = plugin.build_plugin("algorithm", {"id": id, **options}).annotate(traces)
-    return [note.advantage for note in notes]
+    annotations = plugin.build_plugin("algorithm", {"id": id, **options}).annotate(traces)
+    return [annotation.advantage for annotation in annotations]
 
 
 REWARDS = (1.0, 0.0, 0.0, 1.0, 0.5)
@@ -30,12 +30,12 @@ def test_grpo_without_normalization_is_the_distance_from_the_mean():
     assert advantages("dr_grpo", group(*REWARDS)) == pytest.approx(expected)
 
 
-def test_grpo_takes_the_length_penalty_from_the_reward():
+def test_grpo_subtracts_the_length_penalty_from_the_reward():
     traces = [rollout("a", 1.0, range(10, 12)), rollout("b", 1.0, range(10, 14)), rollout("c", 1.0, range(10, 18))]
     rewards = [1.0, 1.0 - 0.3 * 2 / 6, 1.0 - 0.3]
     mean = sum(rewards) / 3
-    found = advantages("grpo", traces, normalize=False, length_penalty=0.3)
-    assert found == pytest.approx([reward - mean for reward in rewards])
+    computed = advantages("grpo", traces, normalize=False, length_penalty=0.3)
+    assert computed == pytest.approx([reward - mean for reward in rewards])
     same = [rollout("a", 1.0), rollout("b", 0.0)]
     assert advantages("grpo", same, normalize=False, length_penalty=0.3) == pytest.approx([0.5, -0.5])
 
@@ -46,45 +46,55 @@ def test_rloo_is_the_distance_from_the_mean_of_the_others():
     assert advantages("rloo", group(1.0)) == [0.0]
 
 
-def test_max_rl_divides_by_the_mean_so_that_hard_tasks_count_more():
+def test_max_rl_divides_by_the_mean():
     assert advantages("max_rl", group(1.0, 0.0, 0.0, 0.0)) == pytest.approx([3.0, -1.0, -1.0, -1.0])
     assert advantages("max_rl", group(1.0, 1.0, 1.0, 0.0)) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
     assert advantages("max_rl", group(0.0, 0.0)) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("id", ["grpo", "dr_grpo", "rloo", "max_rl"])
-def test_equal_rewards_give_exactly_zero(id):
+def test_equal_rewards_give_zero_advantages(id):
     assert advantages(id, group(0.1, 0.1, 0.1)) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("id", ["grpo", "dr_grpo", "rloo", "max_rl"])
-def test_every_reply_of_the_policy_is_annotated_and_nothing_else(id):
+def test_only_replies_of_the_policy_are_annotated(id):
     traces = [rollout("a", 1.0, turns=3), rollout("b", 0.0), rollout("judge", 0.5, trainable=False)]
-    notes = plugin.build_plugin("algorithm", {"id": id}).annotate(traces)
-    assert [(note.trace_id, note.node) for note in notes] == [("a", 1), ("a", 3), ("a", 5), ("b", 1)]
-    assert len({note.advantage for note in notes if note.trace_id == "a"}) == 1
-    assert all(note.rl == 1.0 and note.ce == 0.0 and note.span is None for note in notes)
+    annotations = plugin.build_plugin("algorithm", {"id": id}).annotate(traces)
+    assert [(annotation.trace_id, annotation.node) for annotation in annotations] == [
+        ("a", 1),
+        ("a", 3),
+        ("a", 5),
+        ("b", 1),
+    ]
+    assert len({annotation.advantage for annotation in annotations if annotation.trace_id == "a"}) == 1
+    assert all(annotation.rl == 1.0 and annotation.ce == 0.0 and annotation.span is None for annotation in annotations)
 
 
-def test_agents_are_compared_with_themselves():
+def test_advantages_are_computed_per_agent():
     traces = [rollout(f"{agent}{i}", reward, agent=agent) for i in (0, 1) for agent, reward in (("a", i), ("b", 5 * i))]
-    notes = plugin.build_plugin("algorithm", {"id": "dr_grpo"}).annotate(traces)
-    assert {note.trace_id: note.advantage for note in notes} == {"a0": -0.5, "a1": 0.5, "b0": -2.5, "b1": 2.5}
+    annotations = plugin.build_plugin("algorithm", {"id": "dr_grpo"}).annotate(traces)
+    assert {annotation.trace_id: annotation.advantage for annotation in annotations} == {
+        "a0": -0.5,
+        "a1": 0.5,
+        "b0": -2.5,
+        "b1": 2.5,
+    }
 
 
-def test_a_rollout_without_its_reward_is_refused():
+def test_missing_reward_is_refused():
     with pytest.raises(TraceInvalid, match="'t9'"):
         advantages("grpo", [rollout("t0", 1.0), rollout("t9", None)])
 
 
-def test_an_unknown_option_is_refused_with_the_nearest():
+def test_unknown_option_is_refused_with_a_suggestion():
     with pytest.raises(ConfigInvalid, match=r"algorithm\.normalise: unknown key; did you mean algorithm\.normalize"):
         plugin.build_plugin("algorithm", {"id": "grpo", "normalise": False})
     with pytest.raises(ConfigInvalid, match="did you mean 'grpo'"):
         plugin.build_plugin("algorithm", {"id": "gpro"})
 
 
-def test_an_algorithm_of_the_users_is_found_like_any_plugin(tmp_path):
+def test_custom_algorithm_is_loaded_like_any_plugin(tmp_path):
     file = tmp_path / "best.py"
     file.write_text(
         "from ramify.orchestrate import Algorithm\n"

@@ -1,4 +1,4 @@
-"""What an orchestrator writes down beside its work."""
+"""Background tasks of an orchestrator."""
 
 import asyncio
 
@@ -14,8 +14,8 @@ from ramify.store.ledger import GroupRecord
     ("limit", "text"),
     [(10, "2 × filtered: zero_advantage, 1 × unscored"), (2, "2 × filtered: zero_advantage (the last 2 of 3)")],
 )
-def test_a_snapshot_reads_only_the_groups_that_were_dropped_last(tmp_path, monkeypatch, limit, text):
-    monkeypatch.setattr(background, "RECENT_DROPS", limit)
+def test_snapshot_describes_only_recently_dropped_groups(tmp_path, monkeypatch, limit, text):
+    monkeypatch.setattr(background, "MAX_DESCRIBED_DROPS", limit)
 
     async def drop(ledger: Ledger) -> None:
         await ledger.declare_source("reverse", 100)

@@ -1,4 +1,4 @@
-"""The run's configuration: the design's example is read, and what would do nothing is refused."""
+"""The configuration of a run: an example is parsed, and keys without effect are refused."""
 
 import subprocess
 import sys
@@ -55,24 +55,24 @@ def read(tmp_path):
     return lambda *args: parse(RunConfig, ["@", str(file), *args])
 
 
-def test_the_example_of_the_design_is_read(read):
+def test_example_configuration_is_parsed(read):
     config = read("--train.0.sampling.temperature", "0.7")
     assert config.path.name == "reverse-text"
-    assert config.orchestrator.shape == AdmissionLimits.from_max_staleness(8, 8)
+    assert config.orchestrator.admission_limits == AdmissionLimits.from_max_staleness(8, 8)
     assert config.train[0].sampling.temperature == 0.7
     assert config.train[0].algorithm == {"id": "grpo"}
-    assert config.group_size(config.train[0]) == 16
-    assert config.limited(config.train[0]).limits.seq_len == 512
-    assert config.eval[0].title == "reverse-text"
+    assert config.get_group_size(config.train[0]) == 16
+    assert config.with_default_seq_len(config.train[0]).limits.seq_len == 512
+    assert config.eval[0].source_name == "reverse-text"
 
 
-def test_the_resolved_configuration_reads_back_equal(read, tmp_path):
+def test_resolved_configuration_round_trips(read, tmp_path):
     config = read()
     (tmp_path / "config.toml").write_text(dump_toml(config))
     assert parse(RunConfig, ["@", str(tmp_path / "config.toml")]) == config
 
 
-def test_a_run_without_a_name_is_called_by_what_it_is(read):
+def test_default_run_name_depends_on_the_identity(read):
     config = read("--name", "")
     assert config.path.name.startswith("reverse-tiny-")
     assert config.path == read("--name", "", "--max-steps", "7").path
@@ -86,7 +86,7 @@ REFUSED = {
     "train.0": (["--train.0.sampling.top_p", "0.9"], "sampling.top_p: 0.9 cannot be trained on, expected 1"),
     "train.0 ": (
         ["--train.0.address", "tcp://h:1", "--train.0.pool.min", "2"],
-        "pool needs a server that the run starts",
+        "pool is not allowed with `address`",
     ),
     "orchestrator": (["--orchestrator.batch_size", "100"], "batch_size must be a multiple of group_size: 100, 16"),
     "train.0.seq_len": (["--train.0.seq_len", "1024"], "1024 is longer than the run's seq_len, 512"),
@@ -97,13 +97,13 @@ REFUSED = {
     ),
     "eval.0": (
         ["--eval.0.endpoint.base_url", "http://h:1", "--eval.0.hold_weights", "true"],
-        "hold_weights needs the run's own inference",
+        "hold_weights requires the run's inference",
     ),
 }
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_would_do_nothing_or_do_harm_is_refused(read, key):
+def test_keys_without_effect_are_refused(read, key):
     args, problem = REFUSED[key]
     with pytest.raises(ConfigInvalid) as caught:
         read(*args)
@@ -111,14 +111,14 @@ def test_what_would_do_nothing_or_do_harm_is_refused(read, key):
     assert key.strip() in caught.value.message
 
 
-def test_two_sources_of_one_name_are_refused(read):
+def test_duplicate_source_names_are_refused(read):
     config = read().model_dump()
     config["train"] *= 2
-    with pytest.raises(ValueError, match="two train sources are called 'reverse'"):
+    with pytest.raises(ValueError, match="two train sources are named 'reverse'"):
         RunConfig.model_validate(config)
 
 
-def test_every_wrong_plugin_table_is_named_by_its_key(read):
+def test_all_invalid_plugin_tables_are_reported(read):
     config = read("--train.0.algorithm.normalise", "true")
     config.orchestrator.filters[0] = {"id": "gibbering"}
     with pytest.raises(ConfigInvalid) as caught:
@@ -127,16 +127,16 @@ def test_every_wrong_plugin_table_is_named_by_its_key(read):
     assert "orchestrator.filters.0.id: unknown filter 'gibbering'; did you mean 'gibberish'?" in caught.value.message
 
 
-def test_the_parts_of_a_run_are_built(read):
+def test_plugins_and_source_mix_are_built(read):
     config = read()
-    parts = load_plugins(config)
-    assert type(parts.algorithms["reverse"]).__name__ == "Grpo"
-    assert [each.config.id for each in parts.filters] == ["gibberish", "repetition", "zero_advantage"]
-    chosen = build_source_mix(config, {"reverse": 3}).next_task()
-    assert (chosen.source, chosen.epoch) == ("reverse", 0)
+    plugins = load_plugins(config)
+    assert type(plugins.algorithms["reverse"]).__name__ == "Grpo"
+    assert [filter_.config.id for filter_ in plugins.filters] == ["gibberish", "repetition", "zero_advantage"]
+    choice = build_source_mix(config, {"reverse": 3}).next_task()
+    assert (choice.source, choice.epoch) == ("reverse", 0)
 
 
-def test_nothing_of_it_loads_torch_or_an_environment():
+def test_orchestrate_does_not_import_torch_or_environments():
     script = (
         "import sys, pkgutil, importlib, ramify.orchestrate as o\n"
         "[importlib.import_module(m.name) for m in pkgutil.walk_packages(o.__path__, 'ramify.orchestrate.')]\n"

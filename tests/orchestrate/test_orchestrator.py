@@ -1,4 +1,4 @@
-"""The end of a run, and those who come before it."""
+"""The end of a run: final evals and stop requests."""
 
 import asyncio
 
@@ -8,32 +8,33 @@ from ramify.errors import RunStalled
 from ramify.orchestrate.orchestrator import run_unless_stopped
 
 
-async def story(leave: bool, work) -> bool:
-    leaving = asyncio.Event()
-    if leave:
-        asyncio.get_running_loop().call_later(0.01, leaving.set)
+async def run(stop: bool, work) -> bool:
+    """Run `work`; if `stop`, with a stop request shortly after its start."""
+    stop_requested = asyncio.Event()
+    if stop:
+        asyncio.get_running_loop().call_later(0.01, stop_requested.set)
     async with asyncio.timeout(10):
-        return await run_unless_stopped(leaving, work)
+        return await run_unless_stopped(stop_requested, work)
 
 
-def test_whoever_leaves_does_not_wait_for_the_last_evals_and_they_have_ended():
-    ended: list[bool] = []
+def test_stop_cancels_the_final_evals():
+    cancelled: list[bool] = []
 
     async def evals() -> None:
         try:
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0.01)
-            ended.append(True)
+            cancelled.append(True)
 
-    assert not asyncio.run(story(True, evals()))
-    assert ended == [True]
+    assert not asyncio.run(run(True, evals()))
+    assert cancelled == [True]
 
 
-def test_the_last_evals_end_a_run_and_their_failure_is_its_own():
+def test_failure_of_the_final_evals_is_raised():
     async def fails() -> None:
         raise RunStalled("it")
 
-    assert asyncio.run(story(False, asyncio.sleep(0.01)))
+    assert asyncio.run(run(False, asyncio.sleep(0.01)))
     with pytest.raises(RunStalled):
-        asyncio.run(story(False, fails()))
+        asyncio.run(run(False, fails()))

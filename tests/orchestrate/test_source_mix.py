@@ -1,4 +1,4 @@
-"""Tasks are chosen fairly, from the seed alone, and a run that goes on chooses what it would have chosen."""
+"""Sources keep their ratios, and a resumed run makes the choices it would have made."""
 
 import msgspec
 import pytest
@@ -15,13 +15,14 @@ from ramify.orchestrate.curriculum import (
 from ramify.orchestrate.source_mix import SourceMix
 
 
-def through_the_ledger(state):
+def round_trip(state):
+    """Encode and decode a state as the ledger does."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
 
 
-def under(kept):
-    """What a ledger gives back: what it keeps under names that begin so."""
-    return lambda prefix: {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
+def build_read_state(states):
+    """Return a `read_state` callback over stored states."""
+    return lambda prefix: {name.removeprefix(prefix): states[name] for name in states if name.startswith(prefix)}
 
 
 def shuffle(tasks, seed="0", **more) -> ShuffleCurriculum:
@@ -29,7 +30,7 @@ def shuffle(tasks, seed="0", **more) -> ShuffleCurriculum:
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.text(max_size=3))
-def test_every_task_of_an_epoch_is_chosen_once(tasks, epochs, seed):
+def test_every_task_is_chosen_once_per_epoch(tasks, epochs, seed):
     curriculum = shuffle(tasks, seed, epochs=epochs)
     picks = [curriculum.next_task() for _ in range(tasks * epochs)]
     assert curriculum.next_task() is None
@@ -37,7 +38,7 @@ def test_every_task_of_an_epoch_is_chosen_once(tasks, epochs, seed):
         assert sorted(pick.task for pick in picks if pick.epoch == epoch) == list(range(tasks))
 
 
-def test_epochs_have_orders_of_their_own_that_come_from_the_seed():
+def test_order_depends_on_epoch_and_seed():
     def orders(seed):
         curriculum = shuffle(20, seed)
         return [[curriculum.next_task().task for _ in range(20)] for _ in range(2)]
@@ -47,33 +48,33 @@ def test_epochs_have_orders_of_their_own_that_come_from_the_seed():
     assert orders("1") != orders("2")
 
 
-def test_a_source_without_end_is_taken_in_its_own_order():
+def test_unbounded_source_is_taken_in_order():
     curriculum = shuffle(None)
     assert [curriculum.next_task() for _ in range(3)] == [(0, 0), (1, 0), (2, 0)]
     assert not curriculum.has_epochs
 
 
 @given(st.integers(0, 40))
-def test_a_shuffle_goes_on_where_it_was(before):
-    first, again = shuffle(7), shuffle(7)
+def test_shuffle_resumes_at_its_position(before):
+    first, resumed = shuffle(7), shuffle(7)
     for _ in range(before):
         first.next_task()
-    again.restore(through_the_ledger(first.take_changes()))
-    assert [first.next_task() for _ in range(20)] == [again.next_task() for _ in range(20)]
+    resumed.restore(round_trip(first.take_changes()))
+    assert [first.next_task() for _ in range(20)] == [resumed.next_task() for _ in range(20)]
 
 
 @given(st.integers(0, 20))
-def test_an_epoch_that_has_begun_is_gone_through_once_whatever_the_seed_is_by_then(before):
-    first, again, picks = shuffle(7, "0"), shuffle(7, "1"), []
+def test_started_epoch_keeps_its_order_when_the_seed_changes(before):
+    first, resumed, picks = shuffle(7, "0"), shuffle(7, "1"), []
     for _ in range(before):
         picks.append(first.next_task())
-    again.restore(through_the_ledger(first.take_changes()))
-    picks += [again.next_task() for _ in range(28 - before)]
+    resumed.restore(round_trip(first.take_changes()))
+    picks += [resumed.next_task() for _ in range(28 - before)]
     for epoch in range(4):
         assert sorted(pick.task for pick in picks if pick.epoch == epoch) == list(range(7))
 
 
-def test_a_ratio_is_held_at_every_moment():
+def test_ratio_holds_at_every_moment():
     mix = SourceMix({"often": 3.0, "seldom": 1.0}, {"often": shuffle(50), "seldom": shuffle(50)})
     chosen = [mix.next_task().source for _ in range(2000)]
     assert abs(chosen.count("often") / 2000 - 0.75) <= 0.02 * 0.75
@@ -81,33 +82,33 @@ def test_a_ratio_is_held_at_every_moment():
         assert abs(chosen[:end].count("often") - 0.75 * end) <= 1
 
 
-def test_a_source_that_is_over_leaves_the_rest_to_the_others():
+def test_exhausted_source_is_skipped():
     mix = SourceMix({"a": 1, "b": 1}, {"a": shuffle(2, epochs=1), "b": shuffle(3, epochs=2)})
-    chosen = [found.source for found in iter(mix.next_task, None)]
+    chosen = [choice.source for choice in iter(mix.next_task, None)]
     assert (chosen.count("a"), chosen.count("b")) == (2, 6)
 
 
 @given(st.integers(0, 30))
-def test_a_mix_goes_on_where_it_was(before):
+def test_mix_resumes_at_its_position(before):
     def make():
         pools = PoolsCurriculum(PoolsConfig(recent=2), 6, "7")
         return SourceMix({"a": 2, "b": 1, "p": 1}, {"a": shuffle(4), "b": shuffle(3), "p": pools})
 
-    first, again, kept = make(), make(), {}
+    first, resumed, states = make(), make(), {}
     for number in range(before):
-        chosen = first.next_task()
-        kept |= through_the_ledger(chosen.state_updates)
-        kept |= through_the_ledger(first.record_reward(chosen.source, chosen.task, (number % 3) / 2))
-    again.restore(under(kept))
+        choice = first.next_task()
+        states |= round_trip(choice.state_updates)
+        states |= round_trip(first.record_reward(choice.source, choice.task, (number % 3) / 2))
+    resumed.restore(build_read_state(states))
     for number in range(30):
-        one, other = first.next_task(), again.next_task()
-        assert one == other
-        assert first.record_reward(one.source, one.task, number % 2) == again.record_reward(
-            one.source, one.task, number % 2
+        choice = first.next_task()
+        assert choice == resumed.next_task()
+        assert first.record_reward(choice.source, choice.task, number % 2) == resumed.record_reward(
+            choice.source, choice.task, number % 2
         )
 
 
-def test_pools_draw_tasks_by_what_they_earned_of_late():
+def test_pools_draw_tasks_by_recent_rewards():
     pools = PoolsCurriculum(PoolsConfig(easy=0.1, hard=0.2, recent=2), 30, "3")
     for task in range(10):
         pools.record_reward(task, 1.0)
@@ -123,17 +124,17 @@ def test_pools_draw_tasks_by_what_they_earned_of_late():
     assert pools.get_pool(0) == "hard"
 
 
-def test_a_pool_without_tasks_gives_its_share_to_the_others():
+def test_empty_pool_is_skipped():
     pools = PoolsCurriculum(PoolsConfig(easy=1.0, hard=0.0), 5, "0")
     assert {pools.next_task().task for _ in range(100)} == set(range(5))
 
 
-def test_pools_need_tasks_that_can_be_counted():
-    with pytest.raises(ValueError, match="counted"):
+def test_pools_need_a_bounded_source():
+    with pytest.raises(ValueError, match="bounded"):
         build_curriculum(PoolsConfig(), None, "0")
 
 
-def test_pools_go_on_without_tasks_that_are_gone():
+def test_pools_resume_without_removed_tasks():
     before = PoolsCurriculum(PoolsConfig(), 6, "7")
     for task in range(6):
         before.record_reward(task, 1.0)

@@ -1,4 +1,4 @@
-"""The status address tells everybody, and ends the run only for programs."""
+"""The status server answers every client, but web pages cannot stop the run."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import httpx
 from ramify.orchestrate.status_server import build_status_server
 
 
-def test_a_web_page_cannot_stop_a_run():
+def test_web_page_cannot_stop_a_run():
     stops: list[None] = []
 
     async def main():

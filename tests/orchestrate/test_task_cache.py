@@ -1,7 +1,6 @@
-"""Tasks by their number: fetched once, and not kept for ever."""
+"""Tasks are fetched once by number, and the cache is limited."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 from ramify.envserver.messages import TaskItem, TaskPage
@@ -9,28 +8,27 @@ from ramify.orchestrate import task_cache as module
 from ramify.orchestrate.task_cache import PAGE_SIZE, TaskCache
 
 
-class Endless:
-    """A server whose tasks have no end."""
+class UnboundedServer:
+    """An env server with an unbounded number of tasks."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.fetched_pages: list[int] = []
 
-    async def tasks(self, start: int, count: int, *, deadline: float) -> TaskPage:
-        self.asked.append(start // PAGE_SIZE)
-        found = [TaskItem(str(number), {"prompt": str(number)}) for number in range(start, start + count)]
-        return TaskPage(found, end=False)
+    async def tasks(self, start: int, count: int, *, timeout: float) -> TaskPage:
+        self.fetched_pages.append(start // PAGE_SIZE)
+        tasks = [TaskItem(str(number), {"prompt": str(number)}) for number in range(start, start + count)]
+        return TaskPage(tasks, end=False)
 
 
-def test_a_source_without_end_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(module, "PAGES", 3)
+def test_cache_of_an_unbounded_source_is_limited(monkeypatch):
+    monkeypatch.setattr(module, "MAX_CACHED_PAGES", 3)
 
-    async def story() -> SimpleNamespace:
-        client: Any = Endless()
-        book = TaskCache("it", client)
+    async def main() -> None:
+        client: Any = UnboundedServer()
+        cache = TaskCache("it", client)
         for number in (*range(0, 6 * PAGE_SIZE, 50), 0, 1, 6 * PAGE_SIZE - 1):
-            assert await book.get_task(number) == {"prompt": str(number)}
-        return SimpleNamespace(asked=client.asked, kept=len(book._pages))
+            assert await cache.get_task(number) == {"prompt": str(number)}
+        assert client.fetched_pages == [0, 1, 2, 3, 4, 5, 0]
+        assert len(cache._pages) == 3
 
-    found = asyncio.run(story())
-    assert found.asked == [0, 1, 2, 3, 4, 5, 0]
-    assert found.kept == 3
+    asyncio.run(main())

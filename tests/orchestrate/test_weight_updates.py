@@ -1,4 +1,4 @@
-"""Versions reach the engines one at a time, the newest first, and none is removed while an engine may read it."""
+"""The engines get the newest version, one at a time, and no version is removed while an engine may read it."""
 
 import asyncio
 import contextlib
@@ -14,21 +14,21 @@ from ramify.orchestrate import weight_updates as module
 from ramify.orchestrate.weight_updates import WeightUpdater
 
 
-class Engines:
-    """What `Weights` needs of a client: it takes versions when it is let."""
+class FakeEngines:
+    """An inference client whose updates finish while `may_finish` is set."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.updates: list[int] = []
         self.versions: dict[str, PolicyVersion] = {}
         self.failures: list[Exception] = []
-        self.let = asyncio.Event()
+        self.may_finish = asyncio.Event()
         self.called = asyncio.Event()
-        self.let.set()
+        self.may_finish.set()
 
     async def update_weights(self, path: Path, version: PolicyVersion) -> list[WeightUpdateAck]:
-        self.asked.append(version.step)
+        self.updates.append(version.step)
         self.called.set()
-        await self.let.wait()
+        await self.may_finish.wait()
         if self.failures:
             raise self.failures.pop(0)
         return [WeightUpdateAck("http://engine", version, 0.1)]
@@ -39,166 +39,168 @@ def version(step: int, incarnation: int = 0) -> PolicyVersion:
 
 
 class Stage:
+    """A weight updater, the engines it updates, and the versions it applied."""
+
     def __init__(self) -> None:
-        self.engines, self.applied, self.told = Engines(), list[PolicyVersion](), asyncio.Event()
-        self.weights = WeightUpdater(self.engines, self._applied)  # type: ignore[arg-type]
+        self.engines, self.applied, self.applied_event = FakeEngines(), list[PolicyVersion](), asyncio.Event()
+        self.updater = WeightUpdater(self.engines, self._on_applied)  # type: ignore[arg-type]
 
-    def _applied(self, found: PolicyVersion, seconds: float) -> None:
-        self.applied.append(found)
-        self.told.set()
+    def _on_applied(self, version: PolicyVersion, seconds: float) -> None:
+        self.applied.append(version)
+        self.applied_event.set()
 
-    def offer(self, *found: PolicyVersion) -> None:
-        for each in found:
-            self.weights.request_update(each, Path(str(each.step)))
+    def publish(self, *versions: PolicyVersion) -> None:
+        for version in versions:
+            self.updater.request_update(version, Path(str(version.step)))
 
-    async def until_serving(self, wanted: PolicyVersion) -> None:
+    async def wait_until_served(self, version: PolicyVersion) -> None:
         async with asyncio.timeout(10):
-            while self.weights.served_version != wanted:
-                await self.told.wait()
-                self.told.clear()
+            while self.updater.served_version != version:
+                await self.applied_event.wait()
+                self.applied_event.clear()
 
-    async def until_called(self) -> None:
+    async def wait_until_called(self) -> None:
         async with asyncio.timeout(10):
             await self.engines.called.wait()
         self.engines.called.clear()
 
 
-def played(monkeypatch, story) -> None:
-    monkeypatch.setattr(module, "AGAIN", 0.01)
+def run_with_updater(monkeypatch, main) -> None:
+    monkeypatch.setattr(module, "RETRY_DELAY", 0.01)
 
-    async def main() -> None:
+    async def run() -> None:
         stage = Stage()
-        running = asyncio.create_task(stage.weights.run())
+        running = asyncio.create_task(stage.updater.run())
         try:
-            await story(stage)
+            await main(stage)
         finally:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
 
-    asyncio.run(main())
+    asyncio.run(run())
 
 
-def test_one_that_is_overtaken_is_never_applied(monkeypatch):
-    async def story(stage: Stage) -> None:
-        stage.offer(version(1), version(2))
-        await stage.until_serving(version(2))
+def test_superseded_version_is_never_applied(monkeypatch):
+    async def main(stage: Stage) -> None:
+        stage.publish(version(1), version(2))
+        await stage.wait_until_served(version(2))
         assert stage.applied == [version(2)]
 
-    played(monkeypatch, story)
+    run_with_updater(monkeypatch, main)
 
 
-def test_a_version_that_is_being_applied_is_needed_though_a_newer_one_waits(monkeypatch):
-    async def story(stage: Stage) -> None:
-        stage.engines.let.clear()
-        stage.offer(version(1))
-        await stage.until_called()
-        stage.offer(version(2))
-        assert stage.weights.versions_in_use == [version(1), version(2)]
-        stage.engines.let.set()
-        await stage.until_serving(version(2))
-        assert stage.weights.versions_in_use == [version(2)]
+def test_version_being_applied_stays_in_use_while_another_is_pending(monkeypatch):
+    async def main(stage: Stage) -> None:
+        stage.engines.may_finish.clear()
+        stage.publish(version(1))
+        await stage.wait_until_called()
+        stage.publish(version(2))
+        assert stage.updater.versions_in_use == [version(1), version(2)]
+        stage.engines.may_finish.set()
+        await stage.wait_until_served(version(2))
+        assert stage.updater.versions_in_use == [version(2)]
 
-    played(monkeypatch, story)
+    run_with_updater(monkeypatch, main)
 
 
-def test_engines_that_are_away_are_asked_again(monkeypatch):
-    async def story(stage: Stage) -> None:
+def test_failed_update_is_retried(monkeypatch):
+    async def main(stage: Stage) -> None:
         stage.engines.failures = [ProviderError("no inference server is up")] * 2
-        stage.offer(version(1))
-        await stage.until_serving(version(1))
-        assert stage.engines.asked == [1, 1, 1]
+        stage.publish(version(1))
+        await stage.wait_until_served(version(1))
+        assert stage.engines.updates == [1, 1, 1]
 
-    played(monkeypatch, story)
+    run_with_updater(monkeypatch, main)
 
 
-def test_a_refusal_ends_the_run_unless_the_version_was_overtaken(monkeypatch):
-    async def overtaken(stage: Stage) -> None:
+def test_permanent_failure_ends_the_run_unless_superseded(monkeypatch):
+    async def superseded(stage: Stage) -> None:
         stage.engines.failures = [WeightsRefused("it is gone")]
-        stage.engines.let.clear()
-        stage.offer(version(1))
-        await stage.until_called()
-        stage.offer(version(2))
-        stage.engines.let.set()
-        await stage.until_serving(version(2))
+        stage.engines.may_finish.clear()
+        stage.publish(version(1))
+        await stage.wait_until_called()
+        stage.publish(version(2))
+        stage.engines.may_finish.set()
+        await stage.wait_until_served(version(2))
         assert stage.applied == [version(2)]
 
     async def alone() -> None:
         stage = Stage()
         stage.engines.failures = [WeightsRefused("it is gone")]
-        stage.offer(version(1))
+        stage.publish(version(1))
         async with asyncio.timeout(10):
-            await stage.weights.run()
+            await stage.updater.run()
 
-    played(monkeypatch, overtaken)
+    run_with_updater(monkeypatch, superseded)
     with pytest.raises(WeightsRefused):
         asyncio.run(alone())
 
 
-def test_an_eval_holds_the_weights_after_what_was_begun(monkeypatch):
-    async def story(stage: Stage) -> None:
-        stage.engines.let.clear()
-        stage.offer(version(1))
-        await stage.until_called()
+def test_hold_waits_for_an_update_that_is_being_applied(monkeypatch):
+    async def main(stage: Stage) -> None:
+        stage.engines.may_finish.clear()
+        stage.publish(version(1))
+        await stage.wait_until_called()
 
         async def evaluate() -> PolicyVersion | None:
-            async with stage.weights.hold():
-                stage.offer(version(2))
+            async with stage.updater.hold():
+                stage.publish(version(2))
                 await asyncio.sleep(0)
-                return stage.weights.served_version
+                return stage.updater.served_version
 
-        evaluating = asyncio.create_task(evaluate())
+        eval_task = asyncio.create_task(evaluate())
         await asyncio.sleep(0)
-        stage.engines.let.set()
-        assert await evaluating == version(1)
-        await stage.until_serving(version(2))
+        stage.engines.may_finish.set()
+        assert await eval_task == version(1)
+        await stage.wait_until_served(version(2))
 
-    played(monkeypatch, story)
+    run_with_updater(monkeypatch, main)
 
 
-def test_what_a_replaced_trainer_offered_is_forgotten(monkeypatch):
-    async def story(stage: Stage) -> None:
-        async with stage.weights.hold():
-            stage.offer(version(7))
+def test_pending_update_of_a_replaced_trainer_is_discarded(monkeypatch):
+    async def main(stage: Stage) -> None:
+        async with stage.updater.hold():
+            stage.publish(version(7))
             await asyncio.sleep(0)
-            stage.weights.discard_pending()
-        stage.offer(version(4, incarnation=1))
-        await stage.until_serving(version(4, incarnation=1))
-        assert stage.engines.asked == [4]
+            stage.updater.discard_pending()
+        stage.publish(version(4, incarnation=1))
+        await stage.wait_until_served(version(4, incarnation=1))
+        assert stage.engines.updates == [4]
 
-    played(monkeypatch, story)
+    run_with_updater(monkeypatch, main)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_engines_that_failed_a_replaced_trainer_have_all_their_time_for_the_next(monkeypatch, late):
+def test_update_timeout_restarts_with_a_new_trainer(monkeypatch, late):
     clock = SimpleNamespace(now=1.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(module, "time", clock)
 
-    async def story(stage: Stage) -> None:
+    async def main(stage: Stage) -> None:
         stage.engines.failures = [ProviderError("no inference server is up")]
-        stage.engines.let.clear()
-        stage.offer(version(7))
-        await stage.until_called()
+        stage.engines.may_finish.clear()
+        stage.publish(version(7))
+        await stage.wait_until_called()
         if late:
-            stage.weights.discard_pending()
-        stage.engines.let.set()
+            stage.updater.discard_pending()
+        stage.engines.may_finish.set()
         while stage.engines.failures:
             await asyncio.sleep(0)
-        stage.weights.discard_pending()
+        stage.updater.discard_pending()
         clock.now = module.UPDATE_TIMEOUT + 2
         stage.engines.failures = [ProviderError("still none")]
-        stage.offer(version(4, incarnation=1))
-        await stage.until_serving(version(4, incarnation=1))
+        stage.publish(version(4, incarnation=1))
+        await stage.wait_until_served(version(4, incarnation=1))
 
-    played(monkeypatch, story)
+    run_with_updater(monkeypatch, main)
 
 
-def test_what_the_engines_began_with_is_not_given_to_them_again(monkeypatch):
-    async def story(stage: Stage) -> None:
+def test_initial_version_is_not_applied_again(monkeypatch):
+    async def main(stage: Stage) -> None:
         stage.engines.versions = {"http://engine": version(0)}
-        stage.offer(version(0))
-        assert (stage.weights.served_version, stage.applied, stage.engines.asked) == (version(0), [version(0)], [])
-        stage.offer(version(0, incarnation=1))  # of a trainer that began again
-        await stage.until_serving(version(0, incarnation=1))
+        stage.publish(version(0))
+        assert (stage.updater.served_version, stage.applied, stage.engines.updates) == (version(0), [version(0)], [])
+        stage.publish(version(0, incarnation=1))  # from a restarted trainer
+        await stage.wait_until_served(version(0, incarnation=1))
 
-    played(monkeypatch, story)
+    run_with_updater(monkeypatch, main)

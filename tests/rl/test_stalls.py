@@ -139,10 +139,9 @@ def test_an_engine_that_accepts_and_never_answers(stage):
     with pytest.raises(RunStalled) as stalled:
         stage.run("engine")
     said = stalled.value.message
-    assert f"env servers waits for {{}} model calls (the engines at {stage.engine.url} hold them)" in _uncounted(said)
-    assert f"sampling waits for {{}} attempts (the oldest is 0.0, for {{}} s at plain at {stage.server.address}" in (
-        _uncounted(said)
-    )
+    assert f"env servers waits for {{}} model calls (running on the engines at {stage.engine.url})" in _uncounted(said)
+    oldest = f"oldest attempt 0.0: {{}} s (timeout {{}} s), source plain at {stage.server.address}"
+    assert f"sampling waits for {{}} attempts ({oldest}" in _uncounted(said)
     assert (stage.home / "engine" / "stalled.txt").read_text() == said + "\n"
 
 
@@ -151,14 +150,14 @@ def test_an_environment_that_never_returns(stage):
     with pytest.raises(RunStalled) as stalled:
         stage.run("environment")
     said = stalled.value.message
-    assert f"at plain at {stage.server.address}" in said
+    assert f"source plain at {stage.server.address}" in said
     assert "model calls" not in said  # the engine is not what keeps them
 
 
 def test_groups_that_teach_nothing(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
         stage.run("nothing")
-    assert "orchestrator waits for a trainer (none has come yet)" in stalled.value.message
+    assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
 
 
 def test_groups_that_teach_nothing_are_seen_long_before(stage):
@@ -218,10 +217,10 @@ def judged(path: Path) -> list[GroupRecord]:
 
 
 def test_an_environment_whose_code_is_broken(stage, monkeypatch, capsys):
-    monkeypatch.setattr(background, "FAULTS", 6)
+    monkeypatch.setattr(background, "MAX_ENVIRONMENT_FAULTS", 6)
     stage.gate.write_text("broken")
     with pytest.raises(
-        EnvironmentFault, match=r"plain: \d+ attempts failed and none came through; .*no such thing"
+        EnvironmentFault, match=r"plain: all \d+ attempts failed in environment code; .*no such thing"
     ) as ended:
         stage.run("broken", orchestrator={"stall_timeout": 60.0})
     text = 'raise ValueError("there is no such thing")'

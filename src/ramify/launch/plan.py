@@ -189,9 +189,11 @@ class _PlanBuilder:
                 self.path / "logs" / "inference.log",
                 env=self._build_environment(self.devices.inference, "inference"),
                 address=f"{self.addresses['inference']}/health",
-                deadline=self.config.launch.start_deadline,
+                ready_timeout=self.config.launch.start_deadline,
                 prepare=prepare,
-                loads=ENGINE_MODULES if self._is_cpu_only and isinstance(self.config.inference, EngineConfig) else (),
+                preload_modules=ENGINE_MODULES
+                if self._is_cpu_only and isinstance(self.config.inference, EngineConfig)
+                else (),
             )
         ]
 
@@ -211,7 +213,7 @@ class _PlanBuilder:
             picked.log_path(self.path),
             env=self._build_environment(self.devices.other, name),
             address=self.addresses[name],
-            deadline=deadline,
+            ready_timeout=deadline,
         )
 
     def _orchestrator_spec(self) -> ProcessSpec:
@@ -223,7 +225,7 @@ class _PlanBuilder:
             ProcessRole.LEADER,
             env=self._build_environment(self.devices.other, "orchestrator.address", "orchestrator.status"),
             address=f"{self.addresses['orchestrator.status']}/health",
-            deadline=2 * self.config.launch.start_deadline,  # it waits for engines, then for env servers
+            ready_timeout=2 * self.config.launch.start_deadline,  # it waits for engines, then for env servers
             hang_timeout=self.config.launch.hang_timeout,
             last_state=lambda: describe_last_state(self.path),
         )
@@ -237,7 +239,7 @@ class _PlanBuilder:
         command = (sys.executable, "-m", *spread, *words) if gpus > 1 else _ramify_command(*words)
         log, env = self.path / "logs" / "trainer.log", self.devices.trainer.env
         loads = TRAINER_MODULES if self._is_cpu_only else ()
-        return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, loads=loads)
+        return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=loads)
 
     def _build_environment(self, devices: DeviceAllocation, *listeners: str) -> dict[str, str]:
         """Return the environment variables of a process, with the ports that are reserved for it."""

@@ -44,7 +44,7 @@ class PreforkClient:
         """Ask for a birth, on a leash that ends with `line`; False where there will be none."""
         if spec.name not in self._spec_names:
             return False
-        told = json.dumps({"patience": stop_timeout, "command": spec.command, "loads": spec.loads}).encode()
+        told = json.dumps({"patience": stop_timeout, "command": spec.command, "loads": spec.preload_modules}).encode()
         try:
             socket.send_fds(self._request_socket, [told], [control_socket.fileno(), log_fd])
         except OSError:  # it is gone
@@ -55,7 +55,7 @@ class PreforkClient:
 @contextlib.contextmanager
 def start_prefork_server(specs: Sequence["ProcessSpec"]) -> Iterator[PreforkClient | None]:
     """A nursery for those that load the same and see the same, where there are two at least."""
-    preloadable = [entry for entry in specs if entry.loads and entry.command[:3] == RAMIFY_COMMAND]
+    preloadable = [entry for entry in specs if entry.preload_modules and entry.command[:3] == RAMIFY_COMMAND]
     if len(preloadable) < 2 or any(entry.env != preloadable[0].env for entry in preloadable):
         yield None
         return
@@ -63,7 +63,14 @@ def start_prefork_server(specs: Sequence["ProcessSpec"]) -> Iterator[PreforkClie
     with ours, theirs:
         ours.setblocking(False)
         child = subprocess.Popen(
-            [sys.executable, "-m", "ramify.launch.preforked", str(os.getpid()), *preloadable[0].loads, TITLE_PADDING],
+            [
+                sys.executable,
+                "-m",
+                "ramify.launch.preforked",
+                str(os.getpid()),
+                *preloadable[0].preload_modules,
+                TITLE_PADDING,
+            ],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # who cannot load something says so when it is started by itself

@@ -67,7 +67,7 @@ class ProcessSpec:
     """Variables on top of our own."""
     address: str = ""
     """Where it answers once it is ready (`http://...`, `tcp://...`); without, it is ready when it is there."""
-    deadline: float = 600.0
+    ready_timeout: float = 600.0
     """Seconds until it has to answer."""
     hang_timeout: float | None = None
     """Seconds without an answer after which it is killed and started again; None leaves a silent process alone."""
@@ -75,7 +75,7 @@ class ProcessSpec:
     """Returns its last known state, for the log, when it does not answer."""
     prepare: Callable[[], None] | None = None
     """Done before each start."""
-    loads: tuple[str, ...] = ()
+    preload_modules: tuple[str, ...] = ()
     """Modules that are its first seconds; it may be forked from a process that has them."""
 
 
@@ -157,10 +157,10 @@ class SupervisedProcess:
 
     async def wait_until_ready(self) -> None:
         """Return when it answers. Raises DeadlineExceeded if it does not in time."""
-        end = time.monotonic() + self.spec.deadline
+        end = time.monotonic() + self.spec.ready_timeout
         while self.spec.address and not await is_responding(self.spec.address):
             if time.monotonic() > end:
-                said = f"{self.spec.name} did not answer at {self.spec.address} within {self.spec.deadline:g} s"
+                said = f"{self.spec.name} did not answer at {self.spec.address} within {self.spec.ready_timeout:g} s"
                 raise DeadlineExceeded(f"{said}; the end of {self.spec.log}:\n{self.tail()}")
             await asyncio.sleep(POLL_INTERVAL)
         self.state = ProcessState.READY

@@ -1,8 +1,8 @@
-"""The orchestrator: which tasks are tried, what is learnt from them, and when.
+"""The orchestrator: issues groups, scores them, forms batches, and keeps the weights of the engines up to date.
 
-One idea: everything that decides is a small state machine without clock or I/O (admission, dispatch, groups, sources),
-everything it decided is a row of the ledger before it is done, and processes only carry out rows. Names load when they
-are used; nothing here imports torch or an environment.
+All decisions are made by small state machines without clock or I/O (admission, attempt queue, group tracker, source
+mix). Every decision is written to the ledger before it is executed, so a crash loses nothing. Names are imported when
+they are used; nothing here imports torch or an environment.
 """
 
 import lazy_loader

@@ -1,9 +1,9 @@
-"""Which groups may be issued, and which make the next batch: windowed FIFO.
+"""Windowed FIFO admission: which groups may be issued, and which groups form the next batch.
 
-Fast groups must not wait for slow ones, and slow ones must not be left behind: a batch of whatever came first would
-train on short rollouts and let the long ones grow stale. So a group may be overtaken, but only by the few issued right
-behind it. With P groups a batch, A slots and a window of W, a group is trained at most (A + W - 2) // P steps after the
-version it started with, however long it took (docs/batching.md has the proof).
+A batch of the groups that finish first would train on short rollouts and let the long ones grow stale. A batch in the
+order of issue would make fast groups wait for slow ones. So a group may be overtaken, but only by the few groups issued
+right after it. With P groups per batch, A slots and a window of W, a group is trained at most (A + W - 2) // P steps
+after the version it started with, however long it takes (docs/batching.md has the proof).
 
     issued --> scored --> in a batch --> version applied
        |          |
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from ramify.errors import TransitionRefused
 
-WINDOW_FRACTION = 0.3  # the window as a share of the slots
+WINDOW_FRACTION = 0.3  # size of the window, as a fraction of the slots
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """P, A and W, in groups."""
+    """Groups per batch (P), groups that may be active at once (A), and the window of overtaking groups (W)."""
 
     groups_per_batch: int
     slots: int
@@ -30,17 +30,17 @@ class AdmissionLimits:
 
     @classmethod
     def from_max_staleness(cls, groups_per_batch: int, max_staleness: int) -> "AdmissionLimits":
-        """The most slots whose groups are trained at most `max_off_policy` steps after they started."""
+        """Return the limits with the most slots for which no group gets staler than `max_staleness` steps."""
         if max_staleness == 0:
             return cls(groups_per_batch, groups_per_batch, 1)
         slots = groups_per_batch
-        while (found := cls(groups_per_batch, slots + 1, _compute_window(slots + 1))).max_staleness <= max_staleness:
-            slots = found.slots
+        while cls(groups_per_batch, slots + 1, _compute_window(slots + 1)).max_staleness <= max_staleness:
+            slots += 1
         return cls(groups_per_batch, slots, _compute_window(slots))
 
     @property
     def max_staleness(self) -> int:
-        """The most steps between the version a group starts with and the one that is trained on it."""
+        """Most steps between the version that a group starts with and the version that is trained on it."""
         return (self.slots + self.window - 2) // self.groups_per_batch
 
 
@@ -49,47 +49,55 @@ def _compute_window(slots: int) -> int:
 
 
 class AdmissionControl:
-    """The slots: who holds one, and who is next in a batch. Groups are numbers, in the order of issue."""
+    """The slots of a run: which groups hold one, and which groups form the next batch.
+
+    Groups are represented by their numbers, which follow the order of issue.
+
+    Attributes:
+        next_step: step of the next batch.
+        applied_version: version that the engines sample from.
+        exhausted: whether the sources have no more tasks, so that no group will follow.
+    """
 
     def __init__(self, limits: AdmissionLimits, *, max_steps: int | None = None) -> None:
         self.limits, self.max_steps = limits, max_steps
-        self.next_step = 0  # of the next batch
-        self.applied_version = 0  # the version the engines sample from
-        self.exhausted = False  # no group will follow
-        self._unscored: list[int] = []  # in order
-        self._scored: list[int] = []  # in order
-        self._unapplied_batches: dict[int, tuple[int, ...]] = {}  # batches whose version is not applied yet
+        self.next_step = 0
+        self.applied_version = 0
+        self.exhausted = False
+        self._unscored: list[int] = []  # sorted
+        self._scored: list[int] = []  # sorted
+        self._unapplied_batches: dict[int, tuple[int, ...]] = {}  # by step, until the version it makes is applied
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
     @property
     def num_active(self) -> int:
-        """Slots that are held."""
+        """Number of slots that are held."""
         return len(self._unscored) + len(self._scored) + self._num_batched
 
     @property
     def num_free_slots(self) -> int:
-        """How many groups may be issued now."""
+        """Number of groups that may be issued now."""
         if self.exhausted:
             return 0
-        free = self.limits.slots - self.num_active
+        num_free = self.limits.slots - self.num_active
         if self.max_steps is not None:
-            wanted = (self.max_steps - self.next_step) * self.limits.groups_per_batch
-            free = min(free, wanted - len(self._unscored) - len(self._scored))
-        return max(0, free)
+            num_needed = (self.max_steps - self.next_step) * self.limits.groups_per_batch
+            num_free = min(num_free, num_needed - len(self._unscored) - len(self._scored))
+        return max(0, num_free)
 
     def can_dispatch(self, group: int) -> bool:
-        """Whether attempts of a group may be sent out: with all that comes before it, it fits into the slots.
+        """Return whether attempts of a group may be dispatched: the group and all before it fit into the slots.
 
-        After a restart more can be active than there are slots: batches of the lost steps hold theirs again, and a run
-        that goes on with fewer slots finds the groups of one that had more. What is sampled behind too many would be
-        too old when its turn comes, so it waits.
+        After a restart, more groups can be active than there are slots: the batches of lost steps hold their slots
+        again, and a run may be resumed with fewer slots than it had. A group that is sampled behind too many others
+        would be too stale when it is trained, so it has to wait.
         """
-        before = bisect_left(self._unscored, group) + bisect_left(self._scored, group)
-        return self._num_batched + before < self.limits.slots
+        num_before = bisect_left(self._unscored, group) + bisect_left(self._scored, group)
+        return self._num_batched + num_before < self.limits.slots
 
     def next_batch(self) -> tuple[int, ...] | None:
-        """The groups of the next batch, in order; None while it cannot be cut."""
+        """Return the groups of the next batch, in order; None if it cannot be formed yet."""
         if self.max_steps is not None and self.next_step >= self.max_steps:
             return None
         window_end = self._unscored[0] + self.limits.window if self._unscored else None
@@ -102,19 +110,19 @@ class AdmissionControl:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last batch was cut."""
+        """Whether the last batch was formed."""
         if self.max_steps is not None and self.next_step >= self.max_steps:
             return True
         return self.exhausted and not self._unscored and not self._scored
 
     def get_blocking_groups(self) -> list[int]:
-        """The groups without which no batch can be cut: the oldest that are not scored."""
+        """Return the oldest groups that are not scored: the next batch may have to wait for them."""
         return self._unscored[: self.limits.groups_per_batch]
 
     # -- events --------------------------------------------------------------------------------------------------
 
     def issue_group(self, group: int) -> None:
-        """A group takes a slot. Raises TransitionRefused where there is no room."""
+        """Give a slot to a new group. Raises TransitionRefused if none is free."""
         if self.num_free_slots < 1:
             raise TransitionRefused(
                 f"group {group} cannot be issued: {self.num_active} of {self.limits.slots} slots held"
@@ -122,20 +130,20 @@ class AdmissionControl:
         self.restore_group(group)
 
     def restore_group(self, group: int, *, is_scored: bool = False) -> None:
-        """A group that was issued before this process began takes its slot, whether there is room or not."""
+        """Give a slot to a group that an earlier process issued, even if none is free."""
         insort(self._scored if is_scored else self._unscored, group)
 
     def mark_scored(self, group: int) -> None:
-        """A group can be in a batch."""
+        """Make a group available for a batch."""
         _remove(self._unscored, group, "scored")
         insort(self._scored, group)
 
     def drop_group(self, group: int) -> None:
-        """A group gives its slot back without having been in a batch."""
+        """Free the slot of a group that is not in a batch."""
         _remove(self._scored if group in self._scored else self._unscored, group, "dropped")
 
     def record_batch(self, groups: tuple[int, ...]) -> int:
-        """A batch of these groups was decided; returns its step."""
+        """Record that a batch of these groups was formed, and return its step."""
         for group in groups:
             _remove(self._scored, group, "batched")
         step, self.next_step = self.next_step, self.next_step + 1
@@ -144,13 +152,13 @@ class AdmissionControl:
         return step
 
     def apply_version(self, version: int) -> None:
-        """The engines sample from `version` now: the batches that made it give their slots back."""
+        """Record that the engines sample from `version`, which frees the slots of the batches it was trained on."""
         self.applied_version = max(self.applied_version, version)
         for step in [step for step in self._unapplied_batches if step < self.applied_version]:
             del self._unapplied_batches[step]
 
     def rewind(self, version: int, batches: dict[int, tuple[int, ...]]) -> None:
-        """The trainer begins again from `version`; `batches` are those after it, which it is given again."""
+        """Return to `version`, from which the trainer restarts; it gets the later `batches`, by step, again."""
         self.applied_version = version
         self.next_step = max(self.next_step, version, *(step + 1 for step in batches))
         self._unapplied_batches = {step: groups for step, groups in batches.items() if step >= version}
@@ -161,7 +169,7 @@ class AdmissionControl:
 
 
 def _remove(groups: list[int], group: int, target_state: str) -> None:
-    at = bisect_left(groups, group)
-    if at == len(groups) or groups[at] != group:
-        raise TransitionRefused(f"group {group} cannot be {target_state}: it does not wait for that")
-    del groups[at]
+    index = bisect_left(groups, group)
+    if index == len(groups) or groups[index] != group:
+        raise TransitionRefused(f"group {group} cannot become {target_state}: it is not in a state that allows it")
+    del groups[index]

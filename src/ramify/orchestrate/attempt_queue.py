@@ -1,4 +1,4 @@
-"""In which order attempts are sent out: that of issue, and those that have to be run again before all others."""
+"""The queue of attempts to dispatch: retries first, then in the order of issue."""
 
 import heapq
 from collections.abc import Callable
@@ -6,46 +6,48 @@ from typing import NamedTuple
 
 
 class QueuedAttempt(NamedTuple):
-    """One attempt that waits to be sent out; `again` is how often it was before."""
+    """An attempt that waits to be dispatched; `num_retries` counts its earlier tries."""
 
     group: int
     attempt: int
-    again: int = 0
+    num_retries: int = 0
 
 
 class AttemptQueue:
-    """Attempts that wait, and those that are out. No clock, no I/O."""
+    """Attempts that wait, and those in flight. A state machine without clock or I/O."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[bool, int, int, int]] = []  # (first try, group, attempt, tries before)
+        self._waiting: list[tuple[bool, int, int, int]] = []  # heap of (is first try, group, attempt, retries)
         self._in_flight: set[tuple[int, int]] = set()
 
     @property
     def num_in_flight(self) -> int:
+        """Number of attempts that were popped and are not done."""
         return len(self._in_flight)
 
     @property
     def num_waiting(self) -> int:
+        """Number of attempts in the queue."""
         return len(self._waiting)
 
     def push(self, group: int, attempt: int, num_retries: int = 0) -> None:
-        """An attempt is to be sent out."""
+        """Queue an attempt."""
         heapq.heappush(self._waiting, (not num_retries, group, attempt, num_retries))
 
     def pop(self, limit: int, can_dispatch: Callable[[int], bool] = lambda group: True) -> QueuedAttempt | None:
-        """The next attempt, unless `limit` of them are out already or its group may not be sent out."""
+        """Return the next attempt; None if `limit` are in flight or its group may not be dispatched."""
         if not self._waiting or self.num_in_flight >= limit or not can_dispatch(self._waiting[0][1]):
             return None
-        _, group, attempt, again = heapq.heappop(self._waiting)
+        _, group, attempt, num_retries = heapq.heappop(self._waiting)
         self._in_flight.add((group, attempt))
-        return QueuedAttempt(group, attempt, again)
+        return QueuedAttempt(group, attempt, num_retries)
 
     def mark_done(self, group: int, attempt: int) -> None:
-        """An attempt is no longer out, however it ended."""
+        """Record that an attempt is no longer in flight, however it ended."""
         self._in_flight.discard((group, attempt))
 
     def remove_group(self, group: int) -> None:
-        """A group is no more: nothing of it is sent out, and what is out is not waited for."""
-        self._waiting = [each for each in self._waiting if each[1] != group]
+        """Forget all attempts of a group, waiting and in flight."""
+        self._waiting = [entry for entry in self._waiting if entry[1] != group]
         heapq.heapify(self._waiting)
-        self._in_flight = {each for each in self._in_flight if each[0] != group}
+        self._in_flight = {key for key in self._in_flight if key[0] != group}

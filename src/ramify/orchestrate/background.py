@@ -1,6 +1,6 @@
-"""What goes on beside the sampling for as long as a run lives: evals, cut batches, the engines' load, the watchdog.
+"""Background tasks of an orchestrator: evals, reports of batches, adaptive concurrency, snapshots, watchdogs.
 
-Each is one task without an end; what fails by a name nobody handles ends the run by that name.
+Each is one asyncio task that runs until it is cancelled. An unhandled failure ends the run with that failure.
 """
 
 import asyncio
@@ -17,24 +17,24 @@ from ramify.store.group_state import GroupState
 from ramify.store.ledger import BatchRecord, Ledger
 from ramify.trace import Trace
 
-POLL_INTERVAL = 1.0  # seconds between two looks at the engines' load and at the run's progress
-SNAPSHOT_INTERVAL = 2.0  # seconds between two snapshots of the run's state
-MAX_DESCRIBED_DROPS = 1000  # dropped groups that a snapshot describes: to read all of a long run takes a second
-MAX_ENVIRONMENT_FAULTS = 64  # attempts that the code of an environment may fail before one has come through
+POLL_INTERVAL = 1.0  # seconds between checks of engine load and of progress
+SNAPSHOT_INTERVAL = 2.0  # seconds between snapshots
+MAX_DESCRIBED_DROPS = 1000  # dropped groups that a snapshot describes: reading all of a long run takes a second
+MAX_ENVIRONMENT_FAULTS = 64  # attempts that environment code may fail before the first one succeeds
 
 ShowSamples = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
 
 
 async def run_due_evals(run: RunContext) -> None:
-    """Evals as they fall due, the first with the weights the run begins with."""
-    if run.sampling.weights_ready.is_set() and (names := run.evaluator.get_due_sources(0)):
+    """Run evals when they are due, the first with the initial weights."""
+    if run.dispatcher.weights_ready.is_set() and (names := run.evaluator.get_due_sources(0)):
         run.eval_queue.put_nowait((0, names))
     while True:
         step, names = await run.eval_queue.get()
-        while not run.eval_queue.empty():  # one took longer than its interval: what fell due meanwhile is one eval
+        while not run.eval_queue.empty():  # evals that became due during the last one are run as one
             run.eval_queue.task_done()
-            step, more = run.eval_queue.get_nowait()
-            names = [*names, *more]
+            step, more_names = run.eval_queue.get_nowait()
+            names = [*names, *more_names]
         due = run.evaluator.get_due_sources(step)
         if names := [name for name in dict.fromkeys(names) if name in due]:
             await run.evaluator.run(step, names)
@@ -42,47 +42,47 @@ async def run_due_evals(run: RunContext) -> None:
 
 
 async def adapt_concurrency(run: RunContext) -> None:
-    """As many attempts at once as the engines bear."""
+    """Adapt the number of attempts in flight to the load of the engines."""
     while True:
         await asyncio.sleep(POLL_INTERVAL)
-        run.engine_loads = await run.client.get_loads()
-        if run.engine_loads:
-            worst = CombinedLoad(
-                max(load.kv_usage for load in run.engine_loads), sum(load.num_waiting for load in run.engine_loads)
-            )
-            run.limiter.update(worst, run.sampling.num_in_flight)
-            run.sampling.wake()
+        run.engine_loads = loads = await run.client.get_loads()
+        if loads:
+            combined = CombinedLoad(max(load.kv_usage for load in loads), sum(load.num_waiting for load in loads))
+            run.limiter.update(combined, run.dispatcher.num_in_flight)
+            run.dispatcher.wake()
 
 
 async def watch_for_stalls(run: RunContext) -> None:
-    """Raises RunStalled, with who waits for what, when nothing has moved for too long; EnvironmentFault, much earlier,
-    for an environment whose code lets no attempt through."""
-    limit = run.config.orchestrator.stall_timeout
+    """Raise RunStalled, with a list of all waits, after `stall_timeout` seconds without progress.
+
+    Raise EnvironmentFault, much earlier, if the code of an environment fails every attempt.
+    """
+    timeout = run.config.orchestrator.stall_timeout
     while True:
-        await asyncio.sleep(min(POLL_INTERVAL, limit / 4))
+        await asyncio.sleep(min(POLL_INTERVAL, timeout / 4))
         _check_environment_faults(run)
         if run.evaluator.started_at:
             run.progress.last_progress_time = max(run.progress.last_progress_time, *run.evaluator.started_at.values())
-        if (idle := time.monotonic() - run.progress.last_progress_time) > limit:
-            lines = [f"  {each['who']} waits for {each['waits_for']} ({each['detail']})" for each in list_waits(run)]
-            said = f"no step in {idle:.0f} s (orchestrator.stall_timeout is {limit:g})"
-            report = "\n".join([said, *lines, f"  dropped groups: {run.ledger.describe_drops() or 'none'}"])
-            with contextlib.suppress(OSError):  # a disk without room must not hide what stalled
+        if (idle := time.monotonic() - run.progress.last_progress_time) > timeout:
+            waits = [f"  {wait['who']} waits for {wait['waits_for']} ({wait['detail']})" for wait in list_waits(run)]
+            message = f"no progress for {idle:.0f} s (orchestrator.stall_timeout = {timeout:g})"
+            report = "\n".join([message, *waits, f"  dropped groups: {run.ledger.describe_drops() or 'none'}"])
+            with contextlib.suppress(OSError):  # a full disk must not hide the stall
                 (run.config.path / "stalled.txt").write_text(report + "\n")
             raise RunStalled(report)
 
 
 async def write_snapshots(run: RunContext) -> None:
-    """Write the state of the run to disk every SNAPSHOT_INTERVAL seconds, for when this process does not answer."""
+    """Write a snapshot of the run every SNAPSHOT_INTERVAL seconds, for when this process does not answer."""
     while True:
-        state = build_status(run)
-        dropped = describe_recent_drops(run.ledger, state["groups"].get(GroupState.DROPPED.value, 0))
-        write_snapshot(run.config.path, state, list_waits(run), dropped)
+        status = build_status(run)
+        drops = describe_recent_drops(run.ledger, status["groups"].get(GroupState.DROPPED.value, 0))
+        write_snapshot(run.config.path, status, list_waits(run), drops)
         await asyncio.sleep(SNAPSHOT_INTERVAL)
 
 
 def describe_recent_drops(ledger: Ledger, total: int) -> str:
-    """Return why groups were dropped; of more than RECENT_DROPS groups, only the last are read."""
+    """Describe why groups were dropped; of more than MAX_DESCRIBED_DROPS groups, only the last are read."""
     reasons = ledger.describe_drops(limit=MAX_DESCRIBED_DROPS)
     return f"{reasons} (the last {MAX_DESCRIBED_DROPS} of {total})" if total > MAX_DESCRIBED_DROPS else reasons
 
@@ -93,7 +93,7 @@ async def watch_patience(run: RunContext) -> None:
     while not run.core.admission.is_finished:
         await patience.exceeded.wait()
         error = NoTrainableGroups(await patience.report(run.ledger))
-        if run.core.admission.is_finished:  # groups beyond the last batch do not matter
+        if run.core.admission.is_finished:  # groups after the last batch do not matter
             return
         if run.config.orchestrator.on_no_signal == "end":
             raise error
@@ -102,19 +102,19 @@ async def watch_patience(run: RunContext) -> None:
 
 
 def _check_environment_faults(run: RunContext) -> None:
-    for source, (count, said) in list(run.progress.environment_faults.items()):
-        if count < MAX_ENVIRONMENT_FAULTS or source not in run.sampling.sources:
+    for source, (count, message) in list(run.progress.environment_faults.items()):
+        if count < MAX_ENVIRONMENT_FAULTS or source not in run.dispatcher.sources:
             continue
         if not run.store.select("SELECT 1 FROM rollouts WHERE source = ? LIMIT 1", (source,)):
-            raise EnvironmentFault(f"{source}: {count} attempts failed and none came through; the last: {said}")
+            raise EnvironmentFault(f"{source}: all {count} attempts failed in environment code; last error: {message}")
         del run.progress.environment_faults[source]
 
 
 async def report_batches(run: RunContext, on_samples: ShowSamples | None) -> None:
-    """Every batch that is decided, told to the trainer and to people."""
+    """Record and print every new batch, show samples of it, and wake up the trainer's pending request."""
     while True:
-        await run.sampling.batch_formed.wait()
-        run.sampling.batch_formed.clear()
+        await run.dispatcher.batch_formed.wait()
+        run.dispatcher.batch_formed.clear()
         batches = run.ledger.batches(run.next_step_to_report)
         if batches:
             run.progress.record_batches({batch.step: _compute_staleness(run, batch) for batch in batches})
@@ -131,24 +131,25 @@ def _compute_staleness(run: RunContext, batch: BatchRecord) -> list[int]:
 
 
 def _print_step(run: RunContext, batch: BatchRecord) -> None:
-    last, rate = run.progress.latest_metrics, run.progress.get_throughput()
-    k, n = run.progress.trainable_counts
+    metrics, (rollouts, tokens) = run.progress.latest_metrics, run.progress.get_throughput()
+    num_trainable, num_scored = run.progress.trainable_counts
+    reward, staleness = metrics.get("reward/all/mean", 0.0), metrics.get("staleness/mean", 0.0)
     print(
-        f"step {batch.step}: reward {last.get('reward/all/mean', 0.0):.3f}, trainable {k}/{n}, "
-        f"{rate[0]:.1f} rollouts/s, {rate[1]:.0f} tokens/s, staleness {last.get('staleness/mean', 0.0):.1f}",
+        f"step {batch.step}: reward {reward:.3f}, trainable {num_trainable}/{num_scored}, "
+        f"{rollouts:.1f} rollouts/s, {tokens:.0f} tokens/s, staleness {staleness:.1f}",
         flush=True,
     )
 
 
 def _show_samples(run: RunContext, batch: BatchRecord, on_samples: ShowSamples) -> None:
-    """A few rollouts of each source, out of the batch that was just decided."""
-    samples = run.config.monitor.samples
-    if not samples.count or batch.step % samples.interval:
+    """Pass a few rollouts of each source in the batch, with their advantages, to `on_samples`."""
+    config = run.config.monitor.samples
+    if not config.count or batch.step % config.interval:
         return
-    shown: dict[str, list[tuple[Trace, float | None]]] = {}
+    samples_by_source: dict[str, list[tuple[Trace, float | None]]] = {}
     for number in batch.group_numbers:
-        rollouts = shown.setdefault(run.ledger.get_group(number).source, [])
-        for attempt in run.ledger.attempts(number)[: samples.count - len(rollouts)]:
+        samples = samples_by_source.setdefault(run.ledger.get_group(number).source, [])
+        for attempt in run.ledger.attempts(number)[: config.count - len(samples)]:
             if attempt.rollout_id is not None:
-                rollouts.append((run.store.read_traces(attempt.rollout_id)[0], attempt.notes.get("advantage")))
-    on_samples(batch.step, shown)
+                samples.append((run.store.read_traces(attempt.rollout_id)[0], attempt.notes.get("advantage")))
+    on_samples(batch.step, samples_by_source)

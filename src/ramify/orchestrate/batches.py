@@ -1,8 +1,7 @@
-"""A batch as the ledger keeps it: who is in it and what was said about them; the forest is grown again when needed.
+"""Batches as the ledger stores them.
 
-The traces are in the run already, so a batch is only names and numbers, and small. From it and the stored traces the
-same forest grows every time, for whatever number of ranks the trainer has by then. Whoever still has the forests that
-grew when the groups were judged need not grow them again.
+A stored batch holds rollout ids and annotations; the traces are in the run already. Its forests are rebuilt from the
+stored traces, identically for any number of ranks, unless they are still in memory from when the groups were scored.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,83 +17,70 @@ from ramify.trace import AnnotatedTrace, Annotation, Forest, Trace, build_forest
 from ramify.trace.forest import LOSS_COMPONENTS
 from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
 
-ReadTraces = Callable[[str], Sequence[Trace]]  # a rollout's traces by its id
+ReadTraces = Callable[[str], Sequence[Trace]]  # returns the traces of a rollout, given its id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchGroup:
-    """A group in a batch: its rollouts, and what is trained of them."""
+    """A group in a batch: its rollouts in the order of the attempts, and the annotations of what is trained."""
 
-    group: int
-    env: str
+    number: int
+    source_name: str
     temperature: float
-    rollouts: tuple[str, ...]  # ids in the run's index, in the order of the attempts
+    rollout_ids: tuple[str, ...]
     annotations: tuple[Annotation, ...]
 
     def build_forest(self, traces: Sequence[Trace], seq_len: int | None) -> Forest:
-        """The forest of the group; traces without an annotation have no part in it."""
-        notes: dict[str, list[Annotation]] = {}
-        for note in self.annotations:
-            notes.setdefault(note.trace_id, []).append(note)
-        known = {trace.id for trace in traces}
-        if lost := sorted(notes.keys() - known):
-            raise BatchCorrupt(f"group {self.group} has annotations of traces {lost}, which are not in the run")
-        samples = [
-            AnnotatedTrace(trace, tuple(notes[trace.id]), self.temperature, self.env)
+        """Build the forest of the group from its traces; traces without an annotation are left out.
+
+        Raises BatchCorrupt if an annotated trace is missing.
+        """
+        by_trace: dict[str, list[Annotation]] = {}
+        for annotation in self.annotations:
+            by_trace.setdefault(annotation.trace_id, []).append(annotation)
+        if missing := sorted(by_trace.keys() - {trace.id for trace in traces}):
+            raise BatchCorrupt(f"group {self.number} has annotations of traces {missing}, which are not in the run")
+        annotated = [
+            AnnotatedTrace(trace, tuple(by_trace[trace.id]), self.temperature, self.source_name)
             for trace in traces
-            if trace.id in notes
+            if trace.id in by_trace
         ]
-        return build_forest(samples, seq_len=seq_len)
+        return build_forest(annotated, seq_len=seq_len)
 
 
 def encode_batch(step: int, scored_groups: Sequence[tuple[BatchGroup, Forest]], seq_len: int | None) -> BatchRecord:
-    """The batch of these groups, in this order, ready for the ledger: N_c is fixed here."""
-    content = _StoredContent(seq_len, [_encode_group(member) for member, _ in scored_groups])
-    groups = tuple(member.group for member, _ in scored_groups)
-    return BatchRecord(
-        step, groups, msgspec.msgpack.encode(content), _count_entries([forest for _, forest in scored_groups])
-    )
+    """Encode the batch of these groups, in this order, for the ledger; this fixes its number of entries."""
+    content = _StoredContent(seq_len, [_encode_group(group) for group, _ in scored_groups])
+    numbers = tuple(group.number for group, _ in scored_groups)
+    counts = _count_entries([forest for _, forest in scored_groups])
+    return BatchRecord(step, numbers, msgspec.msgpack.encode(content), counts)
 
 
 def decode_batch(stored_batch: BatchRecord) -> tuple[list[BatchGroup], int | None]:
-    """The groups of a batch in their order, and the longest path that is trained. Raises BatchCorrupt."""
+    """Return the groups of a batch in order, and its `seq_len`. Raises BatchCorrupt."""
     try:
         content = msgspec.msgpack.decode(stored_batch.annotations, type=_StoredContent)
-        members = [_decode_group(member) for member in content.groups]
+        groups = [_decode_group(group) for group in content.groups]
     except (msgspec.MsgspecError, ValueError) as error:
         raise BatchCorrupt(f"the annotations of batch {stored_batch.step} cannot be read: {error}") from error
-    found = tuple(member.group for member in members)
-    if found != stored_batch.group_numbers:
-        raise BatchCorrupt(
-            f"batch {stored_batch.step} has groups {list(stored_batch.group_numbers)}, its "
-            f"annotations are of {list(found)}"
-        )
-    return members, content.seq_len
-
-
-def rebuild_batch(
-    stored_batch: BatchRecord, read_traces: ReadTraces, pack_spec: PackSpec, *, flat: bool = False
-) -> Batch:
-    """The batch as it is trained, its forest grown from the stored traces; raises BatchCorrupt as `regrow` does."""
-    forests = rebuild_forests(stored_batch, read_traces)
-    return Batch(
-        stored_batch.step,
-        pack_forests(forests, pack_spec.pack_tokens, pack_spec.layout, flat=flat),
-        stored_batch.counts,
-    )
+    numbers = [group.number for group in groups]
+    expected = list(stored_batch.group_numbers)
+    if numbers != expected:
+        raise BatchCorrupt(f"batch {stored_batch.step} has groups {expected}, its annotations are of {numbers}")
+    return groups, content.seq_len
 
 
 def rebuild_forests(stored_batch: BatchRecord, read_traces: ReadTraces) -> list[Forest]:
-    """The forests of a batch, from the stored traces. Raises BatchCorrupt where they are not what was decided."""
-    members, seq_len = decode_batch(stored_batch)
+    """Rebuild the forests of a batch from the stored traces. Raises BatchCorrupt if they changed."""
+    groups, seq_len = decode_batch(stored_batch)
     forests: list[Forest] = []
-    for member in members:
-        traces = [trace for rollout in member.rollouts for trace in read_traces(rollout)]
-        forests.append(member.build_forest(traces, seq_len))
+    for group in groups:
+        traces = [trace for rollout_id in group.rollout_ids for trace in read_traces(rollout_id)]
+        forests.append(group.build_forest(traces, seq_len))
     counts = _count_entries(forests)
     if counts != stored_batch.counts:
         raise BatchCorrupt(
-            f"batch {stored_batch.step} was cut with {stored_batch.counts} entries, its traces now give {counts}"
+            f"batch {stored_batch.step} was formed with {stored_batch.counts} entries, its traces now give {counts}"
         )
     return forests
 
@@ -102,27 +88,25 @@ def rebuild_forests(stored_batch: BatchRecord, read_traces: ReadTraces) -> list[
 def split_by_rank(
     stored_batch: BatchRecord, forests: Sequence[Forest], pack_spec: PackSpec, num_ranks: int
 ) -> list[Batch]:
-    """What each of `ranks` ranks is given: the same batch however many there are."""
-    batch = Batch(
-        stored_batch.step, pack_forests(forests, pack_spec.pack_tokens, pack_spec.layout), stored_batch.counts
-    )
-    return split_across_ranks(batch, pack_spec, num_ranks)
+    """Return the share of each rank; together they hold the same entries for any number of ranks."""
+    packs = pack_forests(forests, pack_spec.pack_tokens, pack_spec.layout)
+    return split_across_ranks(Batch(stored_batch.step, packs, stored_batch.counts), pack_spec, num_ranks)
 
 
 def _count_entries(forests: Sequence[Forest]) -> dict[str, int]:
-    found = [forest.count_by_component() for forest in forests]
-    return {name: sum(each[name] for each in found) for name in LOSS_COMPONENTS}
+    counts = [forest.count_by_component() for forest in forests]
+    return {name: sum(count[name] for count in counts) for name in LOSS_COMPONENTS}
 
 
-# -- bytes ---------------------------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------------------------
 
 _ANNOTATION_VALUES = ("advantage", "rl", "ce", "ref_kl", "ref_logprobs")
 
 
 class _StoredAnnotation(msgspec.Struct, array_like=True):
-    """An annotation; a value per token is float32 bytes, one for all is a number."""
+    """An annotation. Per-token values are float32 bytes; a value for all tokens is a number."""
 
-    trace_index: int  # in the member's table of names
+    trace_index: int  # into the `trace_ids` of its group
     node: int
     span: tuple[int, int] | None
     advantage: float | bytes
@@ -147,32 +131,32 @@ class _StoredContent(msgspec.Struct, array_like=True):
 
 
 def _encode_group(group: BatchGroup) -> _StoredGroup:
-    names: dict[str, int] = {}
-    notes = [
+    indices: dict[str, int] = {}  # by trace id
+    annotations = [
         _StoredAnnotation(
-            names.setdefault(note.trace_id, len(names)),
-            note.node,
-            note.span,
-            *(_encode_value(getattr(note, v)) for v in _ANNOTATION_VALUES),
+            indices.setdefault(annotation.trace_id, len(indices)),
+            annotation.node,
+            annotation.span,
+            *(_encode_value(getattr(annotation, name)) for name in _ANNOTATION_VALUES),
         )
-        for note in group.annotations
+        for annotation in group.annotations
     ]
-    return _StoredGroup(group.group, group.env, group.temperature, list(group.rollouts), list(names), notes)
+    rollout_ids = list(group.rollout_ids)
+    return _StoredGroup(group.number, group.source_name, group.temperature, rollout_ids, list(indices), annotations)
 
 
 def _decode_group(stored_group: _StoredGroup) -> BatchGroup:
-    notes = tuple(
+    annotations = tuple(
         Annotation(
-            stored_group.trace_ids[note.trace_index],
-            note.node,
-            note.span,
-            *(_decode_value(getattr(note, v)) for v in _ANNOTATION_VALUES),
+            stored_group.trace_ids[stored.trace_index],
+            stored.node,
+            stored.span,
+            *(_decode_value(getattr(stored, name)) for name in _ANNOTATION_VALUES),
         )
-        for note in stored_group.annotations
+        for stored in stored_group.annotations
     )
-    return BatchGroup(
-        stored_group.number, stored_group.source_name, stored_group.temperature, tuple(stored_group.rollout_ids), notes
-    )
+    rollout_ids = tuple(stored_group.rollout_ids)
+    return BatchGroup(stored_group.number, stored_group.source_name, stored_group.temperature, rollout_ids, annotations)
 
 
 def _encode_value(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The configuration of a run, whole: `ramify rl`, and each of its parts, read this.
+"""The configuration of a run: `ramify rl` and the commands of its processes read it.
 
-Importable without torch and without any environment. A key that would do nothing beside the others is an error.
+It can be imported without torch and without any environment. A key that has no effect beside the others is an error.
 """
 
 import json
@@ -21,40 +21,42 @@ from ramify.store.run_name import default_run_name
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.process_config import WeightsConfig
 
+EXIT_RESUMABLE = 75  # exit code of a run that was stopped with a checkpoint and can be resumed
+
 CurriculumConfig = Annotated[ShuffleConfig | PoolsConfig, Field(discriminator="type")]
 
 
 class EndpointConfig(Config):
-    """A model server of a source's own, in place of the run's."""
+    """A model server that a source uses instead of the run's inference."""
 
     base_url: str
-    """Its root, such as `http://10.0.0.1:8000`."""
+    """Root URL, for example `http://10.0.0.1:8000`."""
     model: str = ""
-    """What it calls the model; by default the first it names."""
+    """Name of the model on the server. Default: the first that the server lists."""
     api_key_env: str | None = None
-    """The variable that holds its key; none is sent without it."""
+    """Environment variable with the API key. None: no key is sent."""
 
 
 class RunSourceConfig(ServedSourceConfig):
-    """An environment of the run, served by an env server that the run starts or finds at `address`."""
+    """An environment of the run, served by an env server that the run starts, or that runs at `address`."""
 
     endpoint: EndpointConfig | None = None
-    """Where its agents' model calls go; by default to the run's inference."""
+    """Model server of its agents. Default: the run's inference."""
 
     @model_validator(mode="after")
     def _pool_requires_managed_server(self) -> "RunSourceConfig":
         if self.address is not None and self.pool != ElasticPoolConfig():
-            raise ValueError("pool needs a server that the run starts; the one at `address` has its own")
+            raise ValueError("pool is not allowed with `address`: the run does not start that server")
         return self
 
 
 class TrainSourceConfig(RunSourceConfig):
-    """`[[train]]`: an environment to learn from."""
+    """`[[train]]`: an environment to train on."""
 
     ratio: float = Field(default=1.0, gt=0)
-    """Its share of the groups, as a ratio to those of the other sources."""
+    """Share of the groups, relative to the ratios of the other sources."""
     group_size: int | None = Field(default=None, ge=1)
-    """Attempts at each of its tasks; by default `orchestrator.group_size`."""
+    """Attempts per group. Default: `orchestrator.group_size`."""
     algorithm: dict[str, Any] = {"id": "grpo"}
     """grpo, dr_grpo, rloo, max_rl or a plugin, with its keys."""
     curriculum: CurriculumConfig = ShuffleConfig()
@@ -74,58 +76,58 @@ class TrainSourceConfig(RunSourceConfig):
 
 
 class EvalSourceConfig(RunSourceConfig):
-    """`[[eval]]`: an environment to be measured by, before the first step, now and then, and at the end."""
+    """`[[eval]]`: an environment to evaluate on, before the first step, every `interval` steps, and at the end."""
 
     num_tasks: int = Field(default=128, ge=1)
-    """The first so many tasks."""
+    """Number of tasks, from the start of the taskset."""
     repetitions: int = Field(default=1, ge=1)
-    """Rollouts of each task."""
+    """Rollouts per task."""
     interval: int | None = Field(default=20, ge=1)
-    """Steps between two evals; None leaves the first and the last."""
+    """Steps between evals. None: only before the first and after the last step."""
     threshold: float = 1.0
-    """The reward from which a rollout passes, for pass@k and pass^k."""
+    """Minimum reward of a passing rollout, for pass@k and pass^k."""
     hold_weights: bool | None = None
-    """Delay new weights until the eval's calls are done; by default where the run's engines serve it."""
+    """Do not update weights during the eval. Default: true if the run's engines serve it."""
 
     @model_validator(mode="after")
     def _hold_weights_requires_run_inference(self) -> "EvalSourceConfig":
         if self.hold_weights and self.endpoint is not None:
-            raise ValueError("hold_weights needs the run's own inference; `endpoint` serves other weights")
+            raise ValueError("hold_weights requires the run's inference; `endpoint` serves other weights")
         return self
 
 
 class OrchestratorConfig(Config):
-    """How rollouts become batches."""
+    """How attempts are dispatched and batches are formed."""
 
     batch_size: int = Field(default=128, ge=1)
-    """Rollouts of a step, a multiple of `group_size`."""
+    """Rollouts per step, a multiple of `group_size`."""
     group_size: int = Field(default=16, ge=1)
-    """Attempts at each task."""
+    """Attempts per group."""
     min_group: int = Field(default=2, ge=1)
-    """A group with fewer attempts left is dropped."""
+    """Minimum group size: a group with fewer attempts left is dropped."""
     max_off_policy: int = Field(default=8, ge=0)
-    """Most steps between the weights a group starts with and those trained on it; 0 samples and trains in turns."""
+    """Maximum staleness of a group in steps. 0 alternates sampling and training (on-policy)."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Attempts at once; None is as many as `max_off_policy` lets be active. Below it the engines' load decides."""
+    """Maximum attempts in flight. None: as implied by `max_off_policy`. The actual limit adapts to engine load."""
     filters: list[dict[str, Any]] = [
         {"id": "gibberish"},
         {"id": "repetition"},
         {"id": "zero_advantage", "mode": "enforce"},
     ]
-    """What is not trained on: gibberish, repetition, zero_advantage or plugins, with their keys."""
+    """Filters of rollouts: gibberish, repetition, zero_advantage or plugins, with their keys."""
     patience: int | None = Field(default=256, ge=1)
-    """Groups dropped in a row, without one to train on, after which `on_no_signal` applies; None: never."""
+    """Consecutive groups without a trainable one, after which `on_no_signal` applies. None: never."""
     on_no_signal: Literal["end", "warn"] = "end"
-    """What happens then: `end` ends the run as `NoTrainableGroups`, `warn` reports it and continues."""
+    """`end` ends the run with `NoTrainableGroups`, `warn` reports it and continues."""
     stall_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds without progress after which the run fails, saying what is missing."""
+    """Seconds without progress after which the run fails with `RunStalled`."""
     address: str = "tcp://127.0.0.1:0"
-    """Where the trainer finds it; port 0 is any that is free, which `ramify rl` tells the trainer."""
+    """Address the trainer connects to. Port 0 picks a free port."""
     status: str = "http://127.0.0.1:0"
-    """Where it says how the run is; port 0 is any that is free."""
+    """Address of the status server. Port 0 picks a free port."""
     allowed_hosts: list[str] = []
-    """Host names under which `/stop` of the status address answers, besides the host of `status`, addresses, names
-    without a dot and this machine's own name."""
+    """Host names that requests to `/stop` may use, besides the host of `status`, IP addresses, names without a dot and
+    this machine's name."""
 
     @model_validator(mode="after")
     def _batch_size_is_multiple_of_group_size(self) -> "OrchestratorConfig":
@@ -135,27 +137,27 @@ class OrchestratorConfig(Config):
 
     @property
     def admission_limits(self) -> AdmissionLimits:
-        """Groups of a batch, slots and window."""
+        """Groups per batch, slots and window."""
         return AdmissionLimits.from_max_staleness(self.batch_size // self.group_size, self.max_off_policy)
 
 
 class LaunchConfig(Config):
-    """How the processes of a run are started and kept alive."""
+    """How the processes of a run are started and supervised."""
 
     gpus: Literal["auto", "split", "shared"] = "auto"
-    """Engine and trainer on GPUs of their own, or on the same; `auto` splits where there are two."""
+    """Engine and trainer on separate GPUs (`split`) or on the same (`shared`); `auto` splits if there are two."""
     trainer_gpus: int = Field(default=1, ge=1)
-    """GPUs of the trainer, with a process for each, where they are split."""
+    """GPUs of the trainer, with one process each, if GPUs are split."""
     base_port: int = Field(default=0, ge=0, le=60000)
-    """Train source i listens at base + i, eval source i at base + 1000 + i; 0 takes any free port."""
+    """Train source i listens on base_port + i, eval source i on base_port + 1000 + i. 0 picks free ports."""
     start_deadline: float = Field(default=600.0, gt=0)
-    """Seconds until every process has to be ready."""
+    """Seconds until every process must be ready."""
     hang_timeout: float = Field(default=60.0, gt=0)
-    """Seconds without an answer after which the orchestrator counts as hung: it is killed and started again."""
+    """Seconds without an answer after which the orchestrator counts as hung: it is killed and restarted."""
     restarts: int = Field(default=10, ge=0)
-    """Processes that may be started again before the run gives up."""
+    """Restarts allowed per process and hour."""
     grace: float = Field(default=120.0, gt=0)
-    """Seconds for a last checkpoint when the run is asked to end."""
+    """Seconds to wait for a last checkpoint when the run is stopped."""
 
 
 class WandbConfig(Config):
@@ -174,7 +176,7 @@ class TrackioConfig(Config):
 
 
 class TensorboardConfig(Config):
-    """Event files in the run's directory."""
+    """TensorBoard event files in the run directory."""
 
     type: Literal["tensorboard"] = "tensorboard"
 
@@ -183,16 +185,16 @@ SinkConfig = Annotated[WandbConfig | TrackioConfig | TensorboardConfig, Field(di
 
 
 class RolloutSamplesConfig(Config):
-    """Rollouts that are shown as they are."""
+    """Sample rollouts that are sent to the sinks as text."""
 
     interval: int = Field(default=20, ge=1)
-    """Steps between two looks."""
+    """Steps between samples."""
     count: int = Field(default=2, ge=0)
-    """Rollouts of each source; 0 shows none."""
+    """Rollouts per source. 0: none."""
 
 
 class MonitorConfig(Config):
-    """Where metrics go besides the run's own tables."""
+    """Where metrics go besides the run's database."""
 
     sinks: list[SinkConfig] = []
     samples: RolloutSamplesConfig = RolloutSamplesConfig()
@@ -202,23 +204,23 @@ class RunConfig(Config):
     """`ramify rl`."""
 
     name: RunName = ""
-    """The run's directory below `output`; by default taskset, model and a hash of what makes the run itself."""
+    """Name of the run directory. Default: taskset, model and a hash of the run's identity."""
     output: Path = Path("outputs")
-    """Where runs lie (-o)."""
+    """Directory for runs (-o)."""
     max_steps: int = Field(default=100, ge=1)
     seq_len: int = Field(default=2048, ge=2)
-    """The longest path from the root of a trace to a leaf, in tokens, that is sampled or trained."""
+    """Maximum tokens of a path from the root of a trace to a leaf, for sampling and training."""
     seed: int = 0
-    """Of the order of tasks and of everything sampled."""
+    """Seed of the order of tasks and of sampling."""
     secret_env: str = "RAMIFY_SECRET"
-    """The variable that holds the secret of all the run's connections; needed where other machines can reach one."""
+    """Environment variable with the shared secret. Required if an address is reachable from other machines."""
     record: bool = False
-    """Keep every batch as the trainer gets it, in the run's `batches/`, for `ramify trainer --replay`."""
+    """Write every batch that the trainer gets to `batches/` in the run directory, for `ramify trainer --replay`."""
     model: ModelConfig = ModelConfig()
     """The model (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
     inference: InferenceConfig = EngineConfig()
-    """The engine that is started; or `base_url`, servers that run already (-b)."""
+    """The engine that the run starts, or the `base_url` of running servers (-b)."""
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -232,25 +234,31 @@ class RunConfig(Config):
     def _source_names_must_be_unique(self) -> "RunConfig":
         for kind, sources in (("train", self.train), ("eval", self.eval)):
             names = [source.source_name for source in sources]
-            for number, (source, name) in enumerate(zip(sources, names)):
+            for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(f"two {kind} sources are called {name!r}; give them names of their own")
+                    raise ValueError(f"two {kind} sources are named {name!r}; set a unique `name` for each")
+        return self
+
+    @model_validator(mode="after")
+    def _source_seq_len_within_run(self) -> "RunConfig":
+        for kind, sources in (("train", self.train), ("eval", self.eval)):
+            for number, source in enumerate(sources):
                 if source.seq_len is not None and source.seq_len > self.seq_len:
-                    said = f"{source.seq_len} is longer than the run's seq_len, {self.seq_len}"
-                    raise ValueError(f"{kind}.{number}.seq_len: {said}")
+                    problem = f"{source.seq_len} is longer than the run's seq_len, {self.seq_len}"
+                    raise ValueError(f"{kind}.{number}.seq_len: {problem}")
         return self
 
     def get_group_size(self, source: TrainSourceConfig) -> int:
-        """Attempts at each task of a source."""
+        """Return the attempts per group of a source."""
         return source.group_size or self.orchestrator.group_size
 
     def with_default_seq_len(self, source: RunSourceConfig) -> RunSourceConfig:
-        """The source with the run's own limit where it has none."""
+        """Return the source with the run's `seq_len` if it has none."""
         return source if source.seq_len is not None else source.model_copy(update={"seq_len": self.seq_len})
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes this run itself: a run with another one is another run."""
+        """The settings that identify a run. A run is not resumed with a different identity."""
         sources = {
             source.source_name: {
                 "taskset": source.taskset,
@@ -263,11 +271,11 @@ class RunConfig(Config):
 
     @property
     def secret(self) -> str | None:
-        """What only those who belong to the run know; None where there is nothing to hide."""
+        """The shared secret of the run's processes; None without one."""
         return os.environ.get(self.secret_env) or None
 
     @property
     def path(self) -> Path:
-        """The run's directory."""
-        titles = "+".join(source.source_name for source in self.train)
-        return self.output / (self.name or default_run_name(titles, self.model.name, self.identity))
+        """The run directory."""
+        names = "+".join(source.source_name for source in self.train)
+        return self.output / (self.name or default_run_name(names, self.model.name, self.identity))

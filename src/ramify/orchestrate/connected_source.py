@@ -1,101 +1,156 @@
-"""Meeting the env server of a source, which may still be booting, or be started again meanwhile."""
+"""Sources as the orchestrator reaches them: through env servers that may still be starting, or restart at any time."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.envserver.client import EnvClient
 from ramify.envserver.messages import EnvServerInfo
-from ramify.errors import ConfigInvalid, PeerLost, RamifyError, TokensRequired, WorkerDied
-from ramify.orchestrate.attempt_dispatcher import ConnectedSource
+from ramify.errors import ConfigInvalid, Failure, PeerLost, RamifyError, TokensRequired, WorkerDied
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.task_cache import MAX_COUNTED_TASKS, TaskCache
 from ramify.store import RunStore
 from ramify.store.environments import ObservedEnvironment, get_task_numbers
+from ramify.store.summary import UNRECORDED_REVISION
+from ramify.trace import Trace
 
-POLL_INTERVAL = 0.05  # seconds between two looks at a server that is not ready
-QUEUE_TIME_ALLOWANCE = 600.0  # seconds an attempt may wait for a worker beyond what it may take
+POLL_INTERVAL = 0.05  # seconds between health requests to a server that is not ready
+QUEUE_TIME_ALLOWANCE = 600.0  # seconds that an attempt may wait for a worker
+RETRY_DELAY = 1.0  # seconds before a failed attempt is retried
+SERVER_FAILURES = ("PeerLost", "WorkerDied")  # failures of the server rather than of the attempt
 
 
-@dataclass(frozen=True, slots=True)
-class SourceConnection:
-    """A source whose server answers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectedSource:
+    """A source with an open connection to its env server."""
 
-    source: ConnectedSource
-    info: EnvServerInfo
+    name: str
+    client: EnvClient
+    tasks: TaskCache
+    attempt_timeout: float
+    """Seconds that one attempt may take, including its time in the queue, at a task without its own limit."""
+    max_tries: int
+    """Most tries of an attempt."""
+    server_timeout: float
+    """Seconds to wait for the server to become healthy again."""
+    group_rewards: frozenset[str] = frozenset()
+    """Names of the rewards that compare all attempts of a group."""
+    num_tasks: int | None = None
+    """Number of tasks; None if unbounded."""
+    environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Identity of the environment: digests of its code, and its configuration."""
+    environment_digest: str = ""
+    revision: int = UNRECORDED_REVISION
+    """Revision of the environment in the run's store."""
 
-    def with_revision(self, revision: int) -> "SourceConnection":
-        """Return the same source, with the revision of its environment."""
-        return SourceConnection(replace(self.source, revision=revision), self.info)
+    def get_attempt_timeout(self, task: Mapping[str, Any]) -> float:
+        """Return the seconds that one attempt at a task may take, given its wire form.
+
+        The task's own limit is added although it replaces that of the harness: each phase has its exact limit in the
+        worker, and this timeout only has to be longer.
+        """
+        return self.attempt_timeout + float(task.get("timeout") or 0.0)
+
+    async def wait_before_retry(self, failure: Failure) -> None:
+        """Wait before a retry. If the server failed, wait until it is healthy, so that one outage costs one try."""
+        await asyncio.sleep(RETRY_DELAY)
+        deadline = time.monotonic() + self.server_timeout
+        while failure.name in SERVER_FAILURES and time.monotonic() < deadline:
+            with contextlib.suppress(RamifyError):
+                if (await self.client.health()).state == "ok":
+                    return
+            await asyncio.sleep(RETRY_DELAY)
+
+    async def add_group_rewards(self, traces: Sequence[Trace], on_failure: Callable[[Failure], None]) -> None:
+        """Let the server compute the group rewards and add them to the traces, in at most `max_tries` tries.
+
+        Raises the last failure if no try succeeds.
+        """
+        for num_tries_left in reversed(range(self.max_tries)):
+            try:
+                scores = await self.client.score_group(
+                    traces[0].task, traces, environment_digest=self.environment_digest, timeout=self.attempt_timeout
+                )
+                for failure in (failure for failures in scores.errors for failure in failures):
+                    raise failure.to_exception()  # without all its rewards a group cannot be trained on
+            except RamifyError as error:
+                on_failure(failure := Failure.from_exception(error))
+                if not num_tries_left or not failure.retryable:
+                    raise
+                await self.wait_before_retry(failure)
+                continue
+            for trace, rewards in zip(traces, scores.rewards, strict=True):
+                trace.rewards.update(rewards)
+            return
+
+    async def observe_environment(self, store: RunStore, name: str, limit: int | None) -> ObservedEnvironment:
+        """Return the environment as it is now, for a comparison with the one that `store` has under `name`.
+
+        It includes all tasks of a bounded source, up to `limit`; of an unbounded source, only those that were issued.
+        """
+        if self.num_tasks is None and limit is None:
+            numbers = get_task_numbers(store, name)
+        else:
+            numbers = range(min(bound for bound in (self.num_tasks, limit) if bound is not None))
+        digests, keys = await self.tasks.get_content_digests(numbers)
+        return ObservedEnvironment(dict(self.environment), digests, keys, num_tasks=self.num_tasks)
 
 
 async def connect_source(
-    source: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack, *, timeout: float, secret: str | None
-) -> SourceConnection:
-    """Connect for as long as `stack` lives. Raises PeerLost, WorkerDied, TokensRequired or ConfigInvalid."""
-    assert source.address is not None
-    end = time.monotonic() + timeout
+    config: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack, *, timeout: float, secret: str | None
+) -> ConnectedSource:
+    """Connect to the env server of a source; the connection is closed with `stack`.
+
+    Raises PeerLost, WorkerDied, TokensRequired or ConfigInvalid.
+    """
+    assert config.address is not None
+    name, deadline = config.source_name, time.monotonic() + timeout
     try:
-        client = await EnvClient(source.address, secret).start(timeout)
+        client = await EnvClient(config.address, secret).start(timeout)
     except PeerLost as error:
-        raise PeerLost(f"the orchestrator waits for the env server of {source.source_name}: {error.message}") from error
+        raise PeerLost(f"the env server of source {name} is not reachable: {error.message}") from error
     stack.push_async_callback(client.close)
-    tasks = TaskCache(source.source_name, client, timeout=source.timeouts.load)
-    info, count = await _wait_until_ready(source, client, tasks, end)
-    if isinstance(source, TrainSourceConfig) and not info.trainable:
-        raise TokensRequired(f"train source {source.source_name}: its endpoint gives no token ids and logprobs")
-    if isinstance(source, TrainSourceConfig) and not (info.rewards or info.group_rewards):
+    tasks = TaskCache(name, client, timeout=config.timeouts.load)
+    info, num_tasks = await _wait_until_ready(config, client, tasks, deadline)
+    if isinstance(config, TrainSourceConfig) and not info.trainable:
+        raise TokensRequired(f"train source {name}: its endpoint does not return token ids and logprobs")
+    if isinstance(config, TrainSourceConfig) and not (info.rewards or info.group_rewards):
         raise ConfigInvalid(
-            f"train source {source.source_name}: its taskset has no reward, so nothing can be "
-            f"learned; {MISSING_REWARD_ADVICE}"
+            f"train source {name}: its taskset has no reward, so nothing can be learned; {MISSING_REWARD_ADVICE}"
         )
-    deadline = source.max_attempt_seconds() + QUEUE_TIME_ALLOWANCE
-    compares = bool(info.group_rewards)
-    served = ConnectedSource(
-        source.source_name,
-        client,
-        tasks,
-        compares,
-        deadline,
-        source.attempts,
-        timeout,
-        count,
+    return ConnectedSource(
+        name=name,
+        client=client,
+        tasks=tasks,
+        attempt_timeout=config.max_attempt_seconds() + QUEUE_TIME_ALLOWANCE,
+        max_tries=config.attempts,
+        server_timeout=timeout,
+        group_rewards=frozenset(info.group_rewards),
+        num_tasks=num_tasks,
+        environment=info.environment,
         environment_digest=info.environment_digest,
     )
-    return SourceConnection(served, info)
-
-
-async def observe_environment(
-    connection: SourceConnection, store: RunStore, name: str, limit: int | None
-) -> ObservedEnvironment:
-    """Return the environment of a source as it is now, for a comparison with the one that `store` has under `name`.
-
-    It includes all tasks of a finite source, up to `limit`; of an endless source, only those that were issued.
-    """
-    count = connection.source.num_tasks
-    if count is None and limit is None:
-        numbers = get_task_numbers(store, name)
-    else:
-        numbers = range(min(each for each in (count, limit) if each is not None))
-    contents, keys = await connection.source.tasks.get_content_digests(numbers)
-    return ObservedEnvironment(connection.info.environment, contents, keys, num_tasks=count)
 
 
 async def _wait_until_ready(
-    source: TrainSourceConfig | EvalSourceConfig, client: EnvClient, task_cache: TaskCache, deadline: float
+    config: TrainSourceConfig | EvalSourceConfig, client: EnvClient, task_cache: TaskCache, deadline: float
 ) -> tuple[EnvServerInfo, int | None]:
-    """What the server serves, and how many tasks, once it has a worker."""
-    most = MAX_COUNTED_TASKS if isinstance(source, TrainSourceConfig) else source.num_tasks
+    """Wait until the server has a worker, and return its info and its number of tasks."""
+    limit = MAX_COUNTED_TASKS if isinstance(config, TrainSourceConfig) else config.num_tasks
     is_broken = False
     while True:
         try:
             health = await client.health()
             if health.state == "ok":
-                return await client.info(count_tasks=False), await task_cache.count_tasks(most)
+                return await client.info(count_tasks=False), await task_cache.count_tasks(limit)
             is_broken = health.state == "broken"
-            error = WorkerDied(f"the env server of {source.source_name} has no worker: {health.reason or health.state}")
+            reason = health.reason or health.state
+            error = WorkerDied(f"the env server of source {config.source_name} has no worker: {reason}")
         except RamifyError as failure:
             error = failure
         if not error.retryable or is_broken or time.monotonic() > deadline:

@@ -1,12 +1,13 @@
-"""The orchestrator without its processes: what to sample next, what to train next, and how to go on after a crash.
+"""The decisions of the orchestrator, without I/O: what to sample next, what to train next, how to resume after a crash.
 
-Whoever talks to env servers, engines and the trainer asks the core what to do and tells it what came of it. Each method
-writes to the ledger first and moves the state machines then, so a process that dies between the two has lost nothing:
-`open` reads the rows and stands where it stood. Methods may be called from many tasks at once: those of one group take
-turns, and so do those that number groups or batches. A call that has begun should not be cancelled.
+The I/O layers (env servers, engines, trainer) ask the core for the next action and report the result. Each method
+writes to the ledger before it moves the state machines, so a crash between the two loses nothing: `open` restores the
+state from the ledger. Methods may be called from many tasks concurrently: calls for one group take turns, and so do
+calls that number groups or batches. A call that has started should not be cancelled.
 
-    issue -> take -> back / failed -> (complete) -> settle -> cut -> serve -> acknowledge -> commit
-                                                                        applied: slots are free again
+    issue_groups -> next_attempt -> record_attempt / record_failure -> score_group
+        -> form_batches -> serve_batch -> acknowledge_step -> commit_version
+    record_applied_version frees the slots of the batches that were trained
 """
 
 import asyncio
@@ -18,7 +19,13 @@ from ramify.errors import ConfigInvalid, Failure, TransitionRefused
 from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
 from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
 from ramify.orchestrate.batches import BatchGroup, encode_batch, rebuild_forests
-from ramify.orchestrate.group_tracker import AttemptOutcome, GroupProgress, GroupTracker
+from ramify.orchestrate.group_tracker import (
+    MISSING_REWARD,
+    AttemptOutcome,
+    GroupProgress,
+    GroupTracker,
+    list_system_failures,
+)
 from ramify.orchestrate.patience import PatienceCounter
 from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
 from ramify.orchestrate.source_mix import SourceMix
@@ -29,7 +36,10 @@ from ramify.trace import Forest, Trace
 
 
 class OrchestratorCore:
-    """The decisions of one run. Make it with `open`."""
+    """The decisions of one run. Create it with `open`.
+
+    `ledger_progress` is how far training is, as the ledger has it; `patience` counts groups without a training signal.
+    """
 
     def __init__(
         self,
@@ -39,21 +49,16 @@ class OrchestratorCore:
         scoring_rules: ScoringRules,
         admission: AdmissionControl,
     ) -> None:
-        self.ledger, self.source_mix, self.sources, self.scoring_rules, self.admission = (
-            ledger,
-            source_mix,
-            dict(sources),
-            scoring_rules,
-            admission,
-        )
+        self.ledger, self.source_mix, self.sources = ledger, source_mix, dict(sources)
+        self.scoring_rules, self.admission = scoring_rules, admission
         self.attempt_queue = AttemptQueue()
         self.ledger_progress = LedgerProgress()
         self.patience = PatienceCounter()
         self._next_group_number = 0
         self._groups: dict[int, GroupRecord] = {}
         self._trackers: dict[int, GroupTracker] = {}
-        self._scored_groups: dict[int, tuple[BatchGroup, Forest]] = {}  # scored and in no batch yet
-        self._forests_by_step: dict[int, list[Forest]] = {}  # by step, of batches that were not trained yet
+        self._scored_groups: dict[int, tuple[BatchGroup, Forest]] = {}  # not in a batch yet
+        self._forests_by_step: dict[int, list[Forest]] = {}  # of batches that are not trained yet
         self._group_locks: dict[int, asyncio.Lock] = {}
         self._numbering_lock = asyncio.Lock()
 
@@ -67,10 +72,10 @@ class OrchestratorCore:
         limits: AdmissionLimits,
         max_steps: int | None,
     ) -> "OrchestratorCore":
-        """A run at its beginning, or where it was left: only attempts that are missing wait to be sent out.
+        """Start a run, or restore it from the ledger; only attempts without a result are queued.
 
-        Whether the trainer and the engines lived on, the caller finds out: it says so by `applied`, or starts them
-        again and calls `restart_trainer`. Until then the history is all that counts as applied.
+        The caller must then call `record_applied_version` if trainer and engines are still alive, or `restart_trainer`
+        if they are not. Until it does, the committed version counts as applied.
         """
         core = cls(ledger, source_mix, sources, scoring_rules, AdmissionControl(limits, max_steps=max_steps))
         check_task_counts(ledger, sources)
@@ -86,30 +91,30 @@ class OrchestratorCore:
     # -- sampling ------------------------------------------------------------------------------------------------
 
     async def issue_groups(self) -> list[GroupRecord]:
-        """Issue as many groups as there is room for."""
-        found: list[GroupRecord] = []
+        """Issue a group for every free slot, and return the new groups."""
+        groups: list[GroupRecord] = []
         async with self._numbering_lock:
             while self.admission.num_free_slots:
-                chosen = self.source_mix.next_task()
-                if chosen is None:
+                choice = self.source_mix.next_task()
+                if choice is None:
                     self.admission.exhausted = True
                     break
-                size = self.sources[chosen.source].group_size
+                size = self.sources[choice.source].group_size
                 version = (self.ledger_progress.incarnation, self.admission.applied_version)
-                group = GroupRecord(self._next_group_number, chosen.source, chosen.task, size, chosen.epoch, *version)
-                await self.ledger.issue_group(group, chosen.state_updates)
+                group = GroupRecord(self._next_group_number, choice.source, choice.task, size, choice.epoch, *version)
+                await self.ledger.issue_group(group, choice.state_updates)
                 self._next_group_number += 1
                 self.admission.issue_group(group.number)
                 self._track_group(group)
                 for attempt in range(size):
                     self.attempt_queue.push(group.number, attempt)
-                found.append(group)
-        return found
+                groups.append(group)
+        return groups
 
     def next_attempt(self, limit: int) -> tuple[GroupRecord, QueuedAttempt] | None:
-        """The next attempt to send out, unless `limit` are out or the trainer has to catch up first."""
-        order = self.attempt_queue.pop(limit, self.admission.can_dispatch)
-        return None if order is None else (self._groups[order.group], order)
+        """Return the next attempt to dispatch; None if `limit` are in flight or the trainer has to catch up first."""
+        queued = self.attempt_queue.pop(limit, self.admission.can_dispatch)
+        return None if queued is None else (self._groups[queued.group], queued)
 
     async def record_attempt(
         self,
@@ -119,162 +124,154 @@ class OrchestratorCore:
         summary: dict[str, Any] | None = None,
         encoded_episode: bytes | memoryview | None = None,
     ) -> GroupProgress:
-        """An attempt came back with its episode. A COMPLETE group is to be settled, one of TOO_FEW was dropped.
+        """Record the episode of an attempt, and return the progress of its group.
 
-        Where the episode is at hand as it came over the wire, `encoded`, it is kept so.
+        If the group is COMPLETE, the caller must score it; if it has TOO_FEW attempts, it was dropped.
+        `encoded_episode`, if given, is stored without encoding the traces again.
         """
         self.attempt_queue.mark_done(group_number, attempt)
-        async with self._lock_group(group_number) as run:
-            if run is None:
+        async with self._lock_group(group_number) as tracker:
+            if tracker is None:
                 return GroupProgress.TOO_FEW  # dropped meanwhile
-            fate = run.record_episode(attempt, traces)
-            if fate is AttemptOutcome.KEPT:
-                row = self._build_record(group_number, attempt, traces, summary)
-                await self.ledger.record_sampled(
-                    group_number, attempt, row, traces if encoded_episode is None else encoded_episode
-                )
-                return run.progress
-            failures = (error for trace in traces for error in trace.errors if error.blame == "system")
-            return await self._retry_or_drop(run, attempt, fate, format_failure(next(failures, None)))
+            outcome = tracker.record_episode(attempt, traces)
+            if outcome is AttemptOutcome.KEPT:
+                record = self._build_record(group_number, attempt, traces, summary)
+                episode = traces if encoded_episode is None else encoded_episode
+                await self.ledger.record_sampled(group_number, attempt, record, episode)
+                return tracker.progress
+            failure = next(iter(list_system_failures(traces)), MISSING_REWARD)
+            return await self._retry_or_drop(tracker, attempt, outcome, failure)
 
     async def record_failure(self, group_number: int, attempt: int, failure: Failure) -> GroupProgress:
-        """An attempt came back with nothing but a failure."""
+        """Record an attempt that failed without an episode, and return the progress of its group."""
         self.attempt_queue.mark_done(group_number, attempt)
-        async with self._lock_group(group_number) as run:
-            if run is None:
+        async with self._lock_group(group_number) as tracker:
+            if tracker is None:
                 return GroupProgress.TOO_FEW
-            return await self._retry_or_drop(
-                run, attempt, run.record_failure(attempt, failure), format_failure(failure)
-            )
+            outcome = tracker.record_failure(attempt, failure)
+            return await self._retry_or_drop(tracker, attempt, outcome, failure)
 
     def get_group(self, group_number: int) -> GroupRecord:
-        """A group that is not in a batch yet."""
+        """Return a group that is not in a batch yet."""
         return self._groups[group_number]
 
     def get_traces(self, group_number: int) -> list[Trace]:
-        """The traces of a group that is not in a batch yet, to be compared by the rewards of its source."""
+        """Return the traces of a group that is not in a batch yet."""
         return self._trackers[group_number].traces
 
     def get_groups_to_score(self) -> list[int]:
-        """Groups that wait to be settled: in a run that goes on, those whose process died before it did so."""
+        """Return complete groups without a score; after a restart, those that the old process did not score."""
         return [
             number
-            for number, run in self._trackers.items()
-            if number not in self._scored_groups and run.progress is GroupProgress.COMPLETE
+            for number, tracker in self._trackers.items()
+            if number not in self._scored_groups and tracker.progress is GroupProgress.COMPLETE
         ]
 
     async def score_group(
         self, group_number: int, summaries: Mapping[int, dict[str, Any]] | None = None
     ) -> ScoredGroup | None:
-        """Judge a complete group whose rewards are all there; None if it was judged already, or dropped meanwhile.
+        """Score a complete group; None if it was scored or dropped meanwhile.
 
-        `summaries` are those of the attempts whose traces the rewards of the group have changed.
+        `summaries` holds, by attempt, the new summary of each rollout that the group rewards changed.
         """
-        async with self._lock_group(group_number) as run:
-            if run is None or group_number in self._scored_groups:
+        async with self._lock_group(group_number) as tracker:
+            if tracker is None or group_number in self._scored_groups:
                 return None
-            group = self._groups[group_number]
-            found = score_complete_group(run, self.sources[group.source], self.scoring_rules)
-            states = (
-                {}
-                if found.mean_reward is None
-                else self.source_mix.record_reward(group.source, group.task_number, found.mean_reward)
-            )
-            if found.batch_group is None or found.forest is None:
-                assert found.drop_reason is not None
-                await self.ledger.drop_group(group_number, found.drop_reason, found.drop_detail, states=states)
-                self._untrack_group(group_number, found.drop_reason)
-                return found
-            changed = [
-                (self._build_record(group_number, attempt, run.rollouts[attempt], summary), run.rollouts[attempt])
-                for attempt, summary in (summaries or {}).items()
-            ]
-            await self.ledger.record_scored(group_number, found.attempt_notes, rollouts=changed, states=states)
+            group, states = self._groups[group_number], dict[str, Any]()
+            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules)
+            if scored.mean_reward is not None:
+                states = self.source_mix.record_reward(group.source, group.task_number, scored.mean_reward)
+            if scored.batch_group is None or scored.forest is None:
+                assert scored.drop_reason is not None
+                await self.ledger.drop_group(group_number, scored.drop_reason, scored.drop_detail, states=states)
+                self._forget_dropped_group(group_number, scored.drop_reason)
+                return scored
+            changed: list[tuple[RolloutRecord, Sequence[Trace]]] = []
+            for attempt, summary in (summaries or {}).items():
+                traces = tracker.rollouts[attempt]
+                changed.append((self._build_record(group_number, attempt, traces, summary), traces))
+            await self.ledger.record_scored(group_number, scored.attempt_notes, rollouts=changed, states=states)
             self.admission.mark_scored(group_number)
             self.patience.record_trainable()
-            self._scored_groups[group_number] = (found.batch_group, found.forest)
-            return found
+            self._scored_groups[group_number] = (scored.batch_group, scored.forest)
+            return scored
 
     async def drop_group(self, group_number: int, reason: DropReason, detail: str = "") -> None:
-        """Give a group up. Attempts of it that are out count no more and should be cancelled."""
-        async with self._numbering_lock, self._lock_group(group_number) as run:  # not while a batch with it is cut
-            if run is not None:
+        """Drop a group. Its attempts in flight are ignored and should be cancelled."""
+        # The numbering lock waits for a batch with the group that is being formed.
+        async with self._numbering_lock, self._lock_group(group_number) as tracker:
+            if tracker is not None:
                 await self.ledger.drop_group(group_number, reason, detail)
-                self._untrack_group(group_number, reason)
+                self._forget_dropped_group(group_number, reason)
 
     # -- training ------------------------------------------------------------------------------------------------
 
     async def form_batches(self) -> list[BatchRecord]:
-        """Decide every batch that can be decided now."""
-        found: list[BatchRecord] = []
+        """Form every batch that can be formed now, and return them."""
+        batches: list[BatchRecord] = []
         async with self._numbering_lock:
             while numbers := self.admission.next_batch():
-                members = [self._scored_groups[number] for number in numbers]
-                batch = encode_batch(self.admission.next_step, members, self.scoring_rules.seq_len)
+                scored_groups = [self._scored_groups[number] for number in numbers]
+                batch = encode_batch(self.admission.next_step, scored_groups, self.scoring_rules.seq_len)
                 await self.ledger.record_batch(batch)
-                self._forests_by_step[batch.step] = [forest for _, forest in members]
+                self._forests_by_step[batch.step] = [forest for _, forest in scored_groups]
                 self.admission.record_batch(numbers)
                 for number in numbers:
-                    del (
-                        self._scored_groups[number],
-                        self._trackers[number],
-                        self._groups[number],
-                        self._group_locks[number],
-                    )
-                found.append(batch)
-        return found
+                    self._untrack_group(number)
+                batches.append(batch)
+        return batches
 
     async def serve_batch(self, step: int) -> BatchRecord | None:
-        """The batch of a step for the trainer; None while it was not cut."""
-        found = self.ledger.get_batch(step)
-        if found is not None:
+        """Return the batch of a step for the trainer and record that it was served; None if it is not formed yet."""
+        batch = self.ledger.get_batch(step)
+        if batch is not None:
             await self.ledger.record_served(step)
-        return found
+        return batch
 
     def get_forests(self, batch: BatchRecord) -> list[Forest]:
-        """What grew of the groups of a batch; it grows again where an earlier process cut it, or it was trained."""
+        """Return the forests of a batch, from memory or rebuilt from the stored traces."""
         return self._forests_by_step.get(batch.step) or rebuild_forests(batch, self.ledger.store.read_traces)
 
     async def acknowledge_step(self, step: int) -> None:
-        """The trainer has done a step."""
+        """Record that the trainer has finished a step."""
         await self.ledger.acknowledge_step(step)
         self._forests_by_step.pop(step, None)
         self.ledger_progress = self.ledger.progress()
 
     def record_applied_version(self, incarnation: int, version: int) -> None:
-        """The engines sample from this version now; one of an earlier incarnation frees nothing."""
+        """Record that the engines sample from this version; a version of an earlier incarnation is ignored."""
         if incarnation == self.ledger_progress.incarnation:
             self.admission.apply_version(version)
 
     async def commit_version(self, version: int) -> None:
-        """The trainer's checkpoint of this version is safe."""
+        """Record that the trainer has saved a checkpoint of this version."""
         await self.ledger.commit_version(version)
         self.ledger_progress = self.ledger.progress()
 
     async def restart_trainer(self) -> LedgerProgress:
-        """A trainer begins at `committed`: it is served the batches after that again, the same in the same order."""
+        """Start a new incarnation at the committed version; the trainer gets all later batches again, unchanged."""
         async with self._numbering_lock:
             await self.ledger.begin_incarnation()
             self._rewind_to_committed()
         return self.ledger_progress
 
     async def drop_open_groups(self) -> None:
-        """The last step is done: what was issued beside it is dropped by that name."""
+        """Drop all open groups with the reason RUN_ENDED. Raises TransitionRefused before the last batch is formed."""
         if not self.admission.is_finished:
-            raise TransitionRefused(f"the run cannot end: batch {self.admission.next_step} is still to be cut")
+            raise TransitionRefused(f"the run cannot finish: batch {self.admission.next_step} is not formed yet")
         for group in self.ledger.open_groups():
             await self.drop_group(group.number, DropReason.RUN_ENDED)
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- groups --------------------------------------------------------------------------------------------------
 
     def _rewind_to_committed(self) -> None:
         self.ledger_progress = self.ledger.progress()
-        again = {batch.step: batch.group_numbers for batch in self.ledger.batches(self.ledger_progress.committed)}
-        self.admission.rewind(self.ledger_progress.committed, again)
+        committed = self.ledger_progress.committed
+        self.admission.rewind(committed, {batch.step: batch.group_numbers for batch in self.ledger.batches(committed)})
 
     @asynccontextmanager
     async def _lock_group(self, group_number: int) -> AsyncIterator[GroupTracker | None]:
-        """The group, with nobody else at it; None if it is in a batch or was dropped."""
+        """Lock a group and yield its tracker; None if the group is in a batch or was dropped."""
         lock = self._group_locks.get(group_number)
         if lock is None:
             yield None
@@ -284,51 +281,52 @@ class OrchestratorCore:
 
     def _track_group(self, group: GroupRecord) -> GroupTracker:
         source = self.sources[group.source]
-        run = GroupTracker(
+        tracker = GroupTracker(
             group.number,
             group.size,
             max_tries=source.max_tries,
             min_group=self.scoring_rules.min_group,
             group_rewards=source.group_rewards,
         )
-        self._groups[group.number], self._trackers[group.number] = group, run
+        self._groups[group.number], self._trackers[group.number] = group, tracker
         self._group_locks[group.number] = asyncio.Lock()
-        return run
+        return tracker
 
     async def _restore_group(self, group: GroupRecord) -> None:
-        """A group that an earlier process issued."""
+        """Restore a group that an earlier process issued."""
         if group.source not in self.sources:
-            await self.ledger.drop_group(
-                group.number, DropReason.CANCELLED, f"the run has no source {group.source!r} any more"
-            )
+            detail = f"source {group.source!r} was removed from the configuration"
+            await self.ledger.drop_group(group.number, DropReason.CANCELLED, detail)
             return
-        run = self._track_group(group)
+        tracker = self._track_group(group)
         attempts = self.ledger.attempts(group.number)
-        run.restore(
+        dropped = [attempt for attempt in attempts if attempt.state is GroupState.DROPPED]
+        tracker.restore(
             {
-                each.attempt_index: self.ledger.store.read_traces(each.rollout_id)
-                for each in attempts
-                if each.rollout_id is not None and each.state is not GroupState.DROPPED
+                attempt.attempt_index: self.ledger.store.read_traces(attempt.rollout_id)
+                for attempt in attempts
+                if attempt.rollout_id is not None and attempt.state is not GroupState.DROPPED
             },
-            {each.attempt_index: parse_failure(each.detail) for each in attempts if each.state is GroupState.DROPPED},
-            {each.attempt_index: each.num_tries for each in attempts},
+            {attempt.attempt_index: parse_failure(attempt.detail) for attempt in dropped},
+            {attempt.attempt_index: attempt.num_tries for attempt in attempts},
         )
         self.admission.restore_group(group.number)
-        for attempt in run.pending_attempts:
-            self.attempt_queue.push(group.number, attempt, num_retries=1)
+        for pending in tracker.pending_attempts:
+            self.attempt_queue.push(group.number, pending, num_retries=1)
         if group.state is GroupState.SCORED:
-            found = score_complete_group(run, self.sources[group.source], self.scoring_rules)
-            if found.batch_group is None or found.forest is None:  # other filters or another algorithm than before
-                await self.drop_group(group.number, found.drop_reason or DropReason.CANCELLED, found.drop_detail)
+            scored = score_complete_group(tracker, self.sources[group.source], self.scoring_rules)
+            if scored.batch_group is None or scored.forest is None:  # other filters or another algorithm than before
+                await self.drop_group(group.number, scored.drop_reason or DropReason.CANCELLED, scored.drop_detail)
                 return
             self.admission.mark_scored(group.number)
-            self._scored_groups[group.number] = (found.batch_group, found.forest)
-        elif run.progress is GroupProgress.TOO_FEW:
-            await self.drop_group(group.number, DropReason.TOO_FEW, _describe_failures(run))
+            self._scored_groups[group.number] = (scored.batch_group, scored.forest)
+        elif tracker.progress is GroupProgress.TOO_FEW:
+            await self.drop_group(group.number, DropReason.TOO_FEW, _describe_failures(tracker))
 
     async def _retry_or_drop(
-        self, tracker: GroupTracker, attempt: int, outcome: AttemptOutcome, message: str
+        self, tracker: GroupTracker, attempt: int, outcome: AttemptOutcome, failure: Failure
     ) -> GroupProgress:
+        message = format_failure(failure)
         if outcome is AttemptOutcome.RETRY:
             await self.ledger.retry_attempt(tracker.number, attempt, message)
             self.attempt_queue.push(tracker.number, attempt, num_retries=tracker.get_num_tries(attempt) - 1)
@@ -336,44 +334,46 @@ class OrchestratorCore:
         await self.ledger.drop_attempt(tracker.number, attempt, DropReason.FAILED, message)
         if tracker.progress is GroupProgress.TOO_FEW:
             await self.ledger.drop_group(tracker.number, DropReason.TOO_FEW, _describe_failures(tracker))
-            self._untrack_group(tracker.number, DropReason.TOO_FEW)
+            self._forget_dropped_group(tracker.number, DropReason.TOO_FEW)
         return tracker.progress
 
-    def _untrack_group(self, group_number: int, reason: DropReason) -> None:
+    def _forget_dropped_group(self, group_number: int, reason: DropReason) -> None:
         self.patience.record_dropped(reason)
         self.admission.drop_group(group_number)
         self.attempt_queue.remove_group(group_number)
+        self._untrack_group(group_number)
+
+    def _untrack_group(self, group_number: int) -> None:
         self._scored_groups.pop(group_number, None)
         del self._trackers[group_number], self._groups[group_number], self._group_locks[group_number]
 
     def _build_record(
         self, group_number: int, attempt: int, traces: Sequence[Trace], summary: dict[str, Any] | None
     ) -> RolloutRecord:
-        group = self._groups[group_number]
+        group, rollout_id = self._groups[group_number], build_rollout_id(group_number, attempt)
         task, reward = str(group.task_number), traces[0].reward if traces else None
-        return RolloutRecord(
-            build_rollout_id(group_number, attempt), task, attempt, group.source, reward, summary=summary or {}
-        )
+        return RolloutRecord(rollout_id, task, attempt, group.source, reward, summary=summary or {})
 
 
 def check_task_counts(ledger: Ledger, sources: Mapping[str, SourceSpec]) -> None:
-    """Raise ConfigInvalid if a source that is sampled in epochs has another number of tasks than before."""
-    known = ledger.sources()
+    """Raise ConfigInvalid if the number of tasks of a source with epochs has changed since the run was started."""
+    task_counts = ledger.sources()
     for source in sources.values():
-        before = known.get(source.name)
-        if before is not None and source.tasks_per_epoch is not None and source.tasks_per_epoch != before:
+        before, now = task_counts.get(source.name), source.tasks_per_epoch
+        if before is not None and now is not None and now != before:
             raise ConfigInvalid(
-                f"train source {source.name}: its taskset has {source.tasks_per_epoch} tasks, and had "
-                f"{before} when the run was "
-                f"started last; bring them back, or begin anew with another --name or --fresh"
+                f"train source {source.name}: its taskset has {now} tasks, but the run was started with {before}; "
+                f"restore the tasks, or start over with --fresh or another --name"
             )
 
 
-def format_failure(failure: Failure | None) -> str:
-    return "a reward was due and did not run" if failure is None else f"{failure.name}: {failure.message}"
+def format_failure(failure: Failure) -> str:
+    """Return a failure as the text that the ledger stores."""
+    return f"{failure.name}: {failure.message}"
 
 
 def parse_failure(detail: str) -> Failure:
+    """Return the failure that `format_failure` made the text of."""
     name, _, message = detail.partition(": ")
     return Failure(name, message, "system", False)
 

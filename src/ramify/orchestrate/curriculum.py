@@ -1,8 +1,8 @@
-"""Which task is next. Tasks are numbers here: what they are, only the environment knows.
+"""Curricula choose the next task of a source. Tasks are represented by their numbers.
 
 A curriculum is a pure function of its seed and its state. The state is plain data by key; what a choice or a reward
-changed of it (`changed`) is kept in the ledger together with the group. So a run that was killed goes on with the very
-task that was next.
+changed in it (`take_changes`) is stored in the ledger together with the group. So a run that was killed resumes with
+the very task that was next.
 """
 
 from bisect import insort
@@ -14,82 +14,82 @@ from pydantic import Field, model_validator
 
 from ramify.config import Config
 
-NO_EPOCH = -1  # of a task that was chosen by a curriculum without epochs: the run may go on with one that has them
+NO_EPOCH = -1  # epoch of tasks chosen without epochs; a resumed run may use a curriculum that has them
 
 
 class TaskPick(NamedTuple):
-    """A task, and how often all tasks were gone through before."""
+    """A task, and the number of epochs before it."""
 
     task: int
     epoch: int
 
 
 class Curriculum(Protocol):
-    """What chooses tasks."""
+    """Chooses the tasks of one source."""
 
     has_epochs: bool
-    """Whether every task is chosen once in each epoch, so that an audit may ask for it."""
+    """Whether every task is chosen exactly once per epoch, which an audit then verifies."""
 
     def next_task(self) -> TaskPick | None:
-        """The next task; None when there is none left."""
+        """Return the next task; None if there are no more."""
         ...
 
     def record_reward(self, task: int, reward: float) -> None:
-        """The mean reward of a group that tried the task."""
+        """Record the mean reward of a group that tried the task."""
         ...
 
     def take_changes(self) -> dict[str, Any]:
-        """Plain data by key: what is new since this was last asked."""
+        """Return the state that changed since the last call, by key, as plain data."""
         ...
 
     def restore(self, saved_state: Mapping[str, Any]) -> None:
-        """Go on from all that was ever `changed`, the last value of each key."""
+        """Restore the state from the last value of each key that `take_changes` returned."""
         ...
 
 
 class ShuffleConfig(Config):
-    """Every task once in each epoch, in an order drawn from the seed."""
+    """Every task once per epoch, in an order drawn from the seed."""
 
     type: Literal["shuffle"] = "shuffle"
     epochs: int | None = Field(default=None, ge=1)
-    """How often all tasks are gone through; None is for ever."""
+    """Number of epochs. None: unlimited."""
 
 
 class PoolsConfig(Config):
-    """Tasks in three pools by the rewards they earned of late: easy, normal, hard. New ones are normal."""
+    """Tasks in three pools by their recent rewards: easy, normal, hard. New tasks are normal."""
 
     type: Literal["pools"] = "pools"
     easy: float = Field(default=0.1, ge=0, le=1)
-    """Share of the groups that try an easy task."""
+    """Fraction of the groups that try an easy task."""
     hard: float = Field(default=0.2, ge=0, le=1)
-    """Share of the groups that try a hard task."""
+    """Fraction of the groups that try a hard task."""
     easy_above: float = 0.9
     """A task whose mean reward is above this is easy."""
     hard_below: float = 0.1
     """A task whose mean reward is below this is hard."""
     recent: int = Field(default=4, ge=1)
-    """How many groups of a task its mean counts."""
+    """Number of latest groups of a task that its mean reward covers."""
 
     @model_validator(mode="after")
     def _shares_sum_to_at_most_one(self) -> "PoolsConfig":
         if self.easy + self.hard > 1:
-            raise ValueError(f"easy and hard are shares of one whole, got {self.easy + self.hard:g}")
+            raise ValueError(f"easy + hard must be at most 1, got {self.easy + self.hard:g}")
         if self.hard_below > self.easy_above:
             raise ValueError("hard_below must not be above easy_above")
         return self
 
 
 def build_curriculum(config: ShuffleConfig | PoolsConfig, num_tasks: int | None, seed: str) -> Curriculum:
-    """The curriculum of a source with so many tasks; None is as many as one asks for."""
+    """Build the curriculum of a source; `num_tasks` is None if the source is unbounded."""
     if isinstance(config, PoolsConfig):
         if num_tasks is None:
-            raise ValueError("pools need a source whose tasks can be counted")
+            raise ValueError("the pools curriculum needs a source with a bounded number of tasks")
         return PoolsCurriculum(config, num_tasks, seed)
     return ShuffleCurriculum(config, num_tasks, seed)
 
 
 class ShuffleCurriculum:
-    """Every task once in each epoch. A source without end is taken in its own order, as one epoch."""
+    """Chooses every task once per epoch. The tasks of an unbounded source are taken in order, as one epoch."""
 
     def __init__(self, config: ShuffleConfig, num_tasks: int | None, seed: str) -> None:
         self._config, self._num_tasks, self._seed = config, num_tasks, seed
@@ -110,13 +110,13 @@ class ShuffleCurriculum:
         return TaskPick(self._order[self._position - 1], self._epoch)
 
     def record_reward(self, task: int, reward: float) -> None:
-        """All tasks come equally often, whatever they earn."""
+        """Do nothing: all tasks are equally frequent, whatever their rewards."""
 
     def take_changes(self) -> dict[str, Any]:
         return {"at": [self._epoch, self._position], "seed": self._order_seed}
 
     def restore(self, saved_state: Mapping[str, Any]) -> None:
-        """An epoch that has begun ends in its own order, also where the seed is another by now."""
+        """Restore the position; an epoch that was started keeps its order even if the seed has changed."""
         self._epoch, self._position = saved_state.get("at", (0, 0))
         self._order = self._draw_order(saved_state.get("seed", self._seed))
 
@@ -128,7 +128,7 @@ class ShuffleCurriculum:
 
 
 class PoolsCurriculum:
-    """Tasks drawn from pools of like difficulty, each pool as often as the config says (or as it has tasks at all)."""
+    """Draws tasks from pools of similar difficulty, with the configured frequencies; empty pools are skipped."""
 
     has_epochs = False
 
@@ -154,12 +154,12 @@ class PoolsCurriculum:
 
     def record_reward(self, task: int, reward: float) -> None:
         if task >= self._num_tasks:
-            return  # it was there when its group was issued
+            return  # the task was removed after its group was issued
         self._set_rewards(task, [*self._rewards.get(task, []), reward][-self._config.recent :])
         self._changes[f"task/{task}"] = self._rewards[task]
 
     def get_pool(self, task: int) -> str:
-        """How hard a task is: easy, normal or hard."""
+        """Return the pool of a task: easy, normal or hard."""
         rewards = self._rewards.get(task)
         if not rewards:
             return "normal"
@@ -167,8 +167,8 @@ class PoolsCurriculum:
         return "easy" if mean > self._config.easy_above else "hard" if mean < self._config.hard_below else "normal"
 
     def take_changes(self) -> dict[str, Any]:
-        news, self._changes = self._changes, {}
-        return news
+        changes, self._changes = self._changes, {}
+        return changes
 
     def restore(self, saved_state: Mapping[str, Any]) -> None:
         self._num_draws = saved_state.get("drawn", 0)

@@ -1,10 +1,10 @@
-"""When a group is complete: every attempt came back, or left because what happened to it was not the policy's doing.
+"""The state of one group: complete when every attempt has an episode or was dropped after system failures.
 
-A failure of the policy is a result like any other. After a failure of the system, or with a reward still missing, an
-attempt says nothing: it is run again, a few times, and then leaves. A group left with fewer than `min_group` has
-nothing to compare and is dropped. A state machine without clock or I/O.
+A failure of the policy is a result like any other. After a failure of the system, or if a reward is missing, an attempt
+says nothing about the policy: it is retried a few times and then dropped. A group with fewer than `min_group` attempts
+left has nothing to compare and is dropped. A state machine without clock or I/O.
 
-    attempt:  out --> kept | again (out once more) | lost
+    attempt:  in flight --> kept | retried (in flight again) | dropped
     group:    open --> complete | too few
 """
 
@@ -14,19 +14,19 @@ from enum import Enum
 from ramify.errors import Failure
 from ramify.trace import Trace
 
-MISSING_REWARD = Failure("EnvironmentFault", "a reward was due and did not run", "system", True)
+MISSING_REWARD = Failure("EnvironmentFault", "a reward is missing", "system", True)
 
 
 class AttemptOutcome(Enum):
-    """What becomes of an attempt that came back."""
+    """What happens to an attempt that returned."""
 
     KEPT = "kept"
-    RETRY = "again"
-    DROPPED = "lost"
+    RETRY = "retry"
+    DROPPED = "dropped"
 
 
 class GroupProgress(Enum):
-    """Where a group stands."""
+    """Whether a group waits for attempts (OPEN), can be scored (COMPLETE), or must be dropped (TOO_FEW)."""
 
     OPEN = "open"
     COMPLETE = "complete"
@@ -34,9 +34,14 @@ class GroupProgress(Enum):
 
 
 class GroupTracker:
-    """The attempts of one group: which are out, which came back, how often each was run.
+    """The attempts of one group: which are pending, which have an episode, how often each was tried.
 
-    `tries` is how often an attempt is run at most; `group_rewards` are those that only the whole group can have.
+    `max_tries` limits the tries of one attempt. `group_rewards` names the rewards that compare all attempts, which may
+    be missing until the group is complete.
+
+    Attributes:
+        rollouts: traces of the kept attempts, by attempt.
+        failed_attempts: last failure of the dropped attempts, by attempt.
     """
 
     def __init__(
@@ -57,39 +62,36 @@ class GroupTracker:
 
     @property
     def pending_attempts(self) -> list[int]:
-        """Attempts that have not come back for good."""
-        return [
-            attempt
-            for attempt in self._num_tries
-            if attempt not in self.rollouts and attempt not in self.failed_attempts
-        ]
+        """Attempts that are neither kept nor dropped."""
+        done = self.rollouts.keys() | self.failed_attempts.keys()
+        return [attempt for attempt in self._num_tries if attempt not in done]
 
     @property
     def progress(self) -> GroupProgress:
+        """Whether the group is open, complete, or has too few attempts left."""
         if self.size - len(self.failed_attempts) < self._min_attempts:
             return GroupProgress.TOO_FEW
         return GroupProgress.OPEN if self.pending_attempts else GroupProgress.COMPLETE
 
     @property
     def traces(self) -> list[Trace]:
-        """All traces that are left, in the order of the attempts."""
+        """Traces of all kept attempts, in the order of the attempts."""
         return [trace for attempt in sorted(self.rollouts) for trace in self.rollouts[attempt]]
 
     def get_num_tries(self, attempt: int) -> int:
-        """How often an attempt was sent out."""
+        """Return how often an attempt was tried."""
         return self._num_tries[attempt]
 
     def record_episode(self, attempt: int, traces: Sequence[Trace]) -> AttemptOutcome:
-        """An attempt came back with its episode."""
-        failures = filter(None, (find_system_failure(trace, self._group_rewards) for trace in traces))
-        failure = next(failures, None) if traces else MISSING_REWARD
-        if failure is not None:
-            return self.record_failure(attempt, failure)
+        """Record the episode of an attempt, unless the system failed it or a reward is missing."""
+        failures = [failure for trace in traces for failure in self._list_failures(trace)]
+        if failures or not traces:
+            return self.record_failure(attempt, failures[0] if failures else MISSING_REWARD)
         self.rollouts[attempt] = tuple(traces)
         return AttemptOutcome.KEPT
 
     def record_failure(self, attempt: int, failure: Failure) -> AttemptOutcome:
-        """An attempt came back with nothing that could be used."""
+        """Record an attempt without a usable episode: it is retried or, after `max_tries`, dropped."""
         if failure.retryable and self._num_tries[attempt] < self._max_tries:
             self._num_tries[attempt] += 1
             return AttemptOutcome.RETRY
@@ -102,15 +104,16 @@ class GroupTracker:
         failed_attempts: Mapping[int, Failure],
         num_tries: Mapping[int, int],
     ) -> None:
-        """Go on from what the ledger knows: only `missing` attempts have to be sent out again."""
+        """Restore the state from the ledger; attempts with neither rollout nor failure are pending."""
         self.rollouts = {attempt: tuple(traces) for attempt, traces in rollouts.items()}
         self.failed_attempts = dict(failed_attempts)
         self._num_tries |= num_tries
 
+    def _list_failures(self, trace: Trace) -> list[Failure]:
+        rewards = [reward for name, reward in trace.rewards.items() if name not in self._group_rewards]
+        return list_system_failures([trace]) or ([MISSING_REWARD] if None in rewards else [])
 
-def find_system_failure(trace: Trace, group_rewards: frozenset[str]) -> Failure | None:
-    """What keeps a trace from counting: a failure that was not the policy's, or a reward of its own that is due."""
-    found = next((error for error in trace.errors if error.blame == "system"), None)
-    if found is None and any(trace.rewards[name] is None for name in trace.rewards if name not in group_rewards):
-        return MISSING_REWARD
-    return found
+
+def list_system_failures(traces: Sequence[Trace]) -> list[Failure]:
+    """Return the failures of an episode that are not the policy's."""
+    return [error for trace in traces for error in trace.errors if error.blame == "system"]

@@ -1,30 +1,36 @@
-"""Online evals: how good are the weights of this step, measured on tasks that are never trained on.
+"""Evals during a training run, on tasks that are not trained on.
 
-An eval is labelled with the version it held while it ran, or, where weights were not held, with the versions its tokens
-came from. A rollout that failed by the system's doing counts as missing, not as zero.
+An eval that holds the weights is recorded at the step of the version it held; any other, at the step it was started
+for. A rollout that the system failed counts as missing, not as zero.
 """
 
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from ramify.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, safe_mean
-from ramify.orchestrate.attempt_dispatcher import ConnectedSource, derive_seed
+from ramify.orchestrate.attempt_dispatcher import derive_seed
 from ramify.orchestrate.config import EvalSourceConfig
+from ramify.orchestrate.connected_source import ConnectedSource
+from ramify.orchestrate.group_tracker import list_system_failures
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.run_log import MetricPoint
 from ramify.store.summary import REVISION_KEY, summarize_rollout
 from ramify.trace import Trace
 
-MAX_CONCURRENT_ROLLOUTS = 64  # rollouts of an eval
+MAX_CONCURRENT_ROLLOUTS = 64  # per eval
 
 
 class OnlineEvaluator:
-    """The evals of a run. `report` is told the values of each one that was done."""
+    """Evaluates the `[[eval]]` sources of a run.
+
+    `on_result` gets step and metrics of each finished eval, `on_failure` the name of a source and a failure;
+    `on_progress` is called after every rollout. `started_at` holds the monotonic start time of each running eval.
+    """
 
     def __init__(
         self,
@@ -39,21 +45,19 @@ class OnlineEvaluator:
     ) -> None:
         self._sources, self._weight_updater, self._store, self._seed = sources, weight_updater, store, seed
         self._on_result, self._on_failure, self._on_progress = on_result, on_failure, on_progress
-        self.started_at: dict[str, float] = {}  # source: since when
-        self._last_evaluated_step: dict[str, int] = {}  # the version each source was last evaluated at
+        self.started_at: dict[str, float] = {}
+        self._last_evaluated_step: dict[str, int] = {}  # by source
 
     def restore(self, metrics: Iterable[MetricPoint]) -> None:
-        """Go on where an earlier process stopped: what it measured is not measured again."""
+        """Skip the evals of an earlier process, given its recorded metrics `eval/SOURCE/avg`."""
         for metric in metrics:
-            self._last_evaluated_step[metric.name.removeprefix("eval/").removesuffix("/avg")] = (
-                metric.step
-            )  # it may hold a slash
+            source = metric.name.removeprefix("eval/").removesuffix("/avg")  # it may contain a slash
+            self._last_evaluated_step[source] = metric.step
 
     def get_due_sources(self, step: int, *, is_last: bool = False) -> list[str]:
-        """The sources to be evaluated at a version: at the first, at the last, and when an interval has passed."""
-        return [
-            name for name, (config, _) in self._sources.items() if self._is_due(name, config.interval, step, is_last)
-        ]
+        """Return the sources to evaluate at a step: all at the first and the last, others once per interval."""
+        intervals = {name: config.interval for name, (config, _) in self._sources.items()}
+        return [name for name, interval in intervals.items() if self._is_due(name, interval, step, is_last)]
 
     def _is_due(self, name: str, interval: int | None, step: int, is_last: bool) -> bool:
         before = self._last_evaluated_step.get(name)
@@ -62,72 +66,70 @@ class OnlineEvaluator:
         return interval is not None and step // interval > before // interval
 
     async def run(self, step: int, names: list[str]) -> None:
-        """Evaluate these sources at a version."""
+        """Evaluate the sources `names` at a step."""
         self._last_evaluated_step |= dict.fromkeys(names, step)
-        async with asyncio.TaskGroup() as together:
+        async with asyncio.TaskGroup() as task_group:
             for name in names:
-                together.create_task(self._evaluate_source(name, step), name=f"eval {name} at {step}")
+                task_group.create_task(self._evaluate_source(name, step), name=f"eval {name} at {step}")
 
     async def _evaluate_source(self, name: str, step: int) -> None:
-        config, served = self._sources[name]
+        config, source = self._sources[name]
         uses_run_engines = config.endpoint is None
         hold_weights = uses_run_engines if config.hold_weights is None else config.hold_weights
-        self.started_at[name] = start = time.monotonic()
+        self.started_at[name] = started_at = time.monotonic()
         try:
             async with self._weight_updater.hold() if hold_weights else contextlib.nullcontext():
                 if hold_weights and self._weight_updater.served_version is not None:
-                    step = (
-                        self._weight_updater.served_version.step
-                    )  # a newer version may have been quicker than the eval
-                found = await self._run_rollouts(name, config, served, step)
+                    step = self._weight_updater.served_version.step  # it may be newer than the eval
+                traces_by_task = await self._run_rollouts(name, config, source, step)
         finally:
             del self.started_at[name]
-        self._on_result(
-            step, {**_compute_metrics(f"eval/{name}", config, found), f"eval/{name}/seconds": time.monotonic() - start}
-        )
+        metrics = _compute_metrics(f"eval/{name}", config, traces_by_task)
+        self._on_result(step, {**metrics, f"eval/{name}/seconds": time.monotonic() - started_at})
 
     async def _run_rollouts(
         self, name: str, config: EvalSourceConfig, source: ConnectedSource, step: int
     ) -> dict[str, list[Trace]]:
-        gate = asyncio.Semaphore(MAX_CONCURRENT_ROLLOUTS)
-        tasks = config.num_tasks if source.num_tasks is None else min(source.num_tasks, config.num_tasks)
-        found: dict[str, list[Trace]] = {str(number): [] for number in range(tasks)}
+        """Run and store the rollouts of an eval, and return the traces that count, by task."""
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROLLOUTS)
+        num_tasks = config.num_tasks if source.num_tasks is None else min(source.num_tasks, config.num_tasks)
+        traces_by_task: dict[str, list[Trace]] = {str(number): [] for number in range(num_tasks)}
 
-        async def rollout(number: int, repetition: int) -> list[Trace]:
-            id = f"eval.{name}.{step}.{number}.{repetition}"
-            async with gate:
-                traces = await self._run_with_retries(source, number, id, repetition, f"{name}:{number}")
+        async def run_rollout(number: int, repetition: int) -> list[Trace]:
+            rollout_id = f"eval.{name}.{step}.{number}.{repetition}"
+            async with semaphore:
+                traces = await self._run_with_retries(source, number, rollout_id, repetition, f"{name}:{number}")
             self._on_progress()
             return traces
 
-        async def task(number: int) -> None:
-            async with asyncio.TaskGroup() as together:
-                runs = [together.create_task(rollout(number, each)) for each in range(config.repetitions)]
-            episodes = {each: run.result() for each, run in enumerate(runs) if run.result()}
-            valid_traces = [traces[0] for traces in episodes.values() if _find_system_failure(traces) is None]
-            if source.has_group_rewards and valid_traces:
-                with contextlib.suppress(RamifyError):  # it was told, and a reward that is due counts as missing
+        async def run_task(number: int) -> None:
+            async with asyncio.TaskGroup() as task_group:
+                rollouts = [task_group.create_task(run_rollout(number, i)) for i in range(config.repetitions)]
+            episodes = {i: rollout.result() for i, rollout in enumerate(rollouts) if rollout.result()}
+            valid_traces = [traces[0] for traces in episodes.values() if not list_system_failures(traces)]
+            if source.group_rewards and valid_traces:
+                with contextlib.suppress(RamifyError):  # it is reported, and a missing reward counts as missing
                     await source.add_group_rewards(
                         valid_traces, lambda failure: self._on_failure(f"eval/{name}", failure)
                     )
             for repetition, traces in episodes.items():
-                row = _build_record(name, step, number, repetition, traces, source.revision)
-                await self._store.add_rollout(row, traces)
-            found[str(number)] += [trace for trace in valid_traces if None not in trace.rewards.values()]
+                record = _build_record(name, step, number, repetition, traces, source.revision)
+                await self._store.add_rollout(record, traces)
+            traces_by_task[str(number)] += [trace for trace in valid_traces if None not in trace.rewards.values()]
 
-        async with asyncio.TaskGroup() as together:
-            for number in range(tasks):
-                together.create_task(task(number))
-        return found
+        async with asyncio.TaskGroup() as task_group:
+            for number in range(num_tasks):
+                task_group.create_task(run_task(number))
+        return traces_by_task
 
     async def _run_with_retries(
         self, source: ConnectedSource, task_number: int, rollout_id: str, repetition: int, seed: str
     ) -> list[Trace]:
-        """One rollout, asked for again while what went wrong may pass; nothing if it did not."""
+        """Run one rollout, in at most `max_tries` tries; return no trace if none succeeds."""
         for _ in range(source.max_tries):
             try:
                 task = await source.tasks.get_task(task_number)
-                ran = await source.client.run(
+                result = await source.client.run(
                     task,
                     id=rollout_id,
                     group=rollout_id,
@@ -136,8 +138,8 @@ class OnlineEvaluator:
                     environment_digest=source.environment_digest,
                     timeout=source.get_attempt_timeout(task),
                 )
-                traces = list(ran.episode.traces)
-                if (failure := _find_system_failure(traces)) is not None:
+                traces = list(result.episode.traces)
+                for failure in list_system_failures(traces)[:1]:
                     self._on_failure(f"eval/{source.name}", failure)
                 return traces
             except EnvironmentChanged:
@@ -150,15 +152,10 @@ class OnlineEvaluator:
         return []
 
 
-def _find_system_failure(traces: Sequence[Trace]) -> Failure | None:
-    """What the system did to a rollout, if it did."""
-    return next((error for trace in traces for error in trace.errors if error.blame == "system"), None)
-
-
 def _build_record(
     name: str, step: int, task_number: int, repetition: int, traces: Sequence[Trace], revision: int
 ) -> RolloutRecord:
-    failure = _find_system_failure(traces)
+    failure = next(iter(list_system_failures(traces)), None)
     return RolloutRecord(
         traces[0].episode,
         str(task_number),
@@ -171,27 +168,23 @@ def _build_record(
 
 
 def _compute_metrics(prefix: str, config: EvalSourceConfig, traces_by_task: dict[str, list[Trace]]) -> dict[str, float]:
-    rewards = {
-        task: [trace.reward for trace in traces if trace.reward is not None] for task, traces in traces_by_task.items()
-    }
-    mean = clustered_mean(rewards.values())
-    values: dict[str, float] = {
-        f"{prefix}/missing": float(sum(len(each) < config.repetitions for each in traces_by_task.values()))
-    }
+    rewards = [[trace.reward for trace in traces if trace.reward is not None] for traces in traces_by_task.values()]
+    num_missing = sum(len(traces) < config.repetitions for traces in traces_by_task.values())
+    metrics = {f"{prefix}/missing": float(num_missing)}
     if not any(traces_by_task.values()):
-        return values
-    if mean is not None:
-        values[f"{prefix}/avg"] = mean.mean
+        return metrics
+    if (mean := clustered_mean(rewards)) is not None:
+        metrics[f"{prefix}/avg"] = mean.mean
         if mean.stderr is not None:
-            values[f"{prefix}/error"] = mean.stderr
+            metrics[f"{prefix}/error"] = mean.stderr
     for k in choose_ks(config.repetitions):
-        if (pass_rates := estimate_pass_rates(rewards.values(), k, config.threshold)) is not None:
-            values[f"{prefix}/pass@{k}"], values[f"{prefix}/pass^{k}"] = pass_rates[0].mean, pass_rates[1].mean
-    traces = [trace for each in traces_by_task.values() for trace in each]
-    names = {name for trace in traces for name in trace.metrics}
-    metrics: dict[str, Any] = {
-        name: [trace.metrics[name] for trace in traces if name in trace.metrics] for name in names
-    }
-    values |= {f"{prefix}/metric/{name}": safe_mean(numbers) for name, numbers in metrics.items()}
-    values[f"{prefix}/truncated"] = safe_mean([trace.is_truncated for trace in traces])
-    return values
+        if (pass_rates := estimate_pass_rates(rewards, k, config.threshold)) is not None:
+            metrics[f"{prefix}/pass@{k}"], metrics[f"{prefix}/pass^{k}"] = pass_rates[0].mean, pass_rates[1].mean
+    all_traces = [trace for traces in traces_by_task.values() for trace in traces]
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for trace in all_traces:
+        for name, value in trace.metrics.items():
+            values[name].append(value)
+    metrics |= {f"{prefix}/metric/{name}": safe_mean(numbers) for name, numbers in values.items()}
+    metrics[f"{prefix}/truncated"] = safe_mean([trace.is_truncated for trace in all_traces])
+    return metrics

@@ -1,8 +1,8 @@
-"""How long a run goes on without a group to train on.
+"""Counts groups without a training signal, so that a run without one can end.
 
-A group whose attempts all earn the same reward teaches nothing and is dropped, so a run whose every reward is equal
-would sample for ever. The core counts the groups that were dropped since the last trainable one. The count is restored
-from the ledger when the orchestrator is restarted, and starts again at 0 after it was reported.
+A group whose attempts all earn the same reward has no training signal and is dropped, so a run in which all rewards are
+equal would sample forever. The core counts the groups that were dropped since the last trainable one. The count is
+restored from the ledger when the orchestrator restarts, and is reset to 0 after it was reported.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ import textwrap
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.ledger import Ledger
 
-REPORTED_KEY = "patience/reported"  # in the ledger's states: groups with lower numbers were reported already
+REPORTED_KEY = "patience/reported"  # ledger state: groups with lower numbers were reported already
 UNCOUNTED_REASONS = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
 MAX_QUOTE_CHARS = 160  # characters of a prompt or a reply in the report
 
 
 class PatienceCounter:
-    """Counts the groups dropped since the last trainable one; `exceeded` is set while the count is at least `limit`."""
+    """The number of groups dropped since the last trainable one.
+
+    `exceeded` is set while `num_dropped` is at least `limit`.
+    """
 
     def __init__(self) -> None:
         self.limit: int | None = None
@@ -41,10 +44,10 @@ class PatienceCounter:
 
     async def report(self, ledger: Ledger) -> str:
         """Return a description of the counted groups, and reset the count."""
-        described = _describe_dropped_groups(ledger, self.num_dropped, self.limit)
+        report = _describe_dropped_groups(ledger, self.num_dropped, self.limit)
         await ledger.save_states({REPORTED_KEY: ledger.num_issued()})
         self.record_trainable()
-        return described
+        return report
 
     def _update(self) -> None:
         if self.limit is not None and self.num_dropped >= self.limit:
@@ -55,46 +58,44 @@ class PatienceCounter:
 
 def _count_dropped(ledger: Ledger) -> int:
     """Return how many groups were dropped after the last trainable one, in the order of issue."""
-    reported: int = ledger.load_states(REPORTED_KEY).get("", 0)
-    trainable = "SELECT max(number) FROM groups WHERE state IN (?, ?, ?)"
+    first_unreported: int = ledger.load_states(REPORTED_KEY).get("", 0)
+    last_trainable = "SELECT max(number) FROM groups WHERE state IN (?, ?, ?)"
     query = f"""SELECT count(*) FROM groups WHERE state = ? AND reason NOT IN (?, ?)
-        AND number >= ? AND number > coalesce(({trainable}), -1)"""
-    kept = (GroupState.SCORED.value, GroupState.BATCHED.value, GroupState.TRAINED.value)
+        AND number >= ? AND number > coalesce(({last_trainable}), -1)"""
+    trainable = (GroupState.SCORED.value, GroupState.BATCHED.value, GroupState.TRAINED.value)
     uncounted = [reason.value for reason in UNCOUNTED_REASONS]
-    return ledger.store.select(query, (GroupState.DROPPED.value, *uncounted, reported, *kept))[0][0]
+    return ledger.store.select(query, (GroupState.DROPPED.value, *uncounted, first_unreported, *trainable))[0][0]
 
 
 def _describe_dropped_groups(ledger: Ledger, num_dropped: int, limit: int | None) -> str:
-    """Return rewards by source, reasons and one reply of the last `dropped` groups."""
-    counted = "SELECT number FROM groups WHERE state = ? AND reason NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
+    """Describe the last `num_dropped` dropped groups: rewards by source, drop reasons, and one reply."""
+    counted_groups = "SELECT number FROM groups WHERE state = ? AND reason NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
     values = (GroupState.DROPPED.value, *(reason.value for reason in UNCOUNTED_REASONS), num_dropped)
     rows = ledger.store.select(
         f"""SELECT groups.source, count(DISTINCT number), count(reward), avg(reward), min(reward), max(reward),
                 max(CASE WHEN rollout IS NOT NULL THEN number END)
             FROM groups JOIN attempts USING (number) LEFT JOIN rollouts ON rollouts.id = attempts.rollout
-            WHERE number IN ({counted}) GROUP BY groups.source ORDER BY groups.source""",
+            WHERE number IN ({counted_groups}) GROUP BY groups.source ORDER BY groups.source""",
         values,
     )
     lines = [f"none of the last {num_dropped} groups can be trained on (orchestrator.patience is {limit})"]
-    for source, groups, rollouts, mean, least, most, _ in rows:
-        rewards = f"reward mean {mean:.4g}, min {least:.4g}, max {most:.4g}" if rollouts else "no reward"
-        lines.append(f"  {source}: {groups} groups, {rollouts} rollouts, {rewards}")
+    for source, num_groups, num_rollouts, mean, minimum, maximum, _ in rows:
+        rewards = f"reward mean {mean:.4g}, min {minimum:.4g}, max {maximum:.4g}" if num_rollouts else "no reward"
+        lines.append(f"  {source}: {num_groups} groups, {num_rollouts} rollouts, {rewards}")
     lines.append(f"  dropped groups: {ledger.describe_drops(limit=num_dropped)}")
     lines += [_describe_reply(ledger, number) for *_, number in rows[:1] if number is not None]
     advice = (
         "a group is trained on only if its attempts earn different rewards: compare the replies with what the reward "
-        "expects (`ramify show`), give partial credit, or choose easier tasks; where every reward is the highest, the "
+        "expects (`ramify show`), give partial credit, or choose easier tasks; if every reward is the highest, the "
         'tasks are solved. orchestrator.on_no_signal = "warn" continues the run nevertheless'
     )
     return "\n".join([*lines, advice])
 
 
 def _describe_reply(ledger: Ledger, group_number: int) -> str:
-    """Quote one reply of a group, with what it replies to."""
-    rollout = next(attempt.rollout_id for attempt in ledger.attempts(group_number) if attempt.rollout_id is not None)
-    trace = ledger.store.read_traces(rollout)[0]
+    """Quote one reply of a group, with its prompt."""
+    rollout_ids = [attempt.rollout_id for attempt in ledger.attempts(group_number) if attempt.rollout_id is not None]
+    trace = ledger.store.read_traces(rollout_ids[0])[0]
     prompts = [node.message.text for node in trace.nodes if node.message.role == "user"]
-    prompt, reply = (
-        textwrap.shorten(text, MAX_QUOTE_CHARS) for text in (prompts[0] if prompts else "", trace.last_reply)
-    )
-    return f"  a reply to {prompt!r}: {reply!r}"
+    prompt = textwrap.shorten(prompts[0] if prompts else "", MAX_QUOTE_CHARS)
+    return f"  a reply to {prompt!r}: {textwrap.shorten(trace.last_reply, MAX_QUOTE_CHARS)!r}"

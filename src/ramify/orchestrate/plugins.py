@@ -1,4 +1,4 @@
-"""The plugins of a run's own process: an algorithm for each train source, and the filters."""
+"""Loads the plugins of the orchestrator: the algorithm of each train source, and the filters."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,38 +15,37 @@ from ramify.orchestrate.source_mix import SourceMix
 
 @dataclass(frozen=True, slots=True)
 class RunPlugins:
-    """What turns groups into annotations."""
+    """The plugins that turn the traces of a group into annotations."""
 
-    algorithms: dict[str, Algorithm]  # by the name of the source
+    algorithms: dict[str, Algorithm]  # by source name
     filters: tuple[Filter, ...]
 
 
 def load_plugins(config: RunConfig) -> RunPlugins:
-    """Find and check every algorithm and filter; raises ConfigInvalid naming the key that is wrong."""
+    """Load every algorithm and filter. Raises ConfigInvalid with all wrong keys."""
     tables: list[tuple[str, str, dict[str, Any]]] = [
         ("algorithm", f"train.{number}.algorithm", source.algorithm) for number, source in enumerate(config.train)
     ]
     filters = config.orchestrator.filters
     tables += [("filter", f"orchestrator.filters.{number}", table) for number, table in enumerate(filters)]
-    found: list[Any] = []
+    plugins: list[Any] = []
     problems: list[str] = []
-    for kind, at, table in tables:
+    for kind, key, table in tables:
         try:
-            found.append(plugin.build_plugin(kind, table, table_key=at))
+            plugins.append(plugin.build_plugin(kind, table, table_key=key))
         except ConfigInvalid as error:
             problems += error.message.splitlines()[1:]
     if problems:
         raise_config_invalid([("", problem.strip()) for problem in problems])
-    algorithms = dict(zip([source.source_name for source in config.train], found))
-    return RunPlugins(algorithms, tuple(found[len(config.train) :]))
+    algorithms = dict(zip([source.source_name for source in config.train], plugins))
+    return RunPlugins(algorithms, tuple(plugins[len(config.train) :]))
 
 
 def build_source_mix(config: RunConfig, task_counts: dict[str, int | None]) -> SourceMix:
-    """The sources of a run, given how many tasks each has (None: no end)."""
+    """Build the mix of the train sources, given the number of tasks of each (None: unbounded)."""
+    sources = {source.source_name: source for source in config.train}
     curricula = {
-        source.source_name: build_curriculum(
-            source.curriculum, task_counts[source.source_name], f"{config.seed}:{source.source_name}"
-        )
-        for source in config.train
+        name: build_curriculum(source.curriculum, task_counts[name], f"{config.seed}:{name}")
+        for name, source in sources.items()
     }
-    return SourceMix({source.source_name: source.ratio for source in config.train}, curricula)
+    return SourceMix({name: source.ratio for name, source in sources.items()}, curricula)

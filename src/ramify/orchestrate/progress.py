@@ -1,7 +1,7 @@
-"""What a run tells about itself while it goes: the numbers of each step, its last failures, when it last moved.
+"""Metrics of each step, recent failures, and the time of the last progress of a run.
 
-Rewards are those of all groups that were judged, also of those that teach nothing: a run whose easy tasks are all
-solved must not look worse for it.
+Rewards cover all scored groups, including those without a training signal: a run whose easy tasks are all solved must
+not look worse for it.
 """
 
 import time
@@ -16,13 +16,13 @@ from ramify.store.ledger import GroupRecord
 from ramify.store.run_log import RunLog
 from ramify.trace import Trace
 
-MAX_RECENT_FAILURES = 20  # that are remembered
-THROUGHPUT_WINDOW = 60.0  # seconds over which speeds are measured
+MAX_RECENT_FAILURES = 20
+THROUGHPUT_WINDOW = 60.0  # seconds over which throughput is measured
 
 
 @dataclass(slots=True)
 class _StepTotals:
-    """Groups since the last batch was cut."""
+    """Totals of the groups that were scored since the last batch was formed."""
 
     rewards_by_source: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     values_by_metric: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -33,49 +33,54 @@ class _StepTotals:
 
     @property
     def mean_reward(self) -> float | None:
-        everything = [reward for rewards in self.rewards_by_source.values() for reward in rewards]
-        return safe_mean(everything) if everything else None
+        all_rewards = [reward for rewards in self.rewards_by_source.values() for reward in rewards]
+        return safe_mean(all_rewards) if all_rewards else None
 
 
 class RunProgress:
-    """The run's numbers. `sink` is told what the journal is told."""
+    """The metrics and failures of a run. `on_metrics` gets every step and metrics that the run log gets.
 
-    def __init__(self, journal: RunLog, on_metrics: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
-        self._journal, self._on_metrics = journal, on_metrics
+    Attributes:
+        last_progress_time: monotonic time of the last progress; the watchdog compares it with `stall_timeout`.
+        recent_failures: the last failures, as the run log has them.
+        failure_counts: number of failures by name.
+        environment_faults: by source, how often its code failed, and the last message.
+        reward_history: mean reward of every step.
+        evals: step and value of each eval metric.
+        latest_metrics: last value of each metric.
+    """
+
+    def __init__(self, run_log: RunLog, on_metrics: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
+        self._run_log, self._on_metrics = run_log, on_metrics
         self._totals = _StepTotals()
-        self._recent_rollouts: deque[tuple[float, int]] = deque()  # (when, tokens)
+        self._recent_rollouts: deque[tuple[float, int]] = deque()  # monotonic time and number of sampled tokens
         self.last_progress_time = time.monotonic()
         self.recent_failures: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_FAILURES)
         self.failure_counts: Counter[str] = Counter()
         self._logged_faults: set[str] = set()
-        self.environment_faults: dict[
-            str, tuple[int, str]
-        ] = {}  # by source, how often its own code failed, and the last time how
-        self.reward_history: list[float] = [
-            metric.value for metric in journal.metrics("reward/all/mean")
-        ]  # of every step, for the curve
-        self._last_trainable_counts: tuple[int, int] | None = None  # of the last step
+        self.environment_faults: dict[str, tuple[int, str]] = {}
+        self.reward_history = [metric.value for metric in run_log.metrics("reward/all/mean")]
+        self._last_trainable_counts: tuple[int, int] | None = None
         self.evals: dict[str, dict[str, float]] = {}
         self.latest_metrics: dict[str, float] = {}
-        self.finished: list[Trace] = []  # a few, to be shown
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean of the last step; before the first, of what was judged so far."""
+        """Mean reward of the last step; before the first step, of all groups scored so far."""
         return self.reward_history[-1] if self.reward_history else self._totals.mean_reward
 
     @property
     def trainable_counts(self) -> tuple[int, int]:
-        """Rollouts that could be trained on and all that were judged, of the last step; before the first, so far."""
+        """Number of trainable and of all scored rollouts of the last step; before the first step, so far."""
         return self._last_trainable_counts or (self._totals.num_trainable_rollouts, self._totals.num_rollouts)
 
     def mark_progress(self) -> None:
-        """The run is not stuck."""
+        """Record that the run makes progress."""
         self.last_progress_time = time.monotonic()
 
     def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, for the tables and the sinks."""
-        self._journal.log_metrics(step, values)
+        """Record metrics of a step in the run log, and pass them to `on_metrics`."""
+        self._run_log.log_metrics(step, values)
         self.latest_metrics |= values
         if self._on_metrics is not None:
             self._on_metrics(step, values)
@@ -83,21 +88,20 @@ class RunProgress:
     def record_group(
         self, group: GroupRecord, traces: list[Trace], is_trainable: bool, fired_by_filter: Mapping[str, list[bool]]
     ) -> None:
-        """A group was judged; `fired` says by filter, of each trace, whether it did."""
-        judged, now = self._totals, time.monotonic()
-        judged.num_groups += 1
-        judged.num_trainable_groups += is_trainable
-        judged.num_rollouts += len(traces)
-        judged.num_trainable_rollouts += len(traces) if is_trainable else 0
+        """Add a scored group to the totals of the step."""
+        totals, now = self._totals, time.monotonic()
+        totals.num_groups += 1
+        totals.num_trainable_groups += is_trainable
+        totals.num_rollouts += len(traces)
+        totals.num_trainable_rollouts += len(traces) if is_trainable else 0
         for trace in traces:
             self._recent_rollouts.append((now, trace.graph.logprobs.size))
             if trace.reward is not None:
-                judged.rewards_by_source[group.source].append(trace.reward)
+                totals.rewards_by_source[group.source].append(trace.reward)
             for name, value in self._iter_trace_metrics(group.source, trace):
-                judged.values_by_metric[name].append(value)
-        for name, each in fired_by_filter.items():
-            judged.values_by_metric[f"filter/{name}"] += map(float, each)
-        self.finished = traces
+                totals.values_by_metric[name].append(value)
+        for name, fired in fired_by_filter.items():
+            totals.values_by_metric[f"filter/{name}"] += map(float, fired)
         while self._recent_rollouts and self._recent_rollouts[0][0] < now - THROUGHPUT_WINDOW:
             self._recent_rollouts.popleft()
 
@@ -114,52 +118,48 @@ class RunProgress:
                 yield f"reward/{source}/{name}", entry[0]
 
     def record_batches(self, staleness_by_step: Mapping[int, list[int]]) -> None:
-        """Batches were decided, with the ages of their groups: what was judged since the last belongs to their steps.
+        """Record the metrics of new batches, given the staleness of their groups by step.
 
-        One late group can decide several; they then share the numbers.
+        One late group can complete several batches, which then share the totals.
         """
-        judged, self._totals = self._totals, _StepTotals()
-        reward = judged.mean_reward
-        self.last_progress_time = time.monotonic()
-        values = {f"reward/{source}/mean": safe_mean(rewards) for source, rewards in judged.rewards_by_source.items()}
-        values |= {name: safe_mean(numbers) for name, numbers in judged.values_by_metric.items()}
+        totals, self._totals = self._totals, _StepTotals()
+        reward = totals.mean_reward
+        self.mark_progress()
+        values = {f"reward/{source}/mean": safe_mean(rewards) for source, rewards in totals.rewards_by_source.items()}
+        values |= {name: safe_mean(numbers) for name, numbers in totals.values_by_metric.items()}
         if reward is not None:
             values["reward/all/mean"] = reward
-        if judged.num_groups:
-            values["trainable"] = judged.num_trainable_groups / judged.num_groups
-            self._last_trainable_counts = (judged.num_trainable_rollouts, judged.num_rollouts)
-        rollouts, tokens = self.get_throughput()
-        values |= {
-            "rollouts_per_s": rollouts,
-            "tokens_per_s": tokens,
-            "rollouts": judged.num_rollouts / max(1, len(staleness_by_step)),
-        }
+        if totals.num_groups:
+            values["trainable"] = totals.num_trainable_groups / totals.num_groups
+            self._last_trainable_counts = (totals.num_trainable_rollouts, totals.num_rollouts)
+        values["rollouts_per_s"], values["tokens_per_s"] = self.get_throughput()
+        values["rollouts"] = totals.num_rollouts / max(1, len(staleness_by_step))
         for step, staleness in staleness_by_step.items():
-            staleness_metrics = (
-                {"staleness/mean": safe_mean(staleness), "staleness/max": float(max(staleness))} if staleness else {}
-            )
-            self.record_metrics(step, values | staleness_metrics)
+            metrics = dict(values)
+            if staleness:
+                metrics |= {"staleness/mean": safe_mean(staleness), "staleness/max": float(max(staleness))}
+            self.record_metrics(step, metrics)
             self.reward_history += [] if reward is None else [reward]
 
     def get_throughput(self) -> tuple[float, float]:
-        """Rollouts and sampled tokens a second."""
+        """Return rollouts and sampled tokens per second."""
         if len(self._recent_rollouts) < 2:
             return 0.0, 0.0
         span = max(1e-3, time.monotonic() - self._recent_rollouts[0][0])
         return len(self._recent_rollouts) / span, sum(tokens for _, tokens in self._recent_rollouts) / span
 
     def record_failure(self, origin: str, failure: Failure) -> None:
-        """Something failed that is run again or dropped."""
+        """Record a failure that is retried or leads to a drop; `origin` is a source, or what else failed."""
         self.failure_counts[failure.name] += 1
         if failure.name == EnvironmentFault.name:
             self.environment_faults[origin] = (self.environment_faults.get(origin, (0, ""))[0] + 1, failure.message)
             self._log_fault(f"{origin}: {failure.name}: {failure.message}")
-        told = {"time": time.time(), "where": origin, "name": failure.name, "message": failure.message}
-        self.recent_failures.append(told)
-        self._journal.log_event("failure", **told)
+        event = {"time": time.time(), "where": origin, "name": failure.name, "message": failure.message}
+        self.recent_failures.append(event)
+        self._run_log.log_event("failure", **event)
 
     def _log_fault(self, line: str) -> None:
-        """Print what code of an environment raised: each message once, the first few of them."""
+        """Print a failure of environment code; each message once, and only the first few."""
         if line not in self._logged_faults and len(self._logged_faults) < MAX_RECENT_FAILURES:
             self._logged_faults.add(line)
             print(line, flush=True)

@@ -1,6 +1,6 @@
-"""From a complete group to what is trained of it: algorithm, filters, forest; or the reason why nothing is.
+"""Scoring of a complete group: algorithm, filters and forest, or the reason why it cannot be trained on.
 
-A pure function of the group's traces, so a run that goes on judges a group as it was judged before.
+Scoring is a pure function of the group's traces, so a resumed run scores a group as it was scored before.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ from ramify.trace import Annotation, Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """What has to be known of a source to issue and judge its groups."""
+    """What the core needs to issue and score the groups of a source."""
 
     name: str
     algorithm: Algorithm
-    group_size: int = 16  # attempts of a group
-    max_tries: int = 3  # how often an attempt is run at most
+    group_size: int = 16  # attempts per group
+    max_tries: int = 3  # most tries of an attempt
     temperature: float = 1.0
-    group_rewards: frozenset[str] = frozenset()  # rewards that only the whole group can have
-    tasks_per_epoch: int | None = None  # tasks that make an epoch, where each is to be issued once in it
+    group_rewards: frozenset[str] = frozenset()  # names of the rewards that compare all attempts of a group
+    tasks_per_epoch: int | None = None  # None if its curriculum has no epochs
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRules:
-    """What holds for the groups of all sources."""
+    """What the core needs to score the groups of any source."""
 
     vocab_size: int
     seq_len: int | None = None
@@ -44,11 +44,11 @@ class ScoringRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredGroup:
-    """The group as a member of a batch and its forest, or a reason; and what is worth knowing of each attempt."""
+    """A scored group: `batch_group` and `forest` if it can be trained on, `drop_reason` if not."""
 
     mean_reward: float | None
-    attempt_notes: dict[int, dict[str, Any]]
-    fired_by_filter: dict[str, list[bool]]  # by filter, of each trace whether it did; empty where none was asked
+    attempt_notes: dict[int, dict[str, Any]]  # reward, advantage and fired filters, by attempt
+    fired_by_filter: dict[str, list[bool]]  # by filter: whether it fired, for each trace
     batch_group: BatchGroup | None = None
     forest: Forest | None = None
     drop_reason: DropReason | None = None
@@ -56,47 +56,47 @@ class ScoredGroup:
 
 
 def build_rollout_id(group: int, attempt: int) -> str:
-    """What the rollout of an attempt is called: the same on every start, so that a later one takes its place."""
+    """Return the rollout id of an attempt; it is the same for every try, so a retry replaces the rollout."""
     return f"{group}.{attempt}"
 
 
 def score_complete_group(tracker: GroupTracker, source: SourceSpec, rules: ScoringRules) -> ScoredGroup:
-    """What is trained of a complete group."""
-    rewards = [trace.reward for trace in tracker.traces]
-    if None in rewards:
-        return ScoredGroup(
-            None, {}, {}, drop_reason=DropReason.UNSCORED, drop_detail=_describe_missing_rewards(tracker)
-        )
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below, by name
-        return _score_rewarded_group(tracker, source, rules, [reward for reward in rewards if reward is not None])
+    """Score a complete group. If it cannot be trained on, the result says why."""
+    rewards = [trace.reward for trace in tracker.traces if trace.reward is not None]
+    if len(rewards) < len(tracker.traces):
+        detail = _describe_missing_rewards(tracker)
+        return ScoredGroup(None, {}, {}, drop_reason=DropReason.UNSCORED, drop_detail=detail)
+    with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite raise ValueNotFinite below
+        return _score_rewarded_group(tracker, source, rules, rewards)
 
 
 def _score_rewarded_group(
     tracker: GroupTracker, source: SourceSpec, rules: ScoringRules, rewards: Sequence[float]
 ) -> ScoredGroup:
     mean = safe_mean(rewards)
-    said = source.algorithm.annotate(tracker.traces)
-    sifted = apply_filters(rules.filters, tracker.traces, said, rules.vocab_size)
-    notes, fired = _build_attempt_notes(tracker, said, sifted.filters_by_trace), sifted.fired_by_filter
-    if not said:
-        return ScoredGroup(
-            mean, notes, fired, drop_reason=DropReason.NOTHING_TRAINABLE, drop_detail="the policy sampled nothing"
-        )
-    if not sifted.annotations:
-        return ScoredGroup(mean, notes, fired, drop_reason=DropReason.FILTERED, drop_detail=sifted.describe_enforced)
-    rollouts = tuple(build_rollout_id(tracker.number, attempt) for attempt in sorted(tracker.rollouts))
-    member = BatchGroup(tracker.number, source.name, source.temperature, rollouts, sifted.annotations)
+    annotations = source.algorithm.annotate(tracker.traces)
+    filtered = apply_filters(rules.filters, tracker.traces, annotations, rules.vocab_size)
+    notes = _build_attempt_notes(tracker, annotations, filtered.filters_by_trace)
+
+    def drop(reason: DropReason, detail: str, mean: float | None = mean) -> ScoredGroup:
+        return ScoredGroup(mean, notes, filtered.fired_by_filter, drop_reason=reason, drop_detail=detail)
+
+    if not annotations:
+        return drop(DropReason.NOTHING_TRAINABLE, "no sampled tokens")
+    if not filtered.annotations:
+        return drop(DropReason.FILTERED, ", ".join(filtered.enforced_filters))
+    rollout_ids = tuple(build_rollout_id(tracker.number, attempt) for attempt in sorted(tracker.rollouts))
+    group = BatchGroup(tracker.number, source.name, source.temperature, rollout_ids, filtered.annotations)
     try:
-        forest = member.build_forest(tracker.traces, rules.seq_len)
+        forest = group.build_forest(tracker.traces, rules.seq_len)
     except ValueNotFinite as error:
-        detail = f"{error.message}; rewards from {min(rewards):g} to {max(rewards):g}"
-        return ScoredGroup(None, notes, fired, drop_reason=DropReason.NOT_FINITE, drop_detail=detail)
+        rewards_range = f"rewards from {min(rewards):g} to {max(rewards):g}"
+        return drop(DropReason.NOT_FINITE, f"{error.message}; {rewards_range}", mean=None)
     if not len(forest.targets):
-        detail = (
-            f"every path is over {rules.seq_len} tokens" if forest.dropped.overlong_calls else "all weights are zero"
-        )
-        return ScoredGroup(mean, notes, fired, drop_reason=DropReason.NOTHING_TRAINABLE, drop_detail=detail)
-    return ScoredGroup(mean, notes, fired, member, forest)
+        overlong = f"every path is over {rules.seq_len} tokens"
+        detail = overlong if forest.dropped.overlong_calls else "all token weights are zero"
+        return drop(DropReason.NOTHING_TRAINABLE, detail)
+    return ScoredGroup(mean, notes, filtered.fired_by_filter, group, forest)
 
 
 def _describe_missing_rewards(tracker: GroupTracker) -> str:
@@ -107,17 +107,17 @@ def _describe_missing_rewards(tracker: GroupTracker) -> str:
 def _build_attempt_notes(
     tracker: GroupTracker, annotations: Sequence[Annotation], filters_by_trace: dict[str, tuple[str, ...]]
 ) -> dict[int, dict[str, Any]]:
-    """Reward, advantage and verdicts of each attempt; an advantage per token is told by its mean."""
-    advantage: dict[str, list[float]] = {}
-    for note in annotations:
-        advantage.setdefault(note.trace_id, []).append(float(np.mean(note.advantage)))
-    found: dict[int, dict[str, Any]] = {}
+    """Return reward, mean advantage and fired filters of each attempt, as the ledger stores them."""
+    advantages_by_trace: dict[str, list[float]] = {}
+    for annotation in annotations:
+        advantages_by_trace.setdefault(annotation.trace_id, []).append(float(np.mean(annotation.advantage)))
+    notes: dict[int, dict[str, Any]] = {}
     for attempt, traces in tracker.rollouts.items():
-        told = [value for trace in traces for value in advantage.get(trace.id, [])]
-        filter_names = [name for trace in traces for name in filters_by_trace.get(trace.id, ())]
-        found[attempt] = {
+        advantages = [advantage for trace in traces for advantage in advantages_by_trace.get(trace.id, [])]
+        filter_names = {name for trace in traces for name in filters_by_trace.get(trace.id, ())}
+        notes[attempt] = {
             "reward": traces[0].reward,
-            "advantage": float(np.mean(told)) if told else None,
-            "verdicts": sorted(set(filter_names)),
+            "advantage": float(np.mean(advantages)) if advantages else None,
+            "verdicts": sorted(filter_names),
         }
-    return found
+    return notes

@@ -1,4 +1,4 @@
-"""The status address: what the run is doing, for people and their tools, and `/stop`, which ends it."""
+"""HTTP server of the status address: read-only JSON about the run, and `POST /stop`, which stops it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,10 @@ StatusHandler = Callable[[Request], Any]
 def build_status_server(
     address: str, handlers: dict[str, StatusHandler], on_stop: Callable[[], None], *, allowed_hosts: Sequence[str] = ()
 ) -> HttpServer:
-    """A server, not yet started, that answers at `address` by path. `/stop` refuses web pages."""
+    """Build a server, not yet started, that answers GET requests with `handlers`, by path, as JSON.
+
+    `POST /stop` calls `on_stop`; requests from web pages are rejected. Raises ConfigInvalid for a malformed address.
+    """
 
     def make_route(path: str, handle: StatusHandler) -> Route:
         async def handler(request: Request) -> Response:
@@ -31,11 +34,11 @@ def build_status_server(
         on_stop()
         return JSONResponse({"stopping": True})
 
-    routes = [make_route(path, answer) for path, answer in handlers.items()]
+    routes = [make_route(path, handle) for path, handle in handlers.items()]
     app = Starlette(routes=[*routes, Route("/stop", handle_stop, methods=["POST"])])
-    place = urlsplit(address)
-    if place.hostname is None or place.port is None:
+    url = urlsplit(address)
+    if url.hostname is None or url.port is None:
         raise ConfigInvalid(f"orchestrator.status: expected http://HOST:PORT, got {address}")
-    hosts = [place.hostname, *allowed_hosts]
+    hosts = [url.hostname, *allowed_hosts]
     guarded = BrowserGuard(app, paths=["/stop"], hosts=hosts, config_key="orchestrator.allowed_hosts")
-    return HttpServer(guarded, place.hostname, place.port, name="orchestrator.status")
+    return HttpServer(guarded, url.hostname, url.port, name="orchestrator.status")

@@ -1,4 +1,4 @@
-"""The tasks of a source by their number, fetched from its env server in pages as they are needed."""
+"""Cache of the tasks of a source, by number, fetched from its env server in pages on demand."""
 
 import asyncio
 from collections.abc import Iterable
@@ -10,13 +10,11 @@ from ramify.envserver.messages import MAX_COUNTED_TASKS
 from ramify.errors import ConfigInvalid, EnvironmentFault
 
 PAGE_SIZE = 256
-MAX_CACHED_PAGES = -(
-    -MAX_COUNTED_TASKS // PAGE_SIZE
-)  # that are remembered: all of a source that has an end, the last ones of any other
+MAX_CACHED_PAGES = -(-MAX_COUNTED_TASKS // PAGE_SIZE)  # enough for every bounded source
 
 
 class TaskCache:
-    """What the numbers of a source's tasks stand for."""
+    """The tasks of one source. `timeout` is the seconds that the server may take for a page."""
 
     def __init__(self, name: str, client: EnvClient, *, timeout: float = 300.0) -> None:
         self.name, self._client, self._timeout = name, client, timeout
@@ -24,7 +22,7 @@ class TaskCache:
         self._fetch_lock = asyncio.Lock()
 
     async def count_tasks(self, limit: int = MAX_COUNTED_TASKS) -> int | None:
-        """How many tasks there are; None if there are more than `most`."""
+        """Return the number of tasks; None if there are more than `limit`. Raises ConfigInvalid if there is none."""
         start = 0
         while start < limit:
             page = await self._client.tasks(start, PAGE_SIZE, timeout=self._timeout)
@@ -37,33 +35,33 @@ class TaskCache:
         return None
 
     async def get_content_digests(self, numbers: Iterable[int]) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the content digest of tasks by their number, and the keys of those that have one.
+        """Return the content digests of tasks by number, and the keys of those that have one.
 
-        A number that the source does not have any more is left out.
+        Tasks that the source no longer has are left out.
         """
-        contents: dict[int, str] = {}
+        digests: dict[int, str] = {}
         keys: dict[int, str] = {}
         for number in numbers:
             try:
                 task = await self.get_task(number)
             except EnvironmentFault:
                 continue
-            contents[number] = compute_content_digest(task)
+            digests[number] = compute_content_digest(task)
             if task.get("key"):
                 keys[number] = str(task["key"])
-        return contents, keys
+        return digests, keys
 
     async def get_task(self, number: int) -> dict[str, Any]:
-        """The wire form of a task."""
-        page, place = divmod(number, PAGE_SIZE)
+        """Return the wire form of a task. Raises EnvironmentFault if the source no longer has it."""
+        page, index = divmod(number, PAGE_SIZE)
         if page not in self._pages:
             async with self._fetch_lock:
                 if page not in self._pages:
-                    found = await self._client.tasks(page * PAGE_SIZE, PAGE_SIZE, timeout=self._timeout)
-                    self._pages[page] = [entry.task for entry in found.tasks]
+                    reply = await self._client.tasks(page * PAGE_SIZE, PAGE_SIZE, timeout=self._timeout)
+                    self._pages[page] = [entry.task for entry in reply.tasks]
                     while len(self._pages) > MAX_CACHED_PAGES:
-                        del self._pages[next(iter(self._pages))]  # the one that came first
+                        del self._pages[next(iter(self._pages))]  # the oldest
         tasks = self._pages[page]
-        if place >= len(tasks):
-            raise EnvironmentFault(f"{self.name} has no task {number} any more")
-        return tasks[place]
+        if index >= len(tasks):
+            raise EnvironmentFault(f"{self.name} no longer has task {number}")
+        return tasks[index]

@@ -1,12 +1,12 @@
-"""The trainer's door: it asks for batches and tells what became of them. docs/training.md has the protocol.
+"""The requests that a trainer makes to the orchestrator; docs/training.md has the protocol.
 
-Every question can be asked twice and has the same answer. A trainer is known by its incarnation: one that was replaced
-is refused, whatever it asks.
+Every request may be repeated and gets the same reply. A trainer is identified by its incarnation: after a trainer was
+replaced, all its requests are rejected.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ramify.errors import PeerLost, PeerRefused
@@ -26,11 +26,17 @@ from ramify.train.protocol import (
 )
 from ramify.wire import IncomingRequest, WireMessage
 
-MAX_CACHED_BATCHES = 4  # batches whose shares are kept encoded
+MAX_CACHED_BATCHES = 4  # batches whose encoded shares stay in memory
 
 
 class TrainerService:
-    """The methods a trainer calls."""
+    """Handles the requests of the trainer. `on_trainer_replaced` is called when a new trainer registers.
+
+    Attributes:
+        is_stopping: whether the run stops: the trainer saves a checkpoint and gets no more batches.
+        checkpoint_committed: set when the trainer has saved a checkpoint.
+        pending_request: the step whose batch the trainer waits for, and the monotonic time of the request.
+    """
 
     def __init__(
         self,
@@ -46,121 +52,123 @@ class TrainerService:
         self._policy, self._max_steps, self._on_trainer_replaced = policy, max_steps, on_trainer_replaced
         self._pack_spec, self._num_ranks, self._trainer_registered = PackSpec(), 1, False
         self._encoded_shares: dict[int, list[bytes]] = {}
-        self._served_at: dict[int, float] = {}  # step: when its batch was given out
-        self.state_changed = asyncio.Condition()  # told when a batch was cut or the run ends
-        self.is_stopping = False  # the run was asked to end: a checkpoint now, and no more batches
+        self._served_at: dict[int, float] = {}  # monotonic time at which a batch was served, by step
+        self._state_changed = asyncio.Condition()  # notified when a batch was formed or the run ends
+        self.is_stopping = False
         self.checkpoint_committed = asyncio.Event()
-        self.pending_request: tuple[int, float] | None = None  # the step the trainer waits for, and since when
+        self.pending_request: tuple[int, float] | None = None
 
     @property
-    def handlers(self) -> dict[str, Callable[[IncomingRequest], "asyncio.Future[WireMessage]"]]:
-        found = {"hello": self.handle_hello, "batch": self.handle_batch, "trained": self.handle_trained}
-        return {**found, "published": self.handle_published, "checkpoint": self.handle_checkpoint}  # type: ignore[dict-item]
+    def handlers(self) -> dict[str, Callable[[IncomingRequest], Awaitable[WireMessage]]]:
+        """Handlers by the name of the request on the wire."""
+        return {
+            "hello": self.handle_hello,
+            "batch": self.handle_batch,
+            "trained": self.handle_trained,
+            "published": self.handle_published,
+            "checkpoint": self.handle_checkpoint,
+        }
 
     @property
     def has_trainer(self) -> bool:
-        """Whether a trainer has come."""
+        """Whether a trainer has registered."""
         return self._trainer_registered
 
     @property
     def is_finished(self) -> bool:
-        """Whether every step of the run is in the history."""
+        """Whether every step of the run is committed."""
         admission = self._core.admission
         return admission.is_finished and self._core.ledger_progress.committed >= admission.next_step
 
     async def notify_waiters(self) -> None:
-        """A batch was cut, or the run ends: whoever waits looks again."""
-        async with self.state_changed:
-            self.state_changed.notify_all()
+        """Wake up pending batch requests after a batch was formed, or because the run ends."""
+        async with self._state_changed:
+            self._state_changed.notify_all()
 
-    async def handle_hello(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(RegisterRequest)
-        if asked.incarnation is not None:
-            self._check_incarnation(asked.incarnation)
-        elif (
-            self._trainer_registered or self._core.ledger.served_batches()
-        ):  # a trainer was here, if only before this process was
+    async def handle_hello(self, message: IncomingRequest) -> WireMessage:
+        """Register a trainer. A new one starts a new incarnation, unless it is the first of the run."""
+        request = message.decode(RegisterRequest)
+        if request.incarnation is not None:
+            self._check_incarnation(request.incarnation)
+        elif self._trainer_registered or self._core.ledger.served_batches():  # of this process or an earlier one
             await self._core.restart_trainer()
             self._on_trainer_replaced()
             await self.notify_waiters()
         self._trainer_registered, self._encoded_shares = True, {}
-        self._pack_spec, self._num_ranks = asked.laying, asked.ranks
-        ledger_progress = self._core.ledger_progress
-        welcome = RegisterReply(
-            committed=ledger_progress.committed,
-            incarnation=ledger_progress.incarnation,
-            policy=self._policy,
-            steps=self._max_steps,
-        )
-        return WireMessage.encode(welcome)
+        self._pack_spec, self._num_ranks = request.laying, request.ranks
+        committed, incarnation = self._core.ledger_progress.committed, self._core.ledger_progress.incarnation
+        reply = RegisterReply(committed=committed, incarnation=incarnation, policy=self._policy, steps=self._max_steps)
+        return WireMessage.encode(reply)
 
-    async def handle_batch(self, request: IncomingRequest) -> WireMessage:
-        """The share of a rank, as soon as there is one; nothing if none will come."""
-        asked = request.decode(BatchRequest)
-        self._check_registered(asked.incarnation)
-        self.pending_request = (asked.step, time.monotonic())
+    async def handle_batch(self, message: IncomingRequest) -> WireMessage:
+        """Return the share of a rank as soon as its batch is formed; nothing if no batch will follow."""
+        request = message.decode(BatchRequest)
+        self._check_registered(request.incarnation)
+        self.pending_request = (request.step, time.monotonic())
         try:
-            async with self.state_changed:
-                await self.state_changed.wait_for(lambda: self._can_answer(asked))
+            async with self._state_changed:
+                await self._state_changed.wait_for(lambda: self._can_answer(request))
         finally:
             self.pending_request = None
-        self._check_incarnation(asked.incarnation)
-        if self.is_stopping or self._is_past_last_step(asked.step):
+        self._check_incarnation(request.incarnation)
+        if self.is_stopping or self._is_past_last_step(request.step):
             return WireMessage.encode(None)
-        if asked.step not in self._encoded_shares:
-            stored = await self._core.serve_batch(asked.step)
-            assert stored is not None  # `_known` saw it
-            found = split_by_rank(stored, self._core.get_forests(stored), self._pack_spec, self._num_ranks)
-            self._encoded_shares[asked.step] = [encode_batch(share) for share in found]
+        if request.step not in self._encoded_shares:
+            batch = await self._core.serve_batch(request.step)
+            assert batch is not None  # `_can_answer` implies that it is formed
+            shares = split_by_rank(batch, self._core.get_forests(batch), self._pack_spec, self._num_ranks)
+            self._encoded_shares[request.step] = [encode_batch(share) for share in shares]
             for step in sorted(self._encoded_shares)[:-MAX_CACHED_BATCHES]:
                 del self._encoded_shares[step]
-        self._served_at.setdefault(asked.step, time.monotonic())
-        return WireMessage.encode(None, self._encoded_shares[asked.step][asked.rank])
+        self._served_at.setdefault(request.step, time.monotonic())
+        return WireMessage.encode(None, self._encoded_shares[request.step][request.rank])
 
-    async def handle_trained(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(TrainedRequest)
-        self._check_registered(asked.incarnation)
-        await self._core.acknowledge_step(asked.step)
-        served = self._served_at.pop(asked.step, None)
-        taken = {} if served is None else {"time/train": time.monotonic() - served}
-        self._progress.record_metrics(asked.step, {**asked.metrics, **taken})
-        self._progress.last_progress_time = time.monotonic()
+    async def handle_trained(self, message: IncomingRequest) -> WireMessage:
+        """Acknowledge a step and record its metrics; the reply says whether the run stops."""
+        request = message.decode(TrainedRequest)
+        self._check_registered(request.incarnation)
+        await self._core.acknowledge_step(request.step)
+        metrics = dict(request.metrics)
+        if (served_at := self._served_at.pop(request.step, None)) is not None:
+            metrics["time/train"] = time.monotonic() - served_at
+        self._progress.record_metrics(request.step, metrics)
+        self._progress.mark_progress()
         return WireMessage.encode(self.is_stopping)
 
-    async def handle_published(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(PublishedRequest)
-        self._check_registered(asked.incarnation)
-        self._weight_updater.request_update(PolicyVersion(*asked.version), Path(asked.path))
+    async def handle_published(self, message: IncomingRequest) -> WireMessage:
+        """Request an update of the engines; the reply lists the versions that must stay on disk."""
+        request = message.decode(PublishedRequest)
+        self._check_registered(request.incarnation)
+        self._weight_updater.request_update(PolicyVersion(*request.version), Path(request.path))
         return WireMessage.encode([tuple(version) for version in self._weight_updater.versions_in_use])
 
-    async def handle_checkpoint(self, request: IncomingRequest) -> WireMessage:
-        asked = request.decode(CheckpointRequest)
-        self._check_registered(asked.incarnation)
-        await self._core.commit_version(asked.step)
-        self._progress.record_metrics(asked.step, {"committed": float(asked.step)})
+    async def handle_checkpoint(self, message: IncomingRequest) -> WireMessage:
+        """Commit the version of a saved checkpoint."""
+        request = message.decode(CheckpointRequest)
+        self._check_registered(request.incarnation)
+        await self._core.commit_version(request.step)
+        self._progress.record_metrics(request.step, {"committed": float(request.step)})
         self.checkpoint_committed.set()
         return WireMessage.encode(None)
 
     def _can_answer(self, request: BatchRequest) -> bool:
-        """Whether it is known by now what the answer is."""
-        stale = request.incarnation != self._core.ledger_progress.incarnation
-        return (
-            stale
-            or self.is_stopping
-            or self._is_past_last_step(request.step)
-            or request.step < self._core.admission.next_step
-        )
+        """Return whether a batch request can be answered now."""
+        is_replaced = request.incarnation != self._core.ledger_progress.incarnation
+        is_formed = request.step < self._core.admission.next_step
+        return is_replaced or self.is_stopping or self._is_past_last_step(request.step) or is_formed
 
     def _is_past_last_step(self, step: int) -> bool:
         return self._core.admission.is_finished and step >= self._core.admission.next_step
 
     def _check_incarnation(self, incarnation: int) -> None:
-        now = self._core.ledger_progress.incarnation
-        if incarnation != now:
-            raise PeerRefused(f"this trainer is incarnation {incarnation}; the run goes on with incarnation {now}")
+        current = self._core.ledger_progress.incarnation
+        if incarnation != current:
+            raise PeerRefused(
+                f"trainer incarnation {incarnation} was replaced by incarnation {current}; this trainer must exit"
+            )
 
     def _check_registered(self, incarnation: int) -> None:
-        """Refuse a stranger: one who was replaced, and one who has not greeted this process yet."""
+        """Raise PeerRefused if the trainer was replaced, PeerLost if it has not registered with this process."""
         self._check_incarnation(incarnation)
         if not self._trainer_registered:
-            raise PeerLost("the orchestrator was started again and has forgotten the trainer: greet it first")
+            raise PeerLost("the orchestrator was restarted; send hello before other requests")

@@ -1,7 +1,7 @@
-"""Which weights the engines sample from: published by the trainer, applied here, one version at a time.
+"""Updates the weights of the engines to the versions that the trainer publishes, one version at a time.
 
-Only the newest version matters, so one that is overtaken while it waits is never applied. An eval may hold the weights:
-versions then wait until its calls are done, while training goes on inside its bound.
+Only the newest version matters, so a version that is superseded while it waits is never applied. An eval may hold the
+weights: updates then wait until its rollouts are done, while training continues within its staleness limit.
 """
 
 import asyncio
@@ -14,12 +14,17 @@ from ramify.client import InferenceClient
 from ramify.errors import RamifyError
 from ramify.model.version import PolicyVersion
 
-RETRY_DELAY = 1.0  # seconds before engines that could not take a version are asked again
-UPDATE_TIMEOUT = 600.0  # seconds after which engines that take no version end the run
+RETRY_DELAY = 1.0  # seconds before a failed update is retried
+UPDATE_TIMEOUT = 600.0  # seconds of failed updates after which the run ends
 
 
 class WeightUpdater:
-    """The engines of a run and the version they serve."""
+    """Updates the engines of a run. `on_applied` gets every applied version and the seconds that it took.
+
+    Attributes:
+        served_version: version that the engines serve; None until it is known.
+        waiting_since: monotonic time since which an update is pending; None without one.
+    """
 
     def __init__(self, client: InferenceClient, on_applied: Callable[[PolicyVersion, float], None]) -> None:
         self._client, self._on_applied = client, on_applied
@@ -35,9 +40,9 @@ class WeightUpdater:
         self._failing_since: float | None = None
 
     def request_update(self, version: PolicyVersion, path: Path) -> None:
-        """The trainer has published a version. The engines may have begun with it."""
-        served = self._client.versions.values()
-        if self.served_version is None and version.step == 0 and served and all(each == version for each in served):
+        """Request an update to a published version, unless the engines were started with it."""
+        served = set(self._client.versions.values())
+        if self.served_version is None and version.step == 0 and served == {version}:
             self.served_version = version
             self._on_applied(version, 0.0)
             return
@@ -46,23 +51,24 @@ class WeightUpdater:
         self._update_requested.set()
 
     def discard_pending(self) -> None:
-        """The trainer that offered the last version is gone, and what it made is no part of the history."""
+        """Discard the pending update: it came from a trainer that was replaced."""
         self._pending_update = self.waiting_since = self._failing_since = None
         self._update_requested.clear()
 
     @property
     def versions_in_use(self) -> list[PolicyVersion]:
-        """The versions that must stay on disk: what is served, what is being applied, what is next."""
-        wanted = self._pending_update[0] if self._pending_update else None
-        return [version for version in (self.served_version, self._applying_version, wanted) if version is not None]
+        """Versions that must stay on disk: served, being applied, and pending."""
+        pending = self._pending_update[0] if self._pending_update else None
+        return [version for version in (self.served_version, self._applying_version, pending) if version is not None]
 
     @property
     def is_held(self) -> bool:
+        """Whether updates wait for an eval."""
         return self._num_holders > 0
 
     @contextlib.asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """No new weights meanwhile; a version that is being applied already is waited for."""
+        """Hold the weights; an update that is being applied is finished first."""
         self._num_holders += 1
         self._not_held.clear()
         try:
@@ -75,7 +81,7 @@ class WeightUpdater:
                 self._not_held.set()
 
     async def run(self) -> None:
-        """Apply what is offered, for ever. Raises when engines take no version for too long."""
+        """Apply requested updates until cancelled. Raises the failure if updates fail for UPDATE_TIMEOUT seconds."""
         while True:
             await self._update_requested.wait()
             await self._not_held.wait()
@@ -89,16 +95,17 @@ class WeightUpdater:
                 self._update_requested.set()
 
     async def _apply(self, version: PolicyVersion, path: Path) -> bool:
-        """Let the engines take a version; False if they have to be asked again."""
+        """Update the engines; return whether they serve the version now."""
         self._applying_version = version
         try:
-            done = await self._client.update_weights(path, version)
+            replies = await self._client.update_weights(path, version)
         except RamifyError as error:
             if self._pending_update is None:
-                return False  # nobody wants it any more
-            overtaken = self._pending_update[0] != version
+                return False  # the update was discarded
+            is_superseded = self._pending_update[0] != version
             self._failing_since = self._failing_since or time.monotonic()
-            if not overtaken and (not error.retryable or time.monotonic() - self._failing_since > UPDATE_TIMEOUT):
+            is_fatal = not error.retryable or time.monotonic() - self._failing_since > UPDATE_TIMEOUT
+            if is_fatal and not is_superseded:
                 raise
             return False
         finally:
@@ -106,5 +113,5 @@ class WeightUpdater:
         self.served_version, self._failing_since = version, None
         if self._pending_update is not None and self._pending_update[0] == version:
             self._pending_update = self.waiting_since = None
-        self._on_applied(version, max(one.seconds for one in done))
+        self._on_applied(version, max(reply.seconds for reply in replies))
         return True

@@ -1,7 +1,7 @@
-"""Algorithms: how the rewards of a group become advantages and weights of its tokens.
+"""Algorithms turn the rewards of a group into advantages and weights of its tokens.
 
-Each is one short file. An algorithm writes annotations, and nothing behind it knows its name. A plugin derives from
-`Algorithm` and is named in the configuration as every plugin is.
+Each algorithm is one short file. It returns annotations; nothing after it depends on which algorithm made them. A
+plugin subclasses `Algorithm` and is named in the configuration like any plugin.
 """
 
 from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, count_sampled_tokens, get_trainable_nodes

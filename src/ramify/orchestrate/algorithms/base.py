@@ -1,7 +1,7 @@
-"""What an algorithm implements: one of two hooks.
+"""The interface of an algorithm: one of two hooks.
 
-`advantages` is enough for most: rewards of comparable rollouts in, one number for each out. `annotate` is for those
-that say more: other weights, values per token, tokens the policy did not sample, reference logprobs.
+Most algorithms override `advantages`: the rewards of comparable rollouts in, one advantage for each out. `annotate` is
+for algorithms that set more: other weights, per-token values, tokens the policy did not sample, reference logprobs.
 """
 
 from collections import defaultdict
@@ -18,13 +18,13 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class AlgorithmConfig(Config):
-    """What every algorithm can be told."""
+    """Configuration keys that every algorithm has."""
 
     id: str = "grpo"
 
 
 class Algorithm:
-    """Turns a scored group into annotations. Stateless: the same group gives the same annotations."""
+    """Base class of algorithms. An algorithm is stateless: the same group gives the same annotations."""
 
     config: AlgorithmConfig
 
@@ -32,48 +32,48 @@ class Algorithm:
         self.config = config
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
-        """How much better each rollout was than expected, one number each.
+        """Return the advantage of each rollout: how much better it was than expected.
 
-        The traces are those of one agent in all attempts at one task; `rewards` are theirs, in the same order.
+        `traces` are those of one agent in all attempts at one task; `rewards` has their rewards, in the same order.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define `advantages`, or `annotate`")
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
-        """What is trained of a group, and how much: by default all that the policy sampled, each trace alike.
+        """Return the annotations of a group: by default the advantage of its trace for every sampled token.
 
-        A group holds the traces of every agent of every attempt that is left, each with its reward. A token without an
-        annotation is context. Whole weights are the trainer's business: it divides by the entries of the batch.
+        The group holds the traces of every agent of every kept attempt, each with its reward. A token without an
+        annotation is context. Weights need no normalization: the trainer divides by the entries of the batch.
         """
         agents: defaultdict[str, list[Trace]] = defaultdict(list)
         for trace in group:
             agents[trace.agent].append(trace)
-        found: list[Annotation] = []
+        annotations: list[Annotation] = []
         for traces in agents.values():
-            numbers = self.advantages(_collect_rewards(traces), traces)
-            for trace, advantage in zip(traces, numbers.tolist(), strict=True):
-                found += [Annotation(trace.id, node, advantage=advantage) for node in get_trainable_nodes(trace)]
-        return found
+            advantages = self.advantages(_collect_rewards(traces), traces)
+            for trace, advantage in zip(traces, advantages.tolist(), strict=True):
+                annotations += [Annotation(trace.id, node, advantage=advantage) for node in get_trainable_nodes(trace)]
+        return annotations
 
 
 def get_trainable_nodes(trace: Trace) -> list[int]:
-    """The nodes that the policy sampled, not another model."""
+    """Return the nodes that the policy sampled, not another model."""
     trainable = trace.graph.nodes.view["trainable"]
     return [node for node in trace.sampled_nodes if trainable[node]]
 
 
 def count_sampled_tokens(trace: Trace) -> int:
-    """How many tokens the policy sampled."""
+    """Return the number of tokens that the policy sampled."""
     table = trace.graph.nodes.view
     return int(((table["sampled_stop"] - table["sampled_start"]) * (table["trainable"] != 0)).sum())
 
 
 def subtract_mean(values: FloatArray) -> FloatArray:
-    """The values without their mean; exactly zero where all are equal."""
+    """Subtract the mean from the values; the result is exactly zero if all are equal."""
     return values - values.mean() if np.ptp(values) > 0 else np.zeros_like(values)
 
 
 def _collect_rewards(traces: Sequence[Trace]) -> FloatArray:
     missing = [trace.id for trace in traces if trace.reward is None]
     if missing:
-        raise TraceInvalid(f"traces {missing} lack a reward: they cannot be compared with the others of their group")
+        raise TraceInvalid(f"traces {missing} have no reward, so they cannot be compared with the rest of their group")
     return np.array([trace.reward for trace in traces], np.float64)

@@ -1,8 +1,8 @@
-"""Dr. GRPO: GRPO without what biases it (Liu et al. 2025, 2503.20783).
+"""Dr. GRPO: GRPO without its biases (Liu et al. 2025, 2503.20783).
 
-No division by the group's spread, which favours tasks that are too easy or too hard. And no division by a rollout's
-length, which makes long wrong answers cheap: the trainer's mean over the entries of the batch already gives every token
-the same weight.
+It does not divide by the standard deviation of the group, which favours tasks that are too easy or too hard. Nor does
+it divide by the length of a rollout, which makes long wrong answers cheap: the trainer's mean over the entries of the
+batch already gives every token the same weight.
 """
 
 from collections.abc import Sequence

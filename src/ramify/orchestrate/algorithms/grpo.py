@@ -1,4 +1,4 @@
-"""GRPO: a rollout against the mean of its group, in units of the group's spread (Shao et al. 2024, 2402.03300)."""
+"""GRPO: reward minus the mean of the group, in standard deviations of the group (Shao et al. 2024, 2402.03300)."""
 
 from collections.abc import Sequence
 
@@ -18,16 +18,16 @@ EPSILON = 1e-6
 
 
 class GrpoConfig(AlgorithmConfig):
-    """GRPO."""
+    """Configuration of GRPO."""
 
     normalize: bool = True
-    """Divide by the standard deviation of the group: groups in which little differs count as much as others."""
+    """Divide by the standard deviation of the group, so that groups with similar rewards count as much as others."""
     length_penalty: float = Field(default=0.0, ge=0)
-    """Taken from the reward of the group's longest rollout; from the others their share, nothing from the shortest."""
+    """Reward penalty for length: full for the longest rollout of the group, 0 for the shortest, linear between."""
 
 
 class Grpo(Algorithm):
-    """A = (r − mean) / std, where r may be less a penalty for length."""
+    """A = (r − mean) / std, where r is the reward minus the length penalty."""
 
     config: GrpoConfig
 
@@ -41,6 +41,6 @@ class Grpo(Algorithm):
 
 
 def _compute_relative_lengths(traces: Sequence[Trace]) -> FloatArray:
-    """Where between the shortest (0) and the longest (1) of the group each rollout lies."""
+    """Return the relative length of each rollout, from 0 (shortest of the group) to 1 (longest)."""
     lengths = np.array([count_sampled_tokens(trace) for trace in traces], np.float64)
     return (lengths - lengths.min()) / max(1.0, np.ptp(lengths))

@@ -1,7 +1,7 @@
-"""MaxRL: towards the likelihood of success instead of its expectation (Tajwar et al. 2026, 2602.02710).
+"""MaxRL: maximize the log-likelihood of success instead of its expectation (Tajwar et al. 2026, 2602.02710).
 
 The gradient of log p is that of p divided by p. Dividing by the group's mean reward estimates it, so a task that is
-seldom solved counts for more; with n attempts the first n terms of log p are maximized. Meant for rewards from 0 to 1.
+rarely solved counts more; with n attempts the first n terms of log p are maximized. Rewards should be from 0 to 1.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ramify.trace import Trace
 
 
 class MaxRl(Algorithm):
-    """A = (r − mean) / mean, 0 where no attempt earned anything."""
+    """A = (r − mean) / mean; 0 if no attempt earned a reward."""
 
     config: AlgorithmConfig
 

@@ -1,6 +1,6 @@
-"""RLOO: a rollout against the mean of the others (Ahmadian et al. 2024, 2402.14740).
+"""RLOO: reward minus the mean of the other rollouts (Ahmadian et al. 2024, 2402.14740).
 
-The baseline does not hold the rollout's own reward, so it leaves the gradient's expectation as it is.
+The baseline does not include the rollout's own reward, so the gradient estimate stays unbiased.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ramify.trace import Trace
 
 
 class Rloo(Algorithm):
-    """A = r − mean of the others, which is n / (n − 1) · (r − mean). Alone, a rollout has none."""
+    """A = r − mean of the others, which is n / (n − 1) · (r − mean); 0 for a group of one."""
 
     config: AlgorithmConfig
 

@@ -1,7 +1,7 @@
-"""Filters: rollouts that should not be trained on, found after the algorithm has spoken.
+"""Filters detect rollouts that should not be trained on, after the algorithm has annotated them.
 
-In `monitor` mode a filter only counts; in `enforce` mode what it fires on loses its annotations, and a group that has
-none left is dropped. A plugin derives from `Filter` and is named in the configuration as every plugin is.
+In `monitor` mode a filter only counts. In `enforce` mode a rollout that it fires on loses its annotations, and a group
+without annotations is dropped. A plugin subclasses `Filter` and is named in the configuration like any plugin.
 """
 
 from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput, FilterResult, apply_filters

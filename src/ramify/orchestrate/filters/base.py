@@ -1,4 +1,4 @@
-"""What a filter implements, and what firing does."""
+"""The interface of a filter, and its application to a group."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from ramify.trace import Annotation, Trace
 
 
 class FilterConfig(Config):
-    """What every filter can be told."""
+    """Configuration keys that every filter has."""
 
     id: str = ""
     mode: Literal["monitor", "enforce"] = "monitor"
-    """`monitor` counts what it fires on, `enforce` also leaves it out."""
+    """`monitor` counts the rollouts it fires on, `enforce` also excludes them from training."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilterInput:
-    """What a filter looks at: a trace, what the algorithm said about it, and how many tokens the model knows."""
+    """Input of a filter: a trace, its annotations by the algorithm, and the size of the model's vocabulary."""
 
     trace: Trace
     annotations: tuple[Annotation, ...]
@@ -27,7 +27,7 @@ class FilterInput:
 
 
 class Filter:
-    """Says of a rollout whether it should be left out. Stateless."""
+    """Base class of filters. A filter is stateless."""
 
     config: FilterConfig
 
@@ -35,45 +35,40 @@ class Filter:
         self.config = config
 
     def fires(self, rollout: FilterInput) -> bool:
-        """Whether the rollout is one that this filter looks for."""
+        """Return whether the filter detects its problem in the rollout."""
         raise NotImplementedError(f"{type(self).__qualname__} must define `fires`")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilterResult:
-    """What is left of a group's annotations, and for each trace the filters that fired on it."""
+    """The remaining annotations of a group, and the ids of the filters that fired."""
 
     annotations: tuple[Annotation, ...]
-    filters_by_trace: dict[str, tuple[str, ...]]
-    enforced_filters: tuple[str, ...]  # the filters that left something out
-    fired_by_filter: dict[str, list[bool]]  # by filter, of each trace whether it did
-
-    @property
-    def describe_enforced(self) -> str:
-        """Who left it out, for the ledger."""
-        return ", ".join(self.enforced_filters)
+    filters_by_trace: dict[str, tuple[str, ...]]  # filters that fired, by trace id
+    enforced_filters: tuple[str, ...]  # filters that excluded a trace
+    fired_by_filter: dict[str, list[bool]]  # whether a filter fired, for each trace
 
 
 def apply_filters(
     filters: Sequence[Filter], group: Sequence[Trace], annotations: Sequence[Annotation], vocab_size: int
 ) -> FilterResult:
-    """Show every rollout of a group to every filter."""
-    by_trace: defaultdict[str, list[Annotation]] = defaultdict(list)
-    for note in annotations:
-        by_trace[note.trace_id].append(note)
-    verdicts: dict[str, tuple[str, ...]] = {}
-    enforced: list[str] = []
-    out: set[str] = set()
+    """Apply every filter to every trace of a group."""
+    annotations_by_trace: defaultdict[str, list[Annotation]] = defaultdict(list)
+    for annotation in annotations:
+        annotations_by_trace[annotation.trace_id].append(annotation)
+    filters_by_trace: dict[str, tuple[str, ...]] = {}
+    enforced_filters: dict[str, None] = {}  # an ordered set
+    excluded_traces: set[str] = set()
     for trace in group:
-        rollout = FilterInput(trace, tuple(by_trace[trace.id]), vocab_size)
-        fired = [each.config for each in filters if each.fires(rollout)]
+        filter_input = FilterInput(trace, tuple(annotations_by_trace[trace.id]), vocab_size)
+        fired = [filter_.config for filter_ in filters if filter_.fires(filter_input)]
         if fired:
-            verdicts[trace.id] = tuple(config.id for config in fired)
+            filters_by_trace[trace.id] = tuple(config.id for config in fired)
         for config in fired:
             if config.mode == "enforce":
-                out.add(trace.id)
-                enforced.append(config.id)
-    left = tuple(note for note in annotations if note.trace_id not in out)
-    names = [each.config.id for each in filters]
-    fired = {name: [name in verdicts.get(trace.id, ()) for trace in group] for name in names}
-    return FilterResult(left, verdicts, tuple(dict.fromkeys(enforced)), fired)
+                excluded_traces.add(trace.id)
+                enforced_filters[config.id] = None
+    remaining = tuple(annotation for annotation in annotations if annotation.trace_id not in excluded_traces)
+    names = [filter_.config.id for filter_ in filters]
+    fired_by_filter = {name: [name in filters_by_trace.get(trace.id, ()) for trace in group] for name in names}
+    return FilterResult(remaining, filters_by_trace, tuple(enforced_filters), fired_by_filter)

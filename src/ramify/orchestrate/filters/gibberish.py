@@ -1,4 +1,4 @@
-"""Rollouts in which the policy fell apart: a rare token, chosen against all odds."""
+"""Detects gibberish: a rare token that was sampled although it was very unlikely."""
 
 import math
 
@@ -10,16 +10,16 @@ from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 
 
 class GibberishConfig(FilterConfig):
-    """The gibberish filter."""
+    """Configuration of the gibberish filter."""
 
     token: int = Field(default=100_000, ge=0)
-    """Ids above this are rare: tokenizers number tokens by how often they were merged."""
+    """Token ids above this count as rare: tokenizers number tokens in the order of their merges."""
     margin: float = Field(default=2.0, ge=0)
-    """How much less likely than an even guess the token has to be, in nats."""
+    """How far the logprob must be below that of a uniform guess, in nats."""
 
 
 class Gibberish(Filter):
-    """Fires on a token above `token` whose logprob is below −ln V − `margin`, V being the vocabulary."""
+    """Fires on a token id above `token` whose logprob is below −ln V − `margin`, V being the vocabulary size."""
 
     config: GibberishConfig
 

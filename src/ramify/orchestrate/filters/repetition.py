@@ -1,4 +1,4 @@
-"""Rollouts that go round in circles: once a model repeats itself, it is almost certain of every token."""
+"""Detects repetition: a model that repeats itself is almost certain of every token."""
 
 import math
 
@@ -11,12 +11,12 @@ from ramify.orchestrate.filters.base import Filter, FilterConfig, FilterInput
 
 
 class RepetitionConfig(FilterConfig):
-    """The repetition filter."""
+    """Configuration of the repetition filter."""
 
     tokens: int = Field(default=3000, ge=1)
-    """So many in a row."""
+    """Number of consecutive tokens."""
     probability: float = Field(default=0.99, gt=0, lt=1)
-    """Each more likely than this."""
+    """Probability that each of them must exceed."""
 
 
 class Repetition(Filter):
@@ -32,6 +32,6 @@ class Repetition(Filter):
 
 
 def _longest_run(is_confident: npt.NDArray[np.bool_]) -> int:
-    """The longest run of True."""
+    """Return the length of the longest run of True."""
     edges = np.flatnonzero(np.diff(is_confident, prepend=False, append=False))
     return int((edges[1::2] - edges[::2]).max(initial=0))

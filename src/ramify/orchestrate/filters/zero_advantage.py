@@ -1,4 +1,4 @@
-"""Rollouts that teach nothing: all attempts at a task earned the same."""
+"""Detects rollouts without a training signal: all attempts at a task earned the same reward."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ ZERO_TOLERANCE = 1e-8
 
 
 class ZeroAdvantage(Filter):
-    """Fires when no token is trained for anything but an advantage, and every advantage is zero."""
+    """Fires if every advantage is zero and no other loss component is trained."""
 
     config: FilterConfig
 
     def fires(self, rollout: FilterInput) -> bool:
         return not any(
-            np.any(np.abs(note.advantage) > ZERO_TOLERANCE) or np.any(note.ce) or np.any(note.ref_kl)
-            for note in rollout.annotations
+            np.any(np.abs(annotation.advantage) > ZERO_TOLERANCE) or np.any(annotation.ce) or np.any(annotation.ref_kl)
+            for annotation in rollout.annotations
         )

@@ -1,6 +1,6 @@
-"""A training run whose environment has changed since it was started: shown, refused, or recorded.
+"""Environment changes between starts of a run are refused, or recorded if they are accepted.
 
-Real env servers and an engine without a model; the run is opened as its process would, samples, and is left.
+The tests use real env servers and an engine without a model. A run is opened, samples a few rollouts, and is closed.
 """
 
 import asyncio
@@ -49,29 +49,29 @@ def engine():
         yield engine
 
 
-class Story:
-    """One environment, and the starts of one run that learns from it."""
+class ChangingRun:
+    """A run whose environment can be changed between its starts."""
 
-    def __init__(self, folder, engine):
-        self.folder, self.engine = folder, engine
-        self.data, self.path = folder / "words.txt", folder / "outputs" / "run"
+    def __init__(self, directory, engine):
+        self.directory, self.engine = directory, engine
+        self.data, self.path = directory / "words.txt", directory / "outputs" / "run"
         self.data.write_text(WORDS)
-        self.write()
+        self.write_environment()
 
-    def write(self, weight: float = 1.0, finite: bool = True) -> None:
+    def write_environment(self, weight: float = 1.0, finite: bool = True) -> None:
         text = ENVIRONMENT.format(data=str(self.data), weight=weight, finite=finite)
-        (self.folder / "words.py").write_text(text)
+        (self.directory / "words.py").write_text(text)
 
     @property
     def source(self) -> dict:
-        taskset = {"id": str(self.folder / "words.py")}
+        taskset = {"id": str(self.directory / "words.py")}
         return {"name": "words", "taskset": taskset, "pool": {"type": "static", "workers": 1}}
 
     def server(self, address: str | None = None) -> EnvServer:
         config = {
             "train": [{**self.source, "address": address}],
             "inference": {"engine": "external", "base_url": [self.engine.url]},
-            "output": self.folder,
+            "output": self.directory,
             "grace": 0.1,
             "heartbeat": 0.2,
         }
@@ -82,7 +82,7 @@ class Story:
         return RunConfig.model_validate(
             {
                 "name": "run",
-                "output": self.folder / "outputs",
+                "output": self.directory / "outputs",
                 "inference": {"engine": "external", "base_url": [self.engine.url]},
                 "orchestrator": {"batch_size": 4, "group_size": 2, "filters": []},
                 "train": [{**source, "address": address}],
@@ -90,7 +90,7 @@ class Story:
         )
 
     def start(self, *, accept: bool = False, rollouts: int = 3) -> None:
-        """Open the run as its process does, sample until there are so many rollouts more, and leave it."""
+        """Open the run like the orchestrator does, sample `rollouts` more rollouts, and close it."""
         asyncio.run(self._start(accept, rollouts))
 
     async def _start(self, accept: bool, rollouts: int) -> None:
@@ -100,7 +100,7 @@ class Story:
             run = RunContext(config)
             await run.open(stack)
             before = len(run.store.rollouts())
-            sampling = asyncio.create_task(run.sampling.run())
+            sampling = asyncio.create_task(run.dispatcher.run())
             await until(lambda: len(run.store.rollouts()) >= before + rollouts, "rollouts")
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -108,79 +108,79 @@ class Story:
 
     def ledger(self):
         @contextlib.contextmanager
-        def opened():
+        def open_ledger():
             with RunStore.open(self.path, write=False) as store:
                 yield Ledger.open_readonly(store)
 
-        return opened()
+        return open_ledger()
 
 
 @pytest.fixture
-def story(tmp_path, engine):
-    return Story(tmp_path, engine)
+def changing_run(tmp_path, engine):
+    return ChangingRun(tmp_path, engine)
 
 
-def test_a_changed_reward_weight_and_an_edited_task_are_refused_by_name_and_can_be_accepted(story):
-    story.start()
-    story.write(weight=0.5)
-    story.data.write_text(WORDS.replace("word-3", "other"))
+def test_environment_changes_are_named_and_refused_unless_accepted(changing_run):
+    changing_run.start()
+    changing_run.write_environment(weight=0.5)
+    changing_run.data.write_text(WORDS.replace("word-3", "other"))
     with pytest.raises(EnvironmentChanged) as refused:
-        story.start()
+        changing_run.start()
     assert "words: words.py has changed" in refused.value.message
     assert "words: task 3 (task-3) has changed" in refused.value.message
-    with story.ledger() as ledger:
+    with changing_run.ledger() as ledger:
         unscored = {group.number for group in ledger.open_groups() if group.state is not GroupState.SCORED}
         assert unscored
-    story.start(accept=True)
-    with story.ledger() as ledger:
+    changing_run.start(accept=True)
+    with changing_run.ledger() as ledger:
         cancelled = {group.number for group in ledger.groups() if group.reason is DropReason.CANCELLED}
         assert cancelled == unscored  # their attempts would have been scored by two versions
         assert audit(ledger, finished=False) == []
-        assert {row.summary[REVISION_KEY] for row in ledger.store.rows()} == {1, 2}
+        assert {row.summary[REVISION_KEY] for row in ledger.store.rollouts()} == {1, 2}
         (event,) = RunLog(ledger.store).events("changes accepted")
         assert event.fields["revisions"] == {"words": 2}
-        assert not ledger.store.fact(ACCEPT_CHANGES_KEY)  # what was accepted was this one change
+        assert not ledger.store.get_fact(ACCEPT_CHANGES_KEY)  # only this change was accepted
 
 
-def test_of_tasks_without_end_those_that_were_issued_are_compared(story, monkeypatch):
-    monkeypatch.setattr("ramify.orchestrate.connected_source.MANY", 10)
-    story.write(finite=False)
-    story.start()
-    story.data.write_text(WORDS.replace("word-0", "other"))
+def test_only_issued_tasks_of_an_unbounded_source_are_compared(changing_run, monkeypatch):
+    monkeypatch.setattr("ramify.orchestrate.connected_source.MAX_COUNTED_TASKS", 10)
+    changing_run.write_environment(finite=False)
+    changing_run.start()
+    changing_run.data.write_text(WORDS.replace("word-0", "other"))
     with pytest.raises(EnvironmentChanged, match=r"words: task 0 \(task-0\) has changed"):
-        story.start()
+        changing_run.start()
 
 
-def test_a_worker_that_would_load_other_code_than_those_before_it_is_refused(story):
-    async def play() -> None:
-        async with story.server() as server, AsyncExitStack() as stack:
-            run = RunContext(story.config(server.address))
+def test_worker_that_loads_changed_code_is_refused(changing_run):
+    async def main() -> None:
+        async with changing_run.server() as server, AsyncExitStack() as stack:
+            run = RunContext(changing_run.config(server.address))
             await run.open(stack)
-            story.write(weight=0.5)
+            changing_run.write_environment(weight=0.5)
             for worker in server.pool.workers.values():
                 os.kill(worker.pid, signal.SIGKILL)
             with pytest.raises(BaseExceptionGroup) as ended:
                 async with asyncio.timeout(60):
-                    await run.sampling.run()
+                    await run.dispatcher.run()
             assert ended.group_contains(EnvironmentChanged, match=r"words\.py")
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
-def test_a_server_that_was_started_again_with_other_code_gets_no_rollout_of_the_run(story):
-    """The orchestrator lives on, so nothing is compared: the request itself says what it is meant for."""
+def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
+    """The orchestrator keeps running and compares nothing, but every request has the digest of its environment."""
 
-    async def play() -> None:
-        async with story.server() as server, AsyncExitStack() as stack:
-            config = story.config(server.address)
+    async def main() -> None:
+        async with changing_run.server() as server, AsyncExitStack() as stack:
+            config = changing_run.config(server.address)
             run = RunContext(config)
             await run.open(stack)
             await server.close()
-            story.write(weight=0.5)
-            async with story.server(server.address):
+            changing_run.write_environment(weight=0.5)
+            async with changing_run.server(server.address):
                 with pytest.raises(BaseExceptionGroup) as ended:
                     async with asyncio.timeout(60):
-                        await run.sampling.run()
+                        await run.dispatcher.run()
             assert ended.group_contains(EnvironmentChanged)
 
-    asyncio.run(play())
+    asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A group with a value that no loss can use is dropped by name, and the run goes on with the others."""
+"""A group with values that are not finite is dropped with that reason, and the run continues with the others."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ def ledger(tmp_path):
         yield Ledger.open(store)
 
 
-async def opened(ledger: Ledger, algorithm: dict) -> OrchestratorCore:
+async def open_core(ledger: Ledger, algorithm: dict) -> OrchestratorCore:
     mix = SourceMix({"it": 1.0}, {"it": PoolsCurriculum(PoolsConfig(), 4, "0")})
     sources = {"it": SourceSpec(name="it", algorithm=plugin.build_plugin("algorithm", algorithm), group_size=2)}
     return await OrchestratorCore.open(
@@ -39,30 +39,30 @@ async def opened(ledger: Ledger, algorithm: dict) -> OrchestratorCore:
 
 
 async def sample(core: OrchestratorCore, number: int, rewards: tuple[float, float], logprobs: list[float]) -> None:
-    """Two attempts at a task come back; the second is an ordinary one."""
+    """Record the two attempts of a group; the second has typical logprobs."""
     for attempt, reward in enumerate(rewards):
         core.next_attempt(9)
         trace = rollout(f"{number}.{attempt}", reward, logprobs=TYPICAL if attempt else logprobs)
-        standing = await core.record_attempt(number, attempt, [trace])
-    assert standing is GroupProgress.COMPLETE
+        progress = await core.record_attempt(number, attempt, [trace])
+    assert progress is GroupProgress.COMPLETE
 
 
-def play(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs: list[float]) -> None:
-    """One such group and an ordinary one, in a process that dies before it has judged either, and the next."""
+def score_in_new_process(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs: list[float]) -> None:
+    """Sample such a group and a typical one in one process, and score both in the next."""
 
     async def before() -> None:
-        core = await opened(ledger, algorithm)
+        core = await open_core(ledger, algorithm)
         await core.issue_groups()
         await sample(core, 0, rewards, logprobs)
         await sample(core, 1, (0.0, 1.0), TYPICAL)
 
     async def after() -> None:
-        core = await opened(ledger, algorithm)
+        core = await open_core(ledger, algorithm)
         progress = RunProgress(RunLog(ledger.store))
         for number in core.get_groups_to_score():
             group, traces = core.get_group(number), core.get_traces(number)
-            judged = await core.score_group(number)
-            progress.record_group(group, traces, judged.batch_group is not None, judged.fired_by_filter)
+            scored = await core.score_group(number)
+            progress.record_group(group, traces, scored.batch_group is not None, scored.fired_by_filter)
         await core.form_batches()
         progress.record_batches({0: [0]})
 
@@ -76,24 +76,24 @@ def play(ledger: Ledger, algorithm: dict, rewards: tuple[float, float], logprobs
 
 @pytest.mark.parametrize("rewards", [(1e39, 0.0), (1.7e308, -1.7e308)], ids=["float32", "float64"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS[:3], ids=["dr_grpo", "rloo", "grpo"])
-def test_a_reward_beyond_float32_drops_its_group(ledger, algorithm, rewards):
-    play(ledger, algorithm, rewards, TYPICAL)
-    group = ledger.group(0)
+def test_reward_beyond_float32_drops_its_group(ledger, algorithm, rewards):
+    score_in_new_process(ledger, algorithm, rewards, TYPICAL)
+    group = ledger.get_group(0)
     assert group.reason is DropReason.NOT_FINITE
     assert "advantage" in group.detail
     assert f"rewards from {min(rewards):g} to {max(rewards):g}" in group.detail
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS[3:], ids=["grpo", "max_rl"])
-def test_an_algorithm_that_divides_ends_no_run_either(ledger, algorithm):
-    play(ledger, algorithm, (1.7e308, -1.7e308), TYPICAL)
-    assert ledger.group(0).state in (GroupState.DROPPED, GroupState.BATCHED, GroupState.SCORED)
+def test_extreme_rewards_do_not_end_the_run(ledger, algorithm):
+    score_in_new_process(ledger, algorithm, (1.7e308, -1.7e308), TYPICAL)
+    assert ledger.get_group(0).state in (GroupState.DROPPED, GroupState.BATCHED, GroupState.SCORED)
 
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan])
-def test_a_logprob_that_is_no_number_drops_its_group(ledger, logprob):
-    play(ledger, ALGORITHMS[0], (1.0, 0.0), [-0.5, logprob])
-    group = ledger.group(0)
+def test_logprob_that_is_not_finite_drops_its_group(ledger, logprob):
+    score_in_new_process(ledger, ALGORITHMS[0], (1.0, 0.0), [-0.5, logprob])
+    group = ledger.get_group(0)
     assert group.reason is DropReason.NOT_FINITE
     assert "no finite sampler logprob" in group.detail
     assert "0.0" in group.detail  # the trace
