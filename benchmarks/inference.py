@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 from _check import NO_COMPETITOR, Row, finish, median, parser
 
-from ramify.client.http_client import HttpConnectionPool, open_client, send_request
+from ramify.client.http_client import HttpConnectionPool, send_request
 
 CONCURRENCY = {"cpu": (1, 8, 32), "cuda": (1, 32, 256)}
 NEW_TOKENS = 64
@@ -118,7 +118,7 @@ async def _wave(client: HttpConnectionPool, prompts: list[list[int]], new_tokens
 
 
 def _client(url: str) -> HttpConnectionPool:
-    return open_client(url, connect_timeout=5.0, max_connections=max(CONCURRENCY["cuda"]))
+    return HttpConnectionPool(url, connect_timeout=5.0, max_connections=max(CONCURRENCY["cuda"]))
 
 
 @contextlib.contextmanager

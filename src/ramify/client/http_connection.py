@@ -1,8 +1,7 @@
-"""One HTTP/1.1 connection, for requests and answers that are whole.
+"""One HTTP/1.1 connection for complete requests and responses.
 
-Every turn of every rollout is one exchange of two small bodies. A client that can do everything costs more for it than
-all the rest of the turn, so this one only does that; the parser, which has to cope with whatever servers write, is not
-ours.
+Every turn of every rollout is one request and one response with small bodies. A general HTTP client costs more CPU than
+the rest of the turn, so this one supports only complete bodies. Parsing is left to httptools.
 """
 
 import asyncio
@@ -11,16 +10,16 @@ from typing import NamedTuple
 
 try:
     from httptools import HttpParserError, HttpResponseParser
-except ImportError:  # it is compiled, and not to be had everywhere
+except ImportError:  # there is no wheel for some platforms
     from ramify.client.h11_parser import HttpParserError, HttpResponseParser
 
 
 class ConnectionBroken(Exception):
-    """The connection ended, or what came over it was no answer."""
+    """The connection ended before the response, or the response is not HTTP."""
 
 
 class HttpResponse(NamedTuple):
-    """An answer. The names of its headers are in lower case."""
+    """A response. The names of its headers are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -28,10 +27,10 @@ class HttpResponse(NamedTuple):
 
 
 class HttpConnection(asyncio.Protocol):
-    """A connection, one request at a time.
+    """A connection for one request at a time.
 
-    Methods named `on_` are called by the parser. A request that is cancelled hangs up, so that the server stops working
-    on it.
+    Methods named `on_*` are called by the parser. Cancelling a request closes the connection, so that the server stops
+    working on it.
     """
 
     def __init__(self) -> None:
@@ -40,9 +39,9 @@ class HttpConnection(asyncio.Protocol):
         self._reset_parser()
 
     async def send(self, request: bytes) -> HttpResponse:
-        """Send a request and wait for its answer."""
+        """Send an encoded request and wait for its response. Raises ConnectionBroken."""
         if self._transport is None or self.is_closed:
-            raise ConnectionBroken("the server has hung up")
+            raise ConnectionBroken("the server closed the connection")
         self._pending_response = asyncio.get_running_loop().create_future()
         self._reset_parser()
         self._transport.write(request)
@@ -59,19 +58,19 @@ class HttpConnection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def is_usable(self) -> bool:
-        """Whether it is open and nothing has come since the last answer: that would be an end nobody has read yet."""
+        """Return whether the connection is open and has no unread data, which would be the server's close."""
         if self._transport is None or self.is_closed:
             return False
-        looking = select.poll()
-        looking.register(self._transport.get_extra_info("socket"), select.POLLIN)
-        return not looking.poll(0)
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), select.POLLIN)
+        return not poll.poll(0)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
-    # -- what comes over it --------------------------------------------------------------------------------------------
+    # -- callbacks of asyncio and of the parser ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -81,13 +80,13 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except HttpParserError as error:
-            self._fail(f"its answer is not HTTP: {error}")
+            self._fail(f"the response is not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        sized = "content-length" in self._headers or "transfer-encoding" in self._headers
-        if self._headers_read and not sized and exc is None:
-            self.on_message_complete()  # a body may end with its connection
-        self._fail(f"{type(exc).__name__}: {exc}" if exc else "the server has hung up")
+        has_length = "content-length" in self._headers or "transfer-encoding" in self._headers
+        if self._headers_read and not has_length and exc is None:
+            self.on_message_complete()  # a body without a length ends with its connection
+        self._fail(f"{type(exc).__name__}: {exc}" if exc else "the server closed the connection")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -99,13 +98,13 @@ class HttpConnection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        status, keep = self._parser.get_status_code(), self._parser.should_keep_alive()
-        if status < 200:  # only a word in between; the answer follows
+        status, keep_alive = self._parser.get_status_code(), self._parser.should_keep_alive()
+        if status < 200:  # informational; the response follows
             self._reset_response()
             return
         if self._pending_response is not None and not self._pending_response.done():
             self._pending_response.set_result(HttpResponse(status, self._headers, b"".join(self._body)))
-        if not keep:
+        if not keep_alive:
             self.close()
 
     def _reset_parser(self) -> None:
