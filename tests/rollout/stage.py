@@ -8,8 +8,8 @@ import ramify as rf
 from ramify.gateway import TokenPolicy
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
-from tests.gateway.engine import TINY
-from tests.gateway.sampler import Sampler
+from tests.gateway.fake_client import FakeTokenClient
+from tests.gateway.fake_engine import TINY
 
 TASK = rf.Task(prompt="go", answer="42", system="Be brief.")
 
@@ -32,7 +32,7 @@ def environment(taskset: type[rf.Taskset], **source: Any) -> Environment:
 
 
 def policy_of(script) -> TokenPolicy:
-    return TokenPolicy(Sampler(script), TINY, "tiny")
+    return TokenPolicy(FakeTokenClient(script), TINY, "tiny")
 
 
 def call(name: str, **arguments: Any) -> str:

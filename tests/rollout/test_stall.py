@@ -20,7 +20,7 @@ from ramify.rollout import run_attempt, run_rollout
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace
 from tests.client.fake import Exchange, Fake, hang
-from tests.gateway.engine import TINY, Engine
+from tests.gateway.fake_engine import TINY, FakeEngine
 from tests.rollout.stage import TASK, OneTask, environment, names
 
 QUICK = ClientConfig(health_interval=0.1, health_timeout=0.5, stall_after=0.4, connect_timeout=1.0)
@@ -168,8 +168,8 @@ def test_only_the_request_that_was_lost_is_sent_again():
     """The engine goes away under the second call, for longer than the agent's time; the rollout is not run again."""
     phases: list[str] = []
 
-    async def main() -> tuple[Trace, Engine]:
-        engine = Engine(["one", "two"])
+    async def main() -> tuple[Trace, FakeEngine]:
+        engine = FakeEngine(["one", "two"])
 
         def watch(phase: str, _: Trace) -> None:
             phases.append(phase)
@@ -206,7 +206,7 @@ def test_a_slow_tool_is_on_the_clock():
             return True
 
     async def main() -> Trace:
-        async with Engine(["one"]) as engine, policy_at(engine.url) as policy:
+        async with FakeEngine(["one"]) as engine, policy_at(engine.url) as policy:
             return await rollout(policy, Slow, harness={"timeout": 0.5})
 
     assert names(asyncio.run(asyncio.wait_for(main(), 20))) == ["RolloutDeadline"]
