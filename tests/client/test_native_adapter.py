@@ -13,7 +13,7 @@ from ramify.client.http_client import send_request
 from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
 from ramify.model.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import served
+from tests.infer.serving import run_server
 
 FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 PROMPT = [5, 17, 33, 60, 8, 91]
@@ -34,7 +34,7 @@ def published(tmp_path_factory):
 def servers(published):
     with contextlib.ExitStack() as stack:
         cores = [build_core(published[FIRST], FIRST, kv_tokens=8192, queue=64, max_running=16) for _ in range(2)]
-        yield [stack.enter_context(served(core)) for core in cores]
+        yield [stack.enter_context(run_server(core)) for core in cores]
 
 
 @pytest.fixture
