@@ -44,4 +44,4 @@ def test_writing_an_environment_loads_no_heavy_library():
     script = f"import sys, ramify; [getattr(ramify, name) for name in {names}]; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     packages = {name.split(".")[0] for name in loaded.stdout.split()}
-    assert not packages & {"torch", "transformers", "tokenizers", "httpx", "mcp", "starlette", "uvicorn", "rich"}
+    assert not packages & {"torch", "transformers", "tokenizers", "aiohttp", "mcp", "starlette", "uvicorn", "rich"}

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from ramify.client.engine_adapter import WeightUpdate
-from ramify.client.http_client import HttpConnectionPool
+from ramify.client.http_client import HttpClient
 from ramify.client.vllm_adapter import VLLMAdapter
 from ramify.model.manifest import Manifest
 from ramify.model.version import PolicyVersion
@@ -110,7 +110,7 @@ class VLLMTarget(Target):
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        http = HttpConnectionPool(self.url, connect_timeout=5.0, max_connections=128)
+        http = HttpClient(self.url, connect_timeout=5.0, max_connections=128)
         self.adapter = VLLMAdapter(self.url, http, Manifest.read(self.first).version, model_root=str(self.first))
         try:
             async with super().client() as client:

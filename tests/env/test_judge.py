@@ -109,7 +109,7 @@ def test_unreachable_judge_raises():
             "base_url": f"http://127.0.0.1:{reserved_socket.getsockname()[1]}/v1",
             "model": "m",
         }
-        with pytest.raises(JudgeError, match="ConnectError"):
+        with pytest.raises(JudgeError, match="cannot be reached"):
             run(Judge.load(config).score(TASK, make_context(TASK, "Rome").trace))
 
 

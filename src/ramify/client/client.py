@@ -21,7 +21,7 @@ from ramify.client.engine_load import EngineLoad, parse_load, parse_num_steps
 from ramify.client.generate_api import GenerateRequest
 from ramify.client.http_client import (
     ConnectFailed,
-    HttpConnectionPool,
+    HttpClient,
     RequestFailed,
     ResponseLost,
     ServerBusy,
@@ -335,10 +335,8 @@ class InferenceClient:
             replica.adapter = adapter
             self._pool.admit(replica)
 
-    def _open_connections(self, url: str) -> HttpConnectionPool:
-        return HttpConnectionPool(
-            url, connect_timeout=self.config.connect_timeout, max_connections=self.config.connections
-        )
+    def _open_connections(self, url: str) -> HttpClient:
+        return HttpClient(url, connect_timeout=self.config.connect_timeout, max_connections=self.config.connections)
 
     @contextlib.asynccontextmanager
     async def _timeout(self, seconds: float, describe_wait: Callable[[], str]) -> AsyncIterator[None]:

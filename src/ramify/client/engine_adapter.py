@@ -26,7 +26,7 @@ from ramify.client.generate_api import (
     parse_finish_reason,
     parse_prompt_logprobs,
 )
-from ramify.client.http_client import HttpConnectionPool, send_request
+from ramify.client.http_client import HttpClient, send_request
 from ramify.model.version import PolicyVersion
 from ramify.trace import VersionRun
 
@@ -59,7 +59,7 @@ class UnknownWeights(Exception):
 class EngineAdapter(ABC):
     """One inference server. `version` is the version of the weights that its next token will come from."""
 
-    def __init__(self, url: str, http: HttpConnectionPool, version: PolicyVersion) -> None:
+    def __init__(self, url: str, http: HttpClient, version: PolicyVersion) -> None:
         self.url, self.version = url, version
         self._http = http
 

@@ -1,4 +1,4 @@
-"""HTTP requests to one server: a connection pool, and the errors that a request can end with.
+"""HTTP requests to one server, and the errors that a request can end with.
 
 What matters about a failure is whether the server may have started to sample. If the connection was never made
 (`ConnectFailed`) or the server refused the request (`ServerBusy`), it can be sent again. If the connection broke later
@@ -6,19 +6,17 @@ What matters about a failure is whether the server may have started to sample. I
 are lost less often. Every other failure is a RamifyError.
 """
 
-import asyncio
 import re
 import socket
 import ssl
-import time
-from collections import deque
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
-from urllib.parse import urlencode, urlsplit
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlencode
 
+import aiohttp
 import msgspec
 
-from ramify.client.http_connection import ConnectionBroken, HttpConnection, HttpResponse
 from ramify.client.loop_pacer import LoopPacer
 from ramify.errors import (
     ContextOverflow,
@@ -63,98 +61,79 @@ class ResponseLost(RequestFailed):
     """The connection broke after the request was sent; the server may have sampled."""
 
 
-class HttpConnectionPool:
+class HttpResponse(NamedTuple):
+    """A complete response. Header names are case-insensitive."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpClient:
     """The connections to one server, opened on demand in the running event loop.
 
     Opening a connection may take `connect_timeout` seconds. Waiting for a response is not limited here: every caller
-    has a timeout. `headers` are sent with every request; `pacer` limits how many responses are handled per loop
-    iteration.
+    has a timeout. A request that is cancelled closes its connection, so that the server stops working on it. `headers`
+    are sent with every request; `pacer` limits how many responses are handled per loop iteration.
     """
 
     def __init__(self, url: str, *, connect_timeout: float, max_connections: int) -> None:
         self.base_url = url
         self.headers: dict[str, str] = {}
         self.pacer = LoopPacer()
-        self._url_parts = urlsplit(url)
-        self._connect_timeout, self._slots = connect_timeout, asyncio.Semaphore(max_connections)
-        self._connections: set[HttpConnection] = set()
-        self._idle: deque[tuple[float, HttpConnection]] = deque()  # (idle since, connection), the oldest first
+        self._connect_timeout, self._max_connections = connect_timeout, max_connections
+        self._session: aiohttp.ClientSession | None = None
         self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Close all connections; later requests raise ConnectFailed."""
         self._closed = True
-        for connection in self._connections:
-            connection.close()
-        await asyncio.sleep(0)  # lets requests in flight fail now
+        if self._session is not None:
+            await self._session.close()
 
     async def request(self, method: str, path: str, body: bytes | None = None) -> HttpResponse:
         """Send one request and wait for its response. Raises ConnectFailed or ResponseLost."""
-        request = self._encode_request(method, path, body)
-        async with self._slots:
-            connection = self._take_idle() or await self._open_connection()
-            try:
-                return await connection.send(request)
-            except ConnectionBroken as error:
-                raise ResponseLost(f"{self.base_url}: {error}") from error
-            finally:
-                self._release(connection)
+        session = self._open_session()
+        headers = self.headers if body is None else {**self.headers, "Content-Type": "application/json"}
+        try:
+            async with session.request(method, self.base_url + path, data=body, headers=headers) as response:
+                return HttpResponse(response.status, response.headers, await response.read())
+        except aiohttp.ConnectionTimeoutError as error:
+            message = f"{self.base_url} cannot be reached: no connection within {self._connect_timeout:g} s"
+            raise ConnectFailed(message) from error
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise ConnectFailed(f"{self.base_url!r} is not an address; expected http://host:port") from error
+        except aiohttp.ClientConnectorError as error:  # also a certificate that is not trusted
+            raise ConnectFailed(f"{self.base_url} cannot be reached: {error}") from error
+        except aiohttp.ClientError as error:
+            raise ResponseLost(f"{self.base_url}: {error or type(error).__name__}") from error
+        except ValueError as error:
+            message = f"{self.base_url}: a header (perhaps the API key) holds a line break: {error}"
+            raise RequestInvalid(message) from error
 
-    def _encode_request(self, method: str, path: str, body: bytes | None) -> bytes:
-        headers = {"Host": self._url_parts.netloc.rpartition("@")[2], **self.headers}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        if method != "GET":
-            headers["Content-Length"] = str(len(body or b""))
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        if lines.count("\n") != len(headers):
-            raise RequestInvalid(f"{self.base_url}: a header (perhaps the API key) holds a line break")
-        return f"{method} {self._url_parts.path}{path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + (body or b"")
-
-    def _take_idle(self) -> HttpConnection | None:
-        """Return the most recently used idle connection, so that surplus ones reach their keep-alive limit."""
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
             raise ConnectFailed(f"{self.base_url}: the client is closed")
-        expired_before = time.monotonic() - KEEPALIVE_EXPIRY
-        while self._idle and (self._idle[0][0] < expired_before or self._idle[0][1].is_closed):
-            _, connection = self._idle.popleft()
-            connection.close()
-            self._connections.discard(connection)
-        while self._idle:
-            _, connection = self._idle.pop()
-            if connection.is_usable():
-                return connection
-            connection.close()
-            self._connections.discard(connection)
-        return None
-
-    def _release(self, connection: HttpConnection) -> None:
-        if connection.is_closed:
-            self._connections.discard(connection)
-        else:
-            self._idle.append((time.monotonic(), connection))
-
-    async def _open_connection(self) -> HttpConnection:
-        host, secure = self._url_parts.hostname, self._url_parts.scheme == "https"
-        if host is None or self._url_parts.scheme not in ("http", "https"):
-            raise ConnectFailed(f"{self.base_url!r} is not an address; expected http://host:port")
-        try:
-            async with asyncio.timeout(self._connect_timeout):
-                transport, connection = await asyncio.get_running_loop().create_connection(
-                    HttpConnection,
-                    host,
-                    self._url_parts.port or (443 if secure else 80),
-                    ssl=default_ssl_context() if secure else None,
-                )
-        except TimeoutError as error:
-            raise ConnectFailed(
-                f"{self.base_url} cannot be reached: no connection within {self._connect_timeout:g} s"
-            ) from error
-        except OSError as error:
-            raise ConnectFailed(f"{self.base_url} cannot be reached: {error}") from error
-        _enable_keepalive(transport.get_extra_info("socket"))
-        self._connections.add(connection)
-        return connection
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=self._max_connections,
+                keepalive_timeout=KEEPALIVE_EXPIRY,
+                ssl=default_ssl_context() if self.base_url.startswith("https:") else True,
+                socket_factory=_create_socket,
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+            )
+        return self._session
 
 
 @lru_cache(maxsize=1)
@@ -163,15 +142,18 @@ def default_ssl_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _enable_keepalive(sock: socket.socket) -> None:
-    """Detect within a minute that the other host is gone; otherwise a read would wait for the caller's timeout."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _create_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Create a socket that detects within a minute that the other host is gone, not when the caller's timeout ends."""
+    family, kind, protocol, _, _ = address
+    created = socket.socket(family, kind, protocol)
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
         if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+            created.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    return created
 
 
-async def send_request(http: HttpConnectionPool, method: str, path: str, body: Any = None, **query: str) -> bytes:
+async def send_request(http: HttpClient, method: str, path: str, body: Any = None, **query: str) -> bytes:
     """Send one request with a JSON body and return the body of its response.
 
     Raises RequestFailed, or the RamifyError that a status other than 200 means.
@@ -182,14 +164,14 @@ async def send_request(http: HttpConnectionPool, method: str, path: str, body: A
     return read_body(http, path, response)
 
 
-def read_body(http: HttpConnectionPool, path: str, response: HttpResponse) -> bytes:
+def read_body(http: HttpClient, path: str, response: HttpResponse) -> bytes:
     """Return the body of a response with status 200; raise the failure that any other status means."""
     if response.status != 200:
         raise error_from_response(http, path, response)
     return response.body
 
 
-def error_from_response(http: HttpConnectionPool, path: str, response: HttpResponse) -> Exception:
+def error_from_response(http: HttpClient, path: str, response: HttpResponse) -> Exception:
     """Return the failure that a response with a status other than 200 means."""
     name, message = _parse_error_body(response.body.decode("utf-8", "replace"))
     status = response.status

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ramify.client.engine_adapter import EngineAdapter
-from ramify.client.http_client import HttpConnectionPool, ResponseLost
+from ramify.client.http_client import HttpClient, ResponseLost
 from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError
 
@@ -46,7 +46,7 @@ class Replica:
     last health check.
     """
 
-    def __init__(self, url: str, http: HttpConnectionPool) -> None:
+    def __init__(self, url: str, http: HttpClient) -> None:
         self.url, self.http = url, http
         self.state = ReplicaState.DOWN
         self.reason = "not reached yet"

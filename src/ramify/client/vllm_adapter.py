@@ -28,7 +28,7 @@ from typing import Any
 
 from ramify.client.engine_adapter import EngineAdapter, PauseMode, UnknownWeights, WeightUpdate
 from ramify.client.generate_api import GenerateChoice, GenerateRequest, decode_json
-from ramify.client.http_client import HttpConnectionPool, RequestFailed, send_request
+from ramify.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.model.manifest import verify_weights
 from ramify.model.version import PolicyVersion
@@ -42,7 +42,7 @@ UNDEFINED_LABEL = "undefined"  # the label while weights are loaded, and after a
 class VLLMAdapter(EngineAdapter):
     """One vLLM server. `model_root` is the model it was started with, as a path or a name."""
 
-    def __init__(self, url: str, http: HttpConnectionPool, version: PolicyVersion, *, model_root: str | None) -> None:
+    def __init__(self, url: str, http: HttpClient, version: PolicyVersion, *, model_root: str | None) -> None:
         super().__init__(url, http, version)
         self._model_dir = Path(model_root) if model_root and Path(model_root).is_dir() else None
         self._vocab_size = _read_vocab_size(self._model_dir)

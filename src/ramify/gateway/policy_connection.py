@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.client import InferenceClient
-from ramify.client.http_client import ConnectFailed, HttpConnectionPool, ResponseLost, ServerBusy, send_request
+from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
 from ramify.model.resolve import resolve_model_path
@@ -99,7 +99,7 @@ async def _list_models(url: str, api_key: str) -> list[dict[str, Any]]:
 
     Raises ProviderError, which is retryable, if the server cannot be reached.
     """
-    http = HttpConnectionPool(url, connect_timeout=PROBE_TIMEOUT, max_connections=1)
+    http = HttpClient(url, connect_timeout=PROBE_TIMEOUT, max_connections=1)
     if api_key:
         http.headers["Authorization"] = f"Bearer {api_key}"
     try:

@@ -21,8 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
-import httpx
-
+from ramify.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.model.manifest import MANIFEST_FILE, Manifest
@@ -31,6 +30,7 @@ from ramify.model.version import PolicyVersion
 
 LOG_TAIL_LINES = 30  # lines of the log that an error shows
 POLL_INTERVAL = 0.25  # seconds
+RESPONSE_TIMEOUT = 5.0  # seconds for a response of the starting server
 
 
 class VLLMServerState(Enum):
@@ -154,20 +154,21 @@ class VLLMServer:
 
     async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.config.start_deadline
-        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as http:
+        async with HttpClient(self.url, connect_timeout=RESPONSE_TIMEOUT, max_connections=1) as http:
             while not await self._is_healthy(http):
                 self._raise_if_exited()
                 if time.monotonic() > deadline:
                     message = f"vLLM did not answer within {self.config.start_deadline:g} s"
                     raise DeadlineExceeded(f"{message}; the end of {self.log_path}:\n{self.read_log_tail()}")
                 await asyncio.sleep(POLL_INTERVAL)
-            body = {"new_version": str(self.version)}
-            (await http.post("/update_weight_version", json=body)).raise_for_status()
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                await send_request(http, "POST", "/update_weight_version", {"new_version": str(self.version)})
 
-    async def _is_healthy(self, http: httpx.AsyncClient) -> bool:
+    async def _is_healthy(self, http: HttpClient) -> bool:
         try:
-            return (await http.get("/health")).status_code == 200
-        except httpx.HTTPError:
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                return (await http.request("GET", "/health")).status == 200
+        except (RequestFailed, TimeoutError):
             return False
 
     def _raise_if_exited(self) -> None:

@@ -7,19 +7,11 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable
 
-import httptools
 import pytest
 
-from ramify.client import h11_parser, http_client, http_connection
-from ramify.client.http_client import ConnectFailed, HttpConnectionPool, ResponseLost, send_request
+from ramify.client import http_client
+from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, send_request
 from ramify.errors import RequestInvalid
-
-
-@pytest.fixture(params=[httptools, h11_parser], ids=["httptools", "h11"], autouse=True)
-def parser(request, monkeypatch):
-    """Run every test with both parsers."""
-    for name in ("HttpParserError", "HttpResponseParser"):
-        monkeypatch.setattr(http_connection, name, getattr(request.param, name))
 
 
 class Server:
@@ -50,11 +42,11 @@ class Server:
 @contextlib.asynccontextmanager
 async def serving(
     server: Server, *, connections: int = 8, secure: ssl.SSLContext | None = None
-) -> AsyncIterator[HttpConnectionPool]:
+) -> AsyncIterator[HttpClient]:
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=secure)
     scheme = "https" if secure else "http"
     address = f"{scheme}://localhost:{listener.sockets[0].getsockname()[1]}/v1"
-    client = HttpConnectionPool(address, connect_timeout=5.0, max_connections=connections)
+    client = HttpClient(address, connect_timeout=5.0, max_connections=connections)
     try:
         yield client
     finally:
@@ -62,7 +54,7 @@ async def serving(
         listener.close()
 
 
-async def start_request(server: Server, client: HttpConnectionPool) -> "asyncio.Task[bytes]":
+async def start_request(server: Server, client: HttpClient) -> "asyncio.Task[bytes]":
     """Start a request and wait until the server, which never responds, has received it."""
     call = asyncio.create_task(send_request(client, "POST", "/sample", {}))
     while not server.requests:
@@ -122,8 +114,8 @@ def test_a_connection_closed_after_the_response_is_opened_again(response):
     run(test())
 
 
-def test_a_connection_closed_just_now_is_not_used():
-    """The kernel has seen the close, the event loop has not: a request sent on it would be lost."""
+def test_a_get_on_a_connection_closed_just_now_is_sent_again():
+    """The kernel has seen the close, the event loop has not."""
 
     async def test():
         server = Server(COMPLETE)
@@ -131,6 +123,20 @@ def test_a_connection_closed_just_now_is_not_used():
             await send_request(client, "GET", "/health")
             server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # without a loop iteration
             assert await send_request(client, "GET", "/health") == b"body"
+        assert server.connections == 2
+
+    run(test())
+
+
+def test_a_connection_closed_while_idle_is_not_used():
+    async def test():
+        server = Server(COMPLETE)
+        async with serving(server) as client:
+            await send_request(client, "POST", "/sample", {})
+            server.writer.close()
+            await server.writer.wait_closed()
+            await asyncio.sleep(0.01)  # the loop sees the close
+            assert await send_request(client, "POST", "/sample", {}) == b"body"
         assert server.connections == 2
 
     run(test())
@@ -201,7 +207,7 @@ def test_closing_fails_requests_in_flight():
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "http://"])
 def test_an_unreachable_server_raises_connect_failed(url):
     async def test():
-        client = HttpConnectionPool(url, connect_timeout=5.0, max_connections=1)
+        client = HttpClient(url, connect_timeout=5.0, max_connections=1)
         with pytest.raises(ConnectFailed, match=r"cannot be reached|not an address"):
             await send_request(client, "GET", "/health")
 
@@ -239,8 +245,9 @@ def test_tls_requires_a_trusted_certificate(tls_certificate, monkeypatch):
         async with serving(Server(COMPLETE), secure=context) as client:
             with pytest.raises(ConnectFailed, match="certificate"):
                 await send_request(client, "GET", "/health")
-            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-            http_client.default_ssl_context.cache_clear()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        http_client.default_ssl_context.cache_clear()
+        async with serving(Server(COMPLETE), secure=context) as client:
             for _ in range(2):
                 assert await send_request(client, "GET", "/health") == b"body"
 
