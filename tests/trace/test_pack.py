@@ -69,7 +69,7 @@ def test_each_tree_lies_whole_in_one_row_and_sees_only_itself(batch, bucket):
                     for item in forest.media
                     if start <= item.start < stop
                 )
-                found[tuple(forest.ids[start:stop]), tuple(forest.end[start:stop] - start), media] += 1
+                found[tuple(forest.token_ids[start:stop]), tuple(forest.subtree_end[start:stop] - start), media] += 1
         return found
 
     assert shapes(rows) == shapes(trees)

@@ -1,7 +1,7 @@
-"""The trace: a rollout as a tree of messages, and the forest that trains it.
+"""The trace: a rollout as a tree of messages, and the forest of token trees that is trained.
 
-A `Trace` holds what the sampler did; `grow`, `cut`, `pack` and `balance` turn traces into the rows a trainer computes.
-Needs numpy and msgspec alone.
+A `Trace` records what was sampled; `build_forest`, `split_forest`, `pack_trees` and `balance_packs` turn traces into
+the packs that a trainer computes. Requires only numpy and msgspec.
 """
 
 from ramify.trace.annotation import AnnotatedTrace, Annotation

@@ -1,18 +1,19 @@
-"""The forest: what the trainer computes, as flat arrays.
+"""The forest: token trees as flat arrays, which the trainer computes.
 
-Traces that begin with the same tokens are merged on them and laid out depth first. One number per token, `end`, then
-says who sees whom: **query q sees key k iff k <= q < end[k]**. That one rule is causality, branching and the packing of
-many trees into one row.
+Traces are merged on equal token prefixes and laid out depth first. One number per token, `subtree_end`, then defines
+the attention mask: **query q sees key k iff k <= q < subtree_end[k]**. This rule covers causality, branching and the
+packing of many trees into one sequence.
 
 Two attempts at the prompt `a b`, one sampled `c d`, the other `c e`:
 
-    index      0  1  2  3  4
-    ids        a  b  c  d  e
-    position   0  1  2  3  3
-    end        5  5  5  4  5         e (4) sees a, b, c, not d: 3 <= 4 < end[3] = 4 fails
-    targets    c (from b) twice, d (from c), e (from c): two entries for the shared c, one per attempt
+    index          0  1  2  3  4
+    token_ids      a  b  c  d  e
+    position_ids   0  1  2  3  3
+    subtree_end    5  5  5  4  5     e (4) sees a, b, c, not d: 3 <= 4 < subtree_end[3] = 4 fails
+    targets        c (after b) twice, d (after c), e (after c): two entries for the shared c, one per attempt
 
-Every stage yields the same type: a group merged (`grow`), a tree cut to the budget (`cut`), a row of trees (`pack`).
+Every stage returns this type: a merged group (`build_forest`), the pieces of a tree (`split_forest`), a pack of trees
+(`pack_trees`).
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramify.trace.columns import Float32Array, Int32Array, concat_ranges, concat_tables
+from ramify.trace.columns import Float32Array, Int32Array, StructuredArray, concat_ranges, concat_tables
 from ramify.trace.message import Media
 
-# One row per model call (or annotated message) that targets come from; `trace` and `env` point into the tables.
+# One row per model call (or annotated message) with targets; `trace` and `env` are indices into the forest's tables.
 SEQUENCE_DTYPE = np.dtype([("trace", "<i4"), ("node", "<i4"), ("env", "<i4"), ("temperature", "<f4")])
 
-# A stretch of layout without forks, in depth-first order: it begins at `start`, `depth` tokens below its root, holds
-# `length` tokens, and its subtree is the segments up to but without `last`.
-SEGMENT_DTYPE = np.dtype([("start", "<i4"), ("length", "<i4"), ("depth", "<i4"), ("parent", "<i4"), ("last", "<i4")])
-
-StructuredArray = npt.NDArray[Any]
+# A part of the layout without forks; segments are in depth-first order. A segment starts at index `start`, `depth`
+# tokens below its root, and has `length` tokens. Its subtree is all segments from itself up to, but excluding,
+# `subtree_stop`.
+SEGMENT_DTYPE = np.dtype(
+    [("start", "<i4"), ("length", "<i4"), ("depth", "<i4"), ("parent", "<i4"), ("subtree_stop", "<i4")]
+)
 
 
 class PolicyVersion(NamedTuple):
-    """A version of a policy's weights: a restarted trainer counts steps in a new incarnation."""
+    """A version of a policy's weights. A restarted trainer counts its steps in a new incarnation."""
 
     policy: str
     incarnation: int
@@ -52,39 +54,42 @@ LOSS_COMPONENTS = ("rl", "ce", "ref_kl")
 class Targets:
     """One entry per trained (trace, node, token), by column.
 
-    `index` is the token's own place in the layout, `source` that of the token before it on its path, which is not
-    always the place before it.
+    `token_index` is the token's index in the layout, `logits_index` that of the previous token on its path, whose
+    logits predict it; at a fork that is not the index before it.
     """
 
     token: Int32Array
     token_index: Int32Array
     logits_index: Int32Array
-    sequence: Int32Array  # which model call, a row of `Forest.sequences`
-    version: Int32Array  # which weights, an entry of `Forest.versions`; -1 where none is known
-    logprob: Float32Array  # the sampler's; NaN where only ce applies
+    sequence: Int32Array  # index into `Forest.sequences`: the model call
+    version: Int32Array  # index into `Forest.versions`: the sampling weights; -1 if unknown
+    logprob: Float32Array  # of the sampler; NaN if only ce applies
     advantage: Float32Array
     rl: Float32Array
     ce: Float32Array
     ref_kl: Float32Array
-    ref_logprob: Float32Array  # the reference model's logprob; NaN where none is known
+    ref_logprob: Float32Array  # of the reference model; NaN if unknown
 
     def __len__(self) -> int:
         return len(self.token)
 
     def select(self, indices: npt.NDArray[np.int64] | slice) -> Targets:
+        """Return the entries at these indices."""
         return Targets(*(getattr(self, name)[indices] for name in _TARGET_COLUMNS))
 
     @classmethod
     def concat(cls, parts: Sequence[Targets]) -> Targets:
+        """Return the entries of all parts, in order."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _TARGET_COLUMNS))
 
     @classmethod
     def empty(cls) -> Targets:
+        """Return targets without entries."""
         ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
         return cls(ints, ints, ints, ints, ints, floats, floats, floats, floats, floats, floats)
 
 
-_TARGET_COLUMNS = tuple(entry.name for entry in fields(Targets))
+_TARGET_COLUMNS = tuple(column.name for column in fields(Targets))
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,22 +103,23 @@ class MediaSpan:
 
 @dataclass(slots=True, frozen=True)
 class DroppedTargets:
-    """What was left out, by name: calls on paths over `seq_len`, and tokens cut off the end of one."""
+    """What `build_forest` left out: model calls on paths longer than `seq_len`, and tokens truncated at its end."""
 
-    overlong_calls: tuple[tuple[str, int], ...] = ()  # (trace, node)
+    overlong_calls: tuple[tuple[str, int], ...] = ()  # (trace id, node)
     num_truncated_tokens: int = 0
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Forest:
-    """Trees laid out depth first, the targets on them, and the tables the targets point into.
+    """Trees laid out depth first, their targets, and the tables that the targets refer to.
 
-    Targets of one sequence stand together and in order of depth, sequences in the order of their table. The tables of
-    names (traces, envs, versions) may hold more than this forest uses.
+    Targets are sorted by sequence, then by depth. The tables `traces`, `envs` and `versions` may hold more than this
+    forest uses. `flat_tokens` is the number of tokens of the same paths without prefix sharing; after a split only the
+    first piece carries it.
     """
 
     token_ids: Int32Array
-    position_ids: Int32Array  # [N], or [3, N] where rotary positions have several axes
+    position_ids: Int32Array  # [N], or [3, N] for rotary positions with several axes (M-RoPE)
     subtree_end: Int32Array
     targets: Targets
     sequences: StructuredArray
@@ -122,7 +128,7 @@ class Forest:
     envs: tuple[str, ...] = ()
     versions: tuple[PolicyVersion, ...] = ()
     media: tuple[MediaSpan, ...] = ()
-    flat_tokens: int = 0  # what the same paths would be, each laid out whole; a tree that is cut tells it once
+    flat_tokens: int = 0
     dropped: DroppedTargets = field(default_factory=DroppedTargets)
 
     def __len__(self) -> int:
@@ -130,54 +136,54 @@ class Forest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not padding."""
+        """The number of tokens without padding."""
         return int(self.segments["length"].sum())
 
     @property
     def num_attention_pairs(self) -> int:
-        """(query, key) pairs that attention computes: key k is seen by end[k] - k queries."""
+        """The number of (query, key) pairs of the attention mask: key k is seen by subtree_end[k] - k queries."""
         return int(self.subtree_end.sum(dtype=np.int64)) - len(self) * (len(self) - 1) // 2
 
     def flops(self, flops_per_token: float, flops_per_pair: float) -> float:
-        """The cost of the row for a model that spends so much on a token and on a visible pair."""
+        """Estimate the FLOPs from the cost per token and per attention pair."""
         return flops_per_token * len(self) + flops_per_pair * self.num_attention_pairs
 
     def count_by_component(self) -> dict[str, int]:
-        """N_c: the entries each loss component applies to."""
+        """Return for each loss component the number of entries with a weight that is not zero."""
         return {name: int(np.count_nonzero(getattr(self.targets, name))) for name in LOSS_COMPONENTS}
 
     def expand_sequence_column(self, name: str) -> npt.NDArray[Any]:
-        """A column of `sequences` (trace, node, env, temperature), one value per target."""
+        """Return a column of `sequences` (trace, node, env or temperature) with one value per target."""
         return self.sequences[name][self.targets.sequence]
 
     def unique_head_inputs(self) -> tuple[Int32Array, Int32Array, npt.NDArray[np.int64]]:
-        """The distinct (source, token) pairs the LM head must score, and for each target which one is its own."""
-        source, token = self.targets.logits_index, self.targets.token
-        joined = source.astype(np.int64) << 32 | token
-        if (joined[1:] > joined[:-1]).all():  # trees without forks
-            return source, token, np.arange(len(joined))
-        # Most stand in order, which a stable sort is quick with; asked for `first`, numpy takes one
-        _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
-        return source[first], token[first], inverse
+        """Return the distinct (logits_index, token) pairs that the LM head scores, and the pair's index per target."""
+        logits_index, token = self.targets.logits_index, self.targets.token
+        pairs = logits_index.astype(np.int64) << 32 | token
+        if (pairs[1:] > pairs[:-1]).all():  # trees without forks
+            return logits_index, token, np.arange(len(pairs))
+        # The pairs are mostly sorted, which a stable sort exploits; with `return_index`, numpy uses a stable one.
+        _, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
+        return logits_index[first], token[first], inverse
 
     def build_attention_mask(self) -> npt.NDArray[np.bool_]:
-        """The mask [query, key], for small forests and for reading."""
+        """Return the dense attention mask [query, key]; only for small forests."""
         index = np.arange(len(self))
         return (index[None, :] <= index[:, None]) & (index[:, None] < self.subtree_end[None, :])
 
     def select(self, segment_mask: npt.NDArray[np.bool_], sequence_indices: Int32Array) -> Forest:
-        """The forest of the chosen segments and of the targets of `calls`, rows of `sequences` in rising order.
+        """Return the forest of these segments and of the targets of these sequences, whose indices must be sorted.
 
-        The segments must be closed under ancestors and hold every token of the targets.
+        The mask must include the ancestors of each segment and every token of the targets.
         """
         table = self.segments
         edges = np.flatnonzero(np.diff(segment_mask, prepend=False, append=False))
-        starts = table["start"][edges[::2]]  # neighbouring segments are one stretch of the layout
+        starts = table["start"][edges[::2]]  # adjacent segments form one slice of the layout
         stops = (table["start"] + table["length"])[edges[1::2] - 1]
         shift = np.cumsum(stops - starts, dtype=np.int32) - stops
 
-        def shift_indices(at: npt.NDArray[Any]) -> Int32Array:
-            return at + shift[np.searchsorted(starts, at, "right") - 1]
+        def shift_indices(indices: npt.NDArray[Any]) -> Int32Array:
+            return indices + shift[np.searchsorted(starts, indices, "right") - 1]
 
         def take_tokens(array: Int32Array) -> Int32Array:
             return np.concatenate([array[..., a:b] for a, b in zip(starts.tolist(), stops.tolist())], axis=-1)
@@ -185,17 +191,15 @@ class Forest:
         order = np.cumsum(segment_mask, dtype=np.int32) - segment_mask
         segments = table[segment_mask]
         segments["start"] = shift_indices(segments["start"])
-        segments["last"] = np.append(order, len(segments))[segments["last"]]
+        segments["subtree_stop"] = np.append(order, len(segments))[segments["subtree_stop"]]
         segments["parent"] = np.where(segments["parent"] >= 0, order[segments["parent"]], -1)
         first = np.searchsorted(self.targets.sequence, sequence_indices)
-        after = np.searchsorted(self.targets.sequence, sequence_indices, "right")
-        counts = after - first
-        together = np.array_equal(first[1:], after[:-1])  # most often: then a view does
-        entries = self.targets.select(slice(first[0], after[-1]) if together else concat_ranges(first, counts))
-        whole = np.append(segment_mask, False)[
-            np.searchsorted(table["start"], [m.start for m in self.media], "right") - 1
-        ]
-        media = [item for item, inside in zip(self.media, whole) if inside]
+        stop = np.searchsorted(self.targets.sequence, sequence_indices, "right")
+        counts = stop - first
+        is_contiguous = np.array_equal(first[1:], stop[:-1])  # the usual case, in which a view is enough
+        entries = self.targets.select(slice(first[0], stop[-1]) if is_contiguous else concat_ranges(first, counts))
+        media_segments = np.searchsorted(table["start"], [item.start for item in self.media], "right") - 1
+        media = [item for item, kept in zip(self.media, np.append(segment_mask, False)[media_segments]) if kept]
         return Forest(
             token_ids=take_tokens(self.token_ids),
             position_ids=take_tokens(self.position_ids),
@@ -212,71 +216,73 @@ class Forest:
             envs=self.envs,
             versions=self.versions,
             media=tuple(
-                MediaSpan(int(at), int(at) + item.stop - item.start, item.media)
-                for item, at in zip(media, shift_indices(np.array([item.start for item in media], np.int32)))
+                MediaSpan(int(start), int(start) + item.stop - item.start, item.media)
+                for item, start in zip(media, shift_indices(np.array([item.start for item in media], np.int32)))
             ),
         )
 
 
 def compute_subtree_ends(segments: StructuredArray) -> Int32Array:
-    """`end` of each token: all tokens of a segment have the same subtree behind them."""
+    """Return `subtree_end` of each token; it is the same for all tokens of a segment."""
     stops = segments["start"] + segments["length"]
-    return np.repeat(stops[segments["last"] - 1], segments["length"])
+    return np.repeat(stops[segments["subtree_stop"] - 1], segments["length"])
 
 
 def make_padding_forest(length: int) -> Forest:
-    """Tokens that see only themselves: the padding of a row, or the whole row of a rank that has no pack left."""
-    ids = np.zeros(length, np.int32)
-    end = np.arange(1, length + 1, dtype=np.int32)
-    return Forest(ids, ids, end, Targets.empty(), np.empty(0, SEQUENCE_DTYPE), np.empty(0, SEGMENT_DTYPE))
+    """Return padding: tokens that see only themselves. A rank without a pack computes a forest of nothing else."""
+    zeros = np.zeros(length, np.int32)
+    subtree_end = np.arange(1, length + 1, dtype=np.int32)
+    return Forest(zeros, zeros, subtree_end, Targets.empty(), np.empty(0, SEQUENCE_DTYPE), np.empty(0, SEGMENT_DTYPE))
 
 
 def pad_forest(forest: Forest, length: int) -> Forest:
-    """The forest with a filler behind it, `length` tokens in all."""
-    more = make_padding_forest(length - len(forest))
+    """Return the forest padded to `length` tokens."""
+    padding = make_padding_forest(length - len(forest))
     return replace(
         forest,
-        token_ids=np.concatenate([forest.token_ids, more.token_ids]),
-        position_ids=_concat_position_ids([forest.position_ids, more.position_ids]),
-        subtree_end=np.concatenate([forest.subtree_end, more.subtree_end + np.int32(len(forest))]),
+        token_ids=np.concatenate([forest.token_ids, padding.token_ids]),
+        position_ids=_concat_position_ids([forest.position_ids, padding.position_ids]),
+        subtree_end=np.concatenate([forest.subtree_end, padding.subtree_end + np.int32(len(forest))]),
     )
 
 
 def concat_forests(forests: Sequence[Forest]) -> Forest:
-    """Forests side by side in one row: no token of one sees a token of another."""
+    """Return one forest of all trees: no token of one forest sees a token of another."""
     if len(forests) < 2:
         return forests[0] if forests else make_padding_forest(0)
     traces, envs, versions = _Interner(), _Interner(), _Interner()
     targets: list[Targets] = []
     sequences: list[StructuredArray] = []
     segments: list[StructuredArray] = []
-    ends: list[Int32Array] = []
+    subtree_ends: list[Int32Array] = []
     media: list[MediaSpan] = []
-    tokens = rows = pieces = 0
+    token_offset = sequence_offset = segment_offset = 0
     for forest in forests:
         entries, calls, table = forest.targets, forest.sequences.copy(), forest.segments.copy()
         entries = replace(
             entries,
-            token_index=entries.token_index + np.int32(tokens),
-            logits_index=entries.logits_index + np.int32(tokens),
-            sequence=entries.sequence + np.int32(rows),
+            token_index=entries.token_index + np.int32(token_offset),
+            logits_index=entries.logits_index + np.int32(token_offset),
+            sequence=entries.sequence + np.int32(sequence_offset),
             version=versions.renumber(forest.versions, entries.version),
         )
         calls["trace"] = traces.renumber(forest.traces, calls["trace"])
         calls["env"] = envs.renumber(forest.envs, calls["env"])
-        table["start"] += tokens
-        table["last"] += pieces
-        table["parent"] += np.where(table["parent"] >= 0, pieces, 0)
+        table["start"] += token_offset
+        table["subtree_stop"] += segment_offset
+        table["parent"] += np.where(table["parent"] >= 0, segment_offset, 0)
         targets.append(entries)
         sequences.append(calls)
         segments.append(table)
-        ends.append(forest.subtree_end + np.int32(tokens))
-        media += [MediaSpan(item.start + tokens, item.stop + tokens, item.media) for item in forest.media]
-        tokens, rows, pieces = tokens + len(forest), rows + len(calls), pieces + len(table)
+        subtree_ends.append(forest.subtree_end + np.int32(token_offset))
+        media += [MediaSpan(m.start + token_offset, m.stop + token_offset, m.media) for m in forest.media]
+        token_offset += len(forest)
+        sequence_offset += len(calls)
+        segment_offset += len(table)
     return Forest(
         token_ids=np.concatenate([forest.token_ids for forest in forests]),
         position_ids=_concat_position_ids([forest.position_ids for forest in forests]),
-        subtree_end=np.concatenate(ends),
+        subtree_end=np.concatenate(subtree_ends),
         targets=Targets.concat(targets),
         sequences=concat_tables(sequences, SEQUENCE_DTYPE),
         segments=concat_tables(segments, SEGMENT_DTYPE),
@@ -293,19 +299,19 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
 
 
 class _Interner:
-    """Values numbered in order of appearance, across forests that number them each their own way."""
+    """Numbers values in order of appearance, so that the tables of several forests become one."""
 
     def __init__(self) -> None:
         self.values: dict[Any, int] = {}
 
     def renumber(self, values: Sequence[Any], indices: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        new = [self.values.setdefault(name, len(self.values)) for name in values]
-        return np.array([*new, -1], np.int32)[indices]  # -1 stays -1
+        """Return indices into the common table for `indices` into `values`; -1 stays -1."""
+        numbers = [self.values.setdefault(value, len(self.values)) for value in values]
+        return np.array([*numbers, -1], np.int32)[indices]
 
 
 def _concat_position_ids(parts: list[Int32Array]) -> Int32Array:
-    """Rows of one-axis and three-axis positions side by side: text counts the same on every axis."""
-    axes = max(part.ndim for part in parts)
-    if axes == 2:
+    """Concatenate one-axis and three-axis positions; text has the same position on every axis."""
+    if any(part.ndim == 2 for part in parts):
         parts = [part if part.ndim == 2 else np.broadcast_to(part, (3, len(part))) for part in parts]
     return np.concatenate(parts, axis=-1)

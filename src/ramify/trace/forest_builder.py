@@ -1,4 +1,4 @@
-"""From the traces of a group to one forest: merge, lay out, list the targets."""
+"""Builds one forest from the traces of a group: merges them, lays them out and lists the targets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ramify.trace.forest import Forest, MediaSpan, Targets, compute_subtree_ends
 from ramify.trace.graph import MessageGraph
 from ramify.trace.radix_tree import ROOT, KeyArray, RadixLayout, RadixPosition, RadixTree
 from ramify.trace.targets import build_targets
+from ramify.trace.trace import Trace
 
-MROPE_ARRAY = "position"  # the node array that holds rotary positions of several axes, [tokens, 3]
+MROPE_ARRAY = "position"  # the node array with rotary positions of several axes, [tokens, 3]
 
 
 def build_forest(
@@ -26,76 +27,80 @@ def build_forest(
 ) -> Forest:
     """Merge the traces of one group on equal token prefixes and lay them out depth first.
 
-    A path longer than `seq_len` is dropped with the calls that lie on no shorter path (RL), or loses its end (SFT); the
-    forest's `dropped` says what was lost. Tokens behind the last trained one of their path are not laid out.
+    With `overlong="drop"`, model calls that lie only on paths longer than `seq_len` are dropped (RL); with "cut", such
+    paths are truncated (SFT). The forest's `dropped` reports both. Tokens after the last trained one of their path are
+    not laid out.
     """
-    given = Counter(sample.trace.id for sample in annotated_traces)
-    if twice := [name for name, count in given.items() if count > 1]:
-        raise TraceInvalid(f"traces {twice} were given more than once: their targets would count more than once")
-    found = build_targets(annotated_traces, seq_len, overlong)
-    needed, flat_tokens = _find_trained_extents([sample.trace.graph for sample in annotated_traces], found.targets)
-    radix = RadixTree()
-    images: dict[tuple[str, bytes], int] = {}
-    places = [
-        _insert_trace(radix, s.trace.graph, i, stops, images)
-        for i, (s, stops) in enumerate(zip(annotated_traces, needed))
+    traces = [annotated.trace for annotated in annotated_traces]
+    graphs = [trace.graph for trace in traces]
+    if repeated := [id for id, count in Counter(trace.id for trace in traces).items() if count > 1]:
+        raise TraceInvalid(f"traces {repeated} are repeated, so their targets would count more than once")
+    group = build_targets(annotated_traces, seq_len, overlong)
+    extents, flat_tokens = _find_trained_extents(graphs, group.targets)
+    tree = RadixTree()
+    image_numbers: dict[tuple[str, bytes], int] = {}
+    run_ends = [
+        _insert_trace(tree, graph, index, stops, image_numbers)
+        for index, (graph, stops) in enumerate(zip(graphs, extents))
     ]
-    layout, ids = radix.lay_out([sample.trace.graph.tokens.view for sample in annotated_traces])
-    index = [
-        _compute_layout_indices(s.trace.graph, layout, ends, stops)
-        for s, ends, stops in zip(annotated_traces, places, needed)
+    layout, token_ids = tree.lay_out([graph.tokens.view for graph in graphs])
+    layout_indices = [
+        _compute_layout_indices(graph, layout, ends, stops) for graph, ends, stops in zip(graphs, run_ends, extents)
     ]
-    place = np.concatenate([np.empty(0, np.int32), *index])
-    table = layout.segments
-    depth = np.repeat(table["depth"] - table["start"], table["length"]) + np.arange(len(ids), dtype=np.int32)
+    all_indices = np.concatenate([np.empty(0, np.int32), *layout_indices])
+    segments, targets = layout.segments, group.targets
+    start_depths = np.repeat(segments["depth"] - segments["start"], segments["length"])
     return Forest(
-        token_ids=ids,
-        position_ids=_compute_position_ids(annotated_traces, index, depth),
-        subtree_end=compute_subtree_ends(table),
-        targets=replace(
-            found.targets, token_index=place[found.targets.token_index], logits_index=place[found.targets.logits_index]
+        token_ids=token_ids,
+        position_ids=_compute_position_ids(
+            traces, layout_indices, start_depths + np.arange(len(token_ids), dtype=np.int32)
         ),
-        sequences=found.sequences,
-        segments=table,
-        traces=tuple(sample.trace.id for sample in annotated_traces),
-        envs=found.envs,
-        versions=found.versions,
-        media=_collect_media_spans(annotated_traces, index),
+        subtree_end=compute_subtree_ends(segments),
+        targets=replace(
+            targets, token_index=all_indices[targets.token_index], logits_index=all_indices[targets.logits_index]
+        ),
+        sequences=group.sequences,
+        segments=segments,
+        traces=tuple(trace.id for trace in traces),
+        envs=group.envs,
+        versions=group.versions,
+        media=_collect_media_spans(graphs, layout_indices),
         flat_tokens=flat_tokens,
-        dropped=found.dropped,
+        dropped=group.dropped,
     )
 
 
 def _find_trained_extents(graphs: Sequence[MessageGraph], targets: Targets) -> tuple[list[list[int]], int]:
-    """Where each run of each trace may stop: behind it nothing is trained, and nothing trained hangs off it.
+    """Return for each run of each trace where it may stop: after its last trained token and its last needed fork.
 
-    Also how many tokens the trained paths have together, each counted whole.
+    Also return the total number of tokens on the trained paths, without prefix sharing.
     """
-    ends = targets.sequence != np.append(targets.sequence[1:], -1)  # the last target of a node is its deepest
-    last = targets.token_index[ends]
-    found: list[list[int]] = []
-    shift = flat_tokens = 0
+    is_last = targets.sequence != np.append(targets.sequence[1:], -1)  # the last target of a node is its deepest
+    last_tokens = targets.token_index[is_last]
+    extents: list[list[int]] = []
+    offset = flat_tokens = 0
     for graph in graphs:
-        firsts = [first for first, _ in graph.runs()]
-        stops = [graph.token_start(first) for first in firsts]
-        mine: list[int] = (last[(last >= shift) & (last < shift + graph.tokens.size)] - shift).tolist()
-        owners = [bisect_right(stops, token) - 1 for token in mine]
-        for run, token in zip(owners, mine):
+        first_nodes = [first for first, _ in graph.runs()]
+        stops = [graph.token_start(first) for first in first_nodes]
+        in_graph = (last_tokens >= offset) & (last_tokens < offset + graph.tokens.size)
+        tokens: list[int] = (last_tokens[in_graph] - offset).tolist()
+        runs = [bisect_right(stops, token) - 1 for token in tokens]
+        for run, token in zip(runs, tokens):
             stops[run] = max(stops[run], token + 1)
-        forks: dict[int, int] = dict.fromkeys(owners, -1)  # needed runs: where the last one that is needed forks off
-        for run in reversed(range(len(firsts))):
-            parent = int(graph.nodes.view["parent"][firsts[run]])
-            if run not in forks:
+        fork_stops: dict[int, int] = dict.fromkeys(runs, -1)  # by needed run: where its last needed fork starts
+        for run in reversed(range(len(first_nodes))):
+            if run not in fork_stops:
                 continue
-            if stops[run] > forks[run]:
-                flat_tokens += graph.run_depth(run) + stops[run] - graph.token_start(firsts[run])
-            stops[run] = max(stops[run], forks[run])
+            if stops[run] > fork_stops[run]:
+                flat_tokens += graph.run_depth(run) + stops[run] - graph.token_start(first_nodes[run])
+            stops[run] = max(stops[run], fork_stops[run])
+            parent = int(graph.nodes.view["parent"][first_nodes[run]])
             if parent >= 0:
-                above = graph.find_run(parent)
-                forks[above] = max(forks.get(above, -1), graph.token_stop(parent))
-        found.append(stops)
-        shift += graph.tokens.size
-    return found, flat_tokens
+                parent_run = graph.find_run(parent)
+                fork_stops[parent_run] = max(fork_stops.get(parent_run, -1), graph.token_stop(parent))
+        extents.append(stops)
+        offset += graph.tokens.size
+    return extents, flat_tokens
 
 
 def _insert_trace(
@@ -105,23 +110,25 @@ def _insert_trace(
     stops: list[int],
     image_numbers: dict[tuple[str, bytes], int],
 ) -> list[RadixPosition]:
-    """Merge what is needed of one trace into the trie; returns where each of its runs ends."""
+    """Merge the trained part of one trace into the tree, and return the position where each of its runs ends."""
     keys = _build_merge_keys(graph, image_numbers)
-    places: list[RadixPosition] = []
+    run_ends: list[RadixPosition] = []
     for run, (first, _) in enumerate(graph.runs()):
         parent = int(graph.nodes.view["parent"][first])
-        after = RadixPosition(places[graph.find_run(parent)].segment, graph.run_depth(run)) if parent >= 0 else ROOT
+        position = ROOT
+        if parent >= 0:
+            position = RadixPosition(run_ends[graph.find_run(parent)].segment, graph.run_depth(run))
         start = graph.token_start(first)
-        places.append(
-            tree.insert(after, keys[start : stops[run]], (trace_index, start)) if stops[run] > start else after
-        )
-    return places
+        if stops[run] > start:
+            position = tree.insert(position, keys[start : stops[run]], trace_index, start)
+        run_ends.append(position)
+    return run_ends
 
 
 def _build_merge_keys(graph: MessageGraph, image_numbers: dict[tuple[str, bytes], int]) -> KeyArray:
-    """What decides a merge: token ids, and at placeholders the image too (its number above the id's 32 bits).
+    """Return the keys that are merged on: token ids, at placeholders with the image's number above their 32 bits.
 
-    Runs of one image that differ in length or ids are different images, so that no fork falls inside a run.
+    Placeholders of one image that differ in number or ids count as different images, so that no fork falls inside.
     """
     tokens = graph.tokens.view
     if not graph.media_refs.size:
@@ -136,40 +143,36 @@ def _build_merge_keys(graph: MessageGraph, image_numbers: dict[tuple[str, bytes]
 def _compute_layout_indices(
     graph: MessageGraph, layout: RadixLayout, run_ends: list[RadixPosition], stops: list[int]
 ) -> Int32Array:
-    """For each token of the trace its index in the layout, -1 where it has none."""
-    index = np.full(graph.tokens.size, -1, np.int32)
+    """Return for each token of the trace its index in the layout, or -1."""
+    indices = np.full(graph.tokens.size, -1, np.int32)
     for run, (first, _) in enumerate(graph.runs()):
-        layout.write_indices(index[graph.token_start(first) : stops[run]], run_ends[run], graph.run_depth(run))
-    return index
+        layout.write_indices(indices[graph.token_start(first) : stops[run]], run_ends[run], graph.run_depth(run))
+    return indices
 
 
-def _compute_position_ids(
-    annotated_traces: Sequence[AnnotatedTrace], layout_indices: list[Int32Array], depth: Int32Array
-) -> Int32Array:
-    """A token's position is its depth, unless its node brings rotary positions of several axes."""
-    found: Int32Array | None = None
-    for sample, places in zip(annotated_traces, layout_indices, strict=True):
-        graph = sample.trace.graph
+def _compute_position_ids(traces: Sequence[Trace], layout_indices: list[Int32Array], depths: Int32Array) -> Int32Array:
+    """Return the tokens' depths, with three axes where nodes have rotary positions of several axes."""
+    position_ids: Int32Array | None = None
+    for trace, indices in zip(traces, layout_indices, strict=True):
+        graph = trace.graph
         for node, arrays in graph.arrays.items():
             if MROPE_ARRAY in arrays:
-                if arrays[MROPE_ARRAY].shape != (graph.token_stop(node) - graph.token_start(node), 3):
-                    raise TraceInvalid(
-                        f"arrays.{MROPE_ARRAY} of node {node} of trace {sample.trace.id!r} must be [tokens, 3]"
-                    )
-                found = np.tile(depth, (3, 1)) if found is None else found
-                at = places[graph.token_start(node) : graph.token_stop(node)]
-                found[:, at[at >= 0]] = arrays[MROPE_ARRAY][at >= 0].T
-    return depth if found is None else found
+                start, stop = graph.token_start(node), graph.token_stop(node)
+                if arrays[MROPE_ARRAY].shape != (stop - start, 3):
+                    raise TraceInvalid(f"arrays.{MROPE_ARRAY} of node {node} of trace {trace.id!r} must be [tokens, 3]")
+                position_ids = np.tile(depths, (3, 1)) if position_ids is None else position_ids
+                node_indices = indices[start:stop]
+                in_layout = node_indices >= 0
+                position_ids[:, node_indices[in_layout]] = arrays[MROPE_ARRAY][in_layout].T
+    return depths if position_ids is None else position_ids
 
 
-def _collect_media_spans(
-    annotated_traces: Sequence[AnnotatedTrace], layout_indices: list[Int32Array]
-) -> tuple[MediaSpan, ...]:
-    """Each image of the layout once, in order, however many traces show it there."""
-    found: dict[int, MediaSpan] = {}
-    for sample, places in zip(annotated_traces, layout_indices, strict=True):
-        for start, stop, media in sample.trace.graph.media_spans():
-            at = int(places[start])
-            if at >= 0:
-                found[at] = MediaSpan(at, at + stop - start, media)
-    return tuple(found[at] for at in sorted(found))
+def _collect_media_spans(graphs: Sequence[MessageGraph], layout_indices: list[Int32Array]) -> tuple[MediaSpan, ...]:
+    """Return each image of the layout once, in order, even if several traces share it."""
+    spans: dict[int, MediaSpan] = {}
+    for graph, indices in zip(graphs, layout_indices, strict=True):
+        for start, stop, media in graph.media_spans():
+            index = int(indices[start])
+            if index >= 0:
+                spans[index] = MediaSpan(index, index + stop - start, media)
+    return tuple(spans[index] for index in sorted(spans))

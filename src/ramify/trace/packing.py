@@ -1,4 +1,4 @@
-"""Packing trees into rows, and rows onto ranks."""
+"""Packs trees into token sequences, and assigns the packs to ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ramify.trace.forest import Forest, concat_forests, make_padding_forest
 
 
 def pack_trees(trees: Sequence[Forest], max_tokens: int, pad_to_multiple: int = 1) -> list[Forest]:
-    """Rows of at most `budget` tokens that hold each tree once (a tree over the budget has a row to itself).
+    """Return packs of at most `max_tokens` tokens that hold each tree once; a larger tree gets a pack of its own.
 
-    Each tree goes, the largest first, where it leaves the least room. Rows are padded to a multiple of `bucket`, but
-    not beyond the budget.
+    Trees are placed by best fit, the largest first. Packs are padded to a multiple of `pad_to_multiple`, but not beyond
+    `max_tokens`.
     """
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    packs: list[list[int]] = []
+    free_space: list[tuple[int, int]] = []  # (free tokens, pack), sorted
     for tree in sorted(range(len(trees)), key=lambda i: -len(trees[i])):
         size = len(trees[tree])
-        best = bisect_left(room, (size, -1))
-        if best < len(room):
-            left, row = room.pop(best)
+        best = bisect_left(free_space, (size, -1))
+        if best < len(free_space):
+            free, pack = free_space.pop(best)
         else:
-            left, row = max_tokens, len(rows)
-            rows.append([])
-        rows[row].append(tree)
-        insort(room, (left - size, row))
-    return [_build_pack([trees[i] for i in sorted(row)], max_tokens, pad_to_multiple) for row in rows]
+            free, pack = max_tokens, len(packs)
+            packs.append([])
+        packs[pack].append(tree)
+        insort(free_space, (free - size, pack))
+    return [_build_pack([trees[i] for i in sorted(pack)], max_tokens, pad_to_multiple) for pack in packs]
 
 
 def _build_pack(trees: list[Forest], max_tokens: int, pad_to_multiple: int) -> Forest:
@@ -41,21 +41,22 @@ def _build_pack(trees: list[Forest], max_tokens: int, pad_to_multiple: int) -> F
 
 
 def balance_packs(costs: npt.ArrayLike, num_ranks: int) -> Int32Array:
-    """Spread packs over ranks: [rank, step] holds pack numbers, -1 where the rank runs a filler.
+    """Assign packs to ranks. The result [rank, round] holds pack numbers, -1 where the rank computes padding.
 
-    Ranks wait for each other, so they run the same number of packs. Packs sorted by cost and dealt in hands of one per
-    rank need the fewest steps, and what runs in one step costs about the same; where a few heavy packs make that
-    uneven, packs are placed one by one instead, and fillers make up the count.
+    Ranks synchronize, so all run the same number of rounds. Sort the packs by cost and assign them in rounds of one
+    pack per rank: this needs the fewest rounds, and the packs of a round cost about the same. If a few heavy packs make
+    the ranks uneven, assign the packs one by one instead and fill up with padding.
     """
     cost = np.asarray(costs, np.float64)
-    steps = -(-len(cost) // num_ranks)
-    dealt = np.full(steps * num_ranks, -1, np.int32)
-    dealt[: len(cost)] = np.argsort(-cost, kind="stable")
-    alone = np.full((len(cost), num_ranks), -1, np.int32)
-    alone[:, 0] = np.arange(len(cost))
-    even, free = _assign_by_differencing(cost, dealt.reshape(steps, num_ranks)), _assign_by_differencing(cost, alone)
-    loads = [np.bincount(rank, cost, num_ranks).max(initial=0.0) for rank in (even, free)]
-    rank = even if loads[0] <= 1.01 * loads[1] else free
+    num_rounds = -(-len(cost) // num_ranks)
+    rounds = np.full(num_rounds * num_ranks, -1, np.int32)
+    rounds[: len(cost)] = np.argsort(-cost, kind="stable")
+    single_packs = np.full((len(cost), num_ranks), -1, np.int32)
+    single_packs[:, 0] = np.arange(len(cost))
+    by_rounds = _assign_by_differencing(cost, rounds.reshape(num_rounds, num_ranks))
+    one_by_one = _assign_by_differencing(cost, single_packs)
+    loads = [np.bincount(rank, cost, num_ranks).max(initial=0.0) for rank in (by_rounds, one_by_one)]
+    rank = by_rounds if loads[0] <= 1.01 * loads[1] else one_by_one
     order = np.lexsort((-cost, rank))  # by rank, heaviest first
     counts = np.bincount(rank, minlength=num_ranks)
     table = np.full((num_ranks, int(counts.max())), -1, np.int32)
@@ -64,31 +65,31 @@ def balance_packs(costs: npt.ArrayLike, num_ranks: int) -> Int32Array:
 
 
 def _assign_by_differencing(costs: npt.NDArray[np.float64], rounds: Int32Array) -> Int32Array:
-    """The rank of each pack by the largest differencing method, which keeps the packs of one hand on different ranks.
+    """Return the rank of each pack by the largest differencing method; packs of one round get different ranks.
 
-    Two hands at a time are joined, the heaviest sum of one with the lightest of the other, always the two most uneven
-    hands, until one is left. Going back down from it, each join tells where its two hands' sums ended up.
+    Repeatedly merge the two most uneven rounds, the heaviest sum of one with the lightest of the other, until one is
+    left. Then undo the merges in reverse order: each determines the ranks of the two rounds that it merged.
     """
-    ranks = rounds.shape[1]
-    weights = np.append(costs, 0.0)[rounds]  # -1 is no pack and weighs nothing
-    sorted_cards = np.argsort(weights, axis=1, kind="stable")
-    sums = np.take_along_axis(weights, sorted_cards, axis=1)
+    num_ranks = rounds.shape[1]
+    weights = np.append(costs, 0.0)[rounds]  # -1 is no pack and has no cost
+    order_in_round = np.argsort(weights, axis=1, kind="stable")
+    sums = np.take_along_axis(weights, order_in_round, axis=1)
     heap = [(float(row[0] - row[-1]), number, row) for number, row in enumerate(sums)]
     heapq.heapify(heap)
-    joins: list[tuple[int, int, npt.NDArray[np.intp]]] = []
+    merges: list[tuple[int, int, npt.NDArray[np.intp]]] = []
     while len(heap) > 1:
         (_, left, heavy), (_, right, light) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = heavy + light[::-1]
-        order = np.argsort(joined)
-        joined = joined[order]
-        heapq.heappush(heap, (float(joined[0] - joined[-1]), len(rounds) + len(joins), joined))
-        joins.append((left, right, order))
-    slots = np.empty((len(rounds) + len(joins), ranks), np.int32)  # the rank of each hand's sums, lightest first
-    slots[-1:] = np.arange(ranks)
-    for number in reversed(range(len(joins))):
-        left, right, order = joins[number]
-        slots[left, order] = slots[len(rounds) + number]
-        slots[right] = slots[left, ::-1]
-    found = np.empty(len(costs) + 1, np.int32)
-    found[np.take_along_axis(rounds, sorted_cards, axis=1)] = slots[: len(rounds)]
-    return found[:-1]
+        merged = heavy + light[::-1]
+        order = np.argsort(merged)
+        merged = merged[order]
+        heapq.heappush(heap, (float(merged[0] - merged[-1]), len(rounds) + len(merges), merged))
+        merges.append((left, right, order))
+    ranks = np.empty((len(rounds) + len(merges), num_ranks), np.int32)  # of the sums of each round, lightest first
+    ranks[-1:] = np.arange(num_ranks)
+    for number in reversed(range(len(merges))):
+        left, right, order = merges[number]
+        ranks[left, order] = ranks[len(rounds) + number]
+        ranks[right] = ranks[left, ::-1]
+    rank_of_pack = np.empty(len(costs) + 1, np.int32)
+    rank_of_pack[np.take_along_axis(rounds, order_in_round, axis=1)] = ranks[: len(rounds)]
+    return rank_of_pack[:-1]

@@ -1,39 +1,46 @@
-"""Merging token sequences on their equal prefixes.
+"""A radix tree that merges token sequences on equal prefixes.
 
-A compressed trie: each segment is a stretch without forks and points into the sequence that brought it. Sequences are
-inserted run by run, so the work in Python is per fork; tokens are only compared and copied by numpy.
+Each segment is a part without forks and refers to the sequence that added it. Sequences are inserted run by run, so the
+work in Python is per fork; tokens are compared and copied by numpy.
 
-Keys are token ids, and at image placeholders the id together with the image, so equal placeholders of different images
-part. What an algorithm thinks of a token is no key: two attempts that sampled the same token share its place.
+Keys are token ids, at image placeholders together with the image, so that placeholders of different images fork.
+Annotations are not part of the key: two attempts that sampled the same token share it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ramify.trace.columns import Int32Array, common_prefix_length
-from ramify.trace.forest import SEGMENT_DTYPE, StructuredArray
+from ramify.trace.columns import Int32Array, StructuredArray, common_prefix_length
+from ramify.trace.forest import SEGMENT_DTYPE
 
 KeyArray = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
 class RadixSegment:
+    """A part of the tree without forks: `length` tokens after the first `depth` ones of their path.
+
+    Its tokens are those of sequence `sequence_index` from `token_start` on. `children` maps the first key of each child
+    to its segment.
+    """
+
     parent: int
-    depth: int  # tokens on the path before it
+    depth: int
     length: int
     keys: KeyArray
-    origin: tuple[int, int]  # which sequence's tokens, and from which of them on
-    children: dict[int, int]  # by first key
+    sequence_index: int
+    token_start: int
+    children: dict[int, int]
 
 
 @dataclass(slots=True, frozen=True)
 class RadixPosition:
-    """A spot in the trie: just after `depth` tokens of the path that ends in `segment` or above it."""
+    """A position in the tree: after `depth` tokens of the path that ends in `segment` or in one of its ancestors."""
 
     segment: int
     depth: int
@@ -43,96 +50,104 @@ ROOT = RadixPosition(-1, 0)
 
 
 class RadixTree:
+    """Token sequences merged on equal prefixes."""
+
     def __init__(self) -> None:
         self._segments: list[RadixSegment] = []
         self._roots: dict[int, int] = {}
 
     def normalize(self, position: RadixPosition) -> RadixPosition:
-        """The same spot, named by the segment that holds its last token."""
-        at = position.segment
-        while at >= 0 and self._segments[at].depth >= position.depth:
-            at = self._segments[at].parent
-        return RadixPosition(at, position.depth)
+        """Return the same position, with the segment that holds its last token."""
+        index = position.segment
+        while index >= 0 and self._segments[index].depth >= position.depth:
+            index = self._segments[index].parent
+        return RadixPosition(index, position.depth)
 
-    def insert(self, position: RadixPosition, keys: KeyArray, origin: tuple[int, int]) -> RadixPosition:
-        """Walk `keys` down from a spot, adding what is not there yet; returns where they end."""
-        at, depth, done = self.normalize(position).segment, position.depth, 0
+    def insert(self, position: RadixPosition, keys: KeyArray, sequence_index: int, token_start: int) -> RadixPosition:
+        """Insert `keys` after `position`, and return the position where they end.
+
+        The keys are of the tokens of sequence `sequence_index` from `token_start` on.
+        """
+        index, depth, done = self.normalize(position).segment, position.depth, 0
         while done < len(keys):
-            segment = self._segments[at] if at >= 0 else None
+            segment = self._segments[index] if index >= 0 else None
             if segment is not None and depth < segment.depth + segment.length:
                 ahead = segment.keys[depth - segment.depth :]
-                same = common_prefix_length(ahead, keys[done:])
-                depth, done = depth + same, done + same
-                if done < len(keys) and same < len(ahead):
-                    at = self._split(at, depth)
+                matched = common_prefix_length(ahead, keys[done:])
+                depth, done = depth + matched, done + matched
+                if done < len(keys) and matched < len(ahead):
+                    index = self._split(index, depth)
                 continue
             children = segment.children if segment is not None else self._roots
             child = children.get(int(keys[done]))
             if child is None:
                 child = len(self._segments)
                 children[int(keys[done])] = child
-                rest = len(keys) - done
-                self._segments.append(RadixSegment(at, depth, rest, keys[done:], (origin[0], origin[1] + done), {}))
-                depth, done = depth + rest, len(keys)
-            at = child
-        return RadixPosition(at, depth)
+                length = len(keys) - done
+                self._segments.append(
+                    RadixSegment(index, depth, length, keys[done:], sequence_index, token_start + done, {})
+                )
+                depth, done = depth + length, len(keys)
+            index = child
+        return RadixPosition(index, depth)
 
     def _split(self, index: int, depth: int) -> int:
-        """Cut a segment in two at `depth`. The lower part keeps the number, so places below stay where they are."""
-        tail, head = self._segments[index], len(self._segments)
-        cut = depth - tail.depth
-        siblings = self._segments[tail.parent].children if tail.parent >= 0 else self._roots
-        siblings[int(tail.keys[0])] = head
-        self._segments.append(
-            RadixSegment(tail.parent, tail.depth, cut, tail.keys[:cut], tail.origin, {int(tail.keys[cut]): index})
-        )
-        tail.parent, tail.depth, tail.length = head, depth, tail.length - cut
-        tail.keys, tail.origin = tail.keys[cut:], (tail.origin[0], tail.origin[1] + cut)
-        return head
+        """Split a segment at `depth` and return the upper part; the lower part keeps its index."""
+        lower, upper_index = self._segments[index], len(self._segments)
+        length = depth - lower.depth
+        siblings = self._segments[lower.parent].children if lower.parent >= 0 else self._roots
+        siblings[int(lower.keys[0])] = upper_index
+        upper = replace(lower, length=length, keys=lower.keys[:length], children={int(lower.keys[length]): index})
+        self._segments.append(upper)
+        lower.parent, lower.depth, lower.length = upper_index, depth, lower.length - length
+        lower.keys, lower.token_start = lower.keys[length:], lower.token_start + length
+        return upper_index
 
     def lay_out(self, sequences: list[Int32Array]) -> tuple[RadixLayout, Int32Array]:
-        """Depth-first order: where each segment lies, and the token ids there."""
+        """Return the segments in depth-first order, and their token ids from `sequences`."""
         order: list[int] = []
-        last: dict[int, int] = {}
-        todo = list(reversed(self._roots.values()))
-        while todo:
-            at = todo.pop()
-            if at < 0:
-                last[~at] = len(order)
+        subtree_stops: dict[int, int] = {}
+        stack = list(reversed(self._roots.values()))
+        while stack:
+            index = stack.pop()
+            if index < 0:  # the subtree of ~index is complete
+                subtree_stops[~index] = len(order)
                 continue
-            order.append(at)
-            todo.append(~at)
-            todo.extend(reversed(self._segments[at].children.values()))
+            order.append(index)
+            stack.append(~index)
+            stack.extend(reversed(self._segments[index].children.values()))
         table = np.zeros(len(order), SEGMENT_DTYPE)
-        rank = {at: i for i, at in enumerate(order)}
-        found = [self._segments[at] for at in order]
-        table["length"] = [segment.length for segment in found]
-        table["depth"] = [segment.depth for segment in found]
-        table["parent"] = [rank.get(segment.parent, -1) for segment in found]
-        table["last"] = [last[at] for at in order]
+        rows = {index: row for row, index in enumerate(order)}
+        segments = [self._segments[index] for index in order]
+        table["length"] = [segment.length for segment in segments]
+        table["depth"] = [segment.depth for segment in segments]
+        table["parent"] = [rows.get(segment.parent, -1) for segment in segments]
+        table["subtree_stop"] = [subtree_stops[index] for index in order]
         table["start"] = np.cumsum(table["length"]) - table["length"]
-        origins = ((segment.origin, segment.length) for segment in found)
-        parts = [sequences[which][start : start + length] for (which, start), length in origins]
+        parts = [sequences[s.sequence_index][s.token_start : s.token_start + s.length] for s in segments]
         starts = np.zeros(len(order), np.int32)
         starts[order] = table["start"]
         return RadixLayout(self, table, starts), np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def get_segment(self, index: int) -> RadixSegment:
+        """Return a segment by its index."""
         return self._segments[index]
 
 
 @dataclass(slots=True, frozen=True)
 class RadixLayout:
+    """The depth-first layout of a tree; `segment_starts` holds by segment index where it starts in the layout."""
+
     tree: RadixTree
     segments: StructuredArray
-    segment_starts: Int32Array  # by segment number: where the segment begins in the layout
+    segment_starts: Int32Array
 
     def write_indices(self, out: Int32Array, position: RadixPosition, depth: int) -> None:
-        """Write into `out` the layout indices of the path's tokens from `depth` up to `place`."""
-        at, stop = self.tree.normalize(position).segment, position.depth
+        """Write into `out` the layout indices of the path's tokens from `depth` up to `position`."""
+        index, stop = self.tree.normalize(position).segment, position.depth
         while stop > depth:
-            segment = self.tree.get_segment(at)
-            low = max(segment.depth, depth)
-            first = int(self.segment_starts[at]) - segment.depth
-            out[low - depth : stop - depth] = np.arange(first + low, first + stop, dtype=np.int32)
-            at, stop = segment.parent, low
+            segment = self.tree.get_segment(index)
+            start = max(segment.depth, depth)
+            offset = int(self.segment_starts[index]) - segment.depth
+            out[start - depth : stop - depth] = np.arange(offset + start, offset + stop, dtype=np.int32)
+            index, stop = segment.parent, start
