@@ -369,14 +369,3 @@ def test_a_wrong_turn_is_refused_by_name_and_leaves_no_mark(wrong: dict):
     assert encode_trace(trace) == before
     builder.add_turn(right)
     oracle.look_at_everything(trace)
-
-
-@given(scripts())
-def test_flattening_gives_every_branch_as_it_is(script: Script):
-    trace, _ = replay(script)
-    flat = trace.flatten()
-    assert len(flat) == len(trace.branches)
-    for branch, arrays in zip(trace.branches, flat, strict=True):
-        assert np.array_equal(arrays.token_ids, branch.token_ids)
-        assert np.array_equal(arrays.sampled_mask, branch.sampled_mask)
-        assert np.array_equal(arrays.logprobs, branch.logprobs, equal_nan=True)

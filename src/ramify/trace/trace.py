@@ -1,7 +1,7 @@
 """One rollout of one agent: a header of plain data and a graph of messages.
 
-`Trace` owns the columns; `Node` and `Branch` are views that know a trace and an index and hold nothing. What can be
-computed (reward, branches, turns, lengths) is computed when asked for and never stored or sent.
+`Trace` owns the columns; `Node` and `Branch` are views that consist of a trace and an index. Derived values (reward,
+branches, turns, lengths) are computed on access and never stored or sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ S = TypeVar("S", bound=np.generic)
 
 
 class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Seconds spent in each phase of a rollout, and `stalled`, waiting for an engine that made no progress."""
+    """Seconds spent in each phase of a rollout; `stalled` is the time an engine made no progress."""
 
     boot: float = 0.0
     setup: float = 0.0
@@ -39,7 +39,11 @@ class Timing(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class TraceHeader(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a trace says about the rollout as a whole; all of it plain data, readable without the environment."""
+    """The fields of a trace that describe the rollout as a whole; plain data, readable without the environment.
+
+    `rewards` holds (score, weight) by name, None if the reward function did not run. `stop` is why the rollout ended.
+    `task` is the task in its wire form. Field names are part of the stored format.
+    """
 
     id: str
     episode: str = ""
@@ -47,8 +51,8 @@ class TraceHeader(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkno
     attempt: int = 0
     agent: str = ""
     env: str = ""
-    task: dict[str, Any] = {}  # the task's wire form
-    rewards: dict[str, WeightedScore] = {}  # (score, weight); None was due and did not run
+    task: dict[str, Any] = {}
+    rewards: dict[str, WeightedScore] = {}
     metrics: dict[str, float] = {}
     info: dict[str, Any] = {}
     errors: list[Failure] = []
@@ -72,7 +76,7 @@ _FIELD_TYPES: dict[str, Any] = {
 
 
 class Trace(TraceHeader, kw_only=True, eq=False):
-    """A rollout: the header's fields, checked as they are set, and the message graph."""
+    """A rollout: the fields of the header, which are checked when they are set, and the message graph."""
 
     graph: MessageGraph = msgspec.field(default_factory=MessageGraph)
 
@@ -85,29 +89,31 @@ class Trace(TraceHeader, kw_only=True, eq=False):
 
     @property
     def header(self) -> TraceHeader:
-        """A copy of the header, checked once more: lists and records inside it may have changed since they were set."""
+        """A copy of the header, checked again: lists and structs in it may have changed since they were set."""
         return TraceHeader(
             **{name: _validate_field(name, getattr(self, name)) for name in TraceHeader.__struct_fields__}
         )
 
     @property
     def nodes(self) -> Sequence[Node]:
+        """All nodes, in arrival order."""
         return _NodeSequence(self)
 
     @property
     def leaves(self) -> list[int]:
-        """Nodes that nothing continues, in arrival order."""
-        alone = np.ones(len(self.graph), bool)
+        """The nodes without children, in arrival order."""
+        is_leaf = np.ones(len(self.graph), bool)
         parents = self.graph.nodes.view["parent"]
-        alone[parents[parents >= 0]] = False
-        return np.flatnonzero(alone).tolist()
+        is_leaf[parents[parents >= 0]] = False
+        return np.flatnonzero(is_leaf).tolist()
 
     @property
     def branches(self) -> list[Branch]:
+        """One branch per leaf: the path from its root."""
         return [Branch(self, leaf) for leaf in self.leaves]
 
     def flatten(self) -> list[FlatBranch]:
-        """Every branch as arrays of its own, for whoever knows no trees; shared prefixes are repeated."""
+        """Return every branch as separate arrays, for code without trees; shared prefixes are repeated."""
         graph = self.graph
         table = graph.nodes.view
         starts = np.append(np.int32(0), table["stop"])[:-1] + table["sampled_start"]
@@ -128,37 +134,57 @@ class Trace(TraceHeader, kw_only=True, eq=False):
 
     @property
     def sampled_nodes(self) -> list[int]:
-        """Nodes that the policy sampled."""
+        """The nodes with tokens that the policy sampled, in arrival order."""
         table = self.graph.nodes.view
         return np.flatnonzero(table["sampled_stop"] > table["sampled_start"]).tolist()
 
     @property
     def reward(self) -> float | None:
-        """The weighted sum of the rewards; None while one of them is due, and where there is none at all."""
-        if not self.rewards or any(entry is None for entry in self.rewards.values()):
+        """The weighted sum of the rewards; None if there are none, or if one of them did not run."""
+        if not self.rewards or any(reward is None for reward in self.rewards.values()):
             return None
-        return float(sum(entry[0] * entry[1] for entry in self.rewards.values() if entry is not None))
+        return float(sum(reward[0] * reward[1] for reward in self.rewards.values() if reward is not None))
+
+    @property
+    def num_turns(self) -> int:
+        """The number of model calls."""
+        return _count_turns(self.nodes)
+
+    @property
+    def completion_len(self) -> int:
+        """The number of tokens that the policy sampled; a token that several branches share counts once."""
+        return self.graph.logprobs.size
+
+    @property
+    def total_tokens(self) -> int:
+        """The number of tokens of all nodes; a token that several branches share counts once."""
+        return self.graph.tokens.size
+
+    @property
+    def has_response(self) -> bool:
+        """Whether the reply of the last model call has content."""
+        return _has_response(self.nodes)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some call ended at its length limit."""
+        """Whether a model call was stopped by its length limit."""
         return any(node.call is not None and node.call.finish_reason == "length" for node in self.nodes)
 
     @property
     def last_reply(self) -> str:
-        """The text of the newest assistant message, "" if there is none."""
+        """The text of the last assistant message, or ""."""
         return next((node.message.text for node in reversed(self.nodes) if node.message.role == "assistant"), "")
 
     def add_media(self, media: Media) -> int:
-        """The index of `media` in the media table; equal bytes are one entry."""
+        """Add `media` to the media table unless it has an entry with the same hash, and return its index."""
         table = self.graph.media
-        for index, known in enumerate(table):
-            if known.hash == media.hash:
+        for index, entry in enumerate(table):
+            if entry.hash == media.hash:
                 return index
-        for name, kind in {"hash": str, "mime": str, "data": bytes}.items():
+        for name, expected in {"hash": str, "mime": str, "data": bytes}.items():
             value = getattr(media, name)
-            if not isinstance(value, kind):
-                raise ValueRefused(f"media.{name}: expected {kind.__name__}, found a {type(value).__qualname__}")
+            if not isinstance(value, expected):
+                raise ValueRefused(f"media.{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
         to_plain([media.hash, media.mime], "media")
         table.append(media)
         return len(table) - 1
@@ -178,7 +204,7 @@ class Trace(TraceHeader, kw_only=True, eq=False):
         call: ModelCall | None = None,
         trainable: bool = True,
     ) -> int:
-        """Append one node as it is; `attach` is the way to record a model call."""
+        """Append one node and return its index; see `MessageGraph.add_node`. Record model calls with `TraceBuilder`."""
         return self.graph.add_node(
             parent,
             message,
@@ -195,10 +221,10 @@ class Trace(TraceHeader, kw_only=True, eq=False):
 
 
 def _validate_field(name: str, value: Any) -> Any:
-    """The value of a header field as it may travel; refused naming the field and what was found."""
-    kind = _FIELD_TYPES[name]
-    if not isinstance(value, kind):
-        raise ValueRefused(f"{name}: expected {kind.__name__}, found a {type(value).__qualname__}")
+    """Return the value of a header field as plain data. Raises ValueRefused, which names the field."""
+    expected = _FIELD_TYPES[name]
+    if not isinstance(value, expected):
+        raise ValueRefused(f"{name}: expected {expected.__name__}, found a {type(value).__qualname__}")
     if name in _FIELD_CHECKS:
         return CheckedDict(name, value, _FIELD_CHECKS[name])
     if isinstance(value, Timing):
@@ -208,43 +234,50 @@ def _validate_field(name: str, value: Any) -> Any:
             if not isinstance(error, Failure):
                 raise ValueRefused(f"{name}: expected Failure, found a {type(error).__qualname__}")
         return list(cast(list[Failure], value))
-    return kind(to_plain(value, name))
+    return expected(to_plain(value, name))
 
 
 @dataclass(slots=True, frozen=True)
 class Node:
-    """A view of one node: message, tokens and where they came from."""
+    """A view of one node of a trace."""
 
     trace: Trace
     index: int
 
     @property
     def parent(self) -> int:
+        """The index of the parent node; -1 for a root."""
         return int(self.trace.graph.nodes.view["parent"][self.index])
 
     @property
     def message(self) -> Message:
+        """The message."""
         return self.trace.graph.read_record(self.index).message
 
     @property
     def call(self) -> ModelCall | None:
+        """The model call that produced the message; None for other messages."""
         return self.trace.graph.read_record(self.index).call
 
     @property
     def token_ids(self) -> Int32Array:
+        """The token ids, including those of the chat template."""
         graph = self.trace.graph
         return make_readonly(graph.tokens.view[graph.token_start(self.index) : graph.token_stop(self.index)])
 
     @property
     def sampled_span(self) -> tuple[int, int]:
+        """The range [start, stop) of the tokens that the policy sampled."""
         return self._span("sampled")
 
     @property
     def content_span(self) -> tuple[int, int]:
+        """The range [start, stop) of the tokens of the message's content, without the chat template."""
         return self._span("content")
 
     @property
     def logprobs(self) -> Float32Array:
+        """The sampler's logprobs of the sampled tokens."""
         stops = self.trace.graph.nodes.view["logprobs_stop"]
         return make_readonly(
             self.trace.graph.logprobs.view[stops[self.index - 1] if self.index else 0 : stops[self.index]]
@@ -252,22 +285,27 @@ class Node:
 
     @property
     def versions(self) -> tuple[VersionRun, ...]:
+        """The weight versions of the sampled tokens."""
         return self.trace.graph.version_runs(self.index)
 
     @property
     def media(self) -> tuple[MediaRef, ...]:
+        """The media references of the message."""
         return self.trace.graph.node_media(self.index)
 
     @property
     def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Extra arrays with one entry per token or per sampled token."""
         return self.trace.graph.arrays.get(self.index, {})
 
     @property
     def is_trainable(self) -> bool:
+        """Whether the node may be trained with a policy gradient."""
         return bool(self.trace.graph.nodes.view["trainable"][self.index])
 
     @property
     def children(self) -> list[int]:
+        """The indices of the child nodes."""
         return self.trace.graph.children(self.index)
 
     def _span(self, name: str) -> tuple[int, int]:
@@ -276,7 +314,7 @@ class Node:
 
 
 class FlatBranch(NamedTuple):
-    """A branch as arrays, one entry per token; `logprobs` is NaN where the policy did not sample the token."""
+    """A branch as arrays with one entry per token; `logprobs` is NaN where the policy did not sample the token."""
 
     token_ids: Int32Array
     sampled_mask: npt.NDArray[np.bool_]
@@ -289,25 +327,29 @@ def _concat_slices(column: npt.NDArray[S], parts: list[slice]) -> npt.NDArray[S]
 
 @dataclass(slots=True, frozen=True)
 class Branch:
-    """A view of one path from a root to `leaf` (any node may be looked at as one)."""
+    """A view of the path from a root to `leaf`, which may be any node."""
 
     trace: Trace
     leaf: int
 
     @property
     def nodes(self) -> list[Node]:
+        """The nodes of the path, root first."""
         return [Node(self.trace, index) for index in self.trace.graph.path_nodes(self.leaf)]
 
     @property
     def messages(self) -> list[Message]:
+        """The messages of the path."""
         return [node.message for node in self.nodes]
 
     @property
     def token_ids(self) -> Int32Array:
+        """The token ids of the path."""
         return self.trace.graph.path_tokens(self.leaf)
 
     @property
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
+        """For each token whether the policy sampled it."""
         mask = np.zeros(len(self), bool)
         mask[self._sampled_indices()[0]] = True
         return mask
@@ -315,13 +357,13 @@ class Branch:
     @property
     def logprobs(self) -> Float32Array:
         """The sampler's logprob of each token, NaN where the policy did not sample it."""
-        places, column = self._sampled_indices()
-        found = np.full(len(self), np.nan, np.float32)
-        found[places] = self.trace.graph.logprobs.view[column]
-        return found
+        path_indices, column_indices = self._sampled_indices()
+        logprobs = np.full(len(self), np.nan, np.float32)
+        logprobs[path_indices] = self.trace.graph.logprobs.view[column_indices]
+        return logprobs
 
     def _sampled_indices(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The sampled tokens: where on the path, and where in the logprob column."""
+        """Return the sampled tokens as indices into the path, and as indices into the logprob column."""
         graph = self.trace.graph
         path = graph.path_nodes(self.leaf)
         rows = graph.nodes.view[path]
@@ -334,7 +376,24 @@ class Branch:
 
     @property
     def num_turns(self) -> int:
-        return sum(node.call is not None for node in self.nodes)
+        """The number of model calls on the path."""
+        return _count_turns(self.nodes)
+
+    @property
+    def completion_len(self) -> int:
+        """The number of tokens on the path that the policy sampled."""
+        rows = self.trace.graph.nodes.view[self.trace.graph.path_nodes(self.leaf)]
+        return int((rows["sampled_stop"] - rows["sampled_start"]).sum())
+
+    @property
+    def total_tokens(self) -> int:
+        """The number of tokens on the path, the same as `len(branch)`."""
+        return len(self)
+
+    @property
+    def has_response(self) -> bool:
+        """Whether the reply of the last model call on the path has content."""
+        return _has_response(self.nodes)
 
     def __len__(self) -> int:
         return self.trace.graph.path_length(self.leaf)
@@ -352,27 +411,37 @@ class _NodeSequence(Sequence[Node]):
     @overload
     def __getitem__(self, index: slice) -> list[Node]: ...
     def __getitem__(self, index: int | slice) -> Node | list[Node]:
-        found = range(len(self))[index]
-        return Node(self._trace, found) if isinstance(found, int) else [Node(self._trace, i) for i in found]
+        indices = range(len(self))[index]
+        return Node(self._trace, indices) if isinstance(indices, int) else [Node(self._trace, i) for i in indices]
 
     def __iter__(self) -> Iterator[Node]:
         return (Node(self._trace, index) for index in range(len(self)))
 
 
+def _count_turns(nodes: Sequence[Node]) -> int:
+    return sum(node.call is not None for node in nodes)
+
+
+def _has_response(nodes: Sequence[Node]) -> bool:
+    reply = next((node.message for node in reversed(nodes) if node.call is not None), None)
+    return reply is not None and bool(reply.content)
+
+
 @dataclass(slots=True, frozen=True)
 class Episode:
-    """What one attempt returns: one trace per agent, usually one."""
+    """The result of one attempt: one trace per agent, usually one."""
 
     traces: tuple[Trace, ...]
 
     def __post_init__(self) -> None:
-        origins = {(trace.episode, trace.group, trace.attempt) for trace in self.traces}
-        if len(origins) != 1:
-            raise TraceInvalid(f"the traces of an episode share episode, group and attempt, found {sorted(origins)}")
+        keys = {(trace.episode, trace.group, trace.attempt) for trace in self.traces}
+        if len(keys) != 1:
+            raise TraceInvalid(f"the traces of an episode must share episode, group and attempt, found {sorted(keys)}")
         agents = [trace.agent for trace in self.traces]
         if len(set(agents)) < len(agents):
-            raise TraceInvalid(f"the traces of an episode are of different agents, found {agents}")
+            raise TraceInvalid(f"the traces of an episode must be of different agents, found {agents}")
 
     @property
     def id(self) -> str:
+        """The id of the episode."""
         return self.traces[0].episode

@@ -1,0 +1,74 @@
+"""Derived properties of traces and branches."""
+
+import numpy as np
+from hypothesis import given
+
+from ramify.trace import Branch, MediaPart, Message, ModelCall, Trace
+from tests.trace.strategies import Script, replay, scripts
+
+
+@given(scripts())
+def test_flatten_returns_the_arrays_of_every_branch(script: Script):
+    trace, _ = replay(script)
+    flat = trace.flatten()
+    assert len(flat) == len(trace.branches)
+    for branch, arrays in zip(trace.branches, flat, strict=True):
+        assert np.array_equal(arrays.token_ids, branch.token_ids)
+        assert np.array_equal(arrays.sampled_mask, branch.sampled_mask)
+        assert np.array_equal(arrays.logprobs, branch.logprobs, equal_nan=True)
+
+
+@given(scripts())
+def test_counts_of_a_trace_include_every_node_once(script: Script):
+    trace, _ = replay(script)
+    assert trace.num_turns == sum(node.call is not None for node in trace.nodes) == len(script.turns)
+    assert trace.completion_len == sum(len(node.logprobs) for node in trace.nodes)
+    assert trace.total_tokens == sum(len(node.token_ids) for node in trace.nodes)
+
+
+@given(scripts())
+def test_counts_of_a_branch_are_those_of_its_path(script: Script):
+    trace, _ = replay(script)
+    for branch in trace.branches:
+        assert branch.num_turns == sum(node.call is not None for node in branch.nodes)
+        assert branch.completion_len == branch.sampled_mask.sum()
+        assert branch.total_tokens == len(branch) == len(branch.token_ids)
+
+
+def forked_trace() -> Trace:
+    """A user message, two replies of two sampled tokens, and a question after the first reply."""
+    trace = Trace(id="t")
+    trace.add_node(-1, Message("user", "hi"), [1, 2, 3])
+    reply = {"sampled_span": (1, 3), "logprobs": [-1.0, -1.0]}
+    trace.add_node(0, Message("assistant", "yo"), [4, 5, 6], call=ModelCall("a"), **reply)
+    trace.add_node(0, Message("assistant", ""), [4, 7, 6], call=ModelCall("b"), **reply)
+    trace.add_node(1, Message("user", "more"), [1, 8])
+    return trace
+
+
+def test_tokens_that_branches_share_count_once_in_a_trace():
+    trace = forked_trace()
+    assert (trace.num_turns, trace.completion_len, trace.total_tokens) == (2, 4, 11)
+    second, first = trace.branches  # in the order of their leaves, nodes 2 and 3
+    assert (first.num_turns, first.completion_len, first.total_tokens) == (1, 2, 8)
+    assert (second.num_turns, second.completion_len, second.total_tokens) == (1, 2, 6)
+
+
+def test_has_response_is_whether_the_last_reply_has_content():
+    trace = forked_trace()
+    assert not trace.has_response  # the reply of call b is empty
+    assert [branch.has_response for branch in trace.branches] == [False, True]
+    assert not Branch(trace, 0).has_response  # no reply at all
+    trace.add_node(3, Message("assistant", (MediaPart("hash"),)), call=ModelCall("c"))
+    assert trace.has_response
+
+
+def test_empty_trace_has_no_turns_tokens_or_response():
+    trace = Trace(id="t")
+    assert (trace.num_turns, trace.completion_len, trace.total_tokens, trace.has_response) == (0, 0, 0, False)
+
+
+def test_assistant_messages_of_the_prompt_are_no_response():
+    trace = Trace(id="t")
+    trace.add_node(-1, Message("assistant", "an example"), [1, 2])
+    assert (trace.num_turns, trace.has_response) == (0, False)
