@@ -1,4 +1,4 @@
-"""What an algorithm says about a node: how much each of its tokens counts, and for what.
+"""Annotations of nodes: the advantage and the loss weights that an algorithm assigns to tokens.
 
 Annotations are kept beside the trace, never in it: the stored trace stays exactly what the environment returned.
 """
@@ -15,27 +15,30 @@ TokenWeight = float | Float32Array
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Annotation:
-    """Advantage, component weights and reference logprobs of tokens [span) of one node.
+    """The advantage, loss weights (`rl`, `ce`, `ref_kl`) and reference logprobs of tokens `span` of one node.
 
-    Each value is one number for all of the span or one per token of it. A token is trained when at least one of its
-    weights is not zero; `ce` alone may also reach tokens that the policy did not sample.
+    Each value is one number for the whole span or one per token. A token is trained if one of its weights is not zero;
+    only `ce` applies to tokens that the policy did not sample.
     """
 
     trace_id: str
     node: int
-    span: tuple[int, int] | None = None  # tokens of the node; the sampled ones unless said
+    span: tuple[int, int] | None = None  # relative to the node; None: the sampled tokens
     advantage: TokenWeight = 0.0
     rl: TokenWeight = 1.0
     ce: TokenWeight = 0.0
     ref_kl: TokenWeight = 0.0
-    ref_logprobs: Float32Array | None = None  # logprobs under the reference model
+    ref_logprobs: Float32Array | None = None  # of the reference model
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class AnnotatedTrace:
-    """A trace on its way into a batch, with all that is trained of it."""
+    """A trace with the annotations of all its trained nodes.
+
+    The trainer computes logprobs at `temperature`, which must be that of the sampler.
+    """
 
     trace: Trace
     annotations: tuple[Annotation, ...]
-    temperature: float = 1.0  # the trainer's logprobs are taken at it, as the sampler's were
+    temperature: float = 1.0
     env: str = ""

@@ -1,8 +1,8 @@
-"""Sending a trace while it grows.
+"""Sends a trace while it grows.
 
-The writer sends what was added since its last delta; the reader puts deltas back together and ends with a trace that
-encodes to the same bytes. Deltas are numbered and each says how far the trace had grown before it, so one that was
-lost, repeated or overtaken is noticed at once instead of being trained on.
+The encoder sends what was added since its last delta; the decoder appends the deltas and ends with a trace that encodes
+to the same bytes. Deltas are numbered, and each states the column lengths before it, so a lost, repeated or reordered
+delta is detected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ramify.trace.trace import Trace, TraceHeader
 
 
 class TraceDeltaEncoder:
-    """Cuts a growing trace into deltas."""
+    """Encodes a growing trace as a sequence of deltas."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -25,22 +25,22 @@ class TraceDeltaEncoder:
         self._next_sequence = 0
 
     def next_delta(self) -> bytes | None:
-        """What is new since the last delta, None if nothing is."""
-        mark, header = ColumnLengths.from_graph(self._trace.graph), self._trace.header
+        """Return what was added since the last delta, or None if nothing was."""
+        lengths, header = ColumnLengths.from_graph(self._trace.graph), self._trace.header
         encoded = msgspec.msgpack.encode(header)
-        if mark == self._sent_lengths and encoded == self._sent_header:
+        if lengths == self._sent_lengths and encoded == self._sent_header:
             return None
-        news = header if encoded != self._sent_header else None
-        frame = encode_frame(self._trace, since=self._sent_lengths, header=news, sequence=self._next_sequence)
-        self._sent_lengths, self._sent_header = mark, encoded
+        changed_header = header if encoded != self._sent_header else None
+        frame = encode_frame(self._trace, since=self._sent_lengths, header=changed_header, sequence=self._next_sequence)
+        self._sent_lengths, self._sent_header = lengths, encoded
         self._next_sequence += 1
         return frame
 
 
 class TraceDeltaDecoder:
-    """Puts the deltas of one trace together again.
+    """Decodes the deltas of one trace.
 
-    An attempt that ran again starts over: the first delta of a later attempt replaces all of the earlier one.
+    The first delta of a later attempt replaces everything of the earlier attempt.
     """
 
     def __init__(self) -> None:
@@ -50,32 +50,34 @@ class TraceDeltaDecoder:
 
     @property
     def trace(self) -> Trace:
-        """The trace as far as it is known. It shares its columns with the reader: read it, do not add to it."""
+        """The trace so far. It shares its columns with the decoder and must not be modified."""
         if self._header is None:
-            raise TraceInvalid("no delta has arrived yet")
+            raise TraceInvalid("no delta has been received yet")
         return build_trace(self._header, self._graph)
 
     def apply(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next delta. Raises DeltaLost, DeltaRepeated or TraceCorrupt and stays as it was."""
-        head, columns = parse_frame(data)
-        if self._header is not None and head.trace != self._header.id:
-            raise TraceInvalid(f"a delta of trace {head.trace!r} came to the reader of {self._header.id!r}")
+        """Append the next delta.
+
+        Raises DeltaLost, DeltaRepeated, TraceInvalid or TraceCorrupt; the trace is then unchanged.
+        """
+        frame_header, columns = parse_frame(data)
+        trace, attempt, sequence = frame_header.trace, frame_header.attempt, frame_header.sequence
         graph, expected = self._graph, self._next_sequence
-        if self._header is not None and head.attempt != self._header.attempt:
-            if head.attempt < self._header.attempt:
-                raise DeltaRepeated(f"a delta of attempt {head.attempt} came during attempt {self._header.attempt}")
-            graph, expected = MessageGraph(), 0
-        if head.sequence < expected:
-            raise DeltaRepeated(f"delta {head.sequence} of trace {head.trace!r} was applied already")
-        if (
-            head.sequence > expected
-            or head.since != ColumnLengths.from_graph(graph)
-            or (expected == 0 and head.header is None)
-        ):
-            raise DeltaLost(f"delta {expected} of trace {head.trace!r} is missing, found {head.sequence}")
-        if head.header is not None:
-            build_trace(head.header, graph)  # a header that makes no sense is refused before anything is changed
-        append_frame(graph, head, columns)
+        if self._header is not None:
+            if trace != self._header.id:
+                raise TraceInvalid(f"expected a delta of trace {self._header.id!r}, found one of {trace!r}")
+            if attempt < self._header.attempt:
+                raise DeltaRepeated(f"a delta of attempt {attempt} arrived during attempt {self._header.attempt}")
+            if attempt > self._header.attempt:
+                graph, expected = MessageGraph(), 0
+        if sequence < expected:
+            raise DeltaRepeated(f"delta {sequence} of trace {trace!r} was already applied")
+        is_gap = sequence > expected or frame_header.since != ColumnLengths.from_graph(graph)
+        if is_gap or (expected == 0 and frame_header.header is None):
+            raise DeltaLost(f"delta {expected} of trace {trace!r} is missing, found {sequence}")
+        if frame_header.header is not None:
+            build_trace(frame_header.header, graph)  # raises if a field is invalid, before anything is changed
+        append_frame(graph, frame_header, columns)
         self._graph, self._next_sequence = graph, expected + 1
-        if head.header is not None:
-            self._header = head.header
+        if frame_header.header is not None:
+            self._header = frame_header.header

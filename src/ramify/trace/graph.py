@@ -1,11 +1,11 @@
-"""The message graph: nodes in arrival order, stored by column, and the search for the path a new prompt continues.
+"""The message graph: nodes in arrival order, stored by column, and the search for the path that a prompt continues.
 
-Nodes that continue the node before them form a *run*: a chain whose tokens are one slice of the token column. A
-conversation without forks is one run, so finding and proving its prefix is one vectorised compare however long it is;
-Python works per fork, not per node or token.
+Nodes whose parent is the node before them form a *run*: a chain whose tokens are one slice of the token column. A
+conversation without forks is one run, so matching its prefix is one vectorized comparison; the work in Python is per
+fork, not per node or token.
 
     nodes   0 system   1 user   2 reply   3 tool   4 reply      5 reply (a second sample after node 3)
-    runs   [0 ........................................... 4]   [5] hanging off node 3
+    runs   [0 ........................................... 4]   [5] a fork after node 3
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ from ramify.trace.node_checks import (
     encode_record,
 )
 
-MediaSpans = Sequence[tuple[int, int, str]]  # media in a token sequence: (start, stop, hash), in order
+MediaSpans = Sequence[tuple[int, int, str]]  # media in a token sequence: (start, stop, hash), in order of start
 
 
 class MessageGraph:
-    """Columns of nodes, tokens, logprobs, records, weight versions and media, plus the runs they form."""
+    """The columns of a trace (nodes, tokens, logprobs, records, versions, media references) and the runs of its nodes.
+
+    `policies` and `media` are the tables that the versions and media references point into; `arrays` holds the extra
+    arrays by node.
+    """
 
     __slots__ = (
         "_forks",
@@ -73,9 +77,9 @@ class MessageGraph:
         self.policies: list[str] = []
         self.media: list[Media] = []
         self.arrays: dict[int, dict[str, npt.NDArray[Any]]] = {}
-        self._run_first: list[int] = []  # the run's first node
-        self._run_depth: list[int] = []  # tokens on the path before the run
-        self._forks: dict[int, list[int]] = {}  # run (-1: none) -> runs that hang off one of its nodes
+        self._run_first: list[int] = []  # first node of each run
+        self._run_depth: list[int] = []  # number of tokens on the path before each run
+        self._forks: dict[int, list[int]] = {}  # by run (-1: none): the runs that fork from one of its nodes
 
     def __len__(self) -> int:
         return self.nodes.size
@@ -83,23 +87,24 @@ class MessageGraph:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def token_start(self, node: int) -> int:
-        """Where the node's tokens begin in the token column."""
+        """Return where the node's tokens start in the token column."""
         return int(self.nodes.view["stop"][node - 1]) if node > 0 else 0
 
     def token_stop(self, node: int) -> int:
+        """Return where the node's tokens end in the token column; 0 for node -1."""
         return int(self.nodes.view["stop"][node]) if node >= 0 else 0
 
     def depth(self, node: int) -> int:
-        """Tokens on the path before the node."""
+        """Return the number of tokens on the path before the node."""
         run = self.find_run(node)
         return self._run_depth[run] + self.token_start(node) - self.token_start(self._run_first[run])
 
     def path_length(self, node: int) -> int:
-        """Tokens on the path up to and with the node; 0 for node -1."""
+        """Return the number of tokens on the path, including the node; 0 for node -1."""
         return self.depth(node) + self.token_stop(node) - self.token_start(node) if node >= 0 else 0
 
     def previous_token_index(self, node: int) -> int:
-        """The token before the node's first on its path, as an index into the token column; -1 if there is none."""
+        """Return the token column's index of the last token on the path before the node, or -1."""
         while node >= 0:
             first = self._run_first[self.find_run(node)]
             if self.token_start(node) > self.token_start(first):
@@ -110,84 +115,88 @@ class MessageGraph:
         return -1
 
     def read_record(self, node: int) -> NodeRecord:
+        """Decode the message and call of a node. Raises TraceCorrupt."""
         stops = self.nodes.view["record_stop"]
         try:
             return decode_record(self.records.view[stops[node - 1] if node else 0 : stops[node]].data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise TraceCorrupt(f"the message of node {node} cannot be read: {error}") from error
+            raise TraceCorrupt(f"the message of node {node} cannot be decoded: {error}") from error
 
     def version_runs(self, node: int) -> tuple[VersionRun, ...]:
+        """Return the weight versions of the node's sampled tokens."""
         rows = _select_rows(self.versions.view, node, node)
         return tuple(VersionRun(self.policies[p], i, s, c) for _, p, i, s, c in rows)
 
     def node_media(self, node: int) -> tuple[MediaRef, ...]:
+        """Return the media references of a node."""
         return tuple(MediaRef(*row[1:]) for row in _select_rows(self.media_refs.view, node, node))
 
     def media_spans(self, first: int = 0, last: int | None = None) -> list[tuple[int, int, Media]]:
-        """(start, stop, media) of all media of nodes first to last, placed in the token column."""
+        """Return (start, stop, media) of all media of nodes `first` to `last`, as indices into the token column."""
         if not self.media_refs.size:
             return []
         rows = _select_rows(self.media_refs.view, first, len(self) - 1 if last is None else last)
-        starts = ((self.token_start(node), media, start, stop) for node, _, media, start, stop in rows)
-        return [(begin + start, begin + stop, self.media[media]) for begin, media, start, stop in starts]
+        with_offsets = ((self.token_start(node), media, start, stop) for node, _, media, start, stop in rows)
+        return [(offset + start, offset + stop, self.media[media]) for offset, media, start, stop in with_offsets]
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """(first, last) node of each run, in arrival order."""
-        firsts = [*self._run_first, len(self)]
-        return ((first, after - 1) for first, after in pairwise(firsts))
+        """Yield the (first, last) node of each run, in arrival order."""
+        return ((first, stop - 1) for first, stop in pairwise([*self._run_first, len(self)]))
 
     def run_starts(self) -> Iterator[tuple[int, int]]:
-        """(first node, tokens on the path before it) of each run."""
+        """Yield for each run its first node and the number of tokens on the path before it."""
         return zip(self._run_first, self._run_depth)
 
     def find_run(self, node: int) -> int:
+        """Return the index of the node's run."""
         return bisect_right(self._run_first, node) - 1
 
     def run_depth(self, run: int) -> int:
-        """Tokens on the path before the run."""
+        """Return the number of tokens on the path before the run."""
         return self._run_depth[run]
 
     def path_slices(self, node: int) -> list[slice]:
-        """The path's tokens, root first, as slices of the token column: one per run it passes through."""
-        found: list[slice] = []
+        """Return the slices of the token column that make up the path, root first: one per run."""
+        slices: list[slice] = []
         while node >= 0:
             first = self._run_first[self.find_run(node)]
-            found.append(slice(self.token_start(first), self.token_stop(node)))
+            slices.append(slice(self.token_start(first), self.token_stop(node)))
             node = int(self.nodes.view["parent"][first])
-        return found[::-1]
+        return slices[::-1]
 
     def path_nodes(self, node: int) -> list[int]:
-        """The nodes from the root to `node`."""
-        found: list[int] = []
+        """Return the nodes from the root to `node`."""
+        nodes: list[int] = []
         while node >= 0:
             first = self._run_first[self.find_run(node)]
-            found.extend(range(node, first - 1, -1))
+            nodes.extend(range(node, first - 1, -1))
             node = int(self.nodes.view["parent"][first])
-        return found[::-1]
+        return nodes[::-1]
 
     def path_tokens(self, node: int) -> Int32Array:
+        """Return the token ids of the path, including the node; without a copy if the path is one run."""
         parts = [self.tokens.view[part] for part in self.path_slices(node)]
         return make_readonly(parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts]))
 
     def path_media(self, node: int) -> list[tuple[int, int, str]]:
-        """(start, stop, hash) of the media on the path to `node`, in tokens of the path."""
-        found: list[tuple[int, int, str]] = []
+        """Return (start, stop, hash) of the media on the path to `node`, as indices into the path's tokens."""
+        path_spans: list[tuple[int, int, str]] = []
         while node >= 0:
             run = self.find_run(node)
             shift = self._run_depth[run] - self.token_start(self._run_first[run])
-            mine = self.media_spans(self._run_first[run], node)
-            found = [(start + shift, stop + shift, media.hash) for start, stop, media in mine] + found
+            run_spans = self.media_spans(self._run_first[run], node)
+            path_spans = [(start + shift, stop + shift, media.hash) for start, stop, media in run_spans] + path_spans
             node = int(self.nodes.view["parent"][self._run_first[run]])
-        return found
+        return path_spans
 
     def children(self, node: int) -> list[int]:
-        """The nodes that continue `node` (-1: the roots), in arrival order."""
+        """Return the children of `node` (-1: the roots), in arrival order."""
         run = self.find_run(node) if node >= 0 else -1
-        found = [node + 1] if node >= 0 and node < self._run_last(run) else []
+        next_in_run = [node + 1] if node >= 0 and node < self._run_last(run) else []
         forks = (self._run_first[fork] for fork in self._forks.get(run, ()))
-        return found + [first for first in forks if self.nodes.view["parent"][first] == node]
+        return next_in_run + [first for first in forks if self.nodes.view["parent"][first] == node]
 
-    # -- growing ---------------------------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------------------------
 
     def add_node(
         self,
@@ -204,45 +213,50 @@ class MessageGraph:
         call: ModelCall | None = None,
         trainable: bool = True,
     ) -> int:
-        """Append a node and return its index; nothing is appended if any part of it is wrong."""
-        ids, sampler = as_token_ids(token_ids), as_logprobs(logprobs)
-        node, count = len(self), sampled_span[1] - sampled_span[0]
-        check_node(node, parent, ids, sampled_span, content_span, sampler)
-        check_versions(node, versions, count)
+        """Append a node and return its index. If any part of it is invalid, nothing is appended.
+
+        The spans are relative to the node's first token. `logprobs` and `versions` are of the sampled tokens.
+        """
+        ids, sampled_logprobs = as_token_ids(token_ids), as_logprobs(logprobs)
+        node, num_sampled = len(self), sampled_span[1] - sampled_span[0]
+        check_node(node, parent, ids, sampled_span, content_span, sampled_logprobs)
+        check_versions(node, versions, num_sampled)
         check_media(node, media, self.media, len(ids))
         policies = list(dict.fromkeys([*self.policies, *(run.policy for run in versions)]))
         runs = [(node, policies.index(run.policy), run.incarnation, run.step, run.count) for run in versions]
         version_rows = build_table(runs, VERSION_DTYPE, "versions") if runs else ()
         media_rows = build_table([(node, *ref) for ref in media], MEDIA_DTYPE, "media") if media else ()
-        kept = {name: copy_node_array(name, node, array, len(ids), count) for name, array in (arrays or {}).items()}
+        copies = {
+            name: copy_node_array(name, node, array, len(ids), num_sampled) for name, array in (arrays or {}).items()
+        }
         record = encode_record(message, call)
 
         self.policies = policies
         self.tokens.extend(ids)
-        self.logprobs.extend(sampler)
+        self.logprobs.extend(sampled_logprobs)
         self.records.extend(np.frombuffer(record, np.uint8))
         if len(version_rows):
             self.versions.extend(version_rows)
         if len(media_rows):
             self.media_refs.extend(media_rows)
-        if kept:
-            self.arrays[node] = kept
+        if copies:
+            self.arrays[node] = copies
         stops = (self.tokens.size, self.logprobs.size, self.records.size)
         self.nodes.reserve(1)[0] = (parent, *stops, *sampled_span, *content_span, trainable)
         self._extend_runs(node, parent)
         return node
 
     def index_runs(self, first_node: int = 0) -> None:
-        """Bring the runs up to date with nodes from `first` on that were put into the columns directly."""
+        """Update the runs after nodes from `first_node` on were appended directly to the columns."""
         parents = self.nodes.view["parent"]
         if first_node == 0 and len(self):
             self._extend_runs(0, -1)
-        before = np.arange(first_node - 1, len(self) - 1, dtype=np.int32)
-        for node in (np.flatnonzero(parents[first_node:] != before) + first_node).tolist():
+        previous = np.arange(first_node - 1, len(self) - 1, dtype=np.int32)
+        for node in (np.flatnonzero(parents[first_node:] != previous) + first_node).tolist():
             self._extend_runs(node, int(parents[node]))
 
     def truncate(self, num_nodes: int, num_media: int) -> None:
-        """Take back the nodes from `node` on and the media from `media` on."""
+        """Remove all nodes but the first `num_nodes`, and all media but the first `num_media`."""
         while self._run_first and self._run_first[-1] >= num_nodes:
             parent = int(self.nodes.view["parent"][self._run_first.pop()])
             self._run_depth.pop()
@@ -251,43 +265,45 @@ class MessageGraph:
             table.size = int(np.searchsorted(table.view["node"], num_nodes))
         for column, stop in ((self.tokens, "stop"), (self.logprobs, "logprobs_stop"), (self.records, "record_stop")):
             column.size = int(self.nodes.view[stop][num_nodes - 1]) if num_nodes else 0
-        self.arrays = {owner: arrays for owner, arrays in self.arrays.items() if owner < num_nodes}
+        self.arrays = {node: arrays for node, arrays in self.arrays.items() if node < num_nodes}
         self.nodes.size = num_nodes
         del self.media[num_media:]
 
     # -- searching -------------------------------------------------------------------------------------------------
 
     def match_prefix(self, prompt: Int32Array, media_spans: MediaSpans = (), prefix_node: int = -1) -> tuple[int, int]:
-        """The longest path of whole nodes whose tokens and media are an exact prefix of what the engine saw.
+        """Return (node, length) of the longest path of complete nodes whose tokens and media are a prefix of `prompt`.
 
-        `prompt` holds what follows the path of `after`, and so does the returned length. Returns (node, length); the
-        node is the earliest of equals, and never a node without tokens: such nodes carry no evidence in the prompt.
+        `prompt` and the returned length exclude the path of `prefix_node`, which is known to match. Of several such
+        nodes the earliest is returned, and never one without tokens, which the prompt cannot confirm.
         """
         best, best_length = prefix_node, 0
-        todo = [(fork, 0) for fork in self._forks.get(-1, ())]
+        candidates = [(fork, 0) for fork in self._forks.get(-1, ())]  # (run, its start in the prompt)
         if prefix_node >= 0:
             run = self.find_run(prefix_node)
-            todo = [(run, self.token_start(self._run_first[run]) - self.token_stop(prefix_node))]
+            candidates = [(run, self.token_start(self._run_first[run]) - self.token_stop(prefix_node))]
         tokens: Int32Array = self.tokens.view
         stops: Int32Array = self.nodes.view["stop"]
-        while todo:
-            run, offset = todo.pop()
+        while candidates:
+            run, offset = candidates.pop()
             first, last = self._run_first[run], self._run_last(run)
-            begin, skip = self.token_start(first), max(0, -offset)
-            same = skip + common_prefix_length(tokens[begin + skip : int(stops[last])], prompt[offset + skip :])
-            if same > skip and (media_spans or self.media_refs.size):
-                same = min(same, self._match_media(first, last, offset, media_spans))
-            whole = bisect_right(stops, begin + same, first, last + 1) - 1
-            if whole < first:
+            start, skip = self.token_start(first), max(0, -offset)
+            matched = skip + common_prefix_length(tokens[start + skip : int(stops[last])], prompt[offset + skip :])
+            if matched > skip and (media_spans or self.media_refs.size):
+                matched = min(matched, self._match_media(first, last, offset, media_spans))
+            last_matched = bisect_right(stops, start + matched, first, last + 1) - 1
+            if last_matched < first:
                 continue
-            length = offset + int(stops[whole]) - begin
-            node = bisect_left(stops, stops[whole], first, last + 1)
+            length = offset + int(stops[last_matched]) - start
+            node = bisect_left(stops, stops[last_matched], first, last + 1)
             if length > best_length or (length == best_length > 0 and node < best):
                 best, best_length = node, length
             for fork in self._forks.get(run, ()):
                 parent = int(self.nodes.view["parent"][self._run_first[fork]])
-                if parent <= whole and (prefix_node < 0 or parent >= prefix_node or run != self.find_run(prefix_node)):
-                    todo.append((fork, offset + self.token_stop(parent) - begin))
+                if parent > last_matched:
+                    continue
+                if prefix_node < 0 or parent >= prefix_node or run != self.find_run(prefix_node):
+                    candidates.append((fork, offset + self.token_stop(parent) - start))
         return best, best_length
 
     # -- private ---------------------------------------------------------------------------------------------------
@@ -303,17 +319,19 @@ class MessageGraph:
         self._forks.setdefault(self.find_run(parent) if parent >= 0 else -1, []).append(len(self._run_first) - 1)
 
     def _match_media(self, first: int, last: int, offset: int, media_spans: MediaSpans) -> int:
-        """How many of the run's tokens may match when equal placeholders must also stand for equal media."""
-        begin = self.token_start(first)
-        spans = ((start - begin, stop - begin, media.hash) for start, stop, media in self.media_spans(first, last))
-        ours = [span for span in spans if span[0] + offset >= 0]
-        theirs = [(start - offset, stop - offset, digest) for start, stop, digest in media_spans if start >= offset]
-        differ = (pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
-        starts = (min(span[0] for span in pair if span is not None) for pair in differ)
-        return next(starts, self.token_stop(last) - begin)
+        """Return how many of the run's tokens may match if equal placeholders must also have equal media."""
+        run_start = self.token_start(first)
+        spans = (
+            (start - run_start, stop - run_start, media.hash) for start, stop, media in self.media_spans(first, last)
+        )
+        stored = [span for span in spans if span[0] + offset >= 0]
+        prompted = [(start - offset, stop - offset, digest) for start, stop, digest in media_spans if start >= offset]
+        differences = (pair for pair in zip_longest(stored, prompted) if pair[0] != pair[1])
+        starts = (min(span[0] for span in pair if span is not None) for pair in differences)
+        return next(starts, self.token_stop(last) - run_start)
 
 
 def _select_rows(table: npt.NDArray[Any], first: int, last: int) -> list[tuple[int, int, int, int, int]]:
-    """The rows of a table that belong to nodes first to last."""
-    low, high = np.searchsorted(table["node"], (first, last + 1))
-    return table[low:high].tolist()
+    """Return the rows of a table that belong to nodes `first` to `last`."""
+    start, stop = np.searchsorted(table["node"], (first, last + 1))
+    return table[start:stop].tolist()

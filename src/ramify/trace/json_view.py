@@ -1,4 +1,4 @@
-"""The JSON form of a trace, for people: every message and count, no token ids and no tensors."""
+"""The JSON view of a trace, for people: all messages and counts, but no token ids and no arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from ramify.trace.trace import TRACE_SCHEMA, Node, Trace
 
 
 def to_json(trace: Trace, *, indent: int | None = None) -> str:
-    """The trace as JSON text. It is for reading and searching; only the binary form can be decoded again."""
+    """Return the trace as JSON, for reading and searching; only the binary form can be decoded."""
     text = msgspec.json.encode(to_dict(trace))
     return (msgspec.json.format(text, indent=indent) if indent is not None else text).decode()
 
 
 def to_dict(trace: Trace) -> dict[str, Any]:
+    """Return the content of `to_json` as a dict."""
     header: dict[str, Any] = msgspec.to_builtins(trace.header)
     media = [{"hash": item.hash, "mime": item.mime, "bytes": len(item.data)} for item in trace.graph.media]
     nodes = [_node_to_dict(node) for node in trace.nodes]

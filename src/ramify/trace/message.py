@@ -1,7 +1,7 @@
-"""What a node of a trace says: the message, the model call that produced it, the weights and media behind it.
+"""The content of a node besides its tokens: the message, the model call, weight versions and media.
 
-These are plain frozen records without tokens. A node keeps them as one msgpack record and decodes it when somebody
-looks, so a rollout that nobody reads costs its text and little more.
+Message and call of a node are stored as one msgpack record and decoded on access, so a rollout that is not read costs
+little more than its text.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 
 
 class TextPart(msgspec.Struct, frozen=True, gc=False, tag="text", tag_field="type", forbid_unknown_fields=True):
-    """A piece of text in a message of several parts."""
+    """A text part of a message content."""
 
     text: str
 
 
 class MediaPart(msgspec.Struct, frozen=True, gc=False, tag="media", tag_field="type", forbid_unknown_fields=True):
-    """A piece of media in a message of several parts; the bytes are in the trace's media table under this hash."""
+    """A media part of a message content; `hash` refers to the trace's media table."""
 
     hash: str
 
@@ -36,6 +36,8 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):
+    """A chat message. `reasoning` is the model's reasoning, `tool_call_id` the call that a tool message answers."""
+
     role: str
     content: str | tuple[Part, ...] = ""
     reasoning: str | None = None
@@ -44,14 +46,14 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_
 
     @property
     def text(self) -> str:
-        """The text of the content, media left out."""
+        """The text of the content without media."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """Token counts as the server reported them; `cached` of the prompt's came out of its prefix cache."""
+    """Token counts that the server reported; `cached_tokens` of the prompt were in its prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -59,7 +61,10 @@ class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unkno
 
 
 class ModelCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One model call: what was asked of whom, how it was sampled, how it ended. `start` and `end` are Unix seconds."""
+    """One model call: the requested and served model, sampling parameters, result and usage.
+
+    `start_time` and `end_time` are Unix seconds. The order of fields is part of the format.
+    """
 
     id: str
     requested_model: str = ""
@@ -72,14 +77,14 @@ class ModelCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Everything a node holds besides numbers."""
+    """The part of a node that is stored as msgpack."""
 
     message: Message
     call: ModelCall | None = None
 
 
 class VersionRun(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """`count` sampled tokens in a row that came from one version of the policy's weights."""
+    """`count` consecutive sampled tokens from one version of the policy's weights."""
 
     policy: str
     incarnation: int
@@ -88,7 +93,7 @@ class VersionRun(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=Tr
 
 
 class Media(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """An entry of the media table: an image once, however many messages show it."""
+    """An entry of the media table; each image is stored once. `hash` is the SHA-256 of `data`."""
 
     hash: str
     mime: str
@@ -96,11 +101,12 @@ class Media(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
     @classmethod
     def from_bytes(cls, data: bytes, mime: str) -> Media:
+        """Return an entry with the hash of `data`."""
         return cls(hashlib.sha256(data).hexdigest(), mime, data)
 
 
 class MediaRef(NamedTuple):
-    """Media in a message: entry `media` of the table, part `part` of the content, standing at tokens [start, stop)."""
+    """Media in a message: index `media` in the table, index `part` in the content, placeholder tokens [start, stop)."""
 
     part: int
     media: int

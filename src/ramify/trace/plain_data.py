@@ -1,7 +1,6 @@
-"""Plain data: what may travel in a trace without the package that made it.
+"""Checks for plain data: values that can be encoded and decoded without the package that created them.
 
-A value is checked the moment it is set, where the code that set it is still on the stack; finding out when the rollout
-is sent home would blame the wrong line.
+A value is checked when it is set, so that the error points to the code that set it. A check on sending would not.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import numpy as np
 
 from ramify.errors import ValueRefused
 
-MAX_DEPTH = 64  # tables and lists inside each other; a value that holds itself has no end
+MAX_DEPTH = 64  # of nested dicts and lists; a value that contains itself would be infinite
 
 
 def to_plain(value: object, key: str, depth: int = 0) -> Any:
-    """`value` as None, bool, int, float, str, list and dict; anything else is refused naming `key` and its type."""
+    """Convert `value` to None, bool, int, float, str, list and dict. Raises ValueRefused, which names `key`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -42,12 +41,12 @@ def to_plain(value: object, key: str, depth: int = 0) -> Any:
         return float(cast(float, value))
     if isinstance(value, np.bool_ | np.integer):
         return to_plain(cast(object, value.item()), key)
-    kind = type(value).__qualname__
-    raise ValueRefused(f"{key}: a {kind} cannot be encoded; use None, bool, int, float, str, list or dict")
+    name = type(value).__qualname__
+    raise ValueRefused(f"{key}: a {name} cannot be encoded; use None, bool, int, float, str, list or dict")
 
 
 def check_reward(value: object, key: str) -> Any:
-    """A reward: (score, weight), or None for one that was due and did not run."""
+    """Check a reward: (score, weight), or None if its function did not run."""
     if value is None:
         return None
     if isinstance(value, tuple | list) and len(cast(Sequence[object], value)) == 2:
@@ -57,19 +56,19 @@ def check_reward(value: object, key: str) -> Any:
 
 
 def check_number(value: object, key: str) -> float:
-    """A finite number as a float."""
+    """Return a finite number as a float."""
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         try:
-            found = float(cast(float, value))
+            number = float(cast(float, value))
         except OverflowError:
-            raise ValueRefused(f"{key}: expected a finite number, found an int beyond any float") from None
-        if math.isfinite(found):
-            return found
+            raise ValueRefused(f"{key}: expected a finite number, found an int that is too large for a float") from None
+        if math.isfinite(number):
+            return number
     raise ValueRefused(f"{key}: expected a finite number, found {_describe(cast(object, value))}")
 
 
 class CheckedDict(dict[str, Any]):
-    """A dict that checks each value as it is set; `path` is what errors call it."""
+    """A dict that checks and converts each value when it is set; errors call the dict `path`."""
 
     __slots__ = ("_check", "_path")
 
@@ -86,8 +85,8 @@ class CheckedDict(dict[str, Any]):
         super().__setitem__(_check_key(key, self._path), self._check(value, f"{self._path}.{key}"))
 
     def update(self, *others: Mapping[str, object] | Iterable[tuple[str, object]], **named: object) -> None:  # type: ignore[override]
-        found = dict(*others, **named)
-        super().update({_check_key(key, self._path): self._check(found[key], f"{self._path}.{key}") for key in found})
+        items = dict(*others, **named)
+        super().update({_check_key(key, self._path): self._check(items[key], f"{self._path}.{key}") for key in items})
 
     def setdefault(self, key: str, default: object = None) -> Any:
         if key not in self:
@@ -115,4 +114,4 @@ def _check_text(value: str, key: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueRefused(f"{key}: a str that is not valid Unicode: {error.reason} at {error.start}") from None
-    return str.__str__(value)  # the text itself, where an enum or another subclass would print something else
+    return str.__str__(value)  # a plain str, also for an enum or another subclass

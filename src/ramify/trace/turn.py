@@ -1,9 +1,9 @@
-"""Recording a model call: where a turn hangs in the graph.
+"""Records model calls as turns of a trace.
 
-The engine saw a prompt and sampled a reply. The prompt's longest prefix that is already a path of whole nodes is kept
-as it is; what follows becomes new nodes, one per message, and the reply is the last of them. Where the prompt differs
-from every known path, it forks there. Only token ids (and images at their placeholders) decide: two conversations that
-read the same but were tokenized differently are different histories.
+A turn is a prompt that the engine received and the reply that it sampled. The longest prefix of the prompt that is a
+path of complete nodes is reused; the rest becomes new nodes, one per message, and the reply is the last of them. Where
+the prompt differs from every path, the graph forks. Only token ids (and images at their placeholders) are compared: two
+conversations with equal text but different tokens are different paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ramify.trace.trace import Trace
 
 @dataclass(slots=True, frozen=True)
 class PromptMedia:
-    """An image in the prompt: part `part` of message `span`, standing at prompt tokens [start, stop)."""
+    """An image in the prompt: part `part` of message `message_index`, with the prompt tokens [start, stop)."""
 
     media: Media
     message_index: int
@@ -37,9 +37,9 @@ class PromptMedia:
 
 @dataclass(slots=True, frozen=True)
 class MessageSpan:
-    """A message of the prompt and its tokens: from the end of the message before it up to `stop`.
+    """A message of the prompt and its tokens: from the end of the previous message up to `stop`.
 
-    `body` is the part that is message text rather than template scaffold, in prompt tokens like `stop`.
+    `content_span` is the range of the message's own text, without the chat template. Both are indices into the prompt.
     """
 
     message: Message
@@ -49,16 +49,16 @@ class MessageSpan:
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """One model call as the engine saw it.
+    """One model call as the engine received it.
 
-    `prompt` is every token the engine was given, and `spans` says which message each part of it is; what follows the
-    last span is the generation prompt and belongs to the reply. A renderer that kept a node's path verbatim may name
-    the node in `after` as proof: `prompt` and `spans` then hold only what comes after that path, and nothing before it
-    is compared.
+    `prompt_ids` are all tokens of the prompt, and `spans` the messages in it; the tokens after the last span are the
+    generation prompt and belong to the reply. If the renderer has reused the tokens of a node's path, `prefix_node` may
+    name that node: `prompt_ids`, `spans` and `media` then hold only what follows the path, which is not compared again.
+    `reply_content_span` is relative to `reply_ids`; None means all of them. `media` is in order of start.
 
-    Example, ids as letters, one user message "hi" and the reply "yo":
+    Example with letters as ids, one user message "hi" and the reply "yo":
 
-        prompt = < u h i > < a      spans = [Span(user, stop=5, body=(2, 4))]      reply_ids = y o >
+        prompt_ids = < u h i > < a      spans = [MessageSpan(user, stop=5, content_span=(2, 4))]      reply_ids = y o >
         nodes:   [< u h i >]  [< a y o >]       the reply's sampled span is [2, 5) of its own tokens
     """
 
@@ -68,16 +68,16 @@ class Turn:
     reply: Message
     reply_ids: npt.ArrayLike
     logprobs: npt.ArrayLike
-    reply_content_span: tuple[int, int] | None = None  # within reply_ids; all of them unless said
+    reply_content_span: tuple[int, int] | None = None
     versions: Sequence[VersionRun] = ()
-    media: Sequence[PromptMedia] = ()  # in the order of their places
+    media: Sequence[PromptMedia] = ()
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
     trainable: bool = True
     prefix_node: int = -1
 
 
 class TraceBuilder:
-    """Attaches turns to a trace, each call id once."""
+    """Adds turns to a trace, each call id once."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -85,13 +85,13 @@ class TraceBuilder:
         self._num_indexed = 0  # nodes whose call ids are known
 
     def add_turn(self, turn: Turn) -> int:
-        """Record the turn and return the reply's node; a call id seen before returns the node it already has.
+        """Record the turn and return the node of its reply; a repeated call id returns the existing node.
 
-        The work in Python is in the messages that are new, however long the prompt. A turn that is refused leaves no
-        mark.
+        The work in Python is proportional to the number of new messages. If the turn is invalid, the trace is
+        unchanged. Raises TraceInvalid, or CallConflict if a repeated call differs from the recorded one.
         """
         graph = self._trace.graph
-        prompt, ids = as_token_ids(turn.prompt_ids), as_token_ids(turn.reply_ids)
+        prompt_ids, reply_ids = as_token_ids(turn.prompt_ids), as_token_ids(turn.reply_ids)
         if not -1 <= turn.prefix_node < len(graph):
             raise TraceInvalid(
                 f"prefix_node of call {turn.call.id!r}: expected a node of the trace, which has {len(graph)}, "
@@ -100,43 +100,47 @@ class TraceBuilder:
         self._index_call_ids()
         if turn.call.id in self._node_by_call_id:
             node = self._node_by_call_id[turn.call.id]
-            _check_same_call(graph, node, turn, prompt, ids)
+            _check_same_call(graph, node, turn, prompt_ids, reply_ids)
             return node
-        nodes, media = len(graph), len(graph.media)
+        num_nodes, num_media = len(graph), len(graph.media)
         try:
-            node = self._add_nodes(turn, prompt, ids)
+            node = self._add_nodes(turn, prompt_ids, reply_ids)
         except BaseException:
-            graph.truncate(nodes, media)
+            graph.truncate(num_nodes, num_media)
             raise
         self._node_by_call_id[turn.call.id] = node
         self._num_indexed = len(graph)
         return node
 
     def _index_call_ids(self) -> None:
-        """Learn the call ids of nodes that came without this builder: decoded, added by hand or by another one."""
+        """Index the call ids of nodes that were added without this builder."""
         for index in range(self._num_indexed, len(self._trace.graph)):
             if (call := self._trace.graph.read_record(index).call) is not None:
                 self._node_by_call_id[call.id] = index
         self._num_indexed = len(self._trace.graph)
 
-    def _add_nodes(self, turn: Turn, prompt: Int32Array, reply_ids: Int32Array) -> int:
+    def _add_nodes(self, turn: Turn, prompt_ids: Int32Array, reply_ids: Int32Array) -> int:
         graph = self._trace.graph
-        node, start, known = _find_parent(graph, turn, prompt)
-        _check_spans(turn, known, len(prompt))
-        for number in range(known, len(turn.spans)):
-            span = turn.spans[number]
-            body = (max(span.content_span[0], start) - start, max(span.content_span[1], start) - start)
-            media = self._add_media_refs(turn.media, number, start)
-            node = graph.add_node(node, span.message, prompt[start : span.stop], content_span=body, media=media)
+        node, start, first_new = _find_parent(graph, turn, prompt_ids)
+        _check_spans(turn, first_new, len(prompt_ids))
+        for index, span in enumerate(turn.spans[first_new:], first_new):
+            content_start, content_stop = (max(position, start) - start for position in span.content_span)
+            node = graph.add_node(
+                node,
+                span.message,
+                prompt_ids[start : span.stop],
+                content_span=(content_start, content_stop),
+                media=self._add_media_refs(turn.media, index, start),
+            )
             start = span.stop
-        lead = len(prompt) - start
-        body = turn.reply_content_span or (0, len(reply_ids))
+        offset = len(prompt_ids) - start  # of the sampled tokens, after the generation prompt
+        content_start, content_stop = turn.reply_content_span or (0, len(reply_ids))
         return graph.add_node(
             node,
             turn.reply,
-            np.concatenate([prompt[start:], reply_ids]),
-            sampled_span=(lead, lead + len(reply_ids)),
-            content_span=(lead + body[0], lead + body[1]),
+            np.concatenate([prompt_ids[start:], reply_ids]),
+            sampled_span=(offset, offset + len(reply_ids)),
+            content_span=(offset + content_start, offset + content_stop),
             logprobs=turn.logprobs,
             versions=turn.versions,
             arrays=turn.arrays,
@@ -145,96 +149,95 @@ class TraceBuilder:
         )
 
     def _add_media_refs(self, media: Sequence[PromptMedia], message_index: int, start: int) -> list[MediaRef]:
-        """The media of one message, placed from its first new token on."""
-        mine = (item for item in media if item.message_index == message_index and item.start >= start)
-        return [MediaRef(m.part, self._trace.add_media(m.media), m.start - start, m.stop - start) for m in mine]
+        """Add the media of one message to the trace, and return their references relative to token `start`."""
+        items = (item for item in media if item.message_index == message_index and item.start >= start)
+        return [MediaRef(m.part, self._trace.add_media(m.media), m.start - start, m.stop - start) for m in items]
 
 
-def _find_parent(graph: MessageGraph, turn: Turn, prompt: Int32Array) -> tuple[int, int, int]:
-    """The node to continue, how much of the prompt its path covers, and the first message that is new after it."""
-    placed = [(item.start, item.stop, item.media.hash) for item in turn.media]
-    node, matched = graph.match_prefix(prompt, placed, turn.prefix_node)
+def _find_parent(graph: MessageGraph, turn: Turn, prompt_ids: Int32Array) -> tuple[int, int, int]:
+    """Return the node to continue, the length of the prompt that its path covers, and the first new message."""
+    media_spans = [(item.start, item.stop, item.media.hash) for item in turn.media]
+    node, matched = graph.match_prefix(prompt_ids, media_spans, turn.prefix_node)
     spans = turn.spans
-    known = bisect_left(spans, matched, key=lambda span: span.stop)
-    if known < len(spans) and _is_covered(turn, known, matched):
-        known += 1
-        # The node may be the message after it, where that has no body and began with the closing scaffold.
-        if _is_empty_next_message(graph, node, turn, known, matched):
-            known += 1
-    # Messages without tokens leave no mark in the prompt: they are recognised by what they say.
-    while known < len(spans) and spans[known].stop == matched:
-        said = spans[known].message
+    first_new = bisect_left(spans, matched, key=lambda span: span.stop)
+    if first_new < len(spans) and _is_covered(turn, first_new, matched):
+        first_new += 1
+        # The node may be the next message, if that has no content and starts with the closing template tokens.
+        if _is_empty_next_message(graph, node, turn, first_new, matched):
+            first_new += 1
+    # Messages without tokens are not visible in the prompt: compare the messages themselves.
+    while first_new < len(spans) and spans[first_new].stop == matched:
+        message = spans[first_new].message
         empty = (child for child in graph.children(node) if graph.token_start(child) == graph.token_stop(child))
-        found = next((child for child in empty if graph.read_record(child).message == said), None)
-        if found is None:
+        child = next((child for child in empty if graph.read_record(child).message == message), None)
+        if child is None:
             break
-        node, known = found, known + 1
-    return node, matched, known
+        node, first_new = child, first_new + 1
+    return node, matched, first_new
 
 
 def _is_covered(turn: Turn, message_index: int, matched: int) -> bool:
-    """Whether a path that ends in message i holds all of it, but perhaps for closing scaffold."""
+    """Whether `matched` tokens of the prompt include the whole message, except perhaps closing template tokens."""
     start = turn.spans[message_index - 1].stop if message_index else 0
     return start < matched and _find_content_stop(turn, message_index) <= matched
 
 
 def _find_content_stop(turn: Turn, message_index: int) -> int:
-    stop = turn.spans[message_index].content_span[1]
-    return (
-        max([stop, *(item.stop for item in turn.media if item.message_index == message_index)]) if turn.media else stop
-    )
+    """Return where the content of a message ends, including its media."""
+    media_stops = (item.stop for item in turn.media if item.message_index == message_index)
+    return max([turn.spans[message_index].content_span[1], *media_stops])
 
 
 def _is_empty_next_message(graph: MessageGraph, node: int, turn: Turn, message_index: int, matched: int) -> bool:
-    """Whether the node a path ends in is message i, without body, behind the closing scaffold of the one before."""
+    """Whether `node` is this message without content, after the closing template tokens of the previous one."""
     if message_index == len(turn.spans) or _find_content_stop(turn, message_index) > matched:
         return False
-    before = graph.depth(node) - graph.path_length(turn.prefix_node)
-    return (
-        _is_covered(turn, message_index - 1, before)
-        and graph.read_record(node).message == turn.spans[message_index].message
-    )
+    if not _is_covered(turn, message_index - 1, graph.depth(node) - graph.path_length(turn.prefix_node)):
+        return False
+    return graph.read_record(node).message == turn.spans[message_index].message
 
 
 def _check_spans(turn: Turn, first_new: int, num_prompt_tokens: int) -> None:
-    before = turn.spans[first_new - 1].stop if first_new else 0
-    for i, span in enumerate(turn.spans[first_new:], first_new):
-        low, high = span.content_span
-        if not before <= low <= high <= span.stop <= num_prompt_tokens:
+    """Raise TraceInvalid if the spans of the new messages or the media are out of order or range."""
+    call_id, spans = turn.call.id, turn.spans
+    previous_stop = spans[first_new - 1].stop if first_new else 0
+    for index, span in enumerate(spans[first_new:], first_new):
+        start, stop = span.content_span
+        if not previous_stop <= start <= stop <= span.stop <= num_prompt_tokens:
             raise TraceInvalid(
-                f"message {i} of call {turn.call.id!r}: body [{low}, {high}) and stop {span.stop} must lie in order "
-                f"between {before} and the prompt's {num_prompt_tokens} tokens"
+                f"message {index} of call {call_id!r}: content_span [{start}, {stop}) and stop {span.stop} must be in "
+                f"order between {previous_stop} and the prompt's {num_prompt_tokens} tokens"
             )
-        before = span.stop
-    before = 0
+        previous_stop = span.stop
+    previous_stop = 0
     for item in turn.media:
-        if not 0 <= item.message_index < len(turn.spans):
+        index = item.message_index
+        if not 0 <= index < len(spans):
+            raise TraceInvalid(f"media of call {call_id!r} refers to message {index} of {len(spans)}")
+        start = max(spans[index - 1].stop if index else 0, previous_stop)
+        if not start <= item.start < item.stop <= spans[index].stop:
             raise TraceInvalid(
-                f"media of call {turn.call.id!r} is in message {item.message_index} of {len(turn.spans)}"
+                f"media [{item.start}, {item.stop}) of call {call_id!r} is out of order or outside message {index}"
             )
-        low = turn.spans[item.message_index - 1].stop if item.message_index else 0
-        if not max(low, before) <= item.start < item.stop <= turn.spans[item.message_index].stop:
-            raise TraceInvalid(
-                f"media [{item.start}, {item.stop}) of call {turn.call.id!r} leaves message "
-                f"{item.message_index} or its order"
-            )
-        before = item.stop
+        previous_stop = item.stop
 
 
-def _check_same_call(graph: MessageGraph, node: int, turn: Turn, prompt: Int32Array, reply_ids: Int32Array) -> None:
-    known = graph.path_length(turn.prefix_node)
-    start, stop, begin = (
+def _check_same_call(graph: MessageGraph, node: int, turn: Turn, prompt_ids: Int32Array, reply_ids: Int32Array) -> None:
+    """Raise CallConflict if the turn differs from the one that `node` records."""
+    prefix_length = graph.path_length(turn.prefix_node)
+    sampled_start, sampled_stop, logprobs_stop = (
         int(graph.nodes.view[node][name]) for name in ("sampled_start", "sampled_stop", "logprobs_stop")
     )
-    placed = [(item.start + known, item.stop + known, item.media.hash) for item in turn.media]
-    logprobs = graph.logprobs.view[begin - (stop - start) : begin]
-    differs = {
+    num_sampled = sampled_stop - sampled_start
+    media_spans = [(item.start + prefix_length, item.stop + prefix_length, item.media.hash) for item in turn.media]
+    logprobs = graph.logprobs.view[logprobs_stop - num_sampled : logprobs_stop]
+    token_ids = np.concatenate([prompt_ids, reply_ids])
+    checks = {
         "another path": turn.prefix_node >= 0 and turn.prefix_node not in graph.path_nodes(node),
-        "other tokens": not np.array_equal(graph.path_tokens(node)[known:], np.concatenate([prompt, reply_ids])),
-        "another sample": stop - start != len(reply_ids),
-        "other media": [image for image in graph.path_media(node) if image[0] >= known] != placed,
+        "other tokens": not np.array_equal(graph.path_tokens(node)[prefix_length:], token_ids),
+        "another sample": num_sampled != len(reply_ids),
+        "other media": [span for span in graph.path_media(node) if span[0] >= prefix_length] != media_spans,
         "other logprobs": not np.array_equal(as_logprobs(turn.logprobs), logprobs, equal_nan=True),
     }
-    found = [name for name, holds in differs.items() if holds]
-    if found:
-        raise CallConflict(f"call {turn.call.id!r} was recorded as node {node} with {' and '.join(found)}")
+    if differences := [name for name, differs in checks.items() if differs]:
+        raise CallConflict(f"call {turn.call.id!r} was recorded as node {node} with {' and '.join(differences)}")
