@@ -1,130 +1,134 @@
-"""Monitors: whatever a sink does, the run goes on."""
+"""Whatever a sink does, the run goes on."""
 
 import threading
 
 from ramify.monitor import MonitorSinks
 
-FOREVER = 30.0  # seconds that nobody should have to wait
+LONG = 30.0  # seconds; no test should wait this long
 
 
-class Kept:
-    """A sink that keeps what it is given."""
+class RecordingSink:
+    """Keeps what it is given."""
 
     def __init__(self):
         self.values, self.samples, self.closed = [], [], False
 
-    def log(self, step, values):
+    def log_metrics(self, step, values):
         self.values.append((step, values))
 
-    def show(self, step, samples):
+    def log_samples(self, step, samples):
         self.samples.append((step, samples))
 
     def close(self):
         self.closed = True
 
 
-class Failing(Kept):
+class FailingSink(RecordingSink):
+    """Fails the first `failures` times."""
+
     def __init__(self, failures: int):
         super().__init__()
         self.failures = failures
 
-    def log(self, step, values):
+    def log_metrics(self, step, values):
         if self.failures:
             self.failures -= 1
             raise ConnectionError("no route to host")
-        super().log(step, values)
+        super().log_metrics(step, values)
 
 
-class Hanging(Kept):
+class HangingSink(RecordingSink):
+    """Hangs in its first call until it is released."""
+
     def __init__(self):
         super().__init__()
-        self.free, self.called = threading.Event(), threading.Event()
+        self.released, self.called = threading.Event(), threading.Event()
 
-    def log(self, step, values):
+    def log_metrics(self, step, values):
         self.called.set()
-        self.free.wait(FOREVER)
-        super().log(step, values)
+        self.released.wait(LONG)
+        super().log_metrics(step, values)
 
 
-def test_every_sink_gets_everything_in_order():
-    sinks = [Kept(), Kept()]
-    monitors = MonitorSinks({"a": lambda: sinks[0], "b": lambda: sinks[1]}, print_line=print)
+def test_every_sink_gets_every_call_in_order():
+    recorded = [RecordingSink(), RecordingSink()]
+    sinks = MonitorSinks({"a": lambda: recorded[0], "b": lambda: recorded[1]}, print_line=print)
     for step in range(100):
-        monitors.log_metrics(step, {"reward/all/mean": step / 100})
-    monitors.log_samples(99, [])
-    monitors.close()
-    for sink in sinks:
+        sinks.log_metrics(step, {"reward/all/mean": step / 100})
+    sinks.log_samples(99, [])
+    sinks.close()
+    for sink in recorded:
         assert [step for step, _ in sink.values] == list(range(100))
         assert sink.samples == [(99, [])]
         assert sink.closed
-    assert monitors.num_dropped == {"a": 0, "b": 0}
+    assert sinks.num_dropped == {"a": 0, "b": 0}
 
 
-def test_what_is_given_may_change_afterwards():
-    sink, values = Kept(), {"train/loss": 1.0}
-    monitors = MonitorSinks({"a": lambda: sink}, print_line=print)
-    monitors.log_metrics(0, values)
+def test_values_may_change_after_they_were_logged():
+    sink, values = RecordingSink(), {"train/loss": 1.0}
+    sinks = MonitorSinks({"a": lambda: sink}, print_line=print)
+    sinks.log_metrics(0, values)
     values["train/loss"] = 2.0
-    monitors.close()
+    sinks.close()
     assert sink.values == [(0, {"train/loss": 1.0})]
 
 
-def test_a_failure_is_told_of_once_and_passes():
-    sink, said = Failing(3), []
-    monitors = MonitorSinks({"wandb": lambda: sink}, print_line=said.append)
+def test_a_failure_is_reported_once_and_later_calls_succeed():
+    sink, lines = FailingSink(3), []
+    sinks = MonitorSinks({"wandb": lambda: sink}, print_line=lines.append)
     for step in range(10):
-        monitors.log_metrics(step, {})
-    monitors.close()
-    assert said == ["monitor wandb failed: ConnectionError: no route to host"]
+        sinks.log_metrics(step, {})
+    sinks.close()
+    assert lines == ["sink wandb failed: ConnectionError: no route to host"]
     assert len(sink.values) == 7
-    assert monitors.num_dropped == {"wandb": 3}
+    assert sinks.num_dropped == {"wandb": 3}
 
 
-def test_one_that_always_fails_is_given_up_and_the_others_are_not():
-    sink, said = Kept(), []
-    monitors = MonitorSinks({"wandb": lambda: Failing(1000), "console": lambda: sink}, print_line=said.append)
+def test_a_sink_that_always_fails_is_disabled_and_the_others_are_not():
+    sink, lines = RecordingSink(), []
+    sinks = MonitorSinks({"wandb": lambda: FailingSink(1000), "console": lambda: sink}, print_line=lines.append)
     for step in range(50):
-        monitors.log_metrics(step, {})
-    monitors.close()
-    assert said[-1] == "monitor wandb failed 5 times in a row and is given up"
+        sinks.log_metrics(step, {})
+    sinks.close()
+    assert lines[-1] == "sink wandb disabled after 5 consecutive failures"
     assert len(sink.values) == 50
 
 
-def test_one_that_cannot_be_opened_is_told_of():
-    def absent():
+def test_a_sink_that_cannot_be_opened_is_reported():
+    def fail_to_open():
         raise ModuleNotFoundError("No module named 'wandb'")
 
-    said = []
-    monitors = MonitorSinks({"wandb": absent}, print_line=said.append)
-    monitors.close()
-    monitors.log_metrics(0, {})
-    assert said == ["monitor wandb cannot be opened: ModuleNotFoundError: No module named 'wandb'"]
-    assert monitors.num_dropped == {"wandb": 1}
+    lines = []
+    sinks = MonitorSinks({"wandb": fail_to_open}, print_line=lines.append)
+    sinks.close()
+    sinks.log_metrics(0, {})
+    assert lines == ["sink wandb cannot be opened: ModuleNotFoundError: No module named 'wandb'"]
+    assert sinks.num_dropped == {"wandb": 1}
 
 
-def test_nobody_waits_for_one_that_hangs():
-    sink, said = Hanging(), []
-    monitors = MonitorSinks({"slow": lambda: sink}, print_line=said.append, max_queued=4)
-    monitors.log_metrics(0, {})
-    assert sink.called.wait(FOREVER)
+def test_a_sink_that_hangs_is_abandoned_when_the_run_closes():
+    sink, lines = HangingSink(), []
+    sinks = MonitorSinks({"slow": lambda: sink}, print_line=lines.append, max_queued=4)
+    sinks.log_metrics(0, {})
+    assert sink.called.wait(LONG)
     for step in range(1, 6):
-        monitors.log_metrics(step, {})
-    assert said == ["monitor slow does not keep up; what it cannot take is left out"]
-    monitors.close(timeout=0.05)
-    assert said[-1] == "monitor slow did not end in time and is left behind"
+        sinks.log_metrics(step, {})
+    assert lines == ["sink slow is too slow; dropping calls"]
+    sinks.close(timeout=0.05)
+    assert lines[-1] == "sink slow did not close in time; abandoned"
     assert sink.values == []
-    sink.free.set()
+    sink.released.set()
 
 
-def test_one_that_hangs_while_it_is_opened_is_left_behind():
-    free, said = threading.Event(), []
+def test_a_sink_that_hangs_while_it_opens_is_abandoned():
+    released, lines = threading.Event(), []
 
-    def opening():
-        free.wait(FOREVER)
-        return Kept()
+    def open_slowly():
+        released.wait(LONG)
+        return RecordingSink()
 
-    monitors = MonitorSinks({"slow": opening}, print_line=said.append)
-    monitors.log_metrics(0, {})
-    monitors.close(timeout=0.05)
-    assert said == ["monitor slow did not end in time and is left behind"]
-    free.set()
+    sinks = MonitorSinks({"slow": open_slowly}, print_line=lines.append)
+    sinks.log_metrics(0, {})
+    sinks.close(timeout=0.05)
+    assert lines == ["sink slow did not close in time; abandoned"]
+    released.set()

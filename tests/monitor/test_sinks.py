@@ -21,8 +21,8 @@ def config(tmp_path, *sinks) -> RunConfig:
     return RunConfig(name="run", output=tmp_path, train=train, monitor={"sinks": [{"type": sink} for sink in sinks]})
 
 
-def rollout() -> Trace:
-    """Two branches: a picture is asked about, and answered twice, once with a tool."""
+def build_rollout() -> Trace:
+    """A question about an image with two replies, one of them a tool call."""
     trace = Trace(id="r1", rewards={"right": (0.5, 1.0)})
     media = Media.from_bytes(b"x" * 2048, "image/png")
     trace.add_media(media)
@@ -37,29 +37,29 @@ def rollout() -> Trace:
     return trace
 
 
-def test_a_sample_is_one_branch_with_media_as_their_size():
-    first, second = build_samples(rollout(), source="look", advantage=0.25)
-    asked = ("user", "What is this? [image/png, 2,048 bytes]")
-    assert first.messages == (asked, ("assistant", '(calls) zoom({"by": 2})'))
-    assert second.messages == (asked, ("assistant", "(thinks) green a tree"))
+def test_a_sample_is_one_branch_that_shows_media_by_their_size():
+    first, second = build_samples(build_rollout(), source="look", advantage=0.25)
+    question = ("user", "What is this? [image/png, 2,048 bytes]")
+    assert first.messages == (question, ("assistant", '[tool call] zoom({"by": 2})'))
+    assert second.messages == (question, ("assistant", "[reasoning] green a tree"))
     assert second.row[:5] == ("look", "r1", 1, 0.5, 0.25)
 
 
-def test_the_log_has_the_step_and_the_samples(tmp_path):
-    said = []
-    monitors = open_monitor_sinks(config(tmp_path), said.append)
-    monitors.log_metrics(3, {"reward/all/mean": 0.5, "time/step": 1.0, "eval/held-out/avg": 0.25})
-    monitors.log_metrics(3, {"time/step": 1.0})
-    monitors.log_samples(3, build_samples(rollout(), source="look"))
-    monitors.close()
-    assert said[0] == "step=3 reward/all/mean=0.5 eval/held-out/avg=0.25"
-    assert said[1] == "sample step=3 source=look rollout=r1 reward=0.500 advantage=due"
-    assert said[2] == "  [user] What is this? [image/png, 2,048 bytes]"
+def test_the_console_prints_the_step_and_the_samples(tmp_path):
+    lines = []
+    sinks = open_monitor_sinks(config(tmp_path), lines.append)
+    sinks.log_metrics(3, {"reward/all/mean": 0.5, "time/step": 1.0, "eval/held-out/avg": 0.25})
+    sinks.log_metrics(3, {"time/step": 1.0})
+    sinks.log_samples(3, build_samples(build_rollout(), source="look"))
+    sinks.close()
+    assert lines[0] == "step=3 reward/all/mean=0.5 eval/held-out/avg=0.25"
+    assert lines[1] == "sample step=3 source=look rollout=r1 reward=0.500 advantage=missing"
+    assert lines[2] == "  [user] What is this? [image/png, 2,048 bytes]"
 
 
 @pytest.fixture
-def trackio_in_a_file(monkeypatch, tmp_path):
-    """A module in place of trackio that writes its calls into the file it returns."""
+def trackio_calls(monkeypatch, tmp_path):
+    """Replace trackio by a module that writes its calls into the returned file."""
     file = tmp_path / "calls.jsonl"
     monkeypatch.syspath_prepend(str(LIBRARIES))
     monkeypatch.setenv("TRACKIO_CALLS", str(file))
@@ -68,38 +68,38 @@ def trackio_in_a_file(monkeypatch, tmp_path):
     sys.modules.pop("trackio", None)
 
 
-def test_a_resumed_run_is_the_same_run_in_trackio(tmp_path, trackio_in_a_file):
+def test_a_resumed_run_is_the_same_run_in_trackio(tmp_path, trackio_calls):
     check_sinks_installed(config(tmp_path, "trackio"))
-    said = []
-    monitors = open_monitor_sinks(config(tmp_path, "trackio"), said.append)
-    monitors.log_metrics(1, {"train/loss": 0.5})
-    monitors.log_samples(1, build_samples(rollout(), source="look", advantage=1.0))
-    monitors.close()
-    assert [line for line in said if line.startswith("monitor")] == []
-    lines = [json.loads(line) for line in trackio_in_a_file.read_text().splitlines()]
-    assert lines[0]["init"] == {"project": "ramify", "name": "run", "resume": "allow"}
-    assert lines[1] == {"step": 1, "train/loss": 0.5}
-    assert [row["branch"] for row in lines[2]["samples"]] == [0, 1]
-    assert lines[3] == {"finished": True}
+    lines = []
+    sinks = open_monitor_sinks(config(tmp_path, "trackio"), lines.append)
+    sinks.log_metrics(1, {"train/loss": 0.5})
+    sinks.log_samples(1, build_samples(build_rollout(), source="look", advantage=1.0))
+    sinks.close()
+    assert [line for line in lines if line.startswith("sink ")] == []
+    calls = [json.loads(line) for line in trackio_calls.read_text().splitlines()]
+    assert calls[0]["init"] == {"project": "ramify", "name": "run", "resume": "allow"}
+    assert calls[1] == {"step": 1, "train/loss": 0.5}
+    assert [row["branch"] for row in calls[2]["samples"]] == [0, 1]
+    assert calls[3] == {"finished": True}
 
 
 def test_tensorboard_gets_event_files(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    said = []
-    monitors = open_monitor_sinks(config(tmp_path, "tensorboard"), said.append)
+    lines = []
+    sinks = open_monitor_sinks(config(tmp_path, "tensorboard"), lines.append)
     for step in range(3):
-        monitors.log_metrics(step, {"reward/all/mean": step / 4})
-    monitors.log_samples(2, build_samples(rollout(), source="look"))
-    monitors.close()
-    assert [line for line in said if line.startswith("monitor")] == []
+        sinks.log_metrics(step, {"reward/all/mean": step / 4})
+    sinks.log_samples(2, build_samples(build_rollout(), source="look"))
+    sinks.close()
+    assert [line for line in lines if line.startswith("sink ")] == []
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("reward/all/mean")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
     assert len(read.Tags()["tensors"]) == 2
 
 
-def test_a_sink_whose_library_is_missing_is_refused_before_the_run(tmp_path):
+def test_a_sink_whose_library_is_missing_is_refused(tmp_path):
     assert find_spec("trackio") is None, "this test needs an environment without trackio"
     match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
     with pytest.raises(ConfigInvalid, match=match):

@@ -13,12 +13,12 @@ HEADER, BLOCK, FRAGMENT = 7, 32768, struct.Struct("<IHB")
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
-def read_history(folder: Path) -> list[dict]:
-    """Return the history rows of all offline runs below `folder`, in the order in which they were written."""
+def read_history(directory: Path) -> list[dict]:
+    """Return the history rows of all offline runs below `directory`, in the order in which they were written."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows: list[dict] = []
-    for file in sorted(folder.rglob("*.wandb")):
+    for file in sorted(directory.rglob("*.wandb")):
         for data in _records(file.read_bytes()):
             record = Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
@@ -28,15 +28,15 @@ def read_history(folder: Path) -> list[dict]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    at, parts = HEADER, b""
-    while at + FRAGMENT.size <= len(data):
-        if BLOCK - at % BLOCK < FRAGMENT.size:  # too little room for a fragment: padding
-            at += BLOCK - at % BLOCK
+    offset, parts = HEADER, b""
+    while offset + FRAGMENT.size <= len(data):
+        if BLOCK - offset % BLOCK < FRAGMENT.size:  # too short for a fragment: padding
+            offset += BLOCK - offset % BLOCK
             continue
-        _, length, kind = FRAGMENT.unpack_from(data, at)
-        at += FRAGMENT.size
-        parts += data[at : at + length]
-        at += length
+        _, length, kind = FRAGMENT.unpack_from(data, offset)
+        offset += FRAGMENT.size
+        parts += data[offset : offset + length]
+        offset += length
         if kind in (FULL, LAST):
             yield parts
             parts = b""

@@ -1,7 +1,7 @@
-"""Where the numbers of a run go besides its own tables.
+"""Sinks for the metrics of a run, besides the run's own tables.
 
-A monitor is a convenience: whatever it does, the run goes on. So each sink lives in a thread of its own behind a
-bounded queue; one that fails is told of, one that hangs is left behind, and nobody waits for it beyond a deadline.
+A sink must never stop the run. So each one lives in a thread of its own behind a bounded queue: a failing sink is
+logged, a hanging sink is abandoned at the deadline.
 """
 
 import lazy_loader

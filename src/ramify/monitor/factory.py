@@ -1,37 +1,40 @@
-"""From a run's `[monitor]` section to its sinks."""
+"""Build the sinks of a run from its `[monitor]` section."""
 
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
 from ramify.config import raise_config_invalid
-from ramify.monitor import sinks
 from ramify.monitor.sink_threads import MonitorSinks, SinkFactory
+from ramify.monitor.sinks import ConsoleSink, TensorBoardSink, TrackioSink, WandbSink
 from ramify.orchestrate.config import RunConfig, TensorboardConfig, TrackioConfig, WandbConfig
 
 
 def check_sinks_installed(config: RunConfig) -> None:
-    """Refuse, with ConfigInvalid, a sink whose library is not installed."""
-    absent = [
-        (f"monitor.sinks.{number}", f"{sink.type} is not installed; pip install 'ramify[{sink.type}]'")
-        for number, sink in enumerate(config.monitor.sinks)
+    """Raise ConfigInvalid if the library of a sink is not installed."""
+    missing = [
+        (f"monitor.sinks.{index}", f"{sink.type} is not installed; pip install 'ramify[{sink.type}]'")
+        for index, sink in enumerate(config.monitor.sinks)
         if find_spec(sink.type) is None
     ]
-    if absent:
-        raise_config_invalid(absent)
+    if missing:
+        raise_config_invalid(missing)
 
 
 def open_monitor_sinks(config: RunConfig, print_line: Callable[[str], None] = print) -> MonitorSinks:
-    """The sinks of a run: the log always, and those it names. What they complain of is said to `say`."""
-    name, path, told = config.path.name, config.path, config.model_dump(mode="json")
-    found: dict[str, SinkFactory] = {"console": lambda: sinks.ConsoleSink(print_line)}
-    for number, sink in enumerate(config.monitor.sinks):
+    """Open the sinks of a run: always the console, and those that the configuration names.
+
+    `print_line` prints the console's lines and warnings about sinks.
+    """
+    name, path, settings = config.path.name, config.path, config.model_dump(mode="json")
+    factories: dict[str, SinkFactory] = {"console": lambda: ConsoleSink(print_line)}
+    for index, sink in enumerate(config.monitor.sinks):
         match sink:
             case WandbConfig(project=project, entity=entity):
-                opening = partial(sinks.WandbSink, name, path, told, project=project, entity=entity)
+                factory = partial(WandbSink, name, path, settings, project=project, entity=entity)
             case TrackioConfig(project=project):
-                opening = partial(sinks.TrackioSink, name, told, project=project)
+                factory = partial(TrackioSink, name, settings, project=project)
             case TensorboardConfig():
-                opening = partial(sinks.TensorBoardSink, path / "tensorboard")
-        found[sink.type if sink.type not in found else f"{sink.type}.{number}"] = opening
-    return MonitorSinks(found, print_line=print_line)
+                factory = partial(TensorBoardSink, path / "tensorboard")
+        factories[sink.type if sink.type not in factories else f"{sink.type}.{index}"] = factory
+    return MonitorSinks(factories, print_line=print_line)

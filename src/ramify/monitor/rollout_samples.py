@@ -1,4 +1,4 @@
-"""Rollouts as people look at them: one row for each branch of the trace, its messages in order."""
+"""Rollouts as people read them: one row for each branch of the trace, with its messages in order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ class RolloutSample:
 
     source: str
     rollout: str
+    """The id of the rollout."""
     branch: int
     reward: float | None
     advantage: float | None
@@ -32,30 +33,31 @@ class RolloutSample:
 
 
 def build_samples(trace: Trace, *, source: str, advantage: float | None = None) -> list[RolloutSample]:
-    """The branches of a rollout; media are shown as their type and size."""
-    sizes = {media.hash: f"[{media.mime}, {len(media.data):,} bytes]" for media in trace.graph.media}
+    """Return one sample for each branch of a rollout; media are shown as their type and size."""
+    media_labels = {media.hash: f"[{media.mime}, {len(media.data):,} bytes]" for media in trace.graph.media}
     return [
         RolloutSample(
             source=source,
             rollout=trace.id,
-            branch=number,
+            branch=index,
             reward=trace.reward,
             advantage=advantage,
-            messages=tuple((message.role, _format_message(message, sizes)) for message in branch.messages),
+            messages=tuple((message.role, _format_message(message, media_labels)) for message in branch.messages),
         )
-        for number, branch in enumerate(trace.branches)
+        for index, branch in enumerate(trace.branches)
     ]
 
 
 def _format_message(message: Message, media_labels: Mapping[str, str]) -> str:
-    parts = [f"(thinks) {message.reasoning}"] if message.reasoning else []
+    parts = [f"[reasoning] {message.reasoning}"] if message.reasoning else []
     if isinstance(message.content, str):
         parts.append(message.content)
     else:
-        shown = (
-            media_labels.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text
-            for part in message.content
+        parts.append(
+            "".join(
+                media_labels.get(part.hash, "[media]") if isinstance(part, MediaPart) else part.text
+                for part in message.content
+            )
         )
-        parts.append("".join(shown))
-    parts += [f"(calls) {call.name}({call.arguments})" for call in message.tool_calls]
+    parts += [f"[tool call] {call.name}({call.arguments})" for call in message.tool_calls]
     return " ".join(part for part in parts if part)

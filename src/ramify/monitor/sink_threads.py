@@ -1,9 +1,9 @@
-"""All sinks of a run behind one pair of calls that never wait and never raise.
+"""All sinks of a run behind calls that never wait and never raise.
 
-    log, show ==> queue ==> thread ==> sink        one queue and one thread for each
+    log_metrics, log_samples ==> queue ==> thread ==> sink        one queue and one thread for each sink
 
-A sink that raises is told of once for each kind of failure, and given up after a few in a row. One whose call does not
-return, or whose queue is full, loses what it cannot take; at the end nobody waits for it beyond the deadline.
+The first failure of each kind is reported, and a sink is disabled after a few failures in a row. If a sink hangs or its
+queue is full, calls are dropped; when the run ends, it waits for the sinks only until a deadline.
 """
 
 import queue
@@ -12,18 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ramify.monitor.rollout_samples import RolloutSample
-from ramify.monitor.sink import Sink
+from ramify.monitor.sinks import Sink
 
-MAX_QUEUED_CALLS = 10_000  # calls that may wait for a sink: those of the minutes that opening one may take
-MAX_CONSECUTIVE_FAILURES = 5  # in a row, after which a sink is given up
-CLOSE_TIMEOUT = 10.0  # seconds for all sinks together to take what is left, at the end
+MAX_QUEUED_CALLS = 10_000  # enough for the minutes that opening a sink may take
+MAX_CONSECUTIVE_FAILURES = 5
+CLOSE_TIMEOUT = 10.0  # seconds for all sinks together to process their queues at the end
 
 SinkFactory = Callable[[], Sink]
 SinkCall = Callable[[Sink], None]
 
 
 class MonitorSinks:
-    """The sinks of a run, by name. `open` is called in the sink's own thread: it too may fail or hang."""
+    """The sinks of a run. Each factory is called in the sink's thread, since opening a sink may fail or hang too.
+
+    `print_line` receives the warnings about sinks.
+    """
 
     def __init__(
         self,
@@ -32,35 +35,34 @@ class MonitorSinks:
         print_line: Callable[[str], None],
         max_queued: int = MAX_QUEUED_CALLS,
     ) -> None:
-        self._workers = [_SinkWorker(name, opening, print_line, max_queued) for name, opening in factories.items()]
-        self._print_line = print_line
+        self._workers = [_SinkWorker(name, factory, print_line, max_queued) for name, factory in factories.items()]
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step."""
-        kept = dict(values)
-        self._submit(lambda sink: sink.log_metrics(step, kept))
+        """Log the metrics of a step."""
+        copied = dict(values)
+        self._submit(lambda sink: sink.log_metrics(step, copied))
 
     def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
-        """A few rollouts of a step."""
-        kept = list(samples)
-        self._submit(lambda sink: sink.log_samples(step, kept))
+        """Log a few rollouts of a step."""
+        copied = list(samples)
+        self._submit(lambda sink: sink.log_samples(step, copied))
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
-        """Let every sink take what is left, within `patience` seconds."""
-        end = time.monotonic() + timeout
-        for line in self._workers:
-            line.request_stop()
-        for line in self._workers:
-            line.join(max(0.0, end - time.monotonic()))
+        """Let every sink process its queue, within `timeout` seconds in all."""
+        deadline = time.monotonic() + timeout
+        for worker in self._workers:
+            worker.request_stop()
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def num_dropped(self) -> dict[str, int]:
-        """How many calls each sink has not taken."""
-        return {line.name: line.num_dropped for line in self._workers}
+        """The number of dropped or failed calls, by sink."""
+        return {worker.name: worker.num_dropped for worker in self._workers}
 
     def _submit(self, call: SinkCall) -> None:
-        for line in self._workers:
-            line.submit(call)
+        for worker in self._workers:
+            worker.submit(call)
 
 
 class _SinkWorker:
@@ -76,16 +78,17 @@ class _SinkWorker:
         self._thread.start()
 
     def submit(self, call: SinkCall) -> None:
+        """Queue a call, or drop it if the queue is full or the sink is disabled."""
         if not self._given_up:
             try:
                 return self._calls.put_nowait(call)
             except queue.Full:
-                self._warn_once("full", f"monitor {self.name} does not keep up; what it cannot take is left out")
+                self._warn_once("full", f"sink {self.name} is too slow; dropping calls")
         self.num_dropped += 1
         return None
 
     def request_stop(self) -> None:
-        """Say that this was all; a full queue is emptied by one to make room for that."""
+        """Queue the end; drops the oldest call if the queue is full."""
         while self._thread.is_alive():
             try:
                 return self._calls.put_nowait(None)
@@ -94,10 +97,11 @@ class _SinkWorker:
         return None
 
     def join(self, timeout: float) -> None:
+        """Wait for the thread; abandon it after `timeout` seconds."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._given_up = True
-            self._warn_once("hangs", f"monitor {self.name} did not end in time and is left behind")
+            self._warn_once("hangs", f"sink {self.name} did not close in time; abandoned")
 
     def _drop_oldest(self) -> None:
         try:
@@ -109,28 +113,28 @@ class _SinkWorker:
     def _run(self) -> None:
         sink = self._open_sink()
         failures = 0
-        while sink is not None and (job := self._calls.get()) is not None:
+        while sink is not None and (call := self._calls.get()) is not None:
             try:
-                job(sink)
+                call(sink)
                 failures = 0
-            except Exception as error:  # noqa: BLE001 - a monitor may raise anything; the run goes on
+            except Exception as error:  # noqa: BLE001 - a sink may raise anything, and the run must continue
                 failures += 1
                 self.num_dropped += 1
-                self._warn_once(type(error).__name__, f"monitor {self.name} failed: {type(error).__name__}: {error}")
+                self._warn_once(type(error).__name__, f"sink {self.name} failed: {type(error).__name__}: {error}")
             if failures == MAX_CONSECUTIVE_FAILURES:
-                self._give_up(f"monitor {self.name} failed {failures} times in a row and is given up")
+                self._give_up(f"sink {self.name} disabled after {failures} consecutive failures")
                 return
         if sink is not None:
             try:
                 sink.close()
             except Exception as error:  # noqa: BLE001
-                self._warn_once("close", f"monitor {self.name} failed to close: {type(error).__name__}: {error}")
+                self._warn_once("close", f"sink {self.name} failed to close: {type(error).__name__}: {error}")
 
     def _open_sink(self) -> Sink | None:
         try:
             return self._factory()
         except Exception as error:  # noqa: BLE001
-            self._give_up(f"monitor {self.name} cannot be opened: {type(error).__name__}: {error}")
+            self._give_up(f"sink {self.name} cannot be opened: {type(error).__name__}: {error}")
             return None
 
     def _give_up(self, message: str) -> None:

@@ -1,19 +1,35 @@
-"""The sinks that come with us. A library is imported when its sink is opened, never before."""
+"""The sinks that come with Ramify. The library of a sink is imported when the sink is opened."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ramify.monitor.rollout_samples import COLUMNS, RolloutSample
 
 CONSOLE_METRICS = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
-MAX_SAMPLE_CHARS = 2000  # characters of a sample in a log
+MAX_SAMPLE_CHARS = 2000  # of a sample on the console
+
+
+class Sink(Protocol):
+    """A destination of metrics and samples. It is used from one thread only, its own, and may raise anything."""
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step; a step may come several times, with different metrics."""
+        ...
+
+    def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Log a few rollouts of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write everything that is still buffered."""
+        ...
 
 
 class ConsoleSink:
-    """A line for what matters of a step, and the samples as text; into the log of whoever owns it."""
+    """Prints one line with the main metrics of a step, and samples as text."""
 
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line
@@ -27,8 +43,8 @@ class ConsoleSink:
 
     def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
         for sample in samples:
-            figures = f"reward={_format_value(sample.reward)} advantage={_format_value(sample.advantage)}"
-            self._print_line(f"sample step={step} source={sample.source} rollout={sample.rollout} {figures}")
+            values = f"reward={_format_value(sample.reward)} advantage={_format_value(sample.advantage)}"
+            self._print_line(f"sample step={step} source={sample.source} rollout={sample.rollout} {values}")
             text = sample.text if len(sample.text) <= MAX_SAMPLE_CHARS else f"{sample.text[:MAX_SAMPLE_CHARS]}..."
             for line in text.splitlines():
                 self._print_line(f"  {line}")
@@ -37,7 +53,7 @@ class ConsoleSink:
 
 
 class WandbSink:
-    """Weights & Biases. A run that is resumed is the same run there.
+    """Weights & Biases. A resumed run continues the same wandb run.
 
     wandb drops a row whose step is lower than the last one's, and a run logs the training of step 7 after the rewards
     of step 8. Therefore every call is a row of its own, numbered by wandb, and the step of the run is a metric in that
@@ -68,7 +84,7 @@ class WandbSink:
 
 
 class TrackioSink:
-    """Trackio. A run that goes on is the same run there."""
+    """Trackio. A resumed run continues the same Trackio run."""
 
     def __init__(self, name: str, config: Mapping[str, Any], *, project: str) -> None:
         self._trackio = import_module("trackio")
@@ -86,7 +102,7 @@ class TrackioSink:
 
 
 class TensorBoardSink:
-    """Event files in a directory. Written with tensorboard's own writer, which needs neither torch nor tensorflow."""
+    """Event files in a directory, written by tensorboard's own writer, which needs neither torch nor tensorflow."""
 
     def __init__(self, directory: Path) -> None:
         proto = "tensorboard.compat.proto"
@@ -99,19 +115,18 @@ class TensorBoardSink:
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._add_event(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._writer.flush()  # else a killed process loses the points of its last two minutes
+        self._writer.flush()  # otherwise a killed process loses the points of its last two minutes
 
     def log_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
-        kind = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
-        one = self._shape(dim=[self._shape.Dim(size=1)])
-        found: list[Any] = []
-        for number, sample in enumerate(samples):
-            text = (
-                f"reward {_format_value(sample.reward)}, advantage {_format_value(sample.advantage)}\n\n{sample.text}"
-            )
-            tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=one)
-            found.append(self._summary.Value(tag=f"samples/{sample.source}/{number}", metadata=kind, tensor=tensor))
-        self._add_event(step, found)
+        metadata = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
+        shape = self._shape(dim=[self._shape.Dim(size=1)])
+        values: list[Any] = []
+        for index, sample in enumerate(samples):
+            rewards = f"reward {_format_value(sample.reward)}, advantage {_format_value(sample.advantage)}"
+            text = f"{rewards}\n\n{sample.text}"
+            tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+            values.append(self._summary.Value(tag=f"samples/{sample.source}/{index}", metadata=metadata, tensor=tensor))
+        self._add_event(step, values)
 
     def close(self) -> None:
         self._writer.close()
@@ -121,4 +136,4 @@ class TensorBoardSink:
 
 
 def _format_value(value: float | None) -> str:
-    return "due" if value is None else f"{value:.3f}"
+    return "missing" if value is None else f"{value:.3f}"

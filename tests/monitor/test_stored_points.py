@@ -17,13 +17,13 @@ from tests.monitor.wandb_file import read_history
 Point = tuple[int, str, float]
 
 
-def config(folder: Path, sink: str) -> RunConfig:
+def config(directory: Path, sink: str) -> RunConfig:
     train = [{"taskset": {"id": "reverse-text"}}]
-    return RunConfig(name="run", output=folder, train=train, monitor={"sinks": [{"type": sink}]})
+    return RunConfig(name="run", output=directory, train=train, monitor={"sinks": [{"type": sink}]})
 
 
-def points_in_the_order_of_a_run(steps: range) -> list[tuple[int, dict[str, float]]]:
-    """What a run logs: rewards when a batch is cut, its training when the trainer is done, evals later still."""
+def build_calls(steps: range) -> list[tuple[int, dict[str, float]]]:
+    """Build the calls of a run in order: rewards when a batch is formed, then its training, evals later still."""
     calls: list[tuple[int, dict[str, float]]] = []
     for step in steps:
         calls.append((step + 1, {"reward/all/mean": step / 8, "rollouts": 16.0}))
@@ -34,22 +34,22 @@ def points_in_the_order_of_a_run(steps: range) -> list[tuple[int, dict[str, floa
     return calls
 
 
-def log_a_run(folder: Path, sink: str, steps: range) -> list[Point]:
+def log_run(directory: Path, sink: str, steps: range) -> list[Point]:
     """Log the steps as one process of a run does, and return the points that were logged."""
     messages: list[str] = []
-    monitors = open_monitor_sinks(config(folder, sink), messages.append)
-    calls = points_in_the_order_of_a_run(steps)
+    sinks = open_monitor_sinks(config(directory, sink), messages.append)
+    calls = build_calls(steps)
     for step, values in calls:
-        monitors.log_metrics(step, values)
-    monitors.log_samples(steps[0], build_samples(Trace(id="r1"), source="reverse-text"))
-    monitors.close(timeout=60.0)
-    assert [line for line in messages if line.startswith("monitor")] == []
-    assert set(monitors.num_dropped.values()) == {0}
+        sinks.log_metrics(step, values)
+    sinks.log_samples(steps[0], build_samples(Trace(id="r1"), source="reverse-text"))
+    sinks.close(timeout=60.0)
+    assert [line for line in messages if line.startswith("sink")] == []
+    assert set(sinks.num_dropped.values()) == {0}
     return [(step, name, value) for step, values in calls for name, value in values.items()]
 
 
-def read_wandb(folder: Path) -> list[Point]:
-    rows = read_history(folder / "run")
+def read_wandb(directory: Path) -> list[Point]:
+    rows = read_history(directory / "run")
     return [
         (row.get("train/step", row["_step"]), name, value)
         for row in rows
@@ -58,17 +58,17 @@ def read_wandb(folder: Path) -> list[Point]:
     ]
 
 
-def read_tensorboard(folder: Path) -> list[Point]:
+def read_tensorboard(directory: Path) -> list[Point]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(folder / "run" / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(directory / "run" / "tensorboard"), size_guidance={"scalars": 0})
     accumulator.Reload()
     tags = accumulator.Tags()["scalars"]
     return [(event.step, tag, event.value) for tag in tags for event in accumulator.Scalars(tag)]
 
 
-def read_trackio(folder: Path) -> list[Point]:
-    (file,) = (folder / "trackio").glob("*.db")
+def read_trackio(directory: Path) -> list[Point]:
+    (file,) = (directory / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         rows = database.execute("SELECT step, metrics FROM metrics").fetchall()
     return [
@@ -80,7 +80,7 @@ def read_trackio(folder: Path) -> list[Point]:
 
 
 def wait_for_points(read: Callable[[], list[Point]], expected: list[Point]) -> list[Point]:
-    """Read until all points are there: wandb writes its file in a process of its own, which outlives `finish`."""
+    """Read until all points are there: wandb's own process writes the file after `finish`."""
     deadline = time.monotonic() + 30.0
     while (points := read()) != expected and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -92,7 +92,7 @@ READERS = {"wandb": read_wandb, "tensorboard": read_tensorboard, "trackio": read
 
 @pytest.fixture(params=READERS)
 def sink(request, tmp_path, monkeypatch) -> str:
-    """The name of a sink whose library writes below `tmp_path`; of the three, trackio is not a development tool."""
+    """The name of a sink whose library writes below `tmp_path`; of the three, only trackio may be absent."""
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -103,10 +103,10 @@ def sink(request, tmp_path, monkeypatch) -> str:
 
 
 def test_points_logged_out_of_order_and_after_a_resume_are_all_stored(tmp_path, sink):
-    logged = log_a_run(tmp_path, sink, range(6))
-    if sink == "wandb":  # names its folders by the second: a start in the same second would overwrite the first
+    logged = log_run(tmp_path, sink, range(6))
+    if sink == "wandb":  # names its directories by the second: a second start in it would overwrite the first
         (tmp_path / "run" / "wandb").rename(tmp_path / "run" / "wandb-first")
-    logged += log_a_run(tmp_path, sink, range(4, 9))  # the steps since the last checkpoint are done again
+    logged += log_run(tmp_path, sink, range(4, 9))  # the steps since the last checkpoint are repeated
     assert wait_for_points(lambda: sorted(READERS[sink](tmp_path)), sorted(logged)) == sorted(logged)
 
 
