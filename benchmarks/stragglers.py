@@ -142,7 +142,7 @@ async def train(address: str) -> tuple[float, float]:
     async def say(method: str, said: object) -> Wired:
         return await orchestrator.call(method, Wired.encode(said), timeout=DEADLINE)
 
-    welcome = (await say("hello", RegisterRequest(rank=0, ranks=1, laying=PackSpec()))).decode(RegisterReply)
+    welcome = (await say("hello", RegisterRequest(rank=0, world_size=1, pack_spec=PackSpec()))).decode(RegisterReply)
     who = {"rank": 0, "incarnation": welcome.incarnation}
     began, step = 0.0, 0
     while (await say("batch", BatchRequest(**who, step=step))).blobs:

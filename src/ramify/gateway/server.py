@@ -46,7 +46,6 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        """The URL of the server, without a path."""
         return self._server.address
 
     async def start(self) -> Self:

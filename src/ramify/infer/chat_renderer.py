@@ -1,7 +1,7 @@
-"""The interface of the server to `ramify.render`.
+"""What the server needs to know about text: a narrow door to the package that renders.
 
-The engine only takes token ids. Chat and text prompts need a renderer that turns messages into ids and ids back into
-messages. Without one the server only serves token ids.
+The engine speaks token ids only. Chat and text prompts need something that turns messages into ids and ids back into
+messages; the server takes anything of this shape, or nothing, and then serves token ids alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation. `rendered` is the renderer's own object, which `parse` needs."""
+    """A rendered conversation. `source` is the renderer's own, for `parse` to look at."""
 
     token_ids: list[int]
     rendered: object = None
 
 
 class ChatRenderer(Protocol):
-    """Converts messages, tools and text to token ids, and back. Messages are in the OpenAI chat format."""
+    """Messages, tools and text to token ids, and back. Messages are of the OpenAI chat form."""
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -26,26 +26,26 @@ class ChatRenderer(Protocol):
         ...
 
     @property
-    def max_token_chars(self) -> int:
-        """The number of characters of the longest token: a text of n characters has at least n / this many tokens."""
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n characters has at least n / this many tokens."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:
-        """Return the prompt for the next assistant turn."""
+        """The prompt for the next assistant turn."""
         ...
 
     def parse(self, token_ids: Sequence[int], prompt: ChatPrompt) -> dict[str, Any]:
-        """Parse sampled ids into a message with `content`, and if present `tool_calls` and `reasoning_content`."""
+        """Sampled ids as an assistant message: `content`, and `tool_calls` or `reasoning_content` if there are any."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; special tokens in it are recognized."""
+        """Plain text as token ids, special tokens recognised."""
         ...
 
     def decode_token(self, token_id: int) -> str:
-        """Return the text of one token, which may be special."""
+        """Return the text of one token, also of a special one."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Token ids as text, without special tokens."""
         ...

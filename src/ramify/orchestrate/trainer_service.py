@@ -15,7 +15,8 @@ from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.train.batch import PackSpec, encode_batch
+from ramify.train.batch import PackSpec
+from ramify.train.batch_codec import encode_batch
 from ramify.train.protocol import (
     BatchRequest,
     CheckpointRequest,
@@ -95,7 +96,7 @@ class TrainerService:
             self._on_trainer_replaced()
             await self.notify_waiters()
         self._trainer_registered, self._encoded_shares = True, {}
-        self._pack_spec, self._num_ranks = request.laying, request.ranks
+        self._pack_spec, self._num_ranks = request.pack_spec, request.world_size
         committed, incarnation = self._core.ledger_progress.committed, self._core.ledger_progress.incarnation
         reply = RegisterReply(committed=committed, incarnation=incarnation, policy=self._policy, steps=self._max_steps)
         return WireMessage.encode(reply)

@@ -1,7 +1,7 @@
 """The trainer: forests in, gradients, new weights and metrics out.
 
-It knows tokens, weights and components, not algorithms. One idea: N_c travels with the batch and gradients are summed,
-so a step's result does not depend on how the batch was packed or shared out. Names load when they are used: the
+It knows tokens, weights and components, not algorithms. N_c travels with the batch and gradients are summed, so the
+result of a step does not depend on how the batch was packed or split across ranks. Names are imported on first use: the
 configuration and the losses need no torch.
 """
 

@@ -1,8 +1,7 @@
 """Export the adapter of a LoRA run as a directory that peft loads.
 
-A checkpoint of such a run holds no weights but the adapter's matrices, in float32. So the export reads the last
-committed checkpoint, renames its matrices as peft names them, takes rank and alpha from the run's configuration, and
-needs no model.
+A checkpoint of such a run holds only the adapter's matrices, in float32. So the export reads the last committed
+checkpoint, renames its matrices for peft, and takes rank and alpha from the run's configuration. It needs no model.
 """
 
 import re
@@ -38,25 +37,25 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     damaged.
     """
     run = store.path
-    name, lora = _read_config(run / "config.toml")
+    model_name, lora = _read_config(run / "config.toml")
     step = Ledger.open_readonly(store).progress().committed or max(list_completed_steps(run / "checkpoints"), default=0)
     if not step:
-        raise ConfigInvalid(f"{run} has no checkpoint yet: there is no adapter to export")
+        raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no adapter to export")
     checkpoint = get_step_directory(run / "checkpoints", step)
     directory = directory or run / f"adapter-{step:06}"
     if directory.exists():
-        raise ConfigInvalid(f"{directory} exists already: remove it, or choose another with -o")
+        raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory with -o")
     verify_checkpoint(checkpoint)
     tensors = _read_matrices(checkpoint)
-    unfinished = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    partial_path = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial_path, ignore_errors=True)
+    partial_path.mkdir(parents=True)
     try:
-        write_safetensors(unfinished / WEIGHTS_FILE, tensors)
-        _build_peft_config(name, lora, tensors).save_pretrained(str(unfinished))
-        unfinished.rename(directory)
+        write_safetensors(partial_path / WEIGHTS_FILE, tensors)
+        _build_peft_config(model_name, lora, tensors).save_pretrained(str(partial_path))
+        partial_path.rename(directory)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(partial_path, ignore_errors=True)
         raise
     return step, directory
 

@@ -1,8 +1,8 @@
-"""Where batches come from: the trainer's side of its talk with the orchestrator, and a stand-in that reads a recording.
+"""The source of a trainer's batches: the interface, recordings of batches, and their replay.
 
-The trainer asks, the orchestrator answers; every question can be asked twice. `docs/training.md` has the protocol. One
-idea carries it: a trainer is known by its incarnation, which the orchestrator gives to each new one, so one that lives
-on while its successor works is told to go.
+The trainer calls, the orchestrator replies, and every call may be repeated; `docs/training.md` describes the protocol.
+A trainer is known by its incarnation, a number that the orchestrator gives to each new one, so that a trainer that has
+been replaced is refused.
 """
 
 import re
@@ -13,7 +13,8 @@ from typing import Protocol
 from ramify.errors import BatchCorrupt, ConfigInvalid
 from ramify.model.version import PolicyVersion
 from ramify.store import wrap_storage_errors
-from ramify.train.batch import Batch, PackSpec, decode_batch, repack, split_across_ranks
+from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
+from ramify.train.batch_codec import decode_batch
 from ramify.train.protocol import RegisterReply
 
 FILE_NAME = "step_{step:06}.rank_{rank}.batch"
@@ -21,29 +22,34 @@ _FILE_PATTERN = re.compile(r"step_(\d{6,})\.rank_(\d+)\.batch")
 
 
 class BatchSource(Protocol):
-    """Who gives batches and takes note of what became of them. All ranks ask for batches; the first one speaks."""
+    """Gives batches to the trainer and records what became of them.
+
+    Every rank registers and asks for batches; only rank 0 reports.
+    """
 
     def register(self, rank: int, world_size: int, pack_spec: PackSpec, incarnation: int | None) -> RegisterReply:
-        """Introduce this trainer; without an incarnation it is a new one and gets the next."""
+        """Register a rank of this trainer; without an incarnation the trainer is new and gets the next one."""
         ...
 
     def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
-        """This rank's share of the batch of `step`; None if there is none to come, or `stopped` turned true."""
+        """Return this rank's share of the batch of `step`; None after the last one, or if `should_stop` turns true."""
         ...
 
     def report_trained(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Step `step` is done; whether a checkpoint is wanted right now."""
+        """Report that `step` is done; returns whether to save a checkpoint now."""
         ...
 
     def report_published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
-        """A version can be loaded; returns those that engines still need, None if nobody knows."""
+        """Report that a version can be loaded; returns those that engines still need, None if unknown."""
         ...
 
     def commit_checkpoint(self, step: int) -> None:
-        """The checkpoint after `step` steps is in its place; when this returns it is the end of the history."""
+        """Report that the checkpoint after `step` steps is complete; it is the end of the history on return."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release connections."""
+        ...
 
 
 class BatchRecording:
@@ -53,35 +59,40 @@ class BatchRecording:
         self.directory = directory
 
     def write_share(self, step: int, rank: int, data: bytes | memoryview, world_size: int) -> None:
-        """Keep a share of so many as it came. Raises StorageFull or StorageFailed."""
+        """Store one rank's share unchanged, and delete shares of ranks that no longer exist.
+
+        Raises StorageFull or StorageFailed.
+        """
         with wrap_storage_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            place = self.directory / FILE_NAME.format(step=step, rank=rank)
-            aside = place.with_name(f".{place.name}")
-            aside.write_bytes(data)
-            aside.replace(place)
-            for _, other, path in self._list_files(step) if rank == 0 else ():
-                if other >= world_size:  # of a trainer that had more, whose step comes again
-                    path.unlink()
+            path = self.directory / FILE_NAME.format(step=step, rank=rank)
+            partial_path = path.with_name(f".{path.name}")
+            partial_path.write_bytes(data)
+            partial_path.replace(path)
+            for _, other_rank, other_path in self._list_files(step) if rank == 0 else ():
+                if other_rank >= world_size:  # from an earlier trainer with more ranks, which ran this step before
+                    other_path.unlink()
 
     def list_steps(self) -> list[int]:
-        """The steps that were recorded, rising."""
+        """Return the recorded steps, in rising order."""
         return sorted({step for step, _, _ in self._list_files()})
 
     def read_shares(self, step: int) -> list[Batch]:
-        """All shares of a step. Raises BatchCorrupt where they are not one whole batch."""
-        found = [_read_batch(path) for _, _, path in self._list_files(step)]
-        there = Batch.from_packs(step, [pack for share in found for pack in share.packs]).entry_counts
-        if any(share.entry_counts.get(name, 0) != count for share in found for name, count in there.items()):
-            said = f"the shares of step {step} hold {dict(there)} entries, its batch {dict(found[0].entry_counts)}"
-            raise BatchCorrupt(f"{self.directory}: {said}: one is missing, or they were recorded by different trainers")
-        return found
+        """Read all shares of a step. Raises BatchCorrupt if they do not add up to one batch."""
+        shares = [_read_batch(path) for _, _, path in self._list_files(step)]
+        counts = Batch.from_packs(step, [pack for share in shares for pack in share.packs]).entry_counts
+        if any(share.entry_counts.get(name, 0) != count for share in shares for name, count in counts.items()):
+            expected = dict(shares[0].entry_counts)
+            problem = f"the shares of step {step} hold {dict(counts)} entries, its batch {expected}"
+            reason = "one is missing, or they were recorded by different trainers"
+            raise BatchCorrupt(f"{self.directory}: {problem}: {reason}")
+        return shares
 
     def _list_files(self, step: int | None = None) -> list[tuple[int, int, Path]]:
-        """What lies there, of all steps or one, by step and rank."""
+        """Return (step, rank, path) of all files, or of those of one step, in this order."""
         pattern = FILE_NAME.format(step=step, rank="*") if step is not None else "step_*.batch"
-        named = ((_FILE_PATTERN.fullmatch(path.name), path) for path in self.directory.glob(pattern))
-        return sorted((int(match[1]), int(match[2]), path) for match, path in named if match)
+        matches = ((_FILE_PATTERN.fullmatch(path.name), path) for path in self.directory.glob(pattern))
+        return sorted((int(match[1]), int(match[2]), path) for match, path in matches if match)
 
 
 def _read_batch(path: Path) -> Batch:
@@ -92,7 +103,10 @@ def _read_batch(path: Path) -> Batch:
 
 
 class ReplayBatchSource:
-    """Recorded batches again, shared out over the ranks there are now; nothing is kept and nobody told."""
+    """A `BatchSource` that replays a recording, split across the ranks there are now; reports are ignored.
+
+    If `flat`, the batches are repacked without shared prefixes. Raises ConfigInvalid if a step is missing.
+    """
 
     def __init__(self, recording: BatchRecording, *, flat: bool = False) -> None:
         self.recording, self.flat = recording, flat
@@ -110,8 +124,8 @@ class ReplayBatchSource:
     def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
         if step > self.steps[-1] or should_stop():
             return None
-        whole = repack(self.recording.read_shares(step), self.pack_spec, flat=self.flat)
-        return split_across_ranks(whole, self.pack_spec, self.world_size)[self.rank]
+        batch = repack(self.recording.read_shares(step), self.pack_spec, flat=self.flat)
+        return split_across_ranks(batch, self.pack_spec, self.world_size)[self.rank]
 
     def report_trained(self, step: int, metrics: Mapping[str, float]) -> bool:
         return False

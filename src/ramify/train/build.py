@@ -1,4 +1,4 @@
-"""From a model's directory to a trainer: loaded, given adapters, sharded."""
+"""Build a trainer from a model directory: load the model, add adapters, compile and shard it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,17 +30,17 @@ def build_trainer(
     flat: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
-    """The trainer of the model directory `path`, this rank's part of it; `tell` hears how it will compute.
+    """Build this rank's trainer of the model in `model_path`.
 
-    `flat` where no batch will share a prefix.
+    `total_steps` is the length of the run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
+    batch shares prefixes. `log` receives lines on layout, dtype and operators.
     """
-    cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
+    is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
+    load_device = CPU if ranks.world_size > 1 else ranks.device  # FSDP moves layer by layer; no GPU holds all of it
     policy = load_policy(
         model_path,
         load_loss(config.loss.id, config.loss.options),
-        device=CPU
-        if ranks.world_size > 1
-        else ranks.device,  # sharding moves layer by layer: a GPU never holds all of it
+        device=load_device,
         checkpoint_activations=config.checkpoint_activations,
     )
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
@@ -49,8 +49,8 @@ def build_trainer(
     log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'those of the model'}")
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)
-        policy.to(ranks.device if ranks.world_size == 1 else CPU)
-    if cuda if config.compile is None else config.compile:
+        policy.to(load_device)
+    if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
     if ranks.world_size == 1:
         return Trainer(policy, config, total_steps=total_steps, dtype=choice.dtype)
@@ -59,7 +59,7 @@ def build_trainer(
 
 
 def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
-    """Choose the type of the computation and of the published weights: an engine then computes what was trained."""
+    """Choose the dtype of the computation and of published weights, so that engines compute with what was trained."""
     if config.dtype != "auto":
         return choose_dtype(config.dtype, None, ranks.device)
     if ranks.device.type == "cpu":
@@ -68,11 +68,11 @@ def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
 
 
 def get_pack_spec(trainer: Trainer) -> PackSpec:
-    """How this trainer wants its packs."""
-    cost = trainer.flops_model
+    """Return how this trainer wants its packs."""
+    flops = trainer.flops_model
     return PackSpec(
         layout=trainer.policy.layout,
         pack_tokens=trainer.config.pack_tokens,
-        per_token=cost.per_token,
-        per_pair=cost.per_visible_pair * len(cost.layer_windows),
+        flops_per_token=flops.per_token,
+        flops_per_pair=flops.per_visible_pair * len(flops.layer_windows),
     )

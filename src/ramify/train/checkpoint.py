@@ -1,9 +1,9 @@
-"""Checkpoints: everything a run needs to go on, as if nothing had happened.
+"""Checkpoints: everything a run needs to continue exactly where it was.
 
-A checkpoint is a directory that torch's distributed checkpointing (DCP) fills: all ranks write their shares at once,
-and any number of ranks can read them back. It is written beside its place and renamed into it, so what bears a step's
-name was complete when it was renamed; checksums show whether it still is (`checkpoint_manifest`). A disk that is full
-fails the save by name and leaves the checkpoints before it as they were.
+A checkpoint is a directory written by torch's distributed checkpointing (DCP): all ranks write their shares at the same
+time, and any number of ranks can load them. It is written under a temporary name and renamed when it is complete, and
+checksums detect later damage (`checkpoint_manifest`). If the disk is full, the save raises StorageFull and leaves the
+earlier checkpoints unchanged.
 """
 
 import contextlib
@@ -37,94 +37,100 @@ from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader
 from ramify.train.distributed import Ranks
 from ramify.train.trainer import Trainer
 
-MIN_FREE_BYTES = 16 << 20  # bytes; a disk with less left is full
+MIN_FREE_BYTES = 16 << 20  # a disk with less free space counts as full
 
 T = TypeVar("T")
 
 
 class CheckpointManager:
-    """The checkpoints of a run. Ranks save and load together; the first of them moves and removes."""
+    """Saves, loads and removes the checkpoints of a run in `directory`.
+
+    All ranks save and load together; only the first rank renames and removes. `warn` receives lines for the log.
+    """
 
     def __init__(self, directory: Path, ranks: Ranks, *, warn: Callable[[str], None] = lambda line: None) -> None:
         self.directory, self.ranks, self.warn = directory, ranks, warn
 
     def list_steps(self) -> list[int]:
-        """The steps that have a checkpoint, rising."""
+        """Return the steps that have a checkpoint, in rising order."""
         return list_saved_steps(self.directory)
 
     def newest_step(self) -> int:
-        """The newest step whose checkpoint was completed, even if it is damaged now; 0 if there is none."""
+        """Return the newest step whose checkpoint was completed, even if it is damaged now; 0 if there is none."""
         return max(list_completed_steps(self.directory), default=0)
 
     def path_for(self, step: int) -> Path:
+        """Return the directory of a step's checkpoint."""
         return get_step_directory(self.directory, step)
 
     def save(self, trainer: Trainer, step: int, note: Mapping[str, Any] | None = None) -> Path:
-        """Keep the trainer as it is after `step` steps. Raises StorageFull or StorageFailed, with nothing changed."""
-        place = self.path_for(step)
+        """Save the trainer's state after `step` steps, and a note that `load` returns.
+
+        Raises StorageFull or StorageFailed, with nothing changed.
+        """
+        path = self.path_for(step)
         if self.ranks.broadcast(step in self.list_steps()):
-            return place
-        aside = place.with_name(f".{place.name}.partial")
+            return path
+        partial_path = path.with_name(f".{path.name}.partial")
         try:
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 if self.ranks.is_first:
                     self.remove_partial()
-                    if place.exists():  # a checkpoint without its manifest: somebody has removed a part of it
-                        place.rename(place.with_name(f".{place.name}.gone.partial"))
+                    if path.exists():  # without its manifest it is incomplete: replace it
+                        path.rename(_trash_path(path))
                         self.remove_partial()
-                    aside.mkdir(parents=True)
+                    partial_path.mkdir(parents=True)
             records: dict[str, FileRecord] = {}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
-                writer = FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)
+                writer = FileSystemWriter(partial_path, single_file_per_rank=True, sync_files=True)
                 with ignore_single_process_warning():
-                    state_dict_saver.save(
-                        dict(_iter_state_tensors(trainer)), storage_writer=writer, no_dist=self.ranks.world_size == 1
-                    )
-                records = checksum_files(sorted(aside.glob(f"__{self.ranks.rank}_*")))
+                    state = dict(_iter_state_tensors(trainer))
+                    state_dict_saver.save(state, storage_writer=writer, no_dist=self.ranks.world_size == 1)
+                records = checksum_files(sorted(partial_path.glob(f"__{self.ranks.rank}_*")))
             collected = {name: record for share in self.ranks.all_gather(records) for name, record in share.items()}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 if self.ranks.is_first:
-                    files = {**checksum_files([aside / METADATA_FILE]), **collected}
-                    _check_complete(aside, files)
+                    files = {**checksum_files([partial_path / METADATA_FILE]), **collected}
+                    _check_complete(partial_path, files)
                     optimizer = trainer.config.optim.type
-                    CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files).write(aside)
-                    aside.rename(place)
+                    manifest = CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files)
+                    manifest.write(partial_path)
+                    partial_path.rename(path)
                     fsync_directory(self.directory)
         except RamifyError:
             if self.ranks.is_first:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(partial_path, ignore_errors=True)
             raise
-        return place
+        return path
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
-        """Put the trainer back to where it was after `step` steps; returns the note.
+        """Restore the trainer's state after `step` steps; returns the note.
 
-        Every file is verified before anything is read. Raises CheckpointRefused, on all ranks alike.
+        Every file is verified before anything is read. Raises CheckpointRefused, on all ranks.
         """
-        place, kind, ranks = self.path_for(step), trainer.config.optim.type, self.ranks
+        path, ranks = self.path_for(step), self.ranks
         manifest = self._read_or_suggest(
-            step, lambda: verify_checkpoint(place, rank=ranks.rank, world_size=ranks.world_size)
+            step, lambda: verify_checkpoint(path, rank=ranks.rank, world_size=ranks.world_size)
         )
         if manifest.files is None:
-            self.warn(f"{place} was written by a version that made no checksums: it is loaded without verification")
-        reader = self._read_or_suggest(step, lambda: MetadataReader(place))
+            self.warn(f"{path} was written by a version that made no checksums: it is loaded without verification")
+        reader = self._read_or_suggest(step, lambda: MetadataReader(path))
         state: dict[str, Tensor] = {}
         with ranks.raise_together():
-            if manifest.optimizer != kind:
-                raise CheckpointRefused(f"{place} was written by {manifest.optimizer}, this run has {kind}")
-            state = _allocate_state(trainer, reader.metadata.state_dict_metadata, place)
+            if manifest.optimizer != (optimizer := trainer.config.optim.type):
+                raise CheckpointRefused(f"{path} was written by {manifest.optimizer}, this run has {optimizer}")
+            state = _allocate_state(trainer, reader.metadata.state_dict_metadata, path)
         try:
             with ignore_single_process_warning():
                 state_dict_loader.load(state, storage_reader=reader, no_dist=ranks.world_size == 1)
         except CheckpointException as error:
-            raise CheckpointRefused(
-                f"{place} cannot be read: {_find_root_cause(error)}; {self._suggest_recovery(step)}"
-            ) from error
+            problem = f"{path} cannot be read: {_find_root_cause(error)}"
+            raise CheckpointRefused(f"{problem}; {self._suggest_recovery(step)}") from error
         _restore_state(trainer, state)
         return manifest.note
 
     def read_note(self, step: int) -> dict[str, Any]:
-        """What the run wrote down beside the checkpoint of `step`. Raises CheckpointRefused."""
+        """Return the note that was saved with the checkpoint of `step`. Raises CheckpointRefused."""
         return self._read_or_suggest(step, lambda: CheckpointManifest.read(self.path_for(step))).note
 
     def _read_or_suggest(self, step: int, read: Callable[[], T]) -> T:
@@ -146,29 +152,33 @@ class CheckpointManager:
         return f"the newest intact checkpoint is {self.path_for(intact)}: '{command}' makes the run continue from there"
 
     def remove_after(self, step: int) -> None:
-        """Remove what never became part of the run's history: newer checkpoints, and halves."""
-        self._remove(each for each in self.list_steps() if each > step)
+        """Remove checkpoints of later steps, which never became part of the run's history, and unfinished ones."""
+        self._remove(later for later in self.list_steps() if later > step)
         if self.ranks.is_first:
             self.remove_partial()
 
     def remove_all_but_last(self, count: int) -> None:
-        """Remove all but the newest `count`."""
+        """Remove all checkpoints but the newest `count`."""
         self._remove(self.list_steps()[:-count])
 
     def remove_partial(self) -> None:
-        """Remove what a save that was interrupted left behind."""
-        for half in self.directory.glob(".step_*.partial"):
-            shutil.rmtree(half, ignore_errors=True)
+        """Remove what interrupted saves and removals left behind."""
+        for path in self.directory.glob(".step_*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _remove(self, steps: Iterable[int]) -> None:
-        """By a rename first: a checkpoint is never seen half removed."""
+        """Remove checkpoints, each by a rename first, so that nobody sees a part of one."""
         steps = list(steps)
-        self.ranks.barrier()  # nobody still looks at what is there
+        self.ranks.barrier()  # every rank has listed the checkpoints
         for step in steps if self.ranks.is_first else ():
-            gone = self.path_for(step).with_name(f".step_{step:06}.gone.partial")
-            self.path_for(step).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            trash_path = _trash_path(self.path_for(step))
+            self.path_for(step).rename(trash_path)
+            shutil.rmtree(trash_path, ignore_errors=True)
         self.ranks.barrier()
+
+
+def _trash_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.gone.partial")
 
 
 def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
@@ -180,14 +190,14 @@ def _check_complete(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 @contextlib.contextmanager
 def ignore_single_process_warning() -> Iterator[None]:
-    """Silence torch's warning that only a single process saves or loads."""
+    """Suppress torch's warning about saving or loading without torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
 def _iter_state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Everything that changes from step to step, under names that do not depend on the number of ranks."""
+    """Iterate over everything that steps change, by keys that do not depend on the number of ranks."""
     for name, master in trainer.master_weights.named_parameters():
         yield f"model/{name}", master.detach()
         for field, value in _find_optimizer(trainer, master).state.get(master, {}).items():
@@ -198,33 +208,32 @@ def _iter_state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_optimizer(trainer: Trainer, master: Tensor) -> torch.optim.Optimizer:
-    for part in trainer.optimizer.optimizers:
-        if any(master is each for group in part.param_groups for each in group["params"]):
-            return part
-    raise ValueError("a master weight that no optimizer updates")
+    for optimizer in trainer.optimizer.optimizers:
+        if any(master is param for group in optimizer.param_groups for param in group["params"]):
+            return optimizer
+    raise ValueError("no optimizer updates this master weight")
 
 
 def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Tensors to read into: the masters themselves, and new ones for what the optimizer keeps."""
+    """Return tensors to load into: the master weights themselves, and new ones for the optimizer's state."""
     masters = dict(trainer.master_weights.named_parameters())
-    there = {key.removeprefix("model/") for key in saved_metadata if key.startswith("model/")}
-    if there != set(masters):
-        odd = sorted(there ^ set(masters))
-        raise CheckpointRefused(f"{path} is of another model: {len(odd)} weights differ, such as {odd[0]}")
+    saved_names = {key.removeprefix("model/") for key in saved_metadata if key.startswith("model/")}
+    if differing := sorted(saved_names ^ set(masters)):
+        raise CheckpointRefused(f"{path} is of another model: {len(differing)} weights differ, such as {differing[0]}")
     state: dict[str, Tensor] = {}
     for key, entry in saved_metadata.items():
-        kind, _, rest = key.partition("/")
+        kind, _, name = key.partition("/")
         if kind == "rng":
-            if rest == "cpu" or trainer.device.type == "cuda":
+            if name == "cpu" or trainer.device.type == "cuda":
                 state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
             continue
-        master = masters.get(rest if kind == "model" else rest.rpartition("/")[0])
+        master = masters.get(name if kind == "model" else name.rpartition("/")[0])
         if master is None:
             raise CheckpointRefused(f"{path} is of another model: it has a tensor {key}")
         if kind == "model":
             if entry.size != master.shape:
-                said = f"{rest} has shape {list(entry.size)}, the model {list(master.shape)}"
-                raise CheckpointRefused(f"{path} is of another model: {said}")
+                shapes = f"{name} has shape {list(entry.size)}, the model {list(master.shape)}"
+                raise CheckpointRefused(f"{path} is of another model: {shapes}")
             state[key] = master.detach()
         elif entry.size == master.shape:
             state[key] = torch.zeros_like(master, dtype=entry.properties.dtype).detach()
@@ -234,17 +243,17 @@ def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: P
 
 
 def _restore_state(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
-    masters = dict(trainer.master_weights.named_parameters())
-    kept: dict[str, dict[str, Tensor]] = {}
+    """Give loaded tensors to the optimizers, the model and the random number generators."""
+    optimizer_states: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         if key.startswith("optim/"):
             name, _, field = key.removeprefix("optim/").rpartition("/")
-            kept.setdefault(name, {})[field] = value
-    for name, master in masters.items():
-        part = _find_optimizer(trainer, master)
-        part.state.pop(master, None)
-        if name in kept:
-            part.state[master] = kept[name]
+            optimizer_states.setdefault(name, {})[field] = value
+    for name, master in trainer.master_weights.named_parameters():
+        optimizer = _find_optimizer(trainer, master)
+        optimizer.state.pop(master, None)
+        if name in optimizer_states:
+            optimizer.state[master] = optimizer_states[name]
     trainer.master_weights.copy_to_model()
     torch.set_rng_state(state["rng/cpu"])
     if "rng/cuda" in state:
@@ -253,7 +262,7 @@ def _restore_state(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _translate_storage_errors(directory: Path) -> Iterator[None]:
-    """A save that fails has a name of ours outside."""
+    """Raise StorageFull or StorageFailed in place of the errors of the disk and of DCP."""
     try:
         yield
     except (OSError, CheckpointException) as error:
@@ -261,25 +270,25 @@ def _translate_storage_errors(directory: Path) -> Iterator[None]:
 
 
 def _to_storage_error(error: BaseException, directory: Path) -> RamifyError:
-    """A failed save by name. Torch may hide the reason of a write that failed: then the room that is left tells."""
-    first = _find_root_cause(error)
-    known = to_storage_error(first, directory)
+    """Return StorageFull or StorageFailed for a failed save. Torch may hide the cause; then the free space decides."""
+    cause = _find_root_cause(error)
+    known = to_storage_error(cause, directory)
     if isinstance(known, RamifyError):
         return known
     free = shutil.disk_usage(directory).free
     failure = StorageFull if free < MIN_FREE_BYTES else StorageFailed
-    return failure(f"{directory}: a checkpoint cannot be written: {first} ({free / 2**20:.1f} MiB free)")
+    return failure(f"{directory}: a checkpoint cannot be written: {cause} ({free / 2**20:.1f} MiB free)")
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """What lies under a failure of DCP: the error of the disk if there is one."""
-    found = [error]
+    """Return the cause of a failure in DCP: an error for a full disk if there is one, else the first failure."""
+    failures = [error]
     if isinstance(error, CheckpointException):
-        found = [failure for failure, _ in error.failures.values()]
-    for each in found:
-        link: BaseException | None = each
-        while link is not None:
-            if is_disk_full(link):
-                return link
-            link = link.__cause__ or link.__context__
-    return found[0]
+        failures = [failure for failure, _ in error.failures.values()]
+    for failure in failures:
+        cause: BaseException | None = failure
+        while cause is not None:
+            if is_disk_full(cause):
+                return cause
+            cause = cause.__cause__ or cause.__context__
+    return failures[0]

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint, `checkpoint.json`: what was saved, and checksums of every file. Needs no torch.
 
-Each rank computes the checksums of the files that it wrote. The first rank collects them and writes the manifest as the
-last file before the checkpoint is renamed into its place. Whoever loads a checkpoint verifies the manifest and every
-file before any byte is interpreted.
+Each rank computes the checksums of the files that it wrote. The first rank collects them and writes the manifest last,
+before the checkpoint gets its final name. Before a checkpoint is loaded, the manifest and every file are verified.
 
 The checksums of a file are computed in pieces by several threads, and ranks that load together share the pieces: a
 checkpoint holds twelve bytes per trained weight, so one thread would take longer than the disk. The checksum is a CRC,
@@ -23,9 +22,9 @@ from ramify.errors import CheckpointRefused
 from ramify.model.manifest import write_and_fsync
 
 MANIFEST_FILE = "checkpoint.json"  # the last file to be written
-PIECE_BYTES = 16 << 20  # bytes under one checksum
-READ_BYTES = 1 << 20  # bytes read at once
-MAX_THREADS = 8  # at most
+PIECE_BYTES = 16 << 20  # covered by one checksum
+READ_BYTES = 1 << 20  # read at once
+MAX_THREADS = 8
 _STEP_PATTERN = re.compile(r"step_(\d{6,})")
 
 
@@ -34,7 +33,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
     bytes: int
     crc32: list[str]
-    """One for each piece, in hexadecimal."""
+    """One for each piece of PIECE_BYTES, in hexadecimal."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +42,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     step: int
     optimizer: str
     note: dict[str, Any]
-    """What the run wants to know when it continues."""
+    """Data of the run for when it is resumed."""
     files: dict[str, FileRecord] | None = None
     checksum: str | None = None
     """CRC-32 of the manifest itself, without this field."""
@@ -57,7 +56,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         except OSError as error:
             raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise CheckpointRefused(f"{path} is damaged: it is no manifest of a checkpoint ({error})") from error
+            raise CheckpointRefused(f"{path} is damaged: it is not the manifest of a checkpoint ({error})") from error
         if (manifest.files is None) != (manifest.checksum is None):
             raise CheckpointRefused(f"{path} is damaged: it needs both files and checksum, or neither")
         if manifest.checksum is not None and manifest.checksum != manifest._compute_checksum():

@@ -1,6 +1,6 @@
 """The metadata of a checkpoint: which tensors it holds and where, as torch's distributed checkpointing wrote it.
 
-Torch keeps it in a pickle, and an ordinary unpickler calls whatever a pickle names. The unpickler here only allows the
+Torch stores it as a pickle, and an ordinary unpickler calls whatever a pickle names. The unpickler here allows only the
 classes that this metadata consists of, and refuses every other name before anything is called.
 """
 
@@ -20,7 +20,7 @@ METADATA_FILE = ".metadata"
 
 
 class MetadataReader(FileSystemReader):
-    """Torch's reader of tensors, with metadata that was read by `read_metadata` and not by torch's unpickler."""
+    """Torch's reader of tensors, with metadata that `read_metadata` has read in place of torch's unpickler."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -40,7 +40,7 @@ def read_metadata(directory: Path) -> Metadata:
     except Exception as error:  # damaged bytes can raise anything here
         raise CheckpointRefused(f"{path} is damaged: {error}") from error
     if not _is_valid(content):
-        raise CheckpointRefused(f"{path} is damaged: it does not describe tensors and where they lie")
+        raise CheckpointRefused(f"{path} is damaged: it does not describe tensors and their storage")
     return content
 
 
@@ -48,12 +48,12 @@ def _is_valid(content: Any) -> bool:
     if not isinstance(content, Metadata):
         return False
     tensors: Any = content.state_dict_metadata
-    places: Any = content.storage_data
+    storage: Any = content.storage_data
     return (
         isinstance(tensors, dict)
         and all(isinstance(name, str) and isinstance(entry, TensorStorageMetadata) for name, entry in tensors.items())
-        and isinstance(places, dict)
-        and all(isinstance(index, MetadataIndex) and _is_storage_info(place) for index, place in places.items())
+        and isinstance(storage, dict)
+        and all(isinstance(index, MetadataIndex) and _is_storage_info(info) for index, info in storage.items())
     )
 
 
@@ -66,7 +66,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint's metadata")
         return _ALLOWED[module, name]
 
 

@@ -1,4 +1,4 @@
-"""How a model is trained. Importable without torch."""
+"""Configuration of training. Importable without torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,15 +11,15 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ScheduleConfig(Config):
-    """The learning rate over the steps, as a share of `optim.lr`."""
+    """The learning rate over the steps, as a fraction of `optim.lr`."""
 
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises from 0."""
+    """Steps over which the learning rate rises from 0."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Steps of decay: None is all steps after the warmup, for `wsd` the last fifth of all steps."""
+    """Steps of the decay. None: all steps after the warmup; for `wsd` the last fifth of all steps."""
     floor: float = Field(default=0.0, ge=0, le=1)
-    """The share that is left at the end of the decay."""
+    """The fraction at the end of the decay."""
 
     @model_validator(mode="after")
     def _decay_keys_require_decaying_schedule(self) -> "ScheduleConfig":
@@ -32,7 +32,7 @@ class OptimConfig(Config):
     """The optimizer."""
 
     type: Literal["adamw", "muon"] = "adamw"
-    """`muon` updates hidden matrices by their direction, and everything else by AdamW."""
+    """`muon` uses Muon for the matrices inside the layers, and AdamW for everything else."""
     lr: float = Field(default=1e-5, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
@@ -41,7 +41,7 @@ class OptimConfig(Config):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Of `muon`."""
     max_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm; None leaves them."""
+    """Gradients are clipped to this norm; None disables clipping."""
     schedule: ScheduleConfig = ScheduleConfig()
 
 
@@ -51,14 +51,14 @@ class LossConfig(Config):
     id: str = "dppo"
     """dppo, ppo, cispo, gspo, icepop, tis, or an import path."""
     options: dict[str, Any] = {}
-    """What the loss takes beyond entries, such as `{ high = 0.28 }`."""
+    """Keyword arguments of the loss, such as `{ high = 0.28 }`."""
 
     @model_validator(mode="after")
     def _loss_and_options_exist(self) -> "LossConfig":
         from ramify.train.losses import LOSSES, check_loss_options
 
         if "." not in self.id and ":" not in self.id and self.id not in LOSSES:
-            raise ValueError(f"there is no loss {self.id!r}: {', '.join(LOSSES)}, or an import path")
+            raise ValueError(f"there is no loss {self.id!r}: use {', '.join(LOSSES)}, or an import path")
         if self.id in LOSSES:
             try:
                 check_loss_options(self.id, LOSSES[self.id], self.options)
@@ -68,48 +68,48 @@ class LossConfig(Config):
 
 
 class LoraConfig(Config):
-    """Train adapters beside the matrices of the layers, which stay as they are."""
+    """Train adapters beside the matrices of the layers, which stay fixed."""
 
     enabled: bool = False
     rank: int = Field(default=16, ge=1)
     alpha: int = Field(default=32, ge=1)
-    """The adapters' product counts alpha / rank times."""
+    """The adapters' product is scaled by alpha / rank."""
     targets: list[str] = []
-    """The linear maps that get one, by the last part of their names; empty is all inside the layers."""
+    """The linear maps that get an adapter, by the last part of their names; empty: all inside the layers."""
 
     @model_validator(mode="after")
     def _options_require_enabled(self) -> "LoraConfig":
         if not self.enabled:
-            plain = LoraConfig.model_construct()
+            defaults = LoraConfig.model_construct()
             for name in ("rank", "alpha", "targets"):
-                if getattr(self, name) != getattr(plain, name):
+                if getattr(self, name) != getattr(defaults, name):
                     raise ValueError(f"{name} needs lora.enabled = true")
         return self
 
 
 class CheckpointConfig(Config):
-    """When a run is saved, so that it can go on from there."""
+    """When a run is saved, so that it can be resumed."""
 
     interval: int = Field(default=50, ge=1)
     """Steps between two checkpoints."""
     keep_last: int = Field(default=2, ge=1)
-    """Older ones are removed."""
+    """The number of checkpoints to keep; older ones are removed."""
 
 
 class TrainerConfig(Config):
-    """The computation of a step."""
+    """How a step is computed."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the computation; master weights are always float32. `auto` is bfloat16 on a GPU, float32 on a CPU."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; None leaves torch's own choice."""
+    """CPU threads; None is torch's default."""
     pack_tokens: int = Field(default=16384, ge=128, multiple_of=128)
-    """Tokens of one forward and backward; larger trees are cut."""
+    """Tokens of one forward and backward pass; larger trees are split."""
     compile: bool | None = None
-    """Compile the layers; None does so on a GPU."""
+    """Compile the layers; None compiles on a GPU."""
     checkpoint_activations: bool = False
-    """Compute activations again in the backward pass: a third more work, a fraction of the memory."""
+    """Recompute activations in the backward pass: a third more work, a fraction of the memory."""
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     lora: LoraConfig = LoraConfig()

@@ -1,8 +1,9 @@
 """Several processes as one trainer: FSDP2 under torchrun, gloo between CPUs, NCCL between GPUs.
 
-Every rank holds a share of each weight and runs its own packs; weights are gathered when a layer is entered, gradients
-are **summed** when it is left. Summed, not averaged: N_c already counts all ranks, so one rank and many do the same.
-Ranks meet in every pack and in every collective below, so a rank that is gone is noticed within `DEADLINE`.
+Every rank holds a shard of each weight and runs its own packs; weights are gathered before a layer runs, gradients are
+**summed** after it. They are summed, not averaged, because N_c already counts the entries of all ranks: the result does
+not depend on the number of ranks. Ranks run collectives in every pack, so the loss of a rank is noticed within
+`COLLECTIVE_TIMEOUT`.
 """
 
 import contextlib
@@ -22,12 +23,15 @@ from ramify.train.config import TrainerConfig
 from ramify.train.metrics import MetricSums
 from ramify.train.policy import PolicyModel
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # for one collective
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the others; alone where torchrun did not start it."""
+    """This process among the ranks of a trainer, and the collectives between them.
+
+    Without torchrun `world_size` is 1, and every collective returns at once.
+    """
 
     device: torch.device
     rank: int = 0
@@ -35,71 +39,71 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes, prints and speaks."""
+        """Whether this is rank 0, which writes files, prints, and reports to the orchestrator."""
         return self.rank == 0
 
     def merge_metric_sums(self, sums: MetricSums) -> MetricSums:
-        """The sums of all ranks together."""
+        """Return the sum of all ranks' metric sums."""
         return MetricSums.merge(self.all_gather(sums)) if self.world_size > 1 else sums
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What every rank says here, in their order."""
+        """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, value: Any) -> Any:
-        """What the first rank says here."""
+        """Return rank 0's value on every rank."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
-        """What fails by name on one rank fails on all, by the same name."""
-        problem: RamifyError | None = None
+        """Raise a RamifyError of any rank on every rank."""
+        raised: RamifyError | None = None
         try:
             yield
         except RamifyError as error:
-            problem = error
-        for said in self.all_gather(problem):
-            if said is not None:
-                raise said
+            raised = error
+        for error in self.all_gather(raised):
+            if error is not None:
+                raise error
 
     def barrier(self) -> None:
-        """Until all are here."""
+        """Wait until all ranks are here."""
         if self.world_size > 1:
             dist.barrier()
 
 
 @contextlib.contextmanager
 def init_distributed(config: TrainerConfig) -> Iterator[Ranks]:
-    """Meet the other ranks that torchrun started, and part from them in the end."""
+    """Join the process group that torchrun started, if any, and leave it at exit. Raises ConfigInvalid."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise ConfigInvalid("trainer.device: torch sees no GPU here; use 'cpu', or 'auto' for what there is")
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        yield Ranks(torch.device("cuda" if cuda else "cpu"))
+    use_cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+    if use_cuda and not torch.cuda.is_available():
+        raise ConfigInvalid("trainer.device: torch sees no GPU on this machine; use 'cpu' or 'auto'")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Ranks(torch.device("cuda" if use_cuda else "cpu"))
         return
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    if use_cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
-        yield Ranks(device, dist.get_rank(), size)
+        yield Ranks(device, dist.get_rank(), world_size)
     finally:
         dist.destroy_process_group()
 
 
 def apply_fsdp(policy: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Spread the policy's weights over the ranks, layer by layer, in place; masters stay float32."""
+    """Shard the policy's weights over the ranks, layer by layer and in place; master weights stay float32."""
     mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in policy.layers:
@@ -112,6 +116,6 @@ def apply_fsdp(policy: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be spread over ranks; every rank must ask."""
-    full: Any = getattr(tensor, "full_tensor", None)
-    return full() if full is not None else tensor
+    """Return the whole of a tensor that may be sharded. A collective: every rank must call it."""
+    full_tensor: Any = getattr(tensor, "full_tensor", None)
+    return full_tensor() if full_tensor is not None else tensor

@@ -1,10 +1,10 @@
-"""AdamW on a GPU in one pass over memory.
+"""A fused AdamW for one GPU: clipping, the update and the rounding to bfloat16 in one pass over memory.
 
-Clipping, AdamW and the rounding into copies are elementwise: done together, every number comes from memory once and
-goes back once. A kernel reads gradients in bfloat16 or float32 wherever a backward pass has left them, scales them, and
-writes masters, moments and copies. A table of addresses names the tensors, and a block of numbers is a program's.
+The kernel reads gradients in bfloat16 or float32 wherever the backward pass left them, scales them, and writes master
+weights, moments and the model's rounded weights. A table holds the addresses of the tensors; each program of the kernel
+updates one block of one tensor.
 """
-# ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
+# ruff: noqa: ANN001, ANN202, N803 - arguments of kernels are pointers and constants
 
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from ramify.model.device_copy import copy_to_device
 from ramify.train.master_weights import MasterWeights
 
-BLOCK_SIZE, NUM_WARPS = 2048, 8  # numbers of a program; few for a thread, so that many are under way at once
+BLOCK_SIZE, NUM_WARPS = 2048, 8  # few elements per thread, so that many loads are in flight
 _foreach_add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 
 
 @triton.jit
 def _block_pointers(table_row, column, start, BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """Where the block lies of the tensor whose address is in the table; four numbers, of any kind, are an access."""
+    """Pointers to one block of the tensor whose address is in the table, aligned so that four elements load at once."""
     address = tl.load(table_row + column).to(tl.pointer_type(dtype)) + start
     return tl.multiple_of(address + tl.arange(0, BLOCK), 4 * dtype.primitive_bitwidth // 8)
 
@@ -53,25 +53,31 @@ def _adamw_kernel(
     entry = BLOCKS + 2 * tl.program_id(0)
     tensor, start = tl.load(entry), tl.load(entry + 1).to(tl.int64) * BLOCK
     row = TABLE + 6 * tensor
-    masters, copies = (
-        _block_pointers(row, 0, start, BLOCK, tl.float32),
-        _block_pointers(row, 1, start, BLOCK, tl.bfloat16),
-    )
-    first, second = _block_pointers(row, 2, start, BLOCK, tl.float32), _block_pointers(row, 3, start, BLOCK, tl.float32)
+    masters = _block_pointers(row, 0, start, BLOCK, tl.float32)
+    model_params = _block_pointers(row, 1, start, BLOCK, tl.bfloat16)
+    exp_avg = _block_pointers(row, 2, start, BLOCK, tl.float32)
+    exp_avg_sq = _block_pointers(row, 3, start, BLOCK, tl.float32)
     gradients = _block_pointers(row, 4, start, BLOCK, GRADIENT)
-    scale, rate = tl.load(SCALE), tl.load(LR + tensor)
-    root, decay = tl.load(INV_SQRT_CORRECTION2 + tensor), tl.load(DECAY + tensor)
-    left = tl.where(tl.load(FOUND_INF) == 0, tl.load(row + 5) - start, 0)
-    if left >= BLOCK:
-        _update_block(masters, copies, first, second, gradients, None, scale, rate, root, decay, BETA1, BETA2, EPS)
-    elif left > 0:  # with a mask, which makes accesses narrow
-        mask = tl.arange(0, BLOCK) < left.to(tl.int32)
-        _update_block(masters, copies, first, second, gradients, mask, scale, rate, root, decay, BETA1, BETA2, EPS)
+    scale, lr = tl.load(SCALE), tl.load(LR + tensor)
+    correction, decay = tl.load(INV_SQRT_CORRECTION2 + tensor), tl.load(DECAY + tensor)
+    remaining = tl.where(tl.load(FOUND_INF) == 0, tl.load(row + 5) - start, 0)
+    if remaining >= BLOCK:
+        _update_block(
+            masters, model_params, exp_avg, exp_avg_sq, gradients, None, scale, lr, correction, decay, BETA1, BETA2, EPS
+        )  # fmt: skip
+    elif remaining > 0:  # a mask makes the accesses narrow, so only the last block of a tensor has one
+        mask = tl.arange(0, BLOCK) < remaining.to(tl.int32)
+        _update_block(
+            masters, model_params, exp_avg, exp_avg_sq, gradients, mask, scale, lr, correction, decay, BETA1, BETA2, EPS
+        )  # fmt: skip
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, with its state, of masters and the gradients they hold. As there, gradients are divided by
-    `grad_scale`, and a `found_inf` that is not 0 changes nothing; both are read on the device."""
+    """torch's fused AdamW, with the same state, over master weights and the gradients they hold.
+
+    As in torch, gradients are divided by `grad_scale`, and the step does nothing if `found_inf` is not 0. Both are read
+    on the device. In addition, the step rounds the new master weights into the model.
+    """
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -83,12 +89,12 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        found = self._master_weights.gradients()
-        for dtype in {each.dtype for each in found.values()}:
-            self._step_dtype({master: each for master, each in found.items() if each.dtype == dtype}, dtype)
+        gradients = self._master_weights.gradients()
+        for dtype in {gradient.dtype for gradient in gradients.values()}:
+            self._step_dtype({master: grad for master, grad in gradients.items() if grad.dtype == dtype}, dtype)
 
     def _step_dtype(self, gradients: dict[nn.Parameter, Tensor], dtype: torch.dtype) -> None:
-        """Of gradients that have one dtype."""
+        """Update the weights whose gradients have this dtype."""
         rows: list[tuple[int, ...]] = []
         decays: list[float] = []
         steps: list[Tensor] = []
@@ -96,24 +102,24 @@ class FusedAdamW(torch.optim.AdamW):
             for master in group["params"]:
                 if (gradient := gradients.get(master)) is None:
                     continue
-                if gradient.data_ptr() % 16:  # a view into something larger
+                if gradient.data_ptr() % 16:  # a view into a larger tensor
                     gradient = gradients[master] = gradient.clone()
                 state = self._get_state(master)
                 tensors = (master, self._model_copies[master], state["exp_avg"], state["exp_avg_sq"], gradient)
-                rows.append((*(each.data_ptr() for each in tensors), master.numel()))
+                rows.append((*(tensor.data_ptr() for tensor in tensors), master.numel()))
                 decays.append(group["lr"] * group["weight_decay"])
                 steps.append(state["step"])
         group, device = self.param_groups[0], steps[0].device
         table, decay = copy_to_device([np.array(rows, np.int64), np.array(decays, np.float32)], device)
         blocks = self._get_block_table([row[-1] for row in rows], dtype, device)
-        _foreach_add(steps, [1 - self.found_inf] * len(steps))  # a list: for a number it would wait
+        _foreach_add(steps, [1 - self.found_inf] * len(steps))  # a list: a single number would be read by the host
         count, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
-        rate, root = group["lr"] / (1 - beta1**count), (1 - beta2**count).rsqrt()
+        lr, inv_sqrt_correction2 = group["lr"] / (1 - beta1**count), (1 - beta2**count).rsqrt()
         _adamw_kernel[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
             blocks,
             table,
-            rate.float(),
-            root.float(),
+            lr.float(),
+            inv_sqrt_correction2.float(),
             decay,
             self.grad_scale.reciprocal(),
             self.found_inf,
@@ -133,12 +139,12 @@ class FusedAdamW(torch.optim.AdamW):
         return state
 
     def _get_block_table(self, sizes: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Which tensor each block is of, and its number there; the same from step to step."""
-        known, blocks = self._block_tables.get(dtype, (None, None))
-        if blocks is None or known != sizes:
+        """Return [blocks, 2]: the tensor of each block and the block's index in it. Kept from step to step."""
+        known_sizes, table = self._block_tables.get(dtype, (None, None))
+        if table is None or known_sizes != sizes:
             counts = [triton.cdiv(size, BLOCK_SIZE) for size in sizes]
-            tensor = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
-            number = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
-            (blocks,) = copy_to_device([np.stack([tensor, number], 1)], device)
-            self._block_tables[dtype] = sizes, blocks
-        return blocks
+            tensor_index = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+            block_index = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+            (table,) = copy_to_device([np.stack([tensor_index, block_index], 1)], device)
+            self._block_tables[dtype] = sizes, table
+        return table

@@ -1,9 +1,9 @@
-"""The LM head, scored only where something is trained, and never held whole.
+"""Logprobs and entropies from the LM head in chunks, so that the logits never exist as a whole.
 
-Of a vocabulary's worth of logits per token only three numbers are wanted: the logprob of one token, the entropy, and
-(for the way back) the log-sum-exp. So the head runs over chunks of rows; each chunk's logits live only until these are
-read off, and are computed a second time in the backward pass; all but those of the last few, which are kept for it.
-Temperature belongs to the row, not to the pack.
+Training needs three numbers of each row of logits: the logprob of one token, the entropy and, for the backward pass,
+the log-sum-exp. So the head runs over chunks of rows; the logits of a chunk live until these numbers are computed, and
+are computed again in the backward pass. Only the logits of the last few chunks are kept for it. Every row has a
+temperature of its own.
 """
 
 from collections import deque
@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROW_MULTIPLE = 128  # chunks are multiples of this on CUDA, so that one compiled kernel serves them all
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # of the logits of a chunk: the cache of a core, a corner of a GPU
-KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # chunks whose logits the backward pass finds
+ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, so that one compiled kernel serves all
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # size of a chunk's logits: a core's cache, a small part of a GPU
+KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # chunks whose logits are kept for the backward pass
 
 
 def compute_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of `token` and entropy for each row of `hidden` [rows, width], in float32; gradients flow through the
-    logprob alone."""
-    found: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature)
-    return found
+    """Return the logprob of the target token and the entropy of each row of `hidden` [rows, width], in float32.
+
+    Gradients flow through the logprob only.
+    """
+    result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature)
+    return result
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -33,32 +35,36 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, inv_temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        logprob, entropy, total = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        read = _compile_for_device(_compute_logprob_entropy_lse, hidden.device.type)
-        kept: deque[Tensor] = deque(maxlen=KEPT_CHUNKS[hidden.device.type])
+        logprob, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        reduce_logits = _compile_for_device(_compute_logprob_entropy_lse, hidden.device.type)
+        kept_logits: deque[Tensor] = deque(maxlen=KEPT_CHUNKS[hidden.device.type])
         for rows in _split_rows(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            logprob[rows], entropy[rows], total[rows] = read(logits, target_ids[rows], inv_temperature[rows])
-            kept.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, target_ids, inv_temperature, total, *kept)
+            logprob[rows], entropy[rows], logsumexp[rows] = reduce_logits(
+                logits, target_ids[rows], inv_temperature[rows]
+            )
+            kept_logits.append(logits)
+        ctx.save_for_backward(hidden, weight, bias, target_ids, inv_temperature, logsumexp, *kept_logits)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token, scale, total, *kept = ctx.saved_tensors
+        hidden, weight, bias, target_ids, inv_temperature, logsumexp, *kept_logits = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         chunks = _split_rows(len(hidden), len(weight), hidden)
-        whole = hidden.is_cuda and len(chunks) == 1  # a product of its own needs no sum in float32
-        wanted = ctx.needs_input_grad[1]
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted and not whole else None
+        single_chunk = hidden.is_cuda and len(chunks) == 1  # one product needs no float32 accumulator
+        needs_weight_grad = ctx.needs_input_grad[1]
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad and not single_chunk else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        turn = _compile_for_device(_compute_logits_gradient, hidden.device.type)
-        for number, rows in enumerate(chunks, len(kept) - len(chunks)):
-            logits = kept[number] if number >= 0 else torch.nn.functional.linear(hidden[rows], weight, bias)
-            d_logits = turn(logits, token[rows], scale[rows], total[rows], grads[0][rows])
+        compute_gradient = _compile_for_device(_compute_logits_gradient, hidden.device.type)
+        for kept, rows in enumerate(chunks, len(kept_logits) - len(chunks)):
+            logits = kept_logits[kept] if kept >= 0 else torch.nn.functional.linear(hidden[rows], weight, bias)
+            d_logits = compute_gradient(
+                logits, target_ids[rows], inv_temperature[rows], logsumexp[rows], grads[0][rows]
+            )
             torch.mm(d_logits, weight, out=d_hidden[rows])
-            if wanted:
+            if needs_weight_grad:
                 d_weight = _accumulate_matmul(d_weight, d_logits.t(), hidden[rows])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=torch.float32)
@@ -74,26 +80,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def _compute_logprob_entropy_lse(
     logits: Tensor, target_ids: Tensor, inv_temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob, entropy and log-sum-exp of each row."""
     scaled = logits.float() * inv_temperature[:, None]
-    total = scaled.logsumexp(-1)
-    entropy = total - ((scaled - total[:, None]).exp() * scaled).sum(-1)
-    return scaled.gather(1, target_ids[:, None])[:, 0] - total, entropy, total
+    logsumexp = scaled.logsumexp(-1)
+    entropy = logsumexp - ((scaled - logsumexp[:, None]).exp() * scaled).sum(-1)
+    return scaled.gather(1, target_ids[:, None])[:, 0] - logsumexp, entropy, logsumexp
 
 
 def _compute_logits_gradient(
     logits: Tensor, target_ids: Tensor, inv_temperature: Tensor, logsumexp: Tensor, grad: Tensor
 ) -> Tensor:
-    """The gradient of the logits: (1 at the token − probability) · grad / temperature."""
+    """Return (1 at the target token − probability) · grad / temperature."""
     weight = (grad * inv_temperature)[:, None]
-    found = -(logits.float() * inv_temperature[:, None] - logsumexp[:, None]).exp() * weight
-    places = torch.arange(logits.shape[1], device=logits.device)
-    return torch.where(places == target_ids[:, None], found + weight, found).to(logits.dtype)
+    gradient = -(logits.float() * inv_temperature[:, None] - logsumexp[:, None]).exp() * weight
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
+    return torch.where(token_ids == target_ids[:, None], gradient + weight, gradient).to(logits.dtype)
 
 
 @cache
 def _compile_for_device(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """On CUDA one fused pass over the logits, compiled once for any number of rows."""
+    """Return the function itself on a CPU; on CUDA one fused kernel, compiled once for any number of rows."""
     if device_type == "cpu":
         return function
     compiled = torch.compile(function)
@@ -107,16 +112,16 @@ def _compile_for_device(function: Callable[..., Any], device_type: str) -> Calla
 
 
 def _split_rows(num_rows: int, vocab_size: int, hidden: Tensor) -> list[slice]:
-    most = max(1, CHUNK_BYTES[hidden.device.type] // (vocab_size * hidden.element_size()))
-    count = -(-num_rows // most)
-    size = -(-num_rows // count) if count else 1
+    max_rows = max(1, CHUNK_BYTES[hidden.device.type] // (vocab_size * hidden.element_size()))
+    num_chunks = -(-num_rows // max_rows)
+    size = -(-num_rows // num_chunks) if num_chunks else 1
     if hidden.device.type != "cpu":
         size = -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
-    return [slice(at, min(at + size, num_rows)) for at in range(0, num_rows, size)]
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 def _accumulate_matmul(accumulator: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right, summed in the precision of `total`."""
+    """Return accumulator + left @ right, summed in the accumulator's dtype; without one, the product alone."""
     if accumulator is None:
         return left @ right
     if left.dtype == accumulator.dtype:

@@ -1,7 +1,7 @@
-"""LoRA: a small correction beside each matrix is trained, the matrix itself stays as it was.
+"""LoRA: train a low-rank adapter beside each matrix while the matrix itself stays fixed.
 
-The adapters are put into the model in place, so everything around it (layers, head, tree attention, sharding) sees the
-model it knows. Their product is added to the matrix only when weights are published: engines get an ordinary model.
+The adapters are injected into the model in place, so layers, head, tree attention and sharding see the model they know.
+Their product is added to the matrix only when weights are published: engines load an ordinary model.
 """
 
 from typing import Any
@@ -17,7 +17,10 @@ BASE_LAYER_SUFFIX = ".base_layer"
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
-    """Put adapters into the model and freeze the rest. The same seed gives the same adapters on every rank."""
+    """Inject adapters into the model and freeze the rest. The same seed gives the same adapters on every rank.
+
+    Raises ConfigInvalid if peft is not installed or a target does not exist.
+    """
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -25,34 +28,34 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         raise ConfigInvalid("trainer.lora needs peft: pip install 'ramify[lora]'") from error
     known = list_linear_names(model)
     if unknown := [name for name in config.targets if name not in known]:
-        raise ConfigInvalid(f"trainer.lora.targets: there is no {unknown[0]!r} in the layers, but {', '.join(known)}")
+        raise ConfigInvalid(f"trainer.lora.targets: the layers have no {unknown[0]!r}; they have {', '.join(known)}")
     targets = config.targets or known
-    asked = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    peft_config = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(asked, model, ADAPTER_NAME)
+        inject_adapter_in_model(peft_config, model, ADAPTER_NAME)
 
 
 def list_linear_names(model: Any) -> list[str]:
-    """The linear maps inside the layers by the last part of their names, such as `q_proj`."""
+    """Return the names of the linear maps inside the layers, without their prefixes, such as `q_proj`."""
     layers: nn.Module = model.get_decoder().layers
-    return sorted({name.rpartition(".")[2] for name, each in layers.named_modules() if isinstance(each, nn.Linear)})
+    return sorted({name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)})
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a name in a state dict is an adapter's."""
+    """Return whether a name in a state dict belongs to an adapter."""
     return ".lora_" in name
 
 
 def strip_base_layer_suffix(name: str) -> str:
-    """The name of a matrix before it got an adapter."""
+    """Return the name that a matrix had before it got an adapter."""
     return name.replace(BASE_LAYER_SUFFIX, "")
 
 
 def merge_adapter(name: str, matrix: Tensor, adapters: dict[str, Tensor], scaling: float) -> Tensor:
-    """The matrix with its adapter's product added, in float32; itself where it has none.
+    """Return the matrix plus its adapter's product, in float32; the matrix itself if it has no adapter.
 
-    `named` gives adapters by their names in the state dict.
+    `adapters` maps names in the state dict to the adapters' matrices.
     """
     if not name.endswith(f"{BASE_LAYER_SUFFIX}.weight"):
         return matrix

@@ -1,7 +1,8 @@
-"""What a step tells: sums over its entries, grouped by environment and by the age of the weights that sampled.
+"""Metrics of a step: sums over its entries, by environment and by the staleness of the weights that sampled.
 
-Every row leaves a small table of sums on the device, made by scattering whole columns; they are fetched once, at the
-end of the step, and added up by name. Sums of several ranks add up the same way, so `Sums` is what ranks exchange.
+Every pack leaves a small table of sums on the device, computed by scattering columns. The tables are copied to the host
+once, at the end of the step, and added up by key. Sums of several ranks add up the same way, so ranks exchange
+`MetricSums`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +20,14 @@ from ramify.train.policy import PolicyOutput
 
 
 class MetricKey(NamedTuple):
-    """Entries of one environment sampled by weights `age` steps old; None where that is unknown."""
+    """Identifies the entries of one environment that were sampled by weights `staleness` steps old."""
 
     env: str
-    staleness: int | None
+    staleness: int | None  # None if the version is unknown
 
 
-# One row per group: entries, entries with a sampler logprob, Σ(ρ − lr − 1), Σ entropy, masked entries; then entries by
-# their |lr|, counted between EDGES, as counts add up where a quantile does not; last, max |lr|
+# A row of sums: entries, entries with a sampler logprob, Σ(ρ − log ρ − 1), Σ entropy, masked entries; then a histogram
+# of |log ρ| between LOG_RATIO_EDGES, since counts add up where quantiles do not; last, max |log ρ|.
 SUM_COLUMNS = ("entries", "sampled", "mismatch_kl", "entropy", "masked")
 LOG_RATIO_EDGES = 2.0 ** (np.arange(-64, 13) / 4)  # 1.5e-5 to 8, each a fifth above the one before
 NUM_COLUMNS = len(SUM_COLUMNS) + len(LOG_RATIO_EDGES) + 1 + 1
@@ -35,10 +36,11 @@ QUANTILE = 0.999
 
 @dataclass(slots=True)
 class MetricSums:
-    """The part of a step's metrics that adds up."""
+    """The part of a step's metrics that adds up over packs and ranks."""
 
     component_losses: dict[str, float] = field(default_factory=dict)
-    rows_by_key: dict[MetricKey, np.ndarray] = field(default_factory=dict)  # WIDTH numbers each
+    rows_by_key: dict[MetricKey, np.ndarray] = field(default_factory=dict)
+    """NUM_COLUMNS values each."""
     tokens: int = 0
     padding: int = 0
     flat_tokens: int = 0
@@ -46,12 +48,13 @@ class MetricSums:
 
     @classmethod
     def merge(cls, parts: Iterable["MetricSums"]) -> "MetricSums":
+        """Return the sum of several."""
         total = cls()
         for part in parts:
             for name, value in part.component_losses.items():
                 total.component_losses[name] = total.component_losses.get(name, 0.0) + value
-            for group, row in part.rows_by_key.items():
-                total.rows_by_key[group] = _merge_rows(total.rows_by_key.get(group), row)
+            for key, row in part.rows_by_key.items():
+                total.rows_by_key[key] = _merge_rows(total.rows_by_key.get(key), row)
             total.tokens += part.tokens
             total.padding += part.padding
             total.flat_tokens += part.flat_tokens
@@ -62,96 +65,108 @@ class MetricSums:
 def _merge_rows(left: np.ndarray | None, right: np.ndarray) -> np.ndarray:
     if left is None:
         return right
-    both = left + right
-    both[-1] = max(left[-1], right[-1])
-    return both
+    row = left + right
+    row[-1] = max(left[-1], right[-1])
+    return row
 
 
 class MetricAccumulator:
-    """Sums of a step's rows, on the device until they are asked for."""
+    """The sums of a step's packs, on the device until `to_sums`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._packs: list[tuple[list[MetricKey], Tensor, dict[str, Tensor]]] = []
+        self._packs: list[tuple[list[MetricKey], Tensor, dict[str, Tensor]]] = []  # keys, table, component losses
         self._host_sums = MetricSums()
 
     def add(self, inputs: ModelInputs, output: PolicyOutput, flops: float) -> None:
+        """Add the sums of one pack."""
         forest = inputs.forest
-        groups, number = assign_metric_keys(forest, self.step)
-        self._packs.append((groups, _sum_by_key(inputs, output, number, len(groups)), output.component_losses))
+        keys, key_index = assign_metric_keys(forest, self.step)
+        self._packs.append((keys, _sum_by_key(inputs, output, key_index, len(keys)), output.component_losses))
         self._host_sums.tokens += forest.num_tokens
         self._host_sums.padding += inputs.input_ids.numel() - forest.num_tokens
         self._host_sums.flat_tokens += forest.flat_tokens
         self._host_sums.flops += flops
 
     def flatten_device_values(self, device: torch.device) -> Tensor:
-        """All that is still on the device, in a row, for `sums`."""
-        every = [tensor.double().flatten() for _, table, terms in self._packs for tensor in (table, *terms.values())]
-        return torch.cat(every) if every else torch.empty(0, dtype=torch.float64, device=device)
+        """Concatenate all device values into one tensor, as `to_sums` expects them."""
+        tensors = [
+            tensor.double().flatten() for _, table, losses in self._packs for tensor in (table, *losses.values())
+        ]
+        return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.float64, device=device)
 
     def to_sums(self, device_values: Sequence[float]) -> MetricSums:
-        """Everything so far, with the numbers that came from the device."""
-        parts, left = [self._host_sums], np.array(device_values)
-        for groups, table, terms in self._packs:
-            values, found, left = np.split(left, [table.numel(), table.numel() + len(terms)])
-            parts.append(MetricSums(dict(zip(terms, found.tolist())), dict(zip(groups, values.reshape(table.shape)))))
+        """Return the sums, given the values of `flatten_device_values` on the host."""
+        parts, remaining = [self._host_sums], np.array(device_values)
+        for keys, table, losses in self._packs:
+            size = table.numel()
+            rows, loss_values, remaining = np.split(remaining, [size, size + len(losses)])
+            parts.append(
+                MetricSums(dict(zip(losses, loss_values.tolist())), dict(zip(keys, rows.reshape(table.shape))))
+            )
         return MetricSums.merge(parts)
 
 
 def assign_metric_keys(forest: Forest, step: int) -> tuple[list[MetricKey], np.ndarray]:
-    """The groups of a forest's entries, and for each entry the number of its group."""
-    of_version = [*(step - version.step for version in forest.versions), None]  # the version of some is -1: unknown
-    ages = list(dict.fromkeys(of_version))
-    age = np.array([ages.index(each) for each in of_version])[forest.targets.version]
-    code = forest.expand_sequence_column("env").astype(np.int64) * len(ages) + age
-    found = np.flatnonzero(np.bincount(code))
-    names = [MetricKey(forest.envs[each // len(ages)], ages[each % len(ages)]) for each in found.tolist()]
-    return names, np.searchsorted(found, code)
+    """Return the keys of a forest's entries, and for each entry the index of its key."""
+    staleness_by_version = [*(step - version.step for version in forest.versions), None]  # unknown versions are -1
+    staleness_values = list(dict.fromkeys(staleness_by_version))
+    count = len(staleness_values)
+    staleness_index = np.array([staleness_values.index(value) for value in staleness_by_version])
+    env_index = forest.expand_sequence_column("env").astype(np.int64)
+    entry_codes = env_index * count + staleness_index[forest.targets.version]
+    codes = np.flatnonzero(np.bincount(entry_codes))
+    keys = [MetricKey(forest.envs[code // count], staleness_values[code % count]) for code in codes.tolist()]
+    return keys, np.searchsorted(codes, entry_codes)
 
 
 def _sum_by_key(inputs: ModelInputs, output: PolicyOutput, key_index: np.ndarray, num_keys: int) -> Tensor:
-    """[groups, WIDTH], by scattering columns."""
+    """Return the sums of a pack's entries [num_keys, NUM_COLUMNS]."""
     device = output.logprob.device
-    table = torch.zeros(
-        num_keys, NUM_COLUMNS, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
-    )
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    table = torch.zeros(num_keys, NUM_COLUMNS, dtype=dtype, device=device)
     if not num_keys:
         return table
-    number, edges = copy_to_device([key_index, LOG_RATIO_EDGES], device)
-    ratio = (output.logprob - inputs.head_inputs.all_entries.sampler_logprob).to(table.dtype)
-    sampled = ~ratio.isnan()
-    ratio = ratio.nan_to_num(0.0)
-    masked = torch.zeros_like(ratio)
+    index, edges = copy_to_device([key_index, LOG_RATIO_EDGES], device)
+    log_ratio = (output.logprob - inputs.head_inputs.all_entries.sampler_logprob).to(dtype)
+    sampled = (~log_ratio.isnan()).to(dtype)
+    log_ratio = log_ratio.nan_to_num(0.0)
+    masked = torch.zeros_like(log_ratio)
     if output.masked is not None:
-        masked[inputs.head_inputs.component_entries["rl"]] = output.masked.to(masked.dtype)
-    sampled = sampled.to(ratio.dtype)
-    columns = [torch.ones_like(ratio), sampled, ratio.exp() - ratio - 1, output.entropy.to(ratio.dtype), masked]
-    table[:, : len(SUM_COLUMNS)].index_add_(0, number, torch.stack(columns, 1))
-    between = torch.bucketize(ratio.abs(), edges.to(ratio.dtype))
-    table[:, len(SUM_COLUMNS) : -1].index_put_((number, between), sampled, accumulate=True)
-    table[:, -1].scatter_reduce_(0, number, ratio.abs(), "amax")
+        masked[inputs.head_inputs.component_entries["rl"]] = output.masked.to(dtype)
+    mismatch_kl = log_ratio.exp() - log_ratio - 1
+    columns = [torch.ones_like(log_ratio), sampled, mismatch_kl, output.entropy.to(dtype), masked]
+    table[:, : len(SUM_COLUMNS)].index_add_(0, index, torch.stack(columns, 1))
+    bins = torch.bucketize(log_ratio.abs(), edges.to(dtype))
+    table[:, len(SUM_COLUMNS) : -1].index_put_((index, bins), sampled, accumulate=True)
+    table[:, -1].scatter_reduce_(0, index, log_ratio.abs(), "amax")
     return table
 
 
 @dataclass(slots=True, frozen=True)
 class StepMetrics:
-    """One optimizer step, measured."""
+    """The metrics of one optimizer step."""
 
     step: int
     loss: float
     grad_norm: float
+    """Before clipping."""
     lr: float
-    skipped: bool  # the gradient was not finite: the weights stayed
+    skipped: bool
+    """Whether the gradient was not finite, so that the weights did not change."""
     seconds: float
     peak_flops: float | None
+    """Of the device, per second; None if unknown."""
     sums: MetricSums
 
     @property
     def tokens_per_second(self) -> float:
+        """Forest tokens trained per second."""
         return self.sums.tokens / self.seconds
 
     @property
     def mfu(self) -> float | None:
+        """Model FLOPs utilization; None if the device's peak is unknown."""
         return self.sums.flops / self.seconds / self.peak_flops if self.peak_flops else None
 
     @property
@@ -160,8 +175,8 @@ class StepMetrics:
         return self.sums.flat_tokens / max(1, self.sums.tokens)
 
     def to_dict(self) -> Mapping[str, float]:
-        """Every number under its name, as it is logged."""
-        found = {
+        """Return all metrics by the names under which they are logged."""
+        metrics = {
             "train/loss": self.loss,
             "train/grad_norm": self.grad_norm,
             "train/lr": self.lr,
@@ -173,18 +188,18 @@ class StepMetrics:
             "forest/token_ratio": self.token_ratio,
         }
         if self.mfu is not None:
-            found["train/mfu"] = self.mfu
-        found.update({f"loss/{name}": value for name, value in sorted(self.sums.component_losses.items())})
-        every = [
-            (f"/{group.env}/age_{'unknown' if group.staleness is None else group.staleness}", row)
-            for group, row in self._sorted_rows()
+            metrics["train/mfu"] = self.mfu
+        metrics.update({f"loss/{name}": value for name, value in sorted(self.sums.component_losses.items())})
+        rows = [
+            (f"/{key.env}/age_{'unknown' if key.staleness is None else key.staleness}", row)
+            for key, row in self._sorted_rows()
         ]
         total: np.ndarray | None = None
-        for _, row in every:
+        for _, row in rows:
             total = _merge_rows(total, row)
-        for where, row in [("", total), *every] if total is not None else []:
-            found.update({f"{name}{where}": value for name, value in _compute_means(row).items()})
-        return found
+        for suffix, row in [("", total), *rows] if total is not None else []:
+            metrics.update({f"{name}{suffix}": value for name, value in _compute_means(row).items()})
+        return metrics
 
     def _sorted_rows(self) -> list[tuple[MetricKey, np.ndarray]]:
         return sorted(
@@ -195,14 +210,14 @@ class StepMetrics:
 
 def _compute_means(row: np.ndarray) -> dict[str, float]:
     entries, sampled, kl, entropy, masked = map(float, row[: len(SUM_COLUMNS)])
-    found = {"entries": entries, "entropy": entropy / max(1.0, entries)}
+    means = {"entries": entries, "entropy": entropy / max(1.0, entries)}
     if sampled:
-        found |= {"mismatch_kl": kl / sampled, "masked": masked / sampled, "max_log_ratio": float(row[-1])}
-        found["p999_log_ratio"] = _compute_quantile(row[len(SUM_COLUMNS) : -1], float(row[-1]))
-    return found
+        means |= {"mismatch_kl": kl / sampled, "masked": masked / sampled, "max_log_ratio": float(row[-1])}
+        means["p999_log_ratio"] = _compute_quantile(row[len(SUM_COLUMNS) : -1], float(row[-1]))
+    return means
 
 
 def _compute_quantile(counts: np.ndarray, largest: float) -> float:
-    """The first edge that all but a thousandth of the entries are below."""
-    at = int(np.searchsorted(np.cumsum(counts), QUANTILE * counts.sum()))
-    return min(largest, float(LOG_RATIO_EDGES[at])) if at < len(LOG_RATIO_EDGES) else largest
+    """Return the first edge that all but a thousandth of the entries are below."""
+    index = int(np.searchsorted(np.cumsum(counts), QUANTILE * counts.sum()))
+    return min(largest, float(LOG_RATIO_EDGES[index])) if index < len(LOG_RATIO_EDGES) else largest

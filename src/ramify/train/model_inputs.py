@@ -1,8 +1,8 @@
-"""From forests to the rows a model computes.
+"""Build the tensors that a model reads from a pack.
 
-A forest goes through the model as one row of tokens whose attention knows the tree. A model that cannot step back to a
-fork gets a grid instead: every root-to-leaf path is a chain in a line of its own. Either way the head reads hidden
-states at flat indices, and the entries of the loss point at what the head scored.
+A forest goes through the model as one row of tokens, and attention follows its tree. A model that cannot return to an
+earlier token, such as a recurrent one, gets a grid of chains instead: one row for every root-to-leaf path. In both
+cases the head reads hidden states by flat index, and the entries of the loss point to the pairs that the head scored.
 """
 
 from dataclasses import dataclass
@@ -27,50 +27,50 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True, eq=False)
 class HeadInputs:
-    """What the head scores and what each component is told."""
+    """What the LM head scores, and what the losses read. A pair is a hidden state and the token it predicts."""
 
-    hidden_index: Tensor  # [pairs] flat index of the hidden state that predicts
-    target_ids: Tensor  # [pairs] what it should predict
+    hidden_index: Tensor  # [pairs] flat index of the hidden state
+    target_ids: Tensor  # [pairs] the token to predict
     temperature: Tensor  # [pairs]
-    pair_index: Tensor  # [entries] which pair scores the entry
-    component_entries: dict[str, Tensor]  # component: the entries it applies to
+    pair_index: Tensor  # [entries] the pair that scores each entry
+    component_entries: dict[str, Tensor]  # component: indices of its entries
     component_weights: dict[str, Tensor]  # component: their weights
-    all_entries: Entries  # of all entries; `logprob` is to be filled in
+    all_entries: Entries  # without `logprob`, which is empty
 
     def select_entries(self, component: str, logprob: Tensor) -> Entries:
-        """What the loss of a component sees, given the logprob of every entry."""
-        chosen, columns = self.component_entries[component], self.all_entries
+        """Return the entries of a component, given the logprob of every entry."""
+        index, entries = self.component_entries[component], self.all_entries
         return Entries(
-            logprob[chosen],
-            columns.sampler_logprob[chosen],
-            columns.advantage[chosen],
-            columns.reference_logprob[chosen],
-            columns.sequence_index[chosen],
-            columns.num_sequences,
+            logprob[index],
+            entries.sampler_logprob[index],
+            entries.advantage[index],
+            entries.reference_logprob[index],
+            entries.sequence_index[index],
+            entries.num_sequences,
         )
 
 
 @dataclass(eq=False)
 class ModelInputs:
-    """One forward and backward: what the model reads, and what is done with what it says."""
+    """The inputs of one forward and backward pass."""
 
     forest: Forest
-    input_ids: Tensor  # [lines, length]
-    position_ids: Tensor  # [lines, length], or [3, lines, length]
-    tree_mask: TreeMask | None  # None where lines are plain causal chains
-    token_index: np.ndarray | None  # of tokens in lines, where there are several
+    input_ids: Tensor  # [rows, length]
+    position_ids: Tensor  # [rows, length], or [3, rows, length]
+    tree_mask: TreeMask | None  # None if the rows are causal chains
+    token_index: np.ndarray | None  # [tokens] flat index of each token, if there are several rows
 
     @cached_property
     def head_inputs(self) -> HeadInputs:
-        """Made when it is asked for: a GPU is in its layers by then, and does not wait for it."""
+        """Built on first use: a GPU runs the layers meanwhile and does not wait."""
         return _build_head_inputs(self.forest, self.token_index, self.input_ids.device)
 
 
 def bucket_length(length: int, pack_tokens: int) -> int:
-    """The padded length of a compiled row: quarters of the budget, and whole budgets for a path that is over it."""
+    """Return the padded length of a compiled row: quarters of `pack_tokens`, and multiples of it for longer paths."""
     step = pack_tokens if length > pack_tokens else -(-pack_tokens // (4 * BLOCK_SIZE)) * BLOCK_SIZE
-    padded = -(-length // step) * step
-    return padded if length > pack_tokens else min(padded, pack_tokens)
+    padded_length = -(-length // step) * step
+    return padded_length if length > pack_tokens else min(padded_length, pack_tokens)
 
 
 def build_model_inputs(
@@ -81,73 +81,84 @@ def build_model_inputs(
     sliding_windows: frozenset[int] = frozenset({0}),
     padded_length: int | None = None,
 ) -> ModelInputs:
-    """The row of a pack, padded to `length`, on the device."""
+    """Build the inputs of a pack on the device, padded to `padded_length`. Raises ModelUnsupported for media."""
     if forest.media:
         raise ModelUnsupported("images are not trained yet: a pack holds media")
     if padded_length and padded_length > len(forest):
         forest = pad_forest(forest, padded_length)
     if layout is PackLayout.CHAINS:
-        ids, position, places = _build_chain_grid(forest)
-        tree = None
+        ids, position, token_index = _build_chain_grid(forest)
+        tree_mask = None
     else:
-        ids, position, places = forest.token_ids[None], forest.position_ids[..., None, :], None
-        tree = TreeMask(forest.subtree_end, forest.position_ids, device, sliding_windows)
-    there = copy_to_device([each.astype(np.int64) for each in (ids, position)], device)
-    return ModelInputs(forest, there[0], there[1], tree, places)
+        ids, position, token_index = forest.token_ids[None], forest.position_ids[..., None, :], None
+        tree_mask = TreeMask(forest.subtree_end, forest.position_ids, device, sliding_windows)
+    input_ids, position_ids = copy_to_device([array.astype(np.int64) for array in (ids, position)], device)
+    return ModelInputs(forest, input_ids, position_ids, tree_mask, token_index)
 
 
 def _build_head_inputs(forest: Forest, token_index: np.ndarray | None, device: torch.device) -> HeadInputs:
-    source, token, temperature, pair = _list_scored_pairs(forest)
-    source = source if token_index is None else token_index[source]
-    step = ROW_MULTIPLE if device.type == "cuda" else 1
-    source, token, temperature = (_pad_pairs(each, step) for each in (source, token, temperature))
+    hidden_index, target_ids, temperature, pair_index = _list_scored_pairs(forest)
+    hidden_index = hidden_index if token_index is None else token_index[hidden_index]
+    multiple = ROW_MULTIPLE if device.type == "cuda" else 1
     targets = forest.targets
-    chosen = {name: np.flatnonzero(getattr(targets, name) != 0) for name in LOSS_COMPONENTS}
-    chosen = {name: index for name, index in chosen.items() if len(index)}
-    weights = [getattr(targets, name)[index] for name, index in chosen.items()]
-    sequence = targets.sequence.astype(np.int64)
-    entries = [targets.logprob, targets.advantage, targets.ref_logprob, sequence, pair, *chosen.values(), *weights]
-    columns = [*(each.astype(np.int64) for each in (source, token)), temperature, *entries]
-    there = iter(copy_to_device(columns, device))
-    source, token, temperature, logprob, advantage, reference, sequence, pair = islice(there, 8)
+    component_entries = {
+        name: index for name in LOSS_COMPONENTS if len(index := np.flatnonzero(getattr(targets, name) != 0))
+    }
+    columns = [
+        _pad_pairs(hidden_index, multiple).astype(np.int64),
+        _pad_pairs(target_ids, multiple).astype(np.int64),
+        _pad_pairs(temperature, multiple),
+        targets.logprob,
+        targets.advantage,
+        targets.ref_logprob,
+        targets.sequence.astype(np.int64),
+        pair_index,
+        *component_entries.values(),
+        *(getattr(targets, name)[index] for name, index in component_entries.items()),
+    ]
+    tensors = iter(copy_to_device(columns, device))
+    hidden, target, temperatures, sampler, advantage, reference, sequence, pairs = islice(tensors, 8)
     return HeadInputs(
-        hidden_index=source,
-        target_ids=token,
-        temperature=temperature,
-        pair_index=pair,
-        component_entries=dict(zip(chosen, there)),
-        component_weights=dict(zip(chosen, there)),
-        all_entries=Entries(torch.empty(0), logprob, advantage, reference, sequence, len(forest.sequences)),
+        hidden_index=hidden,
+        target_ids=target,
+        temperature=temperatures,
+        pair_index=pairs,
+        component_entries=dict(zip(component_entries, tensors)),
+        component_weights=dict(zip(component_entries, tensors)),
+        all_entries=Entries(torch.empty(0), sampler, advantage, reference, sequence, len(forest.sequences)),
     )
 
 
 def _list_scored_pairs(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Source, token and temperature of what the head must score, and for each entry which of them is its own."""
-    source, token, pair = forest.unique_head_inputs()
-    degree = forest.sequences["temperature"]
-    if (degree == degree[:1]).all():
-        return source, token, np.repeat(degree[:1], len(source)), pair
-    degrees, which = np.unique(degree, return_inverse=True)
-    split, pair = np.unique(pair * len(degrees) + which[forest.targets.sequence], return_inverse=True)
-    return source[split // len(degrees)], token[split // len(degrees)], degrees[split % len(degrees)], pair
+    """Return hidden index, target token and temperature of each pair, and the pair of each entry."""
+    hidden_index, target_ids, pair_index = forest.unique_head_inputs()
+    temperature = forest.sequences["temperature"]
+    if (temperature == temperature[:1]).all():
+        return hidden_index, target_ids, np.repeat(temperature[:1], len(hidden_index)), pair_index
+    temperatures, temperature_index = np.unique(temperature, return_inverse=True)
+    count = len(temperatures)
+    codes, pair_index = np.unique(pair_index * count + temperature_index[forest.targets.sequence], return_inverse=True)
+    return hidden_index[codes // count], target_ids[codes // count], temperatures[codes % count], pair_index
 
 
 def _pad_pairs(column: np.ndarray, multiple: int) -> np.ndarray:
-    """Up to a multiple of the head's step, with pairs that no entry points at; at least one, so that a row without
-    targets takes part in every collective of the backward pass."""
+    """Pad a column of pairs to a multiple, with pairs that no entry points to.
+
+    At least one pair remains, so that a pack without targets takes part in every collective of the backward pass.
+    """
     return np.concatenate([column, np.ones(-len(column) % multiple if len(column) else multiple, column.dtype)])
 
 
 def _build_chain_grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and positions of chains, one a line, and the flat place of each token."""
+    """Return ids and positions of the chains, one per row, and the flat index of each token."""
     starts = forest.segments["start"][forest.segments["parent"] < 0]
     lengths = np.diff(np.append(starts, forest.num_tokens))
-    lines, width = max(1, len(starts)), int(lengths.max(initial=2))  # a filler is a line that `_padded` can point into
+    rows, width = max(1, len(starts)), int(lengths.max(initial=2))  # `_pad_pairs` points into a filler's row, at 1
     offset = np.arange(forest.num_tokens) - np.repeat(starts, lengths)
     depth = forest.position_ids if forest.position_ids.ndim == 1 else forest.position_ids[0]
     if not np.array_equal(offset, depth[: forest.num_tokens]):
-        raise ValueError("a forest with forks was given to a model that reads chains")
-    places = np.repeat(np.arange(len(starts)), lengths) * width + offset
-    ids = np.zeros(lines * width, np.int64)
-    ids[places] = forest.token_ids[: forest.num_tokens]
-    return ids.reshape(lines, width), np.broadcast_to(np.arange(width), (lines, width)), places
+        raise ValueError("the model reads chains, but the forest has forks: pack it with PackLayout.CHAINS")
+    token_index = np.repeat(np.arange(len(starts)), lengths) * width + offset
+    ids = np.zeros(rows * width, np.int64)
+    ids[token_index] = forest.token_ids[: forest.num_tokens]
+    return ids.reshape(rows, width), np.broadcast_to(np.arange(width), (rows, width)), token_index

@@ -1,8 +1,8 @@
-"""The model that is trained, as one root module: a row in, the loss and what was seen on the way out.
+"""The trained model as one root module: from model inputs to the loss and the metrics of each entry.
 
-Everything that touches a weight happens inside `Policy.forward`: the layers, the head in chunks, the loss. That is what
-sharding needs, which gathers weights when a module is entered and frees them when it is left, and it keeps the one
-place that knows the model apart from the many that know steps.
+Everything that reads a weight happens inside `PolicyModel.forward`: the layers, the chunked head, the loss. FSDP needs
+that, because it gathers weights when a module is entered and frees them when it is left. It also keeps knowledge of the
+model in one place.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,17 +27,25 @@ from ramify.train.model_inputs import ModelInputs, build_model_inputs
 
 
 class PolicyOutput(NamedTuple):
-    """What a row gave: the loss to differentiate, and per entry what is measured, without gradients."""
+    """The result of one pack: the loss to differentiate, and values of each entry without gradients."""
 
     loss: Tensor
     component_losses: dict[str, Tensor]  # component: its part of the loss
     logprob: Tensor  # [entries]
-    entropy: Tensor
+    entropy: Tensor  # [entries]
     masked: Tensor | None  # [rl entries]
 
 
 class PolicyModel(nn.Module):
-    """A causal language model with the losses on top."""
+    """A causal language model with its losses.
+
+    Attributes:
+        model: the transformers model.
+        layout: how its packs are laid out, as trees or as chains.
+        sliding_windows: the attention windows of its layers; 0 is full attention.
+        max_positions: the number of positions it supports, where longrope limits it.
+        losses: the loss function of each component.
+    """
 
     def __init__(self, model: Any, layout: PackLayout, rl_loss: LossFunction) -> None:
         super().__init__()
@@ -50,48 +58,50 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers: what is compiled, checkpointed and sharded one by one."""
+        """The decoder layers, which are compiled, checkpointed and sharded one by one."""
         return self.model.get_decoder().layers
 
     def forward(self, inputs: ModelInputs, entry_counts: Mapping[str, int]) -> PolicyOutput:
-        """The row's share of the loss of its batch, whose components have `counts` entries in all."""
+        """Compute the pack's share of the loss of its batch, which has `entry_counts` entries of each component."""
         logprob, entropy = self.compute_logprobs(inputs)
-        terms: dict[str, Tensor] = {}
+        losses: dict[str, Tensor] = {}
         masked: Tensor | None = None
-        for name, weight in inputs.head_inputs.component_weights.items():
-            term = self.losses[name](inputs.head_inputs.select_entries(name, logprob))
-            terms[name] = (weight * term.loss).sum() / entry_counts[name]
-            masked = term.masked if name == "rl" else masked
-        loss = sum(terms.values(), start=torch.zeros((), device=logprob.device)) if terms else 0.0 * logprob.sum()
-        seen = {name: term.detach() for name, term in terms.items()}
-        return PolicyOutput(loss, seen, logprob.detach(), entropy.detach(), masked)
+        for component, weights in inputs.head_inputs.component_weights.items():
+            term = self.losses[component](inputs.head_inputs.select_entries(component, logprob))
+            losses[component] = (weights * term.loss).sum() / entry_counts[component]
+            masked = term.masked if component == "rl" else masked
+        loss = sum(losses.values(), start=torch.zeros((), device=logprob.device)) if losses else 0.0 * logprob.sum()
+        component_losses = {name: value.detach() for name, value in losses.items()}
+        return PolicyOutput(loss, component_losses, logprob.detach(), entropy.detach(), masked)
 
     def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of every entry; of the unused pairs that a row without entries has, where it has none."""
-        if self.max_positions is not None and inputs.forest.position_ids.max(initial=0) >= self.max_positions:
-            said = (
-                f"longrope turns all tokens of a row by other angles where one stands at {self.max_positions} or beyond"
-            )
-            raise ModelUnsupported(f"{said}; lower seq_len")
-        more = {} if inputs.tree_mask is None else {"tree_mask": inputs.tree_mask}
-        if more and inputs.input_ids.is_cuda:
+        """Return the logprob and the entropy of every entry; for a pack without entries, those of its padding pairs."""
+        limit = self.max_positions
+        if limit is not None and (position := inputs.forest.position_ids.max(initial=0)) >= limit:
+            problem = f"position {position} exceeds the longrope limit of {limit}"
+            reason = "beyond it all angles change, which packs cannot represent"
+            raise ModelUnsupported(f"{problem}: {reason}; lower seq_len")
+        tree_kwargs = {} if inputs.tree_mask is None else {"tree_mask": inputs.tree_mask}
+        if tree_kwargs and inputs.input_ids.is_cuda:
             _set_triton_allocator()
-        found = self.model.get_decoder()(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **more
+        decoder = self.model.get_decoder()
+        decoder_output = decoder(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **tree_kwargs
         )
-        told = inputs.head_inputs  # not before the layers were begun
-        hidden = found.last_hidden_state.flatten(0, 1).index_select(0, told.hidden_index)
+        head_inputs = inputs.head_inputs  # built here, while the device runs the layers
+        hidden = decoder_output.last_hidden_state.flatten(0, 1).index_select(0, head_inputs.hidden_index)
         head = self.model.get_output_embeddings()
         logprob, entropy = compute_logprobs(
-            hidden, head.weight, getattr(head, "bias", None), told.target_ids, told.temperature
+            hidden, head.weight, getattr(head, "bias", None), head_inputs.target_ids, head_inputs.temperature
         )
-        return (logprob[told.pair_index], entropy[told.pair_index]) if len(told.pair_index) else (logprob, entropy)
+        pair_index = head_inputs.pair_index
+        return (logprob[pair_index], entropy[pair_index]) if len(pair_index) else (logprob, entropy)
 
 
 def load_policy(
     path: Path, rl_loss: LossFunction, *, device: torch.device, checkpoint_activations: bool = False
 ) -> PolicyModel:
-    """The policy of a Hugging Face directory, in float32; `Masters` gives it the dtype of its computation.
+    """Load the policy from a Hugging Face directory, in float32; `MasterWeights` casts it to its compute dtype.
 
     Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU, where
     every model is loaded first: before sharding, and without kernels that training in another dtype would never use.
@@ -104,9 +114,8 @@ def load_policy(
     _check_agreement(policy)
     policy.to(device)
     if checkpoint_activations:
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _recompute_context())}
-        )
+        contexts = {"context_fn": lambda: (nullcontext(), _recompute_context())}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     return policy
 
 
@@ -117,12 +126,11 @@ def _check_agreement(policy: PolicyModel) -> None:
     ids = build_check_ids(model.config)
     expected = compute_reference_logprobs(model, ids, get_attention_name(policy.layout))
     try:
-        actual, _ = policy.compute_logprobs(
-            build_model_inputs(_build_chain(ids), layout=policy.layout, sliding_windows=policy.sliding_windows)
-        )
+        inputs = build_model_inputs(_build_chain(ids), layout=policy.layout, sliding_windows=policy.sliding_windows)
+        actual, _ = policy.compute_logprobs(inputs)
     except (RamifyError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a model that is put together in another way fails anywhere
+    except Exception as error:  # an unusual model may fail anywhere
         raise unsupported_error("trainer", model, error) from error
     check_logprobs("trainer", model, expected, actual)
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
@@ -132,50 +140,52 @@ def _check_agreement(policy: PolicyModel) -> None:
 def _build_chain(ids: Tensor) -> Forest:
     """Return a forest of one path, in which every token but the first is trained."""
     trace = Trace(id="trial")
-    first, *rest = ids.tolist()
+    first, *sampled = ids.tolist()
     prompt = trace.add_node(-1, Message("user", ""), [first])
-    called = {"sampled": (0, len(rest)), "logprobs": [0.0] * len(rest), "call": ModelCall("trial")}
-    reply = trace.add_node(prompt, Message("assistant", ""), rest, **called)
+    call = {"sampled_span": (0, len(sampled)), "logprobs": [0.0] * len(sampled), "call": ModelCall("trial")}
+    reply = trace.add_node(prompt, Message("assistant", ""), sampled, **call)
     return build_forest([AnnotatedTrace(trace, (Annotation("trial", reply, advantage=1.0),))])
 
 
 def get_attention_name(layout: PackLayout) -> str | None:
-    """The attention a model is loaded with: chains need none of ours, and transformers knows which they can have."""
+    """Return the attention implementation to load a model with; None is transformers' choice, which suits chains."""
     return ATTENTION_NAME if layout is PackLayout.FOREST else None
 
 
 def compile_layers(policy: PolicyModel) -> None:
-    """Compile each layer by itself, and the norm behind them; all layers of a kind share the code, one for each length
-    of row. Grids of chains have any size, so theirs is one code for all."""
+    """Compile each layer, and the norm behind them. Layers of one kind share the code.
+
+    There is one code for each length of a forest, and one for all grids of chains, whose sizes vary.
+    """
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     decoder = policy.model.get_decoder()
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
-    forest = policy.layout is PackLayout.FOREST
-    settings: dict[str, Any] = {"backend": build_compile_backend(decoder.config), "dynamic": False} if forest else {}
+    is_forest = policy.layout is PackLayout.FOREST
+    settings: dict[str, Any] = {"backend": build_compile_backend(decoder.config), "dynamic": False} if is_forest else {}
     for module in (*policy.layers, *norms):
         module.compile(**settings)
 
 
 @contextmanager
 def _recompute_context() -> Iterator[None]:
-    """Around a layer that is computed a second time, in a thread of autograd's."""
+    """Enter before a layer is recomputed, which happens in a thread of autograd."""
     if torch.cuda.is_available():
         _set_triton_allocator()
     yield
 
 
 def _set_triton_allocator() -> None:
-    """For the kernels that are launched from here: code compiled by torch 2.13 makes it only where it ran first."""
-    from ramify.model.cuda.tree_attention import (
-        set_triton_allocator,  # needs Triton, which only a torch for CUDA brings
-    )
+    """Set Triton's allocator in this thread; code compiled by torch 2.13 sets it only in the thread that ran first."""
+    from ramify.model.cuda.tree_attention import set_triton_allocator  # needs Triton: a torch for CUDA brings it
 
     set_triton_allocator()
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """A policy is what was sampled from: it drops nothing, and no router guesses. Only what may be computed again by
-    layers is told that it trains, or nothing would be."""
+    """Disable dropout and router noise, because the policy must match the one that sampled.
+
+    Modules with activation checkpointing keep `training = True`, since it is inactive otherwise.
+    """
     for module in model.modules():
         module.training = hasattr(module, "gradient_checkpointing")
         for name, value in vars(module).items():

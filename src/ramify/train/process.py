@@ -1,11 +1,11 @@
-"""The trainer as a service: greet, go back to the end of the history, then batch after batch.
+"""The main loop of a trainer process: register, load the committed checkpoint, then train batch after batch.
 
-    hello -> load checkpoint `committed`, forget newer ones, publish it
+    register -> load checkpoint `committed`, remove newer ones, publish it
     then: batch(s) -> step -> trained(s) -> publish version s+1 -> published
           every `interval` steps: rename checkpoint c -> checkpoint(c), and c is the end of the history
 
-What happens to a trainer between two commits never happened: its successor starts at `committed` under the next
-incarnation and is given the same batches again.
+Steps after the last commit are lost if the trainer dies: its successor starts at `committed`, under the next
+incarnation, and receives the same batches again.
 """
 
 import time
@@ -25,12 +25,10 @@ from ramify.train.protocol import RegisterReply
 from ramify.train.publisher import WeightPublisher
 from ramify.train.trainer import Trainer
 
-LogLine = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainerOutputs:
-    """Where a service leaves things; a replay leaves none."""
+    """Where a trainer process writes checkpoints and weights, and which checkpoints it keeps."""
 
     checkpoints: CheckpointManager
     publisher: WeightPublisher
@@ -39,7 +37,11 @@ class TrainerOutputs:
 
 
 class TrainerProcess:
-    """One rank of a trainer, and its source."""
+    """One rank of a trainer, which trains the batches of `batch_source`.
+
+    `save_outputs` is false for a replay, which writes neither checkpoints nor weights. `log` receives one line for each
+    event. The process stops after a step once `should_stop` returns true.
+    """
 
     def __init__(
         self,
@@ -49,71 +51,69 @@ class TrainerProcess:
         *,
         save_outputs: bool = True,
         flat: bool = False,
-        log: LogLine = print,
+        log: Callable[[str], None] = print,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.config, self.batch_source, self.ranks, self.log, self.should_stop = (
-            config,
-            batch_source,
-            ranks,
-            log,
-            should_stop,
-        )
+        self.config, self.batch_source, self.ranks = config, batch_source, ranks
+        self.save_outputs, self.flat, self.log, self.should_stop = save_outputs, flat, log, should_stop
         self.model_path = fetch_model(config.model.name)
-        self.save_outputs, self.flat = save_outputs, flat
 
     def run(self) -> int:
-        """Train until the source has no more batches; returns the steps that are done."""
+        """Train until the source has no more batches; returns the number of steps in the history."""
         config = self.config
         trainer = build_trainer(
             self.model_path, config.trainer, self.ranks, seed=config.seed, flat=self.flat, log=self.log
         )
-        welcome = self._register(trainer)
+        registration = self._register(trainer)
         schedule = config.trainer.optim.schedule.type
-        if welcome.steps is None and schedule != "constant":
-            raise ConfigInvalid(
-                f"the {schedule} schedule needs to know the number of steps, and the orchestrator did not say"
-            )
-        trainer.optimizer.total_steps = welcome.steps
-        kept = self._open_outputs(welcome) if self.save_outputs else None
-        done = saved = welcome.committed
-        if kept is not None:
-            if done:
-                kept.checkpoints.load(trainer, done)
-            kept.checkpoints.remove_after(done)  # not before what is left is known to be good
-            self._publish(trainer, kept, welcome, done)  # engines may serve weights that are no part of the history
+        if registration.steps is None and schedule != "constant":
+            problem = f"the {schedule} schedule needs the total number of steps"
+            raise ConfigInvalid(f"{problem}, which the orchestrator did not send")
+        trainer.optimizer.total_steps = registration.steps
+        outputs = self._open_outputs(registration) if self.save_outputs else None
+        steps_done = last_saved_step = registration.committed
+        if outputs is not None:
+            if steps_done:
+                outputs.checkpoints.load(trainer, steps_done)
+            outputs.checkpoints.remove_after(steps_done)  # only after the committed one has been verified
+            self._publish(trainer, outputs, registration, steps_done)  # engines may serve a version that was lost
         while True:
             batch: Batch | None = None
             with self.ranks.raise_together():
-                batch = self.batch_source.get_batch(done, self.should_stop)
+                batch = self.batch_source.get_batch(steps_done, self.should_stop)
             if any(self.ranks.all_gather(batch is None)) or batch is None:
                 break
             metrics = trainer.step(batch)
-            done += 1
-            wanted = self._report_trained(metrics)
-            if kept is not None:
-                self._publish(trainer, kept, welcome, done)
-                if wanted or done % kept.checkpoint_interval == 0:
-                    saved = self._save(trainer, kept, done, saved)
-        if kept is not None and done > saved and self._save(trainer, kept, done, saved) < done:
-            raise StorageFull(f"{config.path} has no room for the last checkpoint; step {saved} is what is kept")
-        return done
+            steps_done += 1
+            checkpoint_requested = self._report_trained(metrics)
+            if outputs is not None:
+                self._publish(trainer, outputs, registration, steps_done)
+                if checkpoint_requested or steps_done % outputs.checkpoint_interval == 0:
+                    last_saved_step = self._save(trainer, outputs, steps_done, last_saved_step)
+        if outputs is not None and steps_done > last_saved_step:
+            last_saved_step = self._save(trainer, outputs, steps_done, last_saved_step)
+            if last_saved_step < steps_done:
+                problem = f"no disk space for the final checkpoint in {config.path}"
+                raise StorageFull(f"{problem}; the last saved step is {last_saved_step}")
+        return steps_done
 
     def _register(self, trainer: Trainer) -> RegisterReply:
-        """All ranks are one trainer: the first asks who it is, the others join it."""
-        laying, ranks = get_pack_spec(trainer), self.ranks
-        first: RegisterReply | None = None
+        """Register all ranks as one trainer: the first rank gets the incarnation, the others join it."""
+        pack_spec, ranks = get_pack_spec(trainer), self.ranks
+        reply: RegisterReply | None = None
         with ranks.raise_together():
             if ranks.is_first:
-                first = self.batch_source.register(0, ranks.world_size, laying, None)
-        welcome: RegisterReply = ranks.broadcast(first)
+                reply = self.batch_source.register(0, ranks.world_size, pack_spec, None)
+        registration: RegisterReply = ranks.broadcast(reply)
         with ranks.raise_together():
             if not ranks.is_first:
-                self.batch_source.register(ranks.rank, ranks.world_size, laying, welcome.incarnation)
-        layout = "flat" if self.flat else laying.layout.value
-        said = f"incarnation={welcome.incarnation} committed={welcome.committed} layout={layout}"
-        self.log(f"trainer ranks={ranks.world_size} {said}")
-        return welcome
+                self.batch_source.register(ranks.rank, ranks.world_size, pack_spec, registration.incarnation)
+        layout = "flat" if self.flat else pack_spec.layout.value
+        self.log(
+            f"trainer ranks={ranks.world_size} incarnation={registration.incarnation} "
+            f"committed={registration.committed} layout={layout}"
+        )
+        return registration
 
     def _open_outputs(self, registration: RegisterReply) -> TrainerOutputs:
         config = self.config
@@ -128,19 +128,19 @@ class TrainerProcess:
         return TrainerOutputs(checkpoints, publisher, config.checkpoint.interval, config.checkpoint.keep_last)
 
     def _report_trained(self, metrics: StepMetrics) -> bool:
-        """Acknowledge a step; whether a checkpoint is wanted now."""
-        wanted = False
+        """Report a finished step; returns whether a checkpoint is requested now."""
+        checkpoint_requested = False
         with self.ranks.raise_together():
             if self.ranks.is_first:
-                wanted = self.batch_source.report_trained(metrics.step, metrics.to_dict())
+                checkpoint_requested = self.batch_source.report_trained(metrics.step, metrics.to_dict())
         self.log(
             f"step={metrics.step} loss={metrics.loss:.6g} grad_norm={metrics.grad_norm:.6g} lr={metrics.lr:.3g} "
             f"tokens={metrics.sums.tokens} token_ratio={metrics.token_ratio:.3f} seconds={metrics.seconds:.3f}"
         )
-        return self.ranks.broadcast(wanted)
+        return self.ranks.broadcast(checkpoint_requested)
 
     def _publish(self, trainer: Trainer, outputs: TrainerOutputs, registration: RegisterReply, step: int) -> None:
-        """Give the engines the weights after `step` steps, and remove what they need no more."""
+        """Publish the weights after `step` steps, and remove versions that no engine needs."""
         published = outputs.publisher.publish(trainer, registration.incarnation, step)
         with self.ranks.raise_together():
             if self.ranks.is_first:
@@ -150,15 +150,12 @@ class TrainerProcess:
         self.log(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
 
     def _save(self, trainer: Trainer, outputs: TrainerOutputs, step: int, last_saved_step: int) -> int:
-        """Save and commit. Without room for it the run goes on from the commit before; returns the last one."""
+        """Save and commit a checkpoint; returns the last saved step. If the disk is full, the run continues."""
         started = time.perf_counter()
         try:
             outputs.checkpoints.save(trainer, step)
         except StorageFull as error:
-            self.log(
-                f"{error.name}: {error.message}; training goes on, the last checkpoint is that of "
-                f"step {last_saved_step}"
-            )
+            self.log(f"{error.name}: {error.message}; training continues, the last saved step is {last_saved_step}")
             return last_saved_step
         with self.ranks.raise_together():
             if self.ranks.is_first:

@@ -1,4 +1,4 @@
-"""What `ramify trainer` can be told. Importable without torch."""
+"""Configuration of `ramify trainer`. Importable without torch."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,33 +13,33 @@ from ramify.train.weights_directory import get_weights_directory
 
 
 class WeightsConfig(Config):
-    """How new weights travel to the engines."""
+    """How published weights reach the engines."""
 
     transport: Literal["disk", "shm"] = "disk"
-    """`disk`: below the run, for engines anywhere that see it. `shm`: in memory, for engines on the same host."""
+    """`disk`: below the run, for engines that share its file system. `shm`: in memory, for engines on the same host."""
 
     def directory_for(self, run: Path) -> Path:
-        """Where a run's versions lie."""
+        """Return the directory of a run's published versions."""
         return get_weights_directory(run, self.transport)
 
 
 class TrainerProcessConfig(Config):
-    """`ramify trainer`: trains what an orchestrator, or a directory of recorded batches, gives it."""
+    """`ramify trainer`: trains the batches of an orchestrator, or of a directory of recorded ones."""
 
     name: RunName = "trainer"
-    """The run's directory below `output`: checkpoints and weights lie there."""
+    """The run's directory below `output`, for checkpoints and weights."""
     output: Path = Path("outputs")
-    """Where runs lie (-o)."""
+    """The directory of all runs (-o)."""
     address: str | None = None
     """Of the orchestrator: tcp://HOST:PORT."""
     secret_env: str = "RAMIFY_SECRET"
-    """The variable that holds the secret of an address that other machines can reach."""
+    """The environment variable with the secret of an address that other machines can reach."""
     patience: float = Field(default=3600.0, gt=0)
-    """Seconds to wait for a batch, or for an orchestrator that is gone, before giving up by name."""
+    """Seconds to wait for a batch, or for an orchestrator that does not answer, before the trainer fails."""
     model: ModelConfig = ModelConfig()
-    """The model to begin with (-m)."""
+    """The model to start from (-m)."""
     seed: int = 0
-    """Of adapters."""
+    """Seed of the adapters' initial weights."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -47,11 +47,12 @@ class TrainerProcessConfig(Config):
     @field_validator("address")
     @classmethod
     def _address_is_tcp(cls, address: str | None) -> str | None:
-        place = urlsplit(address or "tcp://nobody:1")
-        if place.scheme != "tcp" or not place.hostname or not place.port:  # a port that is none raises
+        url = urlsplit(address or "tcp://unused:1")
+        if url.scheme != "tcp" or not url.hostname or not url.port:  # `port` raises if it is not a number
             raise ValueError(f"expected tcp://HOST:PORT, got {address!r}")
         return address
 
     @property
     def path(self) -> Path:
+        """The run's directory."""
         return self.output / self.name

@@ -1,6 +1,6 @@
-"""What trainer and orchestrator say to each other, as both sides read it. `docs/training.md` says what it means.
+"""Requests of the trainer to the orchestrator, and its replies. `docs/training.md` describes the protocol.
 
-Each class is the body of the request of that name; `ramify.wire` carries it. Importable without torch.
+Each class is the body of the RPC that its docstring names; `ramify.wire` carries it. Importable without torch.
 """
 
 import msgspec
@@ -9,51 +9,53 @@ from ramify.train.batch import PackSpec
 
 
 class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank comes. Without an incarnation it is the first rank of a new trainer, and gets the next."""
+    """`hello`: a rank registers. Without an incarnation it is the first rank of a new trainer and gets the next one."""
 
     rank: int
-    ranks: int
-    laying: PackSpec
+    world_size: int = msgspec.field(name="ranks")
+    pack_spec: PackSpec = msgspec.field(name="laying")
     incarnation: int | None = None
 
 
 class RegisterReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer to hello: where the history ends, and who the trainer is."""
+    """The reply to `hello`: where the history ends, and who the trainer is."""
 
-    committed: int = 0  # steps in the history: load this checkpoint, forget newer ones
+    committed: int = 0
+    """Steps in the history: load the checkpoint of this step and remove newer ones."""
     incarnation: int = 0
     policy: str = "policy"
-    steps: int | None = None  # of the whole run, where a schedule needs to know
+    steps: int | None = None
+    """The length of the run; None if it is open."""
 
 
 class RankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every later request holds: who asks."""
+    """The sender, which every later request names."""
 
     rank: int
     incarnation: int
 
 
 class BatchRequest(RankRequest, frozen=True, kw_only=True):
-    """`batch`: answered by a blob, this rank's share; by none if there is no more."""
+    """`batch`: the reply holds a blob with this rank's share, or none after the last batch."""
 
     step: int
 
 
 class TrainedRequest(RankRequest, frozen=True, kw_only=True):
-    """`trained`: answered by whether a checkpoint is wanted now."""
+    """`trained`: a step is done; the reply says whether to save a checkpoint now."""
 
     step: int
     metrics: dict[str, float]
 
 
 class PublishedRequest(RankRequest, frozen=True, kw_only=True):
-    """`published`: answered by the versions that engines still need, or null."""
+    """`published`: a version can be loaded; the reply lists the versions that engines still need, or is null."""
 
     version: tuple[str, int, int]
     path: str
 
 
 class CheckpointRequest(RankRequest, frozen=True, kw_only=True):
-    """`checkpoint`: the checkpoint is in its place; answered when it is the end of the history."""
+    """`checkpoint`: the checkpoint of `step` is complete; the reply comes once it is the end of the history."""
 
     step: int

@@ -1,9 +1,9 @@
-"""New weights for the engines: whole models under a version's name, merged, verified, removed when nobody needs them.
+"""Published weights for the engines: whole models in directories named by version.
 
-A version is the directory that `ramify.model.publish` writes: safetensors, a manifest with checksums, the model's own
-small files, one atomic rename. On one host it may lie in shared memory (`transport = "shm"`): the same files, read at
-the speed of memory. An engine may still be reading an older version, so versions go only when the orchestrator, who
-knows the engines, says which ones are needed.
+`ramify.model.publish_weights` writes a version: safetensors, a manifest with checksums, the model's small files, and
+one atomic rename. On one host the directory may be in shared memory (`transport = "shm"`). An engine may still be
+reading an older version, so versions are removed only when the orchestrator, which knows the engines, no longer needs
+them.
 """
 
 import re
@@ -28,7 +28,7 @@ _VERSION_PATTERN = re.compile(r"(\d+)-(\d{6,})")  # incarnation and step
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """A version where engines can read it, and what it took."""
+    """A version that engines can load, and what publishing it took."""
 
     version: PolicyVersion
     path: Path
@@ -37,64 +37,66 @@ class PublishedWeights:
 
 
 class WeightPublisher:
-    """Publishes the weights of a trainer below one directory."""
+    """Publishes the weights of a trainer below `directory`, in `dtype`, as versions of `policy`.
+
+    `base_model` is the model directory that the small files are copied from.
+    """
 
     def __init__(self, directory: Path, ranks: Ranks, *, policy: str, base_model: Path, dtype: torch.dtype) -> None:
-        self.directory, self.ranks, self.policy, self.base_model, self.dtype = (
-            directory,
-            ranks,
-            policy,
-            base_model,
-            dtype,
-        )
-        for half in directory.glob(".*") if ranks.is_first else ():
-            shutil.rmtree(half, ignore_errors=True)
+        self.directory, self.ranks, self.policy = directory, ranks, policy
+        self.base_model, self.dtype = base_model, dtype
+        for partial_path in directory.glob(".*") if ranks.is_first else ():
+            shutil.rmtree(partial_path, ignore_errors=True)
 
     def publish(self, trainer: Trainer, incarnation: int, step: int) -> PublishedWeights:
-        """Write the weights after `step` steps. Raises StorageFull or StorageFailed. Every rank must take part."""
+        """Write the weights after `step` steps. A collective: every rank must call it.
+
+        Raises StorageFull or StorageFailed.
+        """
         started = time.perf_counter()
         version = PolicyVersion(self.policy, incarnation, step)
         path = self.path_for(incarnation, step)
-        wanted = self.ranks.is_first and not path.exists()
-        tensors = {name: tensor.to(self.dtype).cpu() for name, tensor in iter_merged_weights(trainer) if wanted}
+        is_writer = self.ranks.is_first and not path.exists()
+        tensors = {name: tensor.to(self.dtype).cpu() for name, tensor in iter_merged_weights(trainer) if is_writer}
         with self.ranks.raise_together():
-            if wanted:
+            if is_writer:
                 with wrap_storage_errors(self.directory):
                     publish_weights(path, tensors, version, base_model=self.base_model)
         size = sum(tensor.nbytes for tensor in tensors.values())
         return PublishedWeights(version, path, time.perf_counter() - started, size)
 
     def path_for(self, incarnation: int, step: int) -> Path:
+        """Return the directory of a version."""
         return self.directory / f"{incarnation}-{step:06}"
 
     def list_versions(self) -> list[PolicyVersion]:
-        """What lies there, oldest first."""
-        found = (_VERSION_PATTERN.fullmatch(path.name) for path in self.directory.glob("*") if path.is_dir())
-        return sorted(PolicyVersion(self.policy, int(match[1]), int(match[2])) for match in found if match)
+        """Return the published versions, oldest first."""
+        matches = (_VERSION_PATTERN.fullmatch(path.name) for path in self.directory.glob("*") if path.is_dir())
+        return sorted(PolicyVersion(self.policy, int(match[1]), int(match[2])) for match in matches if match)
 
     def prune(self, needed: Collection[PolicyVersion]) -> None:
         """Remove all versions but the needed ones and the newest."""
         for version in self.list_versions()[:-1] if self.ranks.is_first else ():
             if version not in needed:
-                place = self.path_for(version.incarnation, version.step)
-                gone = place.with_name(f".{place.name}.gone")
-                place.rename(gone)  # nobody sees a part of it
-                shutil.rmtree(gone, ignore_errors=True)
+                path = self.path_for(version.incarnation, version.step)
+                trash_path = path.with_name(f".{path.name}.gone")
+                path.rename(trash_path)  # so that nobody sees a part of it
+                shutil.rmtree(trash_path, ignore_errors=True)
 
 
 def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights by the names of the plain model, adapters merged, masters where there are any.
+    """Iterate over the full weights by their names in the base model, with adapters merged.
 
-    Every rank must go through all of it: a weight that is spread over ranks is put together as it is reached.
+    Master weights are used where there are any. Every rank must iterate to the end, because a sharded weight is
+    gathered when it is reached.
     """
     masters = {
         name.removeprefix("model."): master.detach() for name, master in trainer.master_weights.named_parameters()
     }
-    model = trainer.policy.model
     adapters = {name: gather_full_tensor(value) for name, value in masters.items() if is_adapter_weight(name)}
     lora = trainer.config.lora
     with torch.no_grad():
-        for name, tensor in get_untied_tensors(model).items():
+        for name, tensor in get_untied_tensors(trainer.policy.model).items():
             if not is_adapter_weight(name):
-                found = gather_full_tensor(masters.get(name, tensor.detach()))
-                yield strip_base_layer_suffix(name), merge_adapter(name, found, adapters, lora.alpha / lora.rank)
+                matrix = gather_full_tensor(masters.get(name, tensor.detach()))
+                yield strip_base_layer_suffix(name), merge_adapter(name, matrix, adapters, lora.alpha / lora.rank)

@@ -1,9 +1,9 @@
-"""The orchestrator over the wire.
+"""The batch source of a trainer in a run: the orchestrator, over the wire.
 
-The trainer is one thread of plain code; a second thread runs the event loop of the wire. A question that gets no answer
-because the orchestrator is gone or slow is asked again until `patience` is over: it is the same question, so it has the
-same answer. An orchestrator that was started again has forgotten the trainer, so it is greeted again first, under the
-incarnation it had, and told what was published last: its predecessor may have died before the engines had it.
+The trainer is one thread of plain code; a second thread runs the event loop of the wire. If the orchestrator does not
+answer, the call is repeated until the timeout; all calls are idempotent. A restarted orchestrator no longer knows the
+trainer, so the trainer first registers again, under the same incarnation, and reports the last published version again:
+the old orchestrator may have died before the engines loaded it.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ import msgspec
 
 from ramify.errors import BatchCorrupt, DeadlineExceeded, PeerLost, QueueFull
 from ramify.model.version import PolicyVersion
-from ramify.train.batch import Batch, PackSpec, decode_batch
+from ramify.train.batch import Batch, PackSpec
+from ramify.train.batch_codec import decode_batch
 from ramify.train.batch_source import BatchRecording
 from ramify.train.protocol import (
     BatchRequest,
@@ -30,18 +31,22 @@ from ramify.train.protocol import (
 )
 from ramify.wire import WireClient, WireMessage
 
-CALL_TIMEOUT = 60.0  # seconds that one question may take before it is asked again
-POLL_INTERVAL = 0.2  # seconds between two looks at whether to stop
-RETRY_DELAY = 0.5  # seconds before a question is repeated
-STOP_TIMEOUT = 5.0  # seconds that whoever was asked to stop still gives an answer
+CALL_TIMEOUT = 60.0  # seconds of one call before it is repeated
+POLL_INTERVAL = 0.2  # seconds between two checks of whether to stop
+RETRY_DELAY = 0.5  # seconds before a call is repeated
+STOP_TIMEOUT = 5.0  # seconds to wait for pending calls after a stop was requested
 
 
 class _StopRequested(Exception):
-    """Nobody wants the answer any more."""
+    """The caller no longer needs the reply."""
 
 
 class RemoteBatchSource:
-    """A `BatchSource` that asks the orchestrator at `address`."""
+    """A `BatchSource` that calls the orchestrator at `address`.
+
+    A call is repeated for up to `timeout` seconds, or for STOP_TIMEOUT seconds once `should_stop` returns true. If
+    there is a `recording`, every received batch is written to it.
+    """
 
     def __init__(
         self,
@@ -63,39 +68,38 @@ class RemoteBatchSource:
         self._thread.start()
 
     def register(self, rank: int, world_size: int, pack_spec: PackSpec, incarnation: int | None) -> RegisterReply:
-        greeting = RegisterRequest(rank=rank, ranks=world_size, laying=pack_spec, incarnation=incarnation)
-        welcome = self._call_with_retries("hello", greeting).decode(RegisterReply)
-        self._registration = msgspec.structs.replace(greeting, incarnation=welcome.incarnation)
-        return welcome
+        request = RegisterRequest(rank=rank, world_size=world_size, pack_spec=pack_spec, incarnation=incarnation)
+        reply = self._call_with_retries("hello", request).decode(RegisterReply)
+        self._registration = msgspec.structs.replace(request, incarnation=reply.incarnation)
+        return reply
 
     def get_batch(self, step: int, should_stop: Callable[[], bool]) -> Batch | None:
-        asked = BatchRequest(**self._sender, step=step)
+        request = BatchRequest(**self._sender, step=step)
         try:
-            answer = self._call_with_retries("batch", asked, should_stop)
-            if not answer.blobs:
+            reply = self._call_with_retries("batch", request, should_stop)
+            if not reply.blobs:
                 return None
             try:
-                found = decode_batch(answer.blobs[0])
+                batch = decode_batch(reply.blobs[0])
             except BatchCorrupt:
-                answer = self._call_with_retries("batch", asked, should_stop)
-                found = decode_batch(answer.blobs[0])
+                reply = self._call_with_retries("batch", request, should_stop)
+                batch = decode_batch(reply.blobs[0])
         except _StopRequested:
             return None
         if self.recording is not None:
             assert self._registration is not None
-            self.recording.write_share(step, asked.rank, answer.blobs[0], self._registration.ranks)
-        return found
+            self.recording.write_share(step, request.rank, reply.blobs[0], self._registration.world_size)
+        return batch
 
     def report_trained(self, step: int, metrics: Mapping[str, float]) -> bool:
-        return self._call_with_retries(
-            "trained", TrainedRequest(**self._sender, step=step, metrics=dict(metrics))
-        ).decode(bool)
+        request = TrainedRequest(**self._sender, step=step, metrics=dict(metrics))
+        return self._call_with_retries("trained", request).decode(bool)
 
     def report_published(self, version: PolicyVersion, path: Path) -> Sequence[PolicyVersion] | None:
-        kind: Any = list[tuple[str, int, int]] | None
+        reply_type: Any = list[tuple[str, int, int]] | None
         self._last_published = PublishedRequest(**self._sender, version=version, path=str(path))
-        found = self._call_with_retries("published", self._last_published).decode(kind)
-        return None if found is None else [PolicyVersion(*each) for each in found]
+        needed = self._call_with_retries("published", self._last_published).decode(reply_type)
+        return None if needed is None else [PolicyVersion(*version) for version in needed]
 
     def commit_checkpoint(self, step: int) -> None:
         self._call_with_retries("checkpoint", CheckpointRequest(**self._sender, step=step))
@@ -109,34 +113,37 @@ class RemoteBatchSource:
     async def _close_client(self) -> None:
         if self._client is not None:
             await self._client.close()
-        if given_up := asyncio.all_tasks() - {asyncio.current_task()}:  # questions that were cancelled
-            await asyncio.wait(given_up, timeout=STOP_TIMEOUT)
+        if cancelled := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(cancelled, timeout=STOP_TIMEOUT)
 
     @property
     def _sender(self) -> dict[str, Any]:
-        """Who asks: a trainer that was replaced is told so by its incarnation."""
-        assert self._registration is not None, "say hello first"
+        """Rank and incarnation; the orchestrator refuses a trainer whose incarnation was replaced."""
+        assert self._registration is not None, "register first"
         return {"rank": self._registration.rank, "incarnation": self._registration.incarnation}
 
     def _call_with_retries(
         self, method: str, request: msgspec.Struct, should_stop: Callable[[], bool] = lambda: False
     ) -> WireMessage:
-        """The answer, however often the question has to be asked until `patience` is over, or `PARTING`."""
+        """Call the orchestrator, with retries for up to `timeout` seconds, or STOP_TIMEOUT once a stop was requested.
+
+        Raises _StopRequested when the caller's `should_stop` returns true, DeadlineExceeded when time is up.
+        """
         message, started = WireMessage.encode(request), time.monotonic()
         deadline = started + self.timeout
         while True:
-            asked = asyncio.run_coroutine_threadsafe(self._call_once(method, message), self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._call_once(method, message), self._loop)
             try:
-                while not asked.done():
+                while not future.done():
                     if should_stop():
-                        asked.cancel()
+                        future.cancel()
                         raise _StopRequested
                     deadline = self._limit_deadline(deadline)
                     if self.should_stop() and time.monotonic() > deadline:
-                        asked.cancel()
-                        raise DeadlineExceeded("it was asked to stop")
-                    concurrent.futures.wait([asked], POLL_INTERVAL)
-                return asked.result()
+                        future.cancel()
+                        raise DeadlineExceeded("stop requested")
+                    concurrent.futures.wait([future], POLL_INTERVAL)
+                return future.result()
             except (PeerLost, DeadlineExceeded, QueueFull) as error:
                 self._must_register_again |= isinstance(error, PeerLost)
                 deadline = self._limit_deadline(deadline)
@@ -149,12 +156,12 @@ class RemoteBatchSource:
         return min(deadline, time.monotonic() + STOP_TIMEOUT) if self.should_stop() else deadline
 
     async def _call_once(self, method: str, message: WireMessage) -> WireMessage:
-        wait = min(CALL_TIMEOUT, self.timeout)
+        timeout = min(CALL_TIMEOUT, self.timeout)
         if self._client is None:
-            self._client = await WireClient(self.address, secret=self._secret).start(wait)
+            self._client = await WireClient(self.address, secret=self._secret).start(timeout)
         if self._must_register_again and self._registration is not None:
-            await self._client.call("hello", WireMessage.encode(self._registration), timeout=wait)
+            await self._client.call("hello", WireMessage.encode(self._registration), timeout=timeout)
             if self._last_published is not None:
-                await self._client.call("published", WireMessage.encode(self._last_published), timeout=wait)
+                await self._client.call("published", WireMessage.encode(self._last_published), timeout=timeout)
         self._must_register_again = False
-        return await self._client.call(method, message, timeout=wait)
+        return await self._client.call(method, message, timeout=timeout)

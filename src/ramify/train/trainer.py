@@ -1,9 +1,9 @@
 """One optimizer step: packs in, new weights and metrics out.
 
-A batch brings its packs and N_c, the entries each component has in the whole batch. Gradients of packs are summed, so
-the result does not depend on how the batch was cut, nor on how many ranks share the packs. A GPU works on while the
-host goes ahead, so a step is begun, and its metrics are asked for when it is done: whoever begins the next one first
-leaves no gap between the two.
+A batch has packs and N_c, the number of entries of each component in the whole batch. Gradients of packs are summed, so
+the result depends neither on how the batch was packed nor on how many ranks share the packs. The host runs ahead of the
+GPU: `start_step` launches the work and `wait_for_metrics` waits for it. Starting the next step before waiting keeps the
+GPU busy.
 """
 
 import math
@@ -24,14 +24,18 @@ from ramify.train.master_weights import MasterWeights
 from ramify.train.metrics import MetricAccumulator, MetricSums, StepMetrics
 from ramify.train.model_inputs import ModelInputs, bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer
-from ramify.train.policy import PolicyModel
+from ramify.train.policy import PolicyModel, PolicyOutput
 
-STEP_TIMEOUT = 3600.0  # seconds until a GPU has to be done with what it was told
-POLL_INTERVAL = 1e-4  # seconds between two looks at whether it is
+STEP_TIMEOUT = 3600.0  # seconds for a GPU to finish a step
+POLL_INTERVAL = 1e-4  # seconds between two checks of whether it has
 
 
 class Trainer:
-    """A policy, its master weights and its optimizer; `gather` adds up the sums of all ranks."""
+    """A policy with its master weights and its optimizer.
+
+    `total_steps` is the length of the run, for schedules that need it; `dtype` is that of the computation; `merge_sums`
+    adds up the metric sums of all ranks.
+    """
 
     def __init__(
         self,
@@ -47,85 +51,94 @@ class Trainer:
         self.optimizer = OptimizersContainer(self.master_weights, config.optim, total_steps)
         self.device = next(policy.parameters()).device
         self.flops_model = FlopsModel.from_model(policy.model)
-        self.peak_flops = (
-            get_peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        )
+        is_cuda = self.device.type == "cuda"
+        self.peak_flops = get_peak_flops(torch.cuda.get_device_name(self.device)) if is_cuda else None
 
     def step(self, batch: Batch) -> StepMetrics:
-        """Forward and backward over the packs, then one update."""
+        """Run one step and wait for it: forward and backward over the packs, then one update."""
         return self.start_step(batch).wait_for_metrics()
 
     def start_step(self, batch: Batch) -> "PendingStep":
-        """A step of which a GPU has been told all; nobody has waited for it."""
+        """Launch one step without waiting for the device."""
         started = DeviceTimestamp(self.device)
-        tally = self.forward_backward(batch)
-        norm, rate = self.optimizer_step(batch.step)
-        found = norm.to(self.device, torch.float64).reshape(1)  # torch's of no gradients is on the CPU
-        numbers = torch.cat([found, tally.flatten_device_values(self.device)]).to("cpu", non_blocking=True)
-        return PendingStep(self, tally, rate, numbers, started, DeviceTimestamp(self.device))
+        accumulator = self.forward_backward(batch)
+        grad_norm, learning_rate = self.optimizer_step(batch.step)
+        grad_norm = grad_norm.to(self.device, torch.float64).reshape(1)  # torch's norm of no gradients is on the CPU
+        device_values = torch.cat([grad_norm, accumulator.flatten_device_values(self.device)])
+        device_values = device_values.to("cpu", non_blocking=True)
+        ended = DeviceTimestamp(self.device)
+        return PendingStep(self, accumulator, learning_rate, device_values, started, ended)
 
     def forward_backward(self, batch: Batch) -> MetricAccumulator:
-        """Forward and backward over the packs: leaves their gradients to the masters, and tells what was seen."""
-        self.master_weights.zero_grad()  # a step that failed has left some
-        tally = MetricAccumulator(batch.step)
+        """Run forward and backward over the packs, leaving their summed gradients with the master weights."""
+        self.master_weights.zero_grad()  # a failed step may have left some
+        accumulator = MetricAccumulator(batch.step)
         for pack in batch.packs:
-            row = self.prepare_inputs(pack)
-            seen = self.policy(row, batch.entry_counts)
-            seen.loss.backward()
+            inputs = self.prepare_inputs(pack)
+            output: PolicyOutput = self.policy(inputs, batch.entry_counts)
+            output.loss.backward()
             self.master_weights.accumulate_gradients()
-            tally.add(row, seen, self.flops_model.count_flops(pack))
-        return tally
+            accumulator.add(inputs, output, self.flops_model.count_flops(pack))
+        return accumulator
 
     def prepare_inputs(self, pack: Forest) -> ModelInputs:
-        """A pack as this trainer's model reads it; rows of a GPU have one of few lengths."""
-        length = bucket_length(len(pack), self.config.pack_tokens) if self.device.type == "cuda" else None
-        policy = self.policy
+        """Build the model's inputs for a pack; on a GPU they have one of a few lengths."""
+        is_cuda, policy = self.device.type == "cuda", self.policy
         return build_model_inputs(
-            pack, layout=policy.layout, device=self.device, sliding_windows=policy.sliding_windows, padded_length=length
+            pack,
+            layout=policy.layout,
+            device=self.device,
+            sliding_windows=policy.sliding_windows,
+            padded_length=bucket_length(len(pack), self.config.pack_tokens) if is_cuda else None,
         )
 
     def optimizer_step(self, step: int) -> tuple[Tensor, float]:
-        """Clip, step, sync and drop the gradients without waiting for the device (but for Muon): the gradient's norm,
-        and the learning rate; where the norm is not finite nothing has changed."""
+        """Clip the gradients, update the weights and drop the gradients; returns gradient norm and learning rate.
+
+        If the norm is not finite, nothing changes. Only Muon waits for the device.
+        """
         if self.optimizer.fused:
-            found = self.master_weights.gradient_norm()
-            rate = self.optimizer.step(step, found)
+            grad_norm = self.master_weights.gradient_norm()
+            learning_rate = self.optimizer.step(step, grad_norm)
         else:
             self.master_weights.upcast_gradients()
-            limit = self.config.optim.max_norm
-            found = torch.nn.utils.clip_grad_norm_(self.master_weights.parameters(), limit or float("inf"))
-            found = found.full_tensor() if isinstance(found, DTensor) else found
-            rate = self.optimizer.step(step, found)
+            max_norm = self.config.optim.max_norm or float("inf")
+            grad_norm = torch.nn.utils.clip_grad_norm_(self.master_weights.parameters(), max_norm)
+            grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+            learning_rate = self.optimizer.step(step, grad_norm)
             self.master_weights.copy_to_model()
         self.master_weights.zero_grad()
-        return found, rate
+        return grad_norm, learning_rate
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that was begun."""
+    """A step that was launched and may still run on the device."""
 
     trainer: Trainer
     accumulator: MetricAccumulator
     learning_rate: float
-    device_values: Tensor  # the gradient's norm and the tally's, on their way to the host
+    device_values: Tensor
+    """The gradient norm and the accumulator's device values, being copied to the host."""
     started: "DeviceTimestamp"
     ended: "DeviceTimestamp"
 
     def wait_for_metrics(self) -> StepMetrics:
-        """What came of it, when it is done; all ranks must ask in the same order."""
+        """Wait for the device and return the metrics. All ranks must call it in the same order.
+
+        Raises DeadlineExceeded after STEP_TIMEOUT.
+        """
+        step = self.accumulator.step
         if not self.ended.wait(STEP_TIMEOUT):
-            raise DeadlineExceeded(
-                f"{self.trainer.device} did not finish step {self.accumulator.step} within {STEP_TIMEOUT:g} s"
-            )
+            raise DeadlineExceeded(f"{self.trainer.device} did not finish step {step} within {STEP_TIMEOUT:g} s")
         seconds = self.ended.seconds_since(self.started)
-        norm, *numbers = self.device_values.tolist()
-        sums = self.trainer.merge_sums(self.accumulator.to_sums(numbers))
-        skipped = not math.isfinite(norm)
+        grad_norm, *device_values = self.device_values.tolist()
+        sums = self.trainer.merge_sums(self.accumulator.to_sums(device_values))
+        skipped = not math.isfinite(grad_norm)
         return StepMetrics(
-            step=self.accumulator.step,
+            step=step,
             loss=sum(sums.component_losses.values()),
-            grad_norm=norm,
+            grad_norm=grad_norm,
             lr=0.0 if skipped else self.learning_rate,
             skipped=skipped,
             seconds=seconds,
@@ -135,7 +148,7 @@ class PendingStep:
 
 
 class DeviceTimestamp:
-    """When the host was here; on a GPU, when it gets here."""
+    """The time at which the host was here; on a GPU, the time at which the device gets here."""
 
     def __init__(self, device: torch.device) -> None:
         self.host_time, self.event = time.perf_counter(), None
@@ -144,16 +157,16 @@ class DeviceTimestamp:
             self.event.record()
 
     def wait(self, timeout: float) -> bool:
-        """Whether the GPU is here, or gets here within so many seconds."""
-        end = time.monotonic() + timeout
+        """Wait until the device gets here; returns False after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         while self.event is not None and not self.event.query():
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_INTERVAL)
         return True
 
     def seconds_since(self, earlier: "DeviceTimestamp") -> float:
-        """Seconds, once it was reached."""
+        """Return the seconds since an earlier timestamp; call `wait` first."""
         if self.event is None or earlier.event is None:
             return self.host_time - earlier.host_time
         return earlier.event.elapsed_time(self.event) / 1e3

@@ -1,7 +1,8 @@
-"""Where a run's published weights lie: below the run, or in the host's shared memory, which must not outlive the run.
+"""The directory of a run's published weights: below the run, or in the host's shared memory.
 
-A directory in shared memory is held by whoever works with it (the supervisor, the trainer) through a lock that the
-kernel takes back however its holder dies. What nobody holds is of a run that is dead: whoever starts sweeps it away.
+Shared memory must not outlive the run. So every process that uses such a directory (the supervisor, the trainer) holds
+a shared lock, which the kernel releases however the process ends. A directory without a lock belongs to a dead run, and
+the next run to start removes it.
 """
 
 import contextlib
@@ -16,11 +17,11 @@ from ramify.errors import ConfigInvalid
 
 SHM_ROOT = Path("/dev/shm")
 DIRECTORY_GLOB = "ramify-" + "[0-9a-f]" * 16
-LOCK_SUFFIX = ".held"  # how the name of the lock beside a directory ends
+LOCK_SUFFIX = ".held"  # of the lock file beside a directory
 
 
 def get_weights_directory(run: Path, transport: str) -> Path:
-    """Where a run's versions lie: below the run, or in the host's shared memory under a name that is the run's own."""
+    """Return the directory of a run's published weights: below the run, or in shared memory by a hash of its path."""
     if transport == "disk":
         return run / "weights"
     if not SHM_ROOT.is_dir():
@@ -30,30 +31,32 @@ def get_weights_directory(run: Path, transport: str) -> Path:
 
 @contextlib.contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Nobody sweeps the directory away meanwhile. On a disk nobody does anyway."""
+    """Hold a shared lock so that `remove_stale_directories` keeps the directory. Directories on disk need none."""
     if directory.parent != SHM_ROOT:
         yield
         return
-    lock = directory.with_name(directory.name + LOCK_SUFFIX)
+    lock = _lock_path(directory)
     while True:
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
-            if _is_same_file(file.fileno(), lock):  # a sweep may have come first
+            if _is_same_file(file.fileno(), lock):  # otherwise it was removed before the lock was taken
                 yield
                 return
 
 
 def remove_stale_directories() -> list[Path]:
-    """Remove what dead runs have left in shared memory; returns the directories."""
+    """Remove the directories that dead runs left in shared memory; returns them."""
     names = {
-        path.name.removesuffix(LOCK_SUFFIX) for end in ("", LOCK_SUFFIX) for path in SHM_ROOT.glob(DIRECTORY_GLOB + end)
+        path.name.removesuffix(LOCK_SUFFIX)
+        for suffix in ("", LOCK_SUFFIX)
+        for path in SHM_ROOT.glob(DIRECTORY_GLOB + suffix)
     }
     return [SHM_ROOT / name for name in sorted(names) if _remove_if_unlocked(SHM_ROOT / name)]
 
 
 def _remove_if_unlocked(directory: Path) -> bool:
-    lock = directory.with_name(directory.name + LOCK_SUFFIX)
-    with contextlib.suppress(OSError), lock.open("w") as file:  # it is held, or another user's
+    lock = _lock_path(directory)
+    with contextlib.suppress(OSError), lock.open("w") as file:  # it is locked, or belongs to another user
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_same_file(file.fileno(), lock):
             shutil.rmtree(directory, ignore_errors=True)
@@ -62,8 +65,12 @@ def _remove_if_unlocked(directory: Path) -> bool:
     return False
 
 
+def _lock_path(directory: Path) -> Path:
+    return directory.with_name(directory.name + LOCK_SUFFIX)
+
+
 def _is_same_file(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
+    """Return whether the open file is still the one at `path`."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(fd), path.stat())
     return False

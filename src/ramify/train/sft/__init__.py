@@ -1,7 +1,7 @@
-"""Supervised training on conversations: the same trainer, fed from a dataset in place of rollouts.
+"""Supervised training on conversations: the same trainer, with batches from a dataset in place of rollouts.
 
-An example is a trace and a batch is a forest, so what examples share (a system prompt, a document asked about ten
-times) is computed once. Names load when they are used: configuration, data and plan need no torch.
+An example is a trace and a batch is a forest, so what examples share (a system prompt, a document with ten questions)
+is computed once. Names are imported on first use: configuration, data and plan need no torch.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""What `ramify sft` can be told. Importable without torch."""
+"""Configuration of `ramify sft`. Importable without torch."""
 
 import json
 from pathlib import Path
@@ -13,80 +13,81 @@ from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
 
 
 class SftDataConfig(Config):
-    """The conversations to learn from."""
+    """The conversations to train on."""
 
     path: str
     """A jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a cached Hugging Face dataset."""
     part: str | None = None
-    """Which part of a directory to read, such as `train`; all of it by default."""
+    """The part of a directory to read, such as `train`; all of it by default."""
     messages: str = "messages"
     """The column of the conversation. A row without it has a prompt and a completion."""
     tools: str = "tools"
-    """The column of the tools that were offered; rows may do without."""
+    """The column of the tools that were offered; optional."""
     prompt: str = "prompt"
-    """The column of what is asked: text, or messages."""
+    """The column of the prompt: text, or messages."""
     completion: str = "completion"
     """The column of the reply: text, or messages."""
     roles: list[str] = Field(default=["assistant"], min_length=1)
-    """Whose messages are learned."""
+    """The roles whose messages are trained."""
 
 
 class SftValidationConfig(Config):
-    """Conversations that are not trained on, only measured. Give `path`, or hold out a `share` of the data."""
+    """Conversations that are not trained on, only scored. Set `path`, or hold out a `share` of the data."""
 
     path: str | None = None
     part: str | None = None
     share: float = Field(default=0.0, ge=0, lt=1)
     interval: int = Field(default=50, ge=1)
-    """Steps between two measurements; there is one before the first step and one after the last."""
+    """Steps between two validations; there is also one before the first step and one after the last."""
 
     @model_validator(mode="after")
     def _path_or_share(self) -> "SftValidationConfig":
         if self.path is not None and self.share:
-            raise ValueError("path and share are two ways to the same: give one of them")
+            raise ValueError("set either path or share, not both")
         if self.path is None and (self.part is not None or (not self.share and self.interval != 50)):
-            raise ValueError("part and interval need something to measure: give path or share")
+            raise ValueError("part and interval need conversations to validate on: set path or share")
         return self
 
     @property
     def enabled(self) -> bool:
+        """Whether there is anything to validate on."""
         return self.path is not None or self.share > 0
 
 
 class SftConfig(Config):
-    """`ramify sft`: a model, conversations, and how they are learned."""
+    """`ramify sft`: a model, conversations, and how it is trained on them."""
 
     name: RunName = ""
-    """The run's directory below `output`; by default data, model and a hash of what makes the run itself."""
+    """The run's directory below `output`; by default data, model and a hash of the run's identity."""
     output: Path = Path("outputs")
-    """Where runs lie (-o)."""
+    """The directory of all runs (-o)."""
     model: ModelConfig = ModelConfig()
-    """The model to begin with (-m)."""
+    """The model to start from (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
     data: SftDataConfig
     validation: SftValidationConfig = SftValidationConfig()
     seq_len: int = Field(default=2048, ge=2)
-    """Longer conversations lose their end; how much is counted."""
+    """Longer conversations are truncated; the tokens lost are counted."""
     batch_size: int = Field(default=32, ge=1)
-    """Examples of one step."""
+    """Examples per step."""
     epochs: int = Field(default=1, ge=1)
-    """How often each example is seen."""
+    """How often each example is trained on."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Stop there at the latest."""
+    """The most steps to run."""
     seed: int = 0
-    """Of the order of examples, and of adapters."""
+    """Seed of the order of examples and of the adapters' initial weights."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
     def _loss_is_cross_entropy(self) -> "SftConfig":
         if self.trainer.loss != LossConfig():
-            raise ValueError("trainer.loss is the loss of reinforcement learning; here the loss is cross entropy")
+            raise ValueError("trainer.loss is the loss of reinforcement learning; ramify sft uses cross entropy")
         return self
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes this run itself; everything else may change when it is continued."""
-        named = self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"})
-        named |= {"model": self.model.name, "lora": self.trainer.lora.model_dump(mode="json")}
-        return json.loads(json.dumps({**named, "held_out": self.validation.share}))
+        """The settings that identify the run; all others may change when it is resumed."""
+        settings = self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"})
+        settings |= {"model": self.model.name, "lora": self.trainer.lora.model_dump(mode="json")}
+        return json.loads(json.dumps({**settings, "held_out": self.validation.share}))

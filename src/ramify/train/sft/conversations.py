@@ -1,7 +1,7 @@
-"""From a row of a dataset to a conversation, in the forms in which they are shared.
+"""Parse rows of a dataset into conversations.
 
-A row has messages (and perhaps tools), or a prompt and a completion. Files disagree about details: arguments of calls
-are text or tables, tools are a list or its JSON, and what is not there may be there as null.
+A row has messages (and possibly tools), or a prompt and a completion. Datasets differ in details: arguments of tool
+calls are JSON text or objects, tools are a list or its JSON, and absent values may be null.
 """
 
 import json
@@ -22,63 +22,65 @@ _decode_message = msgspec.msgpack.Decoder(Message).decode
 
 @dataclass(frozen=True, slots=True)
 class SftConversation:
-    """One example: a conversation, and the tools that were offered."""
+    """One example: a conversation and the tools that were offered in it."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    location: str = field(default="", compare=False)  # where it was found
+    location: str = field(default="", compare=False)
+    """The row of the dataset, for error messages."""
 
 
 def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> list[SftConversation]:
-    """Every row as a conversation. Raises ConfigInvalid for the first row that is none."""
-    found: list[SftConversation] = []
+    """Parse every row as a conversation. Raises ConfigInvalid for the first row that is not one."""
+    conversations: list[SftConversation] = []
     for number, row in enumerate(rows, 1):
-        place = f"row {number} of {config.path}"
+        location = f"row {number} of {config.path}"
         try:
-            found.append(replace(parse_conversation(row, config), location=place))
+            conversations.append(replace(parse_conversation(row, config), location=location))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigInvalid(f"data: {place} is no conversation: {error}") from error
-    if not found:
+            raise ConfigInvalid(f"data: {location} is not a conversation: {error}") from error
+    if not conversations:
         raise ConfigInvalid(f"data: {config.path} has no rows")
-    return found
+    return conversations
 
 
 def parse_conversation(row: DatasetRow, config: SftDataConfig) -> SftConversation:
-    if row.get(config.messages) not in (None, ""):  # a csv file writes nothing where a row has no value
-        said = row[config.messages]
+    """Parse one row. Raises ValueError, KeyError, TypeError or AttributeError if it is not a conversation."""
+    if row.get(config.messages) not in (None, ""):  # a csv file has an empty string where a row has no value
+        raw_messages = row[config.messages]
     elif config.prompt in row and config.completion in row:
-        said = [*_to_messages(row[config.prompt], "user"), *_to_messages(row[config.completion], "assistant")]
+        prompt, completion = row[config.prompt], row[config.completion]
+        raw_messages = [*_to_messages(prompt, "user"), *_to_messages(completion, "assistant")]
     else:
-        wanted = f"{config.messages!r}, nor {config.prompt!r} and {config.completion!r}"
-        raise ValueError(f"it has no column {wanted}; it has {', '.join(row)}")
-    messages = tuple(parse_message(each) for each in _parse_json(said))
+        expected = f"{config.messages!r}, nor {config.prompt!r} and {config.completion!r}"
+        raise ValueError(f"it has no column {expected}; it has {', '.join(row)}")
+    messages = tuple(parse_message(raw) for raw in _parse_json(raw_messages))
     if not any(message.role in config.roles for message in messages):
-        raise ValueError(f"nothing in it is said by {' or '.join(config.roles)}")
+        raise ValueError(f"no message has the role {' or '.join(config.roles)}; set data.roles")
     tools = _parse_json(row.get(config.tools) or [])
     return SftConversation(messages, tuple(_parse_json(tool) for tool in tools))
 
 
 def parse_message(raw: Mapping[str, Any]) -> Message:
-    """A message in OpenAI's form."""
+    """Parse a message in OpenAI's format."""
     if not isinstance(raw.get("role"), str):
         raise ValueError(f"a message has no role: {str(raw)[:80]}")
+    calls = _parse_json(raw.get("tool_calls") or [])
     message = Message(
         role=raw["role"],
         content=_join_text_parts(raw.get("content")),
-        reasoning=next((raw[name] for name in REASONING_KEYS if raw.get(name) is not None), None),
-        tool_calls=tuple(
-            _parse_tool_call(number, call) for number, call in enumerate(_parse_json(raw.get("tool_calls") or []))
-        ),
+        reasoning=next((raw[key] for key in REASONING_KEYS if raw.get(key) is not None), None),
+        tool_calls=tuple(_parse_tool_call(index, call) for index, call in enumerate(calls)),
         tool_call_id=raw.get("tool_call_id"),
     )
-    return _decode_message(msgspec.msgpack.encode(message))  # here, where the row is known
+    return _decode_message(msgspec.msgpack.encode(message))  # checks the types while the row is known
 
 
 def _parse_tool_call(index: int, raw: Mapping[str, Any]) -> ToolCall:
     function = raw.get("function") or raw
     arguments = function.get("arguments") or {}
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(raw.get("id") or f"call{index}", function["name"], written)
+    arguments_json = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(raw.get("id") or f"call{index}", function["name"], arguments_json)
 
 
 def _to_messages(value: Any, role: str) -> list[Any]:
@@ -94,5 +96,5 @@ def _join_text_parts(content: Any) -> str:
 
 
 def _parse_json(value: Any) -> Any:
-    """JSON in a column of text."""
+    """Decode JSON in a column of text; other values are returned unchanged."""
     return json.loads(value) if isinstance(value, str) else value

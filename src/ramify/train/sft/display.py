@@ -1,4 +1,4 @@
-"""How a training shows itself: a bar in a terminal, a line now and then everywhere else."""
+"""Progress of an SFT run on the terminal: a live bar, or log lines where there is no terminal."""
 
 import sys
 import time
@@ -11,46 +11,47 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from ramify.train.metrics import StepMetrics
 
 LINE_INTERVAL = 5.0  # seconds between two lines
-EMA_DECAY = 0.9  # of the past in the seconds of a step
+EMA_DECAY = 0.9  # of the seconds per step
 
 
 @dataclass(slots=True)
 class StepProgress:
-    """How far a run is, and how fast."""
+    """How many steps are done, and how fast they are."""
 
     steps_done: int
     total_steps: int
-    seconds_per_step: float | None = None  # of a step, smoothed
+    seconds_per_step: float | None = None
+    """An exponential moving average."""
 
     def record_step(self, seconds: float) -> None:
+        """Count a finished step that took `seconds`."""
         self.steps_done += 1
-        self.seconds_per_step = (
-            seconds if self.seconds_per_step is None else EMA_DECAY * self.seconds_per_step + (1 - EMA_DECAY) * seconds
-        )
+        average = self.seconds_per_step
+        self.seconds_per_step = seconds if average is None else EMA_DECAY * average + (1 - EMA_DECAY) * seconds
 
     @property
     def eta(self) -> str:
-        """The time that is left, as people read it."""
+        """The remaining time, such as `5m03s`."""
         seconds = round((self.seconds_per_step or 0.0) * (self.total_steps - self.steps_done))
-        minutes, rest = divmod(seconds, 60)
+        minutes, seconds = divmod(seconds, 60)
         if not minutes:
-            return f"{rest}s"
-        return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+            return f"{seconds}s"
+        return f"{minutes}m{seconds:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 class SftDisplay(Protocol):
-    """A front end."""
+    """Shows the progress of an SFT run. Used as a context manager around the run."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def print_line(self, line: str) -> None:
-        """Something worth a line of its own."""
+        """Print a line of text."""
         ...
 
     def show_step(self, metrics: StepMetrics, progress: StepProgress) -> None:
-        """A step is done."""
+        """Show a finished step."""
         ...
 
 
@@ -68,7 +69,7 @@ class NullSftDisplay:
 
 
 class LogSftDisplay(NullSftDisplay):
-    """One line every few seconds, and one for the last step."""
+    """Prints one line every few seconds, and one for the last step."""
 
     def __init__(self) -> None:
         self._next_line_at = 0.0
@@ -77,20 +78,19 @@ class LogSftDisplay(NullSftDisplay):
         print(line, flush=True)
 
     def show_step(self, metrics: StepMetrics, progress: StepProgress) -> None:
-        if time.monotonic() >= self._next_line_at or progress.steps_done == progress.total_steps:
+        done, total = progress.steps_done, progress.total_steps
+        if time.monotonic() >= self._next_line_at or done == total:
             self._next_line_at = time.monotonic() + LINE_INTERVAL
-            self.print_line(
-                f"step={progress.steps_done}/{progress.total_steps} {format_metrics(metrics)} left={progress.eta}"
-            )
+            self.print_line(f"step={done}/{total} {format_metrics(metrics)} left={progress.eta}")
 
 
 class LiveSftDisplay(NullSftDisplay):
-    """A bar with the last step's figures behind it."""
+    """Draws a progress bar with the metrics of the last step."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+        columns = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[metrics]}"))
         self._progress = Progress(*columns, console=Console())
-        self._task = self._progress.add_task("sft", total=None, figures="")
+        self._task = self._progress.add_task("sft", total=None, metrics="")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -103,12 +103,12 @@ class LiveSftDisplay(NullSftDisplay):
         self._progress.console.print(line, markup=False, highlight=False)
 
     def show_step(self, metrics: StepMetrics, progress: StepProgress) -> None:
-        figures = f"{format_metrics(metrics)} left={progress.eta}"
-        self._progress.update(self._task, completed=progress.steps_done, total=progress.total_steps, figures=figures)
+        text = f"{format_metrics(metrics)} left={progress.eta}"
+        self._progress.update(self._task, completed=progress.steps_done, total=progress.total_steps, metrics=text)
 
 
 def format_metrics(metrics: StepMetrics) -> str:
-    """The figures people watch."""
+    """Format the metrics that people watch."""
     return (
         f"loss={metrics.loss:.4f} grad_norm={metrics.grad_norm:.3f} lr={metrics.lr:.2e} "
         f"tokens_per_s={metrics.tokens_per_second:.0f}"
@@ -116,5 +116,5 @@ def format_metrics(metrics: StepMetrics) -> str:
 
 
 def choose_display() -> SftDisplay:
-    """The bar where there is a terminal to draw it on, lines where there is none."""
+    """Return the live display on a terminal, log lines elsewhere."""
     return LiveSftDisplay() if sys.stdout.isatty() else LogSftDisplay()

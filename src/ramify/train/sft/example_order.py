@@ -1,17 +1,16 @@
-"""The order of examples: each once an epoch, shuffled by the seed, and the place in it a single number.
+"""The order of examples: each once per epoch, shuffled by the seed.
 
-The order of epoch e depends on the seed and e alone. So a run is continued from its position, whatever happened to the
+The order of epoch e depends only on the seed and e. So a run resumes from its position alone, whatever happened to the
 process, the number of ranks or the batch size in between.
 """
 
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 
 class ExampleOrder:
-    """The examples 0 .. count-1, epoch after epoch."""
+    """The indices 0 .. num_examples - 1 in shuffled order, epoch after epoch."""
 
     def __init__(self, num_examples: int, epochs: int, seed: int) -> None:
         self.num_examples, self.epochs, self.seed = num_examples, epochs, seed
@@ -21,14 +20,13 @@ class ExampleOrder:
         return self.num_examples * self.epochs
 
     def indices_at(self, position: int, batch_size: int) -> list[int]:
-        """The examples at positions [position, position + size); fewer at the end."""
+        """Return the examples at positions [position, position + batch_size); fewer at the end."""
         stop = min(position + batch_size, len(self))
-        return [
-            int(self._get_epoch_order(at // self.num_examples)[at % self.num_examples]) for at in range(position, stop)
-        ]
+        places = (divmod(place, self.num_examples) for place in range(position, stop))
+        return [int(self._get_epoch_order(epoch)[index]) for epoch, index in places]
 
     def count_remaining_steps(self, position: int, batch_size: int) -> int:
-        """How many steps of `size` examples are left."""
+        """Return the number of steps from `position` to the end."""
         return -(-max(0, len(self) - position) // batch_size)
 
     def _shuffle_epoch(self, epoch: int) -> np.ndarray:
@@ -36,12 +34,7 @@ class ExampleOrder:
 
 
 def split_held_out(num_examples: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """The examples to train on, and those to measure: the same split whenever the seed is the same."""
+    """Split the examples into those to train on and those held out; the same seed gives the same split."""
     order = np.random.default_rng([seed, num_examples]).permutation(num_examples)
-    apart = round(num_examples * fraction) if fraction else 0
-    return sorted(order[apart:].tolist()), sorted(order[:apart].tolist())
-
-
-def iter_chunks(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Items in pieces of at most `size`."""
-    return (items[at : at + size] for at in range(0, len(items), size))
+    num_held_out = round(num_examples * fraction) if fraction else 0
+    return sorted(order[num_held_out:].tolist()), sorted(order[:num_held_out].tolist())

@@ -1,4 +1,4 @@
-"""What an SFT run will do, known before torch is loaded: its directory, its conversations, its steps."""
+"""The plan of an SFT run: its directory, its conversations and its steps. Importable without torch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from ramify.tasksets.data_files import read_rows
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation, parse_conversations
 from ramify.train.sft.example_order import ExampleOrder, split_held_out
-from ramify.train.sft.forests import build_forest
+from ramify.train.sft.forests import build_sft_forest
 
-NUM_SAMPLED_CONVERSATIONS = 256  # conversations that are looked at to say how long they are
+NUM_SAMPLED_CONVERSATIONS = 256  # how many `describe_plan` renders to report lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,65 +27,73 @@ class SftPlan:
     """The parts of a run that need no model in memory."""
 
     path: Path
+    """The run's directory."""
     model_path: Path
     renderer: Renderer
     conversations: Sequence[SftConversation]
+    """To train on."""
     validation: Sequence[SftConversation]
     order: ExampleOrder
     identity: dict[str, Any]
-    """What makes this run itself: the configuration's, and which conversations were found."""
+    """The configuration's identity, and a digest of the conversations."""
 
     def count_total_steps(self, config: SftConfig, steps_done: int = 0, examples_seen: int = 0) -> int:
-        """The steps of the whole run, given that `done` are done and have seen so many examples."""
+        """Return the steps of the whole run, of which `steps_done` have trained on `examples_seen` examples."""
         total = steps_done + self.order.count_remaining_steps(examples_seen, config.batch_size)
         return total if config.max_steps is None else min(total, config.max_steps)
 
 
 def build_sft_plan(config: SftConfig) -> SftPlan:
-    """Read the data and find the model. Raises ConfigInvalid or ModelNotFound."""
-    model = resolve_model_path(config.model.name)
-    renderer = load_renderer(model, config.renderer)
-    chats = parse_conversations(read_rows(config.data.path, config.data.part), config.data)
-    train, apart = split_held_out(len(chats), config.validation.share, config.seed)
-    if config.validation.share and not (train and apart):
-        nothing = "measure" if train else "train on"
-        raise ConfigInvalid(f"validation.share: {config.validation.share} of {len(chats)} leaves none to {nothing}")
-    validation = [chats[at] for at in apart]
-    if config.validation.path is not None:
-        apart = config.data.model_copy(update={"path": config.validation.path})
-        validation = parse_conversations(read_rows(config.validation.path, config.validation.part), apart)
-    chosen = [chats[at] for at in train]
+    """Find the model and read the data. Raises ConfigInvalid or ModelNotFound."""
+    model_path, validation_config = resolve_model_path(config.model.name), config.validation
+    renderer = load_renderer(model_path, config.renderer)
+    conversations = parse_conversations(read_rows(config.data.path, config.data.part), config.data)
+    share = validation_config.share
+    train_indices, held_out_indices = split_held_out(len(conversations), share, config.seed)
+    if share and not (train_indices and held_out_indices):
+        purpose = "validate on" if train_indices else "train on"
+        raise ConfigInvalid(f"validation.share: {share} of {len(conversations)} leaves none to {purpose}")
+    validation = [conversations[index] for index in held_out_indices]
+    if validation_config.path is not None:
+        data_config = config.data.model_copy(update={"path": validation_config.path})
+        validation = parse_conversations(read_rows(validation_config.path, validation_config.part), data_config)
     name = config.name or default_run_name(config.data.path, config.model.name, config.identity)
-    stream = ExampleOrder(len(chosen), config.epochs, config.seed)
-    identity = {**config.identity, "conversations": {"count": len(chats), "digest": _hash_conversations(chats)}}
-    return SftPlan(config.output / name, model, renderer, chosen, validation, stream, identity)
+    digest = {"count": len(conversations), "digest": _hash_conversations(conversations)}
+    return SftPlan(
+        path=config.output / name,
+        model_path=model_path,
+        renderer=renderer,
+        conversations=[conversations[index] for index in train_indices],
+        validation=validation,
+        order=ExampleOrder(len(train_indices), config.epochs, config.seed),
+        identity={**config.identity, "conversations": digest},
+    )
 
 
 def _hash_conversations(conversations: Sequence[SftConversation]) -> str:
-    """A short name of these conversations in this order: a position in the stream means nothing in others."""
-    found = hashlib.sha256()
-    for chat in conversations:
-        found.update(msgspec.msgpack.encode((chat.messages, chat.tools), enc_hook=str))
-    return found.hexdigest()[:12]
+    """Return a short hash of the conversations in their order; a position in the order is valid only for these."""
+    digest = hashlib.sha256()
+    for conversation in conversations:
+        digest.update(msgspec.msgpack.encode((conversation.messages, conversation.tools), enc_hook=str))
+    return digest.hexdigest()[:12]
 
 
 def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
-    """The plan for people."""
-    looked = [
-        (str(at), plan.conversations[at])
-        for at in plan.order.indices_at(0, min(NUM_SAMPLED_CONVERSATIONS, len(plan.conversations)))
-    ]
-    alone = [build_forest([each], plan.renderer, config.data.roles, config.seq_len) for each in looked]
-    together = build_forest(looked[: config.batch_size], plan.renderer, config.data.roles, config.seq_len)
-    lengths = np.array([forest.num_tokens for forest in alone])
-    learned = sum(forest.count_by_component()["ce"] for forest in alone) / max(1, lengths.sum())
-    cut = sum(forest.dropped.num_truncated_tokens > 0 for forest in alone)
-    ratio = together.flat_tokens / max(1, together.num_tokens)
+    """Return lines that describe the plan, with token counts of a sample of its conversations."""
+    indices = plan.order.indices_at(0, min(NUM_SAMPLED_CONVERSATIONS, len(plan.conversations)))
+    sampled = [(str(index), plan.conversations[index]) for index in indices]
+    roles, seq_len = config.data.roles, config.seq_len
+    forests = [build_sft_forest([conversation], plan.renderer, roles, seq_len) for conversation in sampled]
+    batch_forest = build_sft_forest(sampled[: config.batch_size], plan.renderer, roles, seq_len)
+    lengths = np.array([forest.num_tokens for forest in forests])
+    trained_share = sum(forest.count_by_component()["ce"] for forest in forests) / max(1, lengths.sum())
+    truncated = sum(forest.dropped.num_truncated_tokens > 0 for forest in forests)
+    ratio = batch_forest.flat_tokens / max(1, batch_forest.num_tokens)
     return [
         f"would train {config.model.name} from {plan.model_path} into {plan.path}",
-        f"{len(plan.conversations)} conversations, {len(plan.validation)} more to measure; "
-        f"{plan.count_total_steps(config)} steps of {config.batch_size}",
-        f"of {len(alone)} looked at: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
-        f"{learned:.0%} of them learned, {cut} cut at {config.seq_len}",
-        f"a batch is {together.num_tokens} tokens; laid flat it would be {ratio:.2f} times as many",
+        f"{len(plan.conversations)} training and {len(plan.validation)} validation conversations; "
+        f"{plan.count_total_steps(config)} steps with batch size {config.batch_size}",
+        f"of {len(forests)} sampled: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
+        f"{trained_share:.0%} trained, {truncated} truncated at {seq_len}",
+        f"{batch_forest.num_tokens} tokens per batch; {ratio:.2f} times as many without prefix sharing",
     ]

@@ -1,8 +1,8 @@
-"""An SFT run from its configuration to its weights: open the run, go on where it was left, learn, save, publish.
+"""An SFT run from its configuration to its weights: open or resume the run, train, save, publish.
 
 Everything a step depends on is in the checkpoint before it and in the seed: weights, optimizer, and the position in the
-stream of examples. A run that is killed therefore repeats its last steps exactly, and its curve is the one it would
-have had.
+order of examples. A run that is killed therefore repeats its last steps exactly, and its metrics are those of a run
+that was not.
 """
 
 import contextlib
@@ -29,32 +29,31 @@ from ramify.train.batch import Batch, PackSpec, pack_forests, split_across_ranks
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.distributed import Ranks, init_distributed
+from ramify.train.policy import PolicyOutput
 from ramify.train.publisher import WeightPublisher
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation
 from ramify.train.sft.display import NullSftDisplay, SftDisplay, StepProgress, choose_display
-from ramify.train.sft.example_order import iter_chunks
-from ramify.train.sft.forests import build_forest
+from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import SftPlan, build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
 
-JOURNAL_TIMEOUT = 60.0  # seconds until what was queued for the run's tables has to be there
-STEPS_IN_FLIGHT = {
-    "cpu": 0,
-    "cuda": 1,
-}  # steps begun before the metrics of one are asked for: a GPU should find the next waiting
+JOURNAL_TIMEOUT = 60.0  # seconds for queued metrics to be written
+STEPS_IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps started before the metrics of one are read, to keep a GPU busy
 
 
 @dataclass(frozen=True, slots=True)
 class SftResult(AwaitableResult):
-    """Where a run stands when it returns."""
+    """The state of a run when it returns."""
 
     path: Path
+    """The run's directory."""
     steps: int
+    """The steps that are done."""
     steps_run: int
-    """How many of the steps ran now."""
+    """How many of them ran in this call."""
     weights: Path | None
-    """The finished model; None if the run was stopped before its end."""
+    """The trained model; None if the run was stopped early."""
 
     def table(self) -> list[dict[str, Any]]:
         """Return the metrics of each step as a plain dict, as `pandas.DataFrame` takes them."""
@@ -68,30 +67,29 @@ def sft(
     display: SftDisplay | None = None,
     **settings: Any,
 ) -> SftResult:
-    """Teach a model conversations, or go on. `config` is a table of settings, `settings` are further keys of it.
+    """Train a model on conversations, or resume such a run. `settings` are further keys of `config`.
 
-    `data` may be the path of a file. It may be called where an event loop runs (in a notebook), plainly or with
-    `await`, and blocks in both cases.
+    `data` may be the path of a file. If `fresh`, the run starts over. The function may be called inside a running event
+    loop (in a notebook), plainly or with `await`, and blocks in both cases.
     """
     if isinstance(config, SftConfig) and not settings:
         checked = config
     else:
-        given = get_explicit_values(config) if isinstance(config, SftConfig) else config or {}
-        table = expand_model_name({**given, **settings})
+        keys = get_explicit_values(config) if isinstance(config, SftConfig) else config or {}
+        table = expand_model_name({**keys, **settings})
         if isinstance(table.get("data"), str | Path):
             table["data"] = {"path": str(table["data"])}
         checked = parse_section(SftConfig, table, key="sft")
-    return run_sft(
-        checked, fresh=fresh, display=display or (choose_display() if is_interactive() else NullSftDisplay())
-    )
+    default_display = choose_display() if is_interactive() else NullSftDisplay()
+    return run_sft(checked, fresh=fresh, display=display or default_display)
 
 
 def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | None = None) -> SftResult:
-    """Run, or go on. Every rank calls it; the first one writes and shows."""
+    """Run or resume an SFT run. Every rank calls it; the first one writes and shows progress."""
     fetch_model(config.model.name)
     plan = build_sft_plan(config)
     with init_distributed(config.trainer) as ranks, contextlib.ExitStack() as stack:
-        shown = stack.enter_context(display if display is not None and ranks.is_first else NullSftDisplay())
+        active_display = stack.enter_context(display if display is not None and ranks.is_first else NullSftDisplay())
         store: RunStore | None = None
         with ranks.raise_together():
             if ranks.is_first:
@@ -100,11 +98,25 @@ def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | Non
                     write_toml(config, plan.path / "config.toml")
                 Ledger.open(store)
         stop = stack.enter_context(_stop_on_signal())
-        return _SftRun(config, plan, ranks, store, shown, stop).run()
+        return _SftRun(config, plan, ranks, store, active_display, stop).run()
+
+
+class _StepBatch(NamedTuple):
+    rank_batch: Batch
+    examples_seen: int  # when the step is done
+    cut_tokens: int  # trained tokens beyond seq_len
+
+
+_PendingSteps = deque[tuple[_StepBatch, PendingStep]]
+
+
+@dataclass(slots=True)
+class _StopFlag:
+    requested: bool = False
 
 
 class _SftRun:
-    """One process's part of a run."""
+    """One rank's part of a run."""
 
     def __init__(
         self,
@@ -113,10 +125,10 @@ class _SftRun:
         ranks: Ranks,
         store: RunStore | None,
         display: SftDisplay,
-        stop: "_StopFlag",
+        stop: _StopFlag,
     ) -> None:
         self.config, self.plan, self.ranks, self.display, self.stop = config, plan, ranks, display, stop
-        self.journal = RunLog(store) if store is not None else None
+        self.run_log = RunLog(store) if store is not None else None
         self.last_write: Future[None] | None = None
         self.checkpoints = CheckpointManager(plan.path / "checkpoints", ranks, warn=display.print_line)
         self.steps_done = ranks.broadcast(self.checkpoints.newest_step())
@@ -125,8 +137,8 @@ class _SftRun:
         self.cut_tokens = 0
 
     def run(self) -> SftResult:
-        """All steps that are missing, then the weights."""
-        config, plan, begun = self.config, self.plan, self.steps_done
+        """Run all missing steps, then publish the weights."""
+        config, plan, first_step = self.config, self.plan, self.steps_done
         publisher = WeightPublisher(
             plan.path / "weights",
             self.ranks,
@@ -134,8 +146,8 @@ class _SftRun:
             base_model=plan.model_path,
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
         )
-        if self.steps_done >= self.total_steps and (path := publisher.path_for(0, self.steps_done)).exists():
-            return SftResult(plan.path, self.steps_done, 0, path)
+        if first_step >= self.total_steps and (path := publisher.path_for(0, first_step)).exists():
+            return SftResult(plan.path, first_step, 0, path)
         trainer = build_trainer(
             plan.model_path,
             config.trainer,
@@ -144,118 +156,109 @@ class _SftRun:
             seed=config.seed,
             log=self.display.print_line,
         )
-        if begun:
-            self.checkpoints.load(trainer, begun)
-            self.display.print_line(f"going on after step {begun} from {self.checkpoints.path_for(begun)}")
+        if first_step:
+            self.checkpoints.load(trainer, first_step)
+            self.display.print_line(f"resuming after step {first_step} from {self.checkpoints.path_for(first_step)}")
         self._train_loop(trainer)
         if self.cut_tokens:
-            self.display.print_line(
-                f"{self.cut_tokens} tokens to learn lay beyond seq_len = {config.seq_len} and were cut off"
-            )
-        if self.steps_done < self.total_steps:
-            return SftResult(plan.path, self.steps_done, self.steps_done - begun, None)
-        published = publisher.publish(trainer, 0, self.steps_done)
-        self.display.print_line(f"wrote {published.path} in {published.seconds:.1f} s")
-        return SftResult(plan.path, self.steps_done, self.steps_done - begun, published.path)
+            self.display.print_line(f"{self.cut_tokens} trained tokens beyond seq_len = {config.seq_len} were cut off")
+        weights: Path | None = None
+        if self.steps_done >= self.total_steps:
+            published = publisher.publish(trainer, 0, self.steps_done)
+            self.display.print_line(f"wrote {published.path} in {published.seconds:.1f} s")
+            weights = published.path
+        return SftResult(plan.path, self.steps_done, self.steps_done - first_step, weights)
 
     def _train_loop(self, trainer: Trainer) -> None:
-        config, pace = self.config, StepProgress(self.steps_done, self.total_steps)
-        laying = get_pack_spec(trainer)
+        config, progress = self.config, StepProgress(self.steps_done, self.total_steps)
+        pack_spec = get_pack_spec(trainer)
         if not self.steps_done:
-            self._validate(trainer, laying)
-        begun: deque[tuple[_StepBatch, PendingStep]] = deque()
+            self._validate(trainer, pack_spec)
+        pending_steps: _PendingSteps = deque()
         while self.steps_done < self.total_steps:
-            with (
-                self._record_pending_on_failure(begun, pace, raised_on_all_ranks=RamifyError),
-                self.ranks.raise_together(),
-            ):
-                lesson = self._next_batch(laying)
-            with self._record_pending_on_failure(begun, pace):
-                begun.append((lesson, trainer.start_step(lesson.rank_batch)))
-            self.steps_done, self.examples_seen, self.cut_tokens = (
-                self.steps_done + 1,
-                lesson.examples_seen,
-                self.cut_tokens + lesson.cut_tokens,
-            )
+            record_pending = self._record_pending_on_failure(pending_steps, progress, raised_on_all_ranks=RamifyError)
+            with record_pending, self.ranks.raise_together():
+                step_batch = self._next_batch(pack_spec)
+            with self._record_pending_on_failure(pending_steps, progress):
+                pending_steps.append((step_batch, trainer.start_step(step_batch.rank_batch)))
+            self.steps_done += 1
+            self.examples_seen = step_batch.examples_seen
+            self.cut_tokens += step_batch.cut_tokens
             stopped = any(self.ranks.all_gather(self.stop.requested))
-            last = self.steps_done == self.total_steps
-            measured = last or self.steps_done % config.validation.interval == 0
-            saved = last or stopped or self.steps_done % config.checkpoint.interval == 0
-            while len(begun) > (0 if measured or saved else STEPS_IN_FLIGHT[trainer.device.type]):
-                self._record_step(*begun.popleft(), pace)
-            if measured:
-                self._validate(trainer, laying)
-            if saved:
-                self._save(trainer, required=last or stopped)
+            is_last = self.steps_done == self.total_steps
+            validates = is_last or self.steps_done % config.validation.interval == 0
+            saves = is_last or stopped or self.steps_done % config.checkpoint.interval == 0
+            while len(pending_steps) > (0 if validates or saves else STEPS_IN_FLIGHT[trainer.device.type]):
+                self._record_step(*pending_steps.popleft(), progress)
+            if validates:
+                self._validate(trainer, pack_spec)
+            if saves:
+                self._save(trainer, required=is_last or stopped)
             if stopped:
                 return
 
-    def _next_batch(self, pack_spec: PackSpec) -> "_StepBatch":
-        """What the next step learns."""
-        chosen = self.plan.order.indices_at(self.examples_seen, self.config.batch_size)
-        forest = self._build_forest(
-            [(f"{self.examples_seen + at}", self.plan.conversations[each]) for at, each in enumerate(chosen)]
-        )
-        share = split_across_ranks(self._build_batch(forest, pack_spec), pack_spec, self.ranks.world_size)[
-            self.ranks.rank
-        ]
-        return _StepBatch(
-            share, self.examples_seen + len(chosen), forest.dropped.num_truncated_tokens
-        )  # of a forest that may have no packs
+    def _next_batch(self, pack_spec: PackSpec) -> _StepBatch:
+        """Build this rank's batch of the next step."""
+        seen = self.examples_seen
+        indices = self.plan.order.indices_at(seen, self.config.batch_size)
+        conversations = self.plan.conversations
+        forest = self._build_forest([(str(seen + i), conversations[index]) for i, index in enumerate(indices)])
+        batch = self._build_batch(forest, pack_spec)
+        rank_batch = split_across_ranks(batch, pack_spec, self.ranks.world_size)[self.ranks.rank]
+        return _StepBatch(rank_batch, seen + len(indices), forest.dropped.num_truncated_tokens)
 
-    def _record_step(self, step_batch: "_StepBatch", pending: PendingStep, progress: StepProgress) -> None:
-        """Record and show a step that was begun, when it is done."""
+    def _record_step(self, step_batch: _StepBatch, pending: PendingStep, progress: StepProgress) -> None:
+        """Wait for a step, then record and show its metrics."""
         metrics = pending.wait_for_metrics()
         progress.record_step(metrics.seconds)
-        self._write_metrics(
-            metrics.step,
-            {**metrics.to_dict(), "data/examples": step_batch.examples_seen, "data/cut_tokens": step_batch.cut_tokens},
-        )
+        data = {"data/examples": step_batch.examples_seen, "data/cut_tokens": step_batch.cut_tokens}
+        self._write_metrics(metrics.step, {**metrics.to_dict(), **data})
         self.display.show_step(metrics, progress)
 
     @contextlib.contextmanager
     def _record_pending_on_failure(
         self,
-        pending_steps: "deque[tuple[_StepBatch, PendingStep]]",
+        pending_steps: _PendingSteps,
         progress: StepProgress,
         raised_on_all_ranks: type[Exception] | None = None,
     ) -> Iterator[None]:
-        """Record the steps that were begun before one that cannot be. Several ranks do so together, thus only if that
-        one fails on all of them as `alike`: a rank that fails in a step leaves the others waiting in the step."""
+        """If preparing or starting a step fails, record the pending steps, then re-raise.
+
+        With several ranks this needs a collective, so it is done only for failures of type `raised_on_all_ranks`, which
+        every rank raises.
+        """
         try:
             yield
         except Exception as failure:
-            together = self.ranks.world_size == 1 or (
-                raised_on_all_ranks is not None and isinstance(failure, raised_on_all_ranks)
-            )
-            for lesson, running in pending_steps if together else ():
+            on_all_ranks = raised_on_all_ranks is not None and isinstance(failure, raised_on_all_ranks)
+            for step_batch, pending in pending_steps if self.ranks.world_size == 1 or on_all_ranks else ():
                 try:
-                    self._record_step(lesson, running, progress)
-                except Exception as error:  # noqa: BLE001 - the GPU may be what has failed; the first failure leaves
-                    said = f"{type(error).__name__}: {error}"
-                    failure.add_note(f"and step {lesson.rank_batch.step}, begun before it, cannot be told: {said}")
+                    self._record_step(step_batch, pending, progress)
+                except Exception as error:  # noqa: BLE001 - the GPU may be what has failed; the first failure is raised
+                    message = f"{type(error).__name__}: {error}"
+                    failure.add_note(f"step {step_batch.rank_batch.step}, started before, was not recorded: {message}")
             raise
 
     def _build_forest(self, conversations: Sequence[tuple[str, SftConversation]]) -> Forest:
-        return build_forest(conversations, self.plan.renderer, self.config.data.roles, self.config.seq_len)
+        return build_sft_forest(conversations, self.plan.renderer, self.config.data.roles, self.config.seq_len)
 
     def _build_batch(self, forest: Forest, pack_spec: PackSpec) -> Batch:
         return Batch.from_packs(self.steps_done, pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout))
 
     def _validate(self, trainer: Trainer, pack_spec: PackSpec) -> None:
-        """The mean loss of the conversations that are not learned, under the weights as they are."""
+        """Record the mean loss of the validation conversations under the current weights."""
         loss = entries = 0.0
-        for places in iter_chunks(range(len(self.plan.validation)), self.config.batch_size):
-            batch = self._build_batch(
-                self._build_forest([(str(at), self.plan.validation[at]) for at in places]), pack_spec
-            )
-            share = split_across_ranks(batch, pack_spec, self.ranks.world_size)[self.ranks.rank]
+        named = [(str(index), conversation) for index, conversation in enumerate(self.plan.validation)]
+        for start in range(0, len(named), self.config.batch_size):
+            forest = self._build_forest(named[start : start + self.config.batch_size])
+            batch = self._build_batch(forest, pack_spec)
+            rank_batch = split_across_ranks(batch, pack_spec, self.ranks.world_size)[self.ranks.rank]
+            sum_weights = dict.fromkeys(batch.entry_counts, 1)  # makes each loss a sum, not a mean
             with torch.no_grad():
-                seen = [
-                    trainer.policy(trainer.prepare_inputs(pack), dict.fromkeys(batch.entry_counts, 1))
-                    for pack in share.packs
+                outputs: list[PolicyOutput] = [
+                    trainer.policy(trainer.prepare_inputs(pack), sum_weights) for pack in rank_batch.packs
                 ]
-            loss += sum(float(each.terms.get("ce", 0.0)) for each in seen)
+            loss += sum(float(output.component_losses.get("ce", 0.0)) for output in outputs)
             entries += batch.entry_counts["ce"]
         if entries:
             loss = sum(self.ranks.all_gather(loss)) / entries
@@ -263,53 +266,38 @@ class _SftRun:
             self.display.print_line(f"validation loss {loss:.4f} after {self.steps_done} steps")
 
     def _write_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        if self.journal is not None:
-            self.last_write = self.journal.log_metrics(step, values)
+        if self.run_log is not None:
+            self.last_write = self.run_log.log_metrics(step, values)
 
     def _save(self, trainer: Trainer, *, required: bool) -> None:
-        """A checkpoint. Where there is no room for one the run goes on, unless it ends here."""
+        """Save a checkpoint. If the disk is full, the run continues without it unless the checkpoint is `required`."""
         try:
             with self.ranks.raise_together():
                 if self.last_write is not None:
-                    self.last_write.result(JOURNAL_TIMEOUT)  # the curve up to here is part of what is saved
+                    self.last_write.result(JOURNAL_TIMEOUT)  # the metrics up to here belong to the checkpoint
             self.checkpoints.save(trainer, self.steps_done, {"seen": self.examples_seen})
         except StorageFull as error:
             if required:
                 raise
-            self.display.print_line(f"{error.name}: {error.message}; training goes on without this checkpoint")
+            self.display.print_line(f"{error.name}: {error.message}; training continues without this checkpoint")
             return
         self.checkpoints.remove_all_but_last(self.config.checkpoint.keep_last)
 
 
-class _StepBatch(NamedTuple):
-    """What a step learns."""
-
-    rank_batch: Batch  # this rank's part
-    examples_seen: int  # conversations that have been taken when it is done
-    cut_tokens: int  # tokens to learn that were beyond the length of a sequence
-
-
-@dataclass(slots=True)
-class _StopFlag:
-    """Whether somebody wants the run to end early."""
-
-    requested: bool = False
-
-
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[_StopFlag]:
-    """SIGINT and SIGTERM end the run after the step that runs, with a checkpoint."""
+    """On SIGINT or SIGTERM request a stop: the run ends after the current step, with a checkpoint."""
     stop = _StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def ask(*_: object) -> None:
+    def request_stop(*_: object) -> None:
         stop.requested = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
