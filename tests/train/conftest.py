@@ -1,7 +1,11 @@
-"""One thread: the models are small, and others share the machine."""
+"""Run with one thread: the models are small, and other tests share the machine."""
+
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.train.models import CONFIGS, build_model
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +14,11 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """The directory of a small random model without a tokenizer."""
+    path = tmp_path_factory.mktemp("model") / "model"
+    build_model(CONFIGS["llama"], "eager").save_pretrained(path)
+    return path

@@ -1,4 +1,4 @@
-"""Small random models of the shapes that matter, and the same model run the plain way, path by path."""
+"""Small random models, and training of the same model path by path as the reference."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralC
 
 from ramify.model.pack_layout import choose_pack_layout
 from ramify.trace import Forest
+from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
 from ramify.train.model_inputs import build_model_inputs
 from ramify.train.policy import PolicyModel, get_attention_name
 from tests.trace.forests import COMPONENTS, Attempt, Planned
 
+SINGLE_RANK = Ranks(torch.device("cpu"))
 VOCAB = 50
 SIZES = {
     "vocab_size": VOCAB,
@@ -47,96 +49,97 @@ HYBRID = Lfm2Config(
 )
 
 
-def made(config, attention: str, seed: int = 0):
+def build_model(config, attention: str, seed: int = 0):
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=torch.float32)
 
 
-def policy(config, seed: int = 0, loss: str = "dppo") -> PolicyModel:
+def build_policy(config, seed: int = 0, loss: str = "dppo") -> PolicyModel:
     layout = choose_pack_layout(config)
-    return PolicyModel(made(config, get_attention_name(layout), seed), layout, load_loss(loss))
+    return PolicyModel(build_model(config, get_attention_name(layout), seed), layout, load_loss(loss))
 
 
 @dataclass
-class Result:
+class TrainResult:
     gradients: dict[str, torch.Tensor]
     loss: float
-    size: float  # the sum of |terms|
-    tokens: int  # that the model computed
+    abs_loss: float  # the sum of the absolute losses of all entries
+    tokens: int  # computed by the model
 
 
-def gradients(module) -> dict[str, torch.Tensor]:
+def get_gradients(module) -> dict[str, torch.Tensor]:
     return {name: value.grad.clone() for name, value in module.named_parameters() if value.grad is not None}
 
 
-def train_forest(module: PolicyModel, packs: Iterable[Forest], counts: dict[str, int]) -> Result:
+def train_forest(module: PolicyModel, packs: Iterable[Forest], counts: dict[str, int]) -> TrainResult:
     module.zero_grad(set_to_none=True)
     loss, tokens = 0.0, 0
     for pack in packs:
-        row = build_model_inputs(pack, layout=module.layout, sliding_windows=module.sliding_windows)
-        seen = module(row, counts)
-        seen.loss.backward()
-        loss, tokens = loss + float(seen.loss.detach()), tokens + row.input_ids.numel()
-    return Result(gradients(module.model), loss, 0.0, tokens)
+        inputs = build_model_inputs(pack, layout=module.layout, sliding_windows=module.sliding_windows)
+        output = module(inputs, counts)
+        output.loss.backward()
+        loss, tokens = loss + float(output.loss.detach()), tokens + inputs.input_ids.numel()
+    return TrainResult(get_gradients(module.model), loss, 0.0, tokens)
 
 
-def train_flat(model, attempts: Sequence[Attempt], counts: dict[str, int]) -> Result:
-    """Every root-to-leaf path of every attempt by itself, through transformers' own attention and head."""
+def train_flat(model, attempts: Sequence[Attempt], counts: dict[str, int]) -> TrainResult:
+    """Train every root-to-leaf path of every attempt by itself, with the attention and head of transformers."""
     model.zero_grad(set_to_none=True)
-    loss, size, tokens = 0.0, 0.0, 0
+    loss, abs_loss, tokens = 0.0, 0.0, 0
     for attempt in attempts:
-        done: set[int] = set()
+        trained_nodes: set[int] = set()
         for leaf in attempt.leaves():
             path = attempt.path(leaf)
             ids = [token for node in path for token in attempt.nodes[node].tokens]
-            rows = [
-                (attempt.depth(note.node) + offset, logprob(attempt.nodes[note.node], offset), values)
+            entries = [
+                (attempt.depth(note.node) + offset, get_sampler_logprob(attempt.nodes[note.node], offset), values)
                 for note in attempt.notes
-                if note.node in path and note.node not in done
+                if note.node in path and note.node not in trained_nodes
                 for offset, values in attempt.values(note)
             ]
-            done.update(path)
-            if not rows:
+            trained_nodes.update(path)
+            if not entries:
                 continue
-            places = torch.tensor([place for place, _, _ in rows])
+            positions = torch.tensor([position for position, _, _ in entries])
             logits = model(torch.tensor([ids]), use_cache=False).logits[0] / attempt.temperature
-            found = logits.log_softmax(-1)[places - 1, torch.tensor(ids)[places]]
-            columns = {name: torch.tensor([values[name] for _, _, values in rows]) for name in rows[0][2]}
-            terms = dppo_terms(found, torch.tensor([sampler for _, sampler, _ in rows]), columns, counts)
-            terms.sum().backward()
-            size += float(terms.detach().abs().sum())
-            loss, tokens = loss + float(terms.detach().sum()), tokens + len(ids)
-    return Result(gradients(model), loss, size, tokens)
+            logprob = logits.log_softmax(-1)[positions - 1, torch.tensor(ids)[positions]]
+            columns = {name: torch.tensor([values[name] for _, _, values in entries]) for name in entries[0][2]}
+            sampler = torch.tensor([sampler_logprob for _, sampler_logprob, _ in entries])
+            losses = compute_losses(logprob, sampler, columns, counts)
+            losses.sum().backward()
+            abs_loss += float(losses.detach().abs().sum())
+            loss, tokens = loss + float(losses.detach().sum()), tokens + len(ids)
+    return TrainResult(get_gradients(model), loss, abs_loss, tokens)
 
 
-def dppo_terms(found, sampler, columns, counts) -> torch.Tensor:
-    """w/N times the loss of each component of each entry, as the design says it."""
-    lr = found - torch.where(sampler.isnan(), found.detach(), sampler)
-    ratio, gap = lr.exp(), (found.exp() - sampler.exp()).detach()
-    drop = ((columns["advantage"] > 0) & (gap > 0.2)) | ((columns["advantage"] < 0) & (gap < -0.2))
-    bracket = torch.where(columns["reference"].isnan(), 0.0, columns["reference"] - found.detach())
+def compute_losses(logprob, sampler, columns, counts) -> torch.Tensor:
+    """Return w/N times the loss of each component of each entry, with dppo for `rl`."""
+    log_ratio = logprob - torch.where(sampler.isnan(), logprob.detach(), sampler)
+    ratio, gap = log_ratio.exp(), (logprob.exp() - sampler.exp()).detach()
+    masked = ((columns["advantage"] > 0) & (gap > 0.2)) | ((columns["advantage"] < 0) & (gap < -0.2))
+    ref_gap = torch.where(columns["ref_logprob"].isnan(), 0.0, columns["ref_logprob"] - logprob.detach())
     losses = {
-        "rl": torch.where(drop, 0.0, -columns["advantage"] * ratio + 1e-3 * lr**2),
-        "ce": -found,
-        "ref_kl": -bracket * ratio + 1e-3 * lr**2,
+        "rl": torch.where(masked, 0.0, -columns["advantage"] * ratio + 1e-3 * log_ratio**2),
+        "ce": -logprob,
+        "ref_kl": -ref_gap * ratio + 1e-3 * log_ratio**2,
     }
     return torch.stack([columns[name] / max(1, counts[name]) * losses[name] for name in COMPONENTS])
 
 
-def logprob(node: Planned, offset: int) -> float:
+def get_sampler_logprob(node: Planned, offset: int) -> float:
     start, stop = node.sampled
     return node.logprobs[offset - start] if start <= offset < stop else np.nan
 
 
-def assert_equal(ours: Result, flat: Result, tolerance: float = 1e-5) -> None:
-    assert ours.gradients.keys() == flat.gradients.keys()
+def assert_same_gradients(actual: TrainResult, flat: TrainResult, tolerance: float = 1e-5) -> None:
+    assert actual.gradients.keys() == flat.gradients.keys()
     for name, gradient in flat.gradients.items():
         assert gradient.norm() > 0, name
-        error = (ours.gradients[name] - gradient).norm() / gradient.norm()
+        error = (actual.gradients[name] - gradient).norm() / gradient.norm()
         assert error <= tolerance, f"{name}: {error}"
-    assert abs(ours.loss - flat.loss) <= tolerance * flat.size
+    assert abs(actual.loss - flat.loss) <= tolerance * flat.abs_loss
 
 
-def total(forests: Iterable[Forest]) -> dict[str, int]:
-    found = [forest.count_by_component() for forest in forests]
-    return {name: sum(each[name] for each in found) for name in COMPONENTS}
+def count_entries(forests: Iterable[Forest]) -> dict[str, int]:
+    counts = [forest.count_by_component() for forest in forests]
+    return {name: sum(count[name] for count in counts) for name in COMPONENTS}

@@ -1,4 +1,4 @@
-"""A checkpoint brings a trainer back bit for bit; halves are never picked; a full disk is named and costs nothing."""
+"""A checkpoint restores a trainer bit for bit, incomplete ones are ignored, and a full disk costs nothing."""
 
 import shutil
 from pathlib import Path
@@ -10,59 +10,49 @@ from ramify.errors import CheckpointRefused, StorageFull
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
-from ramify.train.distributed import Ranks
-from tests.train.batched import random_batches
-from tests.train.models import CONFIGS, made
-
-ALONE = Ranks(torch.device("cpu"))
+from tests.train.batches import random_batches
+from tests.train.models import SINGLE_RANK
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint") / "model"
-    made(CONFIGS["llama"], "eager").save_pretrained(path)
-    return path
-
-
-def trainer_of(model: Path, optimizer: str = "adamw", **more):
+def make_trainer(model: Path, optimizer: str = "adamw", **settings):
     optim = {"type": optimizer, "lr": 1e-3, "schedule": {"type": "linear", "warmup_steps": 2}}
-    return build_trainer(model, TrainerConfig(pack_tokens=128, optim=optim, **more), ALONE, total_steps=20)
+    return build_trainer(model, TrainerConfig(pack_tokens=128, optim=optim, **settings), SINGLE_RANK, total_steps=20)
 
 
-def state(trainer) -> dict[str, torch.Tensor]:
-    return {name: master.detach().clone() for name, master in trainer.masters.named()}
+def copy_weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: master.detach().clone() for name, master in trainer.master_weights.named_parameters()}
 
 
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("adamw", "float32"), ("adamw", "bfloat16"), ("muon", "float32")], ids=str
 )
-def test_a_trainer_goes_on_as_if_it_had_never_stopped(model, tmp_path, optimizer, dtype):
+def test_a_restored_trainer_continues_exactly(model, tmp_path, optimizer, dtype):
     batches = random_batches(4)
-    ours = trainer_of(model, optimizer, dtype=dtype)
-    checkpoints = CheckpointManager(tmp_path, ALONE)
+    trainer = make_trainer(model, optimizer, dtype=dtype)
+    checkpoints = CheckpointManager(tmp_path, SINGLE_RANK)
     for batch in batches[:2]:
-        ours.step(batch)
+        trainer.step(batch)
     torch.manual_seed(5)
-    checkpoints.save(ours, 2, {"seen": 7})
-    drawn = torch.rand(3)
-    whole = [ours.step(batch) for batch in batches[2:]]
+    checkpoints.save(trainer, 2, {"seen": 7})
+    random_numbers = torch.rand(3)
+    expected = [trainer.step(batch) for batch in batches[2:]]
 
-    again = trainer_of(model, optimizer, dtype=dtype)
-    assert checkpoints.load(again, 2) == {"seen": 7} == checkpoints.read_note(2)
-    assert torch.equal(torch.rand(3), drawn)
-    for batch, before in zip(batches[2:], whole, strict=True):
-        after = again.step(batch)
-        assert (after.loss, after.grad_norm, after.lr) == (before.loss, before.grad_norm, before.lr)
-    assert all(torch.equal(master, state(ours)[name]) for name, master in state(again).items())
+    restored = make_trainer(model, optimizer, dtype=dtype)
+    assert checkpoints.load(restored, 2) == {"seen": 7} == checkpoints.read_note(2)
+    assert torch.equal(torch.rand(3), random_numbers)
+    for batch, metrics in zip(batches[2:], expected, strict=True):
+        actual = restored.step(batch)
+        assert (actual.loss, actual.grad_norm, actual.lr) == (metrics.loss, metrics.grad_norm, metrics.lr)
+    assert all(torch.equal(master, copy_weights(trainer)[name]) for name, master in copy_weights(restored).items())
 
 
-def test_only_whole_checkpoints_count_and_old_ones_go(model, tmp_path):
-    trainer = trainer_of(model)
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", ALONE)
+def test_incomplete_checkpoints_are_ignored_and_old_ones_are_removed(model, tmp_path):
+    trainer = make_trainer(model)
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", SINGLE_RANK)
     assert checkpoints.list_steps() == []
     for step in (2, 4, 6, 8):
         checkpoints.save(trainer, step)
-    (checkpoints.path_for(8) / "checkpoint.json").unlink()  # as if it had been copied by halves
+    (checkpoints.path_for(8) / "checkpoint.json").unlink()  # as after an incomplete copy
     (tmp_path / "checkpoints" / ".step_000010.partial").mkdir()
     assert checkpoints.list_steps() == [2, 4, 6]
     checkpoints.remove_all_but_last(2)
@@ -71,39 +61,39 @@ def test_only_whole_checkpoints_count_and_old_ones_go(model, tmp_path):
     assert checkpoints.list_steps() == [4]
     assert not list((tmp_path / "checkpoints").glob(".*"))
     assert checkpoints.save(trainer, 8) == checkpoints.path_for(8)
-    assert checkpoints.list_steps() == [4, 8]  # the half was none
-    assert checkpoints.save(trainer, 4) == checkpoints.path_for(4)  # there already
+    assert checkpoints.list_steps() == [4, 8]  # the incomplete one was replaced
+    assert checkpoints.save(trainer, 4) == checkpoints.path_for(4)  # it exists already
 
 
-def test_a_checkpoint_of_something_else_is_refused(model, tmp_path):
-    checkpoints = CheckpointManager(tmp_path, ALONE)
-    checkpoints.save(trainer_of(model), 1)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(model, tmp_path):
+    checkpoints = CheckpointManager(tmp_path, SINGLE_RANK)
+    checkpoints.save(make_trainer(model), 1)
     with pytest.raises(CheckpointRefused, match="written by adamw, this run has muon"):
-        checkpoints.load(trainer_of(model, "muon"), 1)
+        checkpoints.load(make_trainer(model, "muon"), 1)
     with pytest.raises(CheckpointRefused, match="of another model"):
-        checkpoints.load(trainer_of(model, lora={"enabled": True, "rank": 2}), 1)
+        checkpoints.load(make_trainer(model, lora={"enabled": True, "rank": 2}), 1)
     with pytest.raises(CheckpointRefused, match="step_000002"):
-        checkpoints.load(trainer_of(model), 2)
+        checkpoints.load(make_trainer(model), 2)
     (tmp_path / "step_000001" / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointRefused):
-        checkpoints.load(trainer_of(model), 1)
+        checkpoints.load(make_trainer(model), 1)
 
 
-def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(model, small_disk):
-    trainer = trainer_of(model)
+def test_a_full_disk_raises_storage_full_and_earlier_checkpoints_stay(model, small_disk):
+    trainer = make_trainer(model)
     trainer.step(random_batches(1)[0])
-    checkpoints = CheckpointManager(small_disk / "checkpoints", ALONE)
+    checkpoints = CheckpointManager(small_disk / "checkpoints", SINGLE_RANK)
     checkpoints.save(trainer, 1)
-    kept = state(trainer)
-    ballast = small_disk / "ballast"
-    for left in (300_000, 5_000, 0):
-        ballast.write_bytes(b"")
-        ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - left))
+    saved_weights = copy_weights(trainer)
+    filler_file = small_disk / "filler"
+    for free_bytes in (300_000, 5_000, 0):
+        filler_file.write_bytes(b"")
+        filler_file.write_bytes(bytes(shutil.disk_usage(small_disk).free - free_bytes))
         with pytest.raises(StorageFull, match="checkpoints"):
             checkpoints.save(trainer, 2)
         assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_000001"]
-    trainer.step(random_batches(2)[1])  # the run goes on
+    trainer.step(random_batches(2)[1])  # the run continues
     checkpoints.load(trainer, 1)
-    assert all(torch.equal(master, kept[name]) for name, master in state(trainer).items())
-    ballast.unlink()
+    assert all(torch.equal(master, saved_weights[name]) for name, master in copy_weights(trainer).items())
+    filler_file.unlink()
     checkpoints.remove_all_but_last(1)

@@ -1,4 +1,4 @@
-"""The head in chunks gives what the whole logits would."""
+"""The chunked head computes what the full logits would give."""
 
 import pytest
 import torch
@@ -9,57 +9,53 @@ from ramify.train.lm_head import compute_logprobs
 ROWS, WIDTH, VOCAB = 37, 8, 23
 
 
-@pytest.fixture(params=[1, 10, 1000], ids=lambda rows: f"{rows} rows a chunk")
+@pytest.fixture(params=[1, 10, 1000], ids=lambda rows: f"{rows} rows per chunk")
 def chunked(request, monkeypatch):
     monkeypatch.setitem(lm_head.CHUNK_BYTES, "cpu", request.param * VOCAB * 4)
 
 
-def columns(bias: bool):
+def build_inputs(with_bias: bool):
     torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(VOCAB, WIDTH, requires_grad=True)
-    token = torch.randint(VOCAB, (ROWS,))
+    target_ids = torch.randint(VOCAB, (ROWS,))
     temperature = torch.linspace(0.5, 2.0, ROWS)
-    return hidden, weight, torch.randn(VOCAB, requires_grad=True) if bias else None, token, temperature
+    return hidden, weight, torch.randn(VOCAB, requires_grad=True) if with_bias else None, target_ids, temperature
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_logprob_entropy_and_gradients_at_each_rows_temperature(chunked, bias):
-    hidden, weight, more, token, temperature = columns(bias)
-    inputs = [each for each in (hidden, weight, more) if each is not None]
-    logits = torch.nn.functional.linear(hidden, weight, more) / temperature[:, None]
-    logs = logits.log_softmax(-1)
-    wanted = logs.gather(1, token[:, None])[:, 0]
-    found, entropy = compute_logprobs(hidden, weight, more, token, temperature)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(entropy, -(logs.exp() * logs).sum(-1).detach())
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logprob_entropy_and_gradients_at_each_rows_temperature(chunked, with_bias):
+    hidden, weight, bias, target_ids, temperature = build_inputs(with_bias)
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+    all_logprobs = logits.log_softmax(-1)
+    expected = all_logprobs.gather(1, target_ids[:, None])[:, 0]
+    logprob, entropy = compute_logprobs(hidden, weight, bias, target_ids, temperature)
+    torch.testing.assert_close(logprob, expected)
+    torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1).detach())
     assert not entropy.requires_grad
     grad = torch.randn(ROWS)
-    for ours, theirs in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(wanted, inputs, grad)):
-        torch.testing.assert_close(ours, theirs)
+    actual_grads, expected_grads = (torch.autograd.grad(output, inputs, grad) for output in (logprob, expected))
+    for actual_grad, expected_grad in zip(actual_grads, expected_grads):
+        torch.testing.assert_close(actual_grad, expected_grad)
 
 
 def test_bfloat16_sums_the_weights_gradient_in_float32(chunked):
-    hidden, weight, _, token, temperature = columns(False)
-    small, rounded = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
-    found, _ = compute_logprobs(small, rounded, None, token, temperature)
-    (grad,) = torch.autograd.grad(found.sum(), rounded)
-    exact, _ = compute_logprobs(small.float(), rounded.float().detach().requires_grad_(), None, token, temperature)
+    hidden, weight, _, target_ids, temperature = build_inputs(False)
+    hidden, weight = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
+    logprob, _ = compute_logprobs(hidden, weight, None, target_ids, temperature)
+    (grad,) = torch.autograd.grad(logprob.sum(), weight)
+    exact_weight = weight.float().detach().requires_grad_()
+    exact_logprob, _ = compute_logprobs(hidden.float(), exact_weight, None, target_ids, temperature)
     assert grad.dtype == torch.bfloat16
-    wanted = torch.autograd.grad(
-        torch.log_softmax(
-            small.float() @ (w := rounded.float().detach().requires_grad_()).t() / temperature[:, None], -1
-        )
-        .gather(1, token[:, None])
-        .sum(),
-        w,
-    )[0]
-    assert (grad.float() - wanted).norm() / wanted.norm() < 0.02
-    torch.testing.assert_close(found, exact, atol=0.05, rtol=0.02)
+    logprobs = torch.log_softmax(hidden.float() @ exact_weight.t() / temperature[:, None], -1)
+    (expected_grad,) = torch.autograd.grad(logprobs.gather(1, target_ids[:, None]).sum(), exact_weight)
+    assert (grad.float() - expected_grad).norm() / expected_grad.norm() < 0.02
+    torch.testing.assert_close(logprob, exact_logprob, atol=0.05, rtol=0.02)
 
 
 def test_a_frozen_head_gets_no_gradient(chunked):
-    hidden, weight, _, token, temperature = columns(False)
-    found, _ = compute_logprobs(hidden, weight.detach(), None, token, temperature)
-    found.sum().backward()
+    hidden, weight, _, target_ids, temperature = build_inputs(False)
+    logprob, _ = compute_logprobs(hidden, weight.detach(), None, target_ids, temperature)
+    logprob.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None

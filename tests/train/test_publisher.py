@@ -1,4 +1,4 @@
-"""Versions appear whole, stay while somebody needs them, and are named by incarnation and step."""
+"""Published versions are complete, stay while they are needed, and are named by incarnation and step."""
 
 import json
 import os
@@ -7,50 +7,39 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ramify.model import Manifest, PolicyVersion
 from ramify.model.manifest import verify_weights
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
-from ramify.train.distributed import Ranks
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
-from tests.train.batched import random_batches
-from tests.train.models import CONFIGS, made
-
-ALONE = Ranks(torch.device("cpu"))
+from tests.train.batches import random_batches
+from tests.train.models import SINGLE_RANK
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("publish") / "model"
-    made(CONFIGS["llama"], "eager").save_pretrained(path)
-    return path
+def make_trainer(model: Path, dtype: str = "float32"):
+    return build_trainer(model, TrainerConfig(pack_tokens=128, dtype=dtype, optim={"lr": 1e-3}), SINGLE_RANK)
 
 
-def trainer_of(model: Path, dtype: str = "float32"):
-    return build_trainer(model, TrainerConfig(pack_tokens=128, dtype=dtype, optim={"lr": 1e-3}), ALONE)
+def make_publisher(model: Path, directory: Path, dtype: torch.dtype = torch.float32) -> WeightPublisher:
+    return WeightPublisher(directory, SINGLE_RANK, policy="p", base_model=model, dtype=dtype)
 
 
-def publisher_of(model: Path, folder: Path, dtype: torch.dtype = torch.float32) -> WeightPublisher:
-    return WeightPublisher(folder, ALONE, policy="p", base_model=model, dtype=dtype)
-
-
-def test_a_version_is_the_masters_and_fits_the_model(model, tmp_path):
-    trainer = trainer_of(model, "bfloat16")
+def test_published_weights_are_the_rounded_master_weights_and_match_the_model(model, tmp_path):
+    trainer = make_trainer(model, "bfloat16")
     trainer.step(random_batches(1)[0])
-    published = publisher_of(model, tmp_path, torch.bfloat16).publish(trainer, 2, 1)
+    published = make_publisher(model, tmp_path, torch.bfloat16).publish(trainer, 2, 1)
     assert published.seconds > 0
     assert published.bytes == sum(value.nbytes for _, value in iter_merged_weights(trainer)) // 2
     assert verify_weights(published.path, reference_model=model).version == PolicyVersion("p", 2, 1)
-    state = trainer.policy.model.state_dict()  # the rounded copies that the trainer computes with
-    from safetensors.torch import load_file
-
+    state = trainer.policy.model.state_dict()  # the rounded weights that the trainer computes with
     for name, value in load_file(published.path / "model.safetensors").items():
         assert torch.equal(value, state[name]), name
 
 
-def test_versions_go_only_when_nobody_needs_them(model, tmp_path):
-    trainer, publisher = trainer_of(model), publisher_of(model, tmp_path)
+def test_versions_are_removed_only_when_they_are_not_needed(model, tmp_path):
+    trainer, publisher = make_trainer(model), make_publisher(model, tmp_path)
     (tmp_path / ".0-000009.123").mkdir()
     for incarnation, step in [(0, 1), (0, 2), (0, 10), (1, 2)]:
         publisher.publish(trainer, incarnation, step)
@@ -59,25 +48,27 @@ def test_versions_go_only_when_nobody_needs_them(model, tmp_path):
     publisher.prune([])
     assert publisher.list_versions() == [PolicyVersion("p", 1, 2)]
     assert Manifest.read(publisher.path_for(1, 2)).version == PolicyVersion("p", 1, 2)
-    publisher_of(model, tmp_path)  # what an interrupted one left is cleared
+    make_publisher(model, tmp_path)  # removes what an interrupted publisher left
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_the_config_names_the_dtype_that_the_weights_have_and_the_umask_decides_who_may_read(model, tmp_path, stored):
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
+def test_the_published_config_has_the_dtype_of_the_weights_and_files_follow_the_umask(model, tmp_path, dtype_name):
     base = Path(shutil.copytree(model, tmp_path / "base"))
     settings = json.loads((base / "config.json").read_text())
-    other = {"float32": "bfloat16", "bfloat16": "float32"}[stored]
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype_name]
     (base / "config.json").write_text(json.dumps({**settings, "dtype": other, "torch_dtype": other}))
-    before = os.umask(0o027)
+    old_umask = os.umask(0o027)
     try:
-        published = publisher_of(base, tmp_path / "weights", getattr(torch, stored)).publish(trainer_of(model), 0, 1)
+        published = make_publisher(base, tmp_path / "weights", getattr(torch, dtype_name)).publish(
+            make_trainer(model), 0, 1
+        )
     finally:
-        os.umask(before)
-    written = json.loads((published.path / "config.json").read_text())
-    assert written == {**settings, "dtype": stored, "torch_dtype": stored}
-    from safetensors.torch import load_file
-
-    assert {str(each.dtype) for each in load_file(published.path / "model.safetensors").values()} == {f"torch.{stored}"}
+        os.umask(old_umask)
+    published_config = json.loads((published.path / "config.json").read_text())
+    assert published_config == {**settings, "dtype": dtype_name, "torch_dtype": dtype_name}
+    assert {str(tensor.dtype) for tensor in load_file(published.path / "model.safetensors").values()} == {
+        f"torch.{dtype_name}"
+    }
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in published.path.iterdir()}
     assert modes == dict.fromkeys(modes, "0o640")

@@ -1,4 +1,4 @@
-"""`ramify sft`: what is learned of a conversation, in which order, and that a run killed anywhere goes on exactly."""
+"""`ramify sft`: which tokens are trained, in which order, and that a killed run resumes exactly."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from ramify.cli import main
 from ramify.errors import ConfigInvalid, TemplateRefused
 from ramify.model.resolve import resolve_model_path
 from ramify.render import load_renderer
-from ramify.store import RunStore
+from ramify.store import RunStore, open_run
 from ramify.store.run_log import RunLog
 from ramify.tasksets.data_files import read_rows
 from ramify.train.batch import Batch
@@ -26,15 +26,15 @@ from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import parse_conversations
 from ramify.train.sft.display import NullSftDisplay
 from ramify.train.sft.example_order import ExampleOrder, split_held_out
-from ramify.train.sft.forests import build_forest
+from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
-from tests.train.workers import DEADLINE, run_ranks, start_sft, write_model
+from tests.train.workers import TIMEOUT, run_ranks, start_sft, write_model
 
 KILLS = 10 if os.environ.get("RAMIFY_FULL") else 2
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-TALK = [
+MESSAGES = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "yo", "tool_calls": [CALL]},
@@ -48,45 +48,48 @@ def renderer():
     return load_renderer(resolve_model_path("tiny"))
 
 
-def data(**keys) -> SftDataConfig:
+def make_data_config(**keys) -> SftDataConfig:
     return SftDataConfig(path="data", **keys)
 
 
-def learned(chat, renderer, roles=("assistant",), seq_len=1000) -> list[str]:
-    """What the loss is on, message by message."""
-    forest = build_forest([("a", chat)], renderer, roles, seq_len)
-    found = [forest.targets.token[forest.targets.sequence == each] for each in range(len(forest.sequences))]
-    return [renderer.tokenizer.decode(tokens) for tokens in found]
+def decode_trained(conversation, renderer, roles=("assistant",), seq_len=1000) -> list[str]:
+    """Return the trained text, message by message."""
+    forest = build_sft_forest([("a", conversation)], renderer, roles, seq_len)
+    targets = forest.targets
+    tokens = [targets.token[targets.sequence == i] for i in range(len(forest.sequences))]
+    return [renderer.tokenizer.decode(ids) for ids in tokens]
 
 
-def test_replies_are_learned_with_their_calls_and_the_token_that_ends_them(renderer):
-    (chat,) = parse_conversations([{"messages": TALK, "tools": [TOOL]}], data())
+def test_replies_are_trained_with_their_tool_calls_and_the_stop_token(renderer):
+    (conversation,) = parse_conversations([{"messages": MESSAGES, "tools": [TOOL]}], make_data_config())
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    assert learned(chat, renderer) == [f"yo{call}<|im_end|>", "it is 2<|im_end|>"]
-    assert learned(chat, renderer, roles=("user", "tool")) == ["hi<|im_end|>", "2</tool_response><|im_end|>"]
+    assert decode_trained(conversation, renderer) == [f"yo{call}<|im_end|>", "it is 2<|im_end|>"]
+    roles = ("user", "tool")
+    assert decode_trained(conversation, renderer, roles) == ["hi<|im_end|>", "2</tool_response><|im_end|>"]
 
 
-def test_what_is_trained_is_the_template_rendered_once(renderer):
-    (chat,) = parse_conversations([{"messages": TALK, "tools": [TOOL]}], data())
-    forest = build_forest([("a", chat)], renderer, ["assistant"], 1000)
-    whole = renderer.render(chat.messages, chat.tools, generate=False).ids
-    np.testing.assert_array_equal(forest.token_ids, whole[: len(forest.token_ids)])
+def test_the_trained_tokens_are_one_rendering_of_the_template(renderer):
+    (conversation,) = parse_conversations([{"messages": MESSAGES, "tools": [TOOL]}], make_data_config())
+    forest = build_sft_forest([("a", conversation)], renderer, ["assistant"], 1000)
+    rendered = renderer.render(conversation.messages, conversation.tools, add_generation_prompt=False).token_ids
+    np.testing.assert_array_equal(forest.token_ids, rendered[: len(forest.token_ids)])
 
 
-def test_shared_prefixes_exist_once_and_a_long_example_loses_its_end(renderer):
-    same = [{"messages": [*TALK[:2], {"role": "assistant", "content": text}]} for text in ("one", "two")]
-    chats = parse_conversations(same, data())
-    forest = build_forest(list(zip("ab", chats)), renderer, ["assistant"], 1000)
+def test_shared_prefixes_are_stored_once_and_long_examples_are_truncated(renderer):
+    rows = [{"messages": [*MESSAGES[:2], {"role": "assistant", "content": text}]} for text in ("one", "two")]
+    conversations = parse_conversations(rows, make_data_config())
+    forest = build_sft_forest(list(zip("ab", conversations)), renderer, ["assistant"], 1000)
     assert forest.flat_tokens == sum(
-        build_forest([("a", chat)], renderer, ["assistant"], 1000).num_tokens for chat in chats
+        build_sft_forest([("a", conversation)], renderer, ["assistant"], 1000).num_tokens
+        for conversation in conversations
     )
     assert forest.num_tokens < 0.7 * forest.flat_tokens
-    short = build_forest([("a", chats[0])], renderer, ["assistant"], forest.num_tokens // 2 + 3)
+    short = build_sft_forest([("a", conversations[0])], renderer, ["assistant"], forest.num_tokens // 2 + 3)
     assert short.dropped.num_truncated_tokens > 0
     assert short.count_by_component()["ce"] + short.dropped.num_truncated_tokens == len("one") + 1
 
 
-THINKING = """{%- for message in messages -%}<|im_start|>{{ message.role }}
+REASONING_TEMPLATE = """{%- for message in messages -%}<|im_start|>{{ message.role }}
 {% if message.role == 'assistant' and loop.last and message.reasoning_content -%}
 <think>{{ message.reasoning_content }}</think>
 {%- endif -%}{{ message.content }}<|im_end|>
@@ -94,35 +97,35 @@ THINKING = """{%- for message in messages -%}<|im_start|>{{ message.role }}
 {% endif -%}"""
 
 
-def test_a_template_that_hides_earlier_thinking_makes_the_conversation_a_tree(tmp_path):
+def test_a_template_that_hides_earlier_reasoning_makes_the_conversation_a_tree(tmp_path):
     model = write_model(tmp_path / "model")
     config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": REASONING_TEMPLATE}))
     renderer = load_renderer(model)
-    talk = [
+    messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "hm"},
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "d", "reasoning_content": "so"},
     ]
-    (chat,) = parse_conversations([{"messages": talk}], data())
-    assert learned(chat, renderer) == ["<think>hm</think>b<|im_end|>", "<think>so</think>d<|im_end|>"]
-    forest = build_forest([("a", chat)], renderer, ["assistant"], 1000)
-    for at in np.flatnonzero(forest.targets.sequence == 1)[:1]:  # the second reply never saw the first one's thinking
-        source = forest.targets.logits_index[at]
-        path = forest.token_ids[: source + 1][forest.build_attention_mask()[source, : source + 1]]
-        assert "hm" not in renderer.tokenizer.decode(path)
+    (conversation,) = parse_conversations([{"messages": messages}], make_data_config())
+    assert decode_trained(conversation, renderer) == ["<think>hm</think>b<|im_end|>", "<think>so</think>d<|im_end|>"]
+    forest = build_sft_forest([("a", conversation)], renderer, ["assistant"], 1000)
+    first = np.flatnonzero(forest.targets.sequence == 1)[0]
+    stop = forest.targets.logits_index[first] + 1
+    visible = forest.token_ids[:stop][forest.build_attention_mask()[stop - 1, :stop]]
+    assert "hm" not in renderer.tokenizer.decode(visible)  # the second reply never saw the first one's reasoning
 
 
-def test_files_in_every_form_say_the_same(tmp_path):
-    plain = [{"messages": TALK, "tools": [TOOL]}, {"messages": TALK[1:2] + TALK[4:], "tools": None}]
+def test_every_file_format_gives_the_same_conversations(tmp_path):
+    plain = [{"messages": MESSAGES, "tools": [TOOL]}, {"messages": MESSAGES[1:2] + MESSAGES[4:], "tools": None}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, plain)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain), tmp_path / "a.parquet")
     table = pyarrow.Table.from_pylist(plain)
     (tmp_path / "hub" / "train").mkdir(parents=True)
     with pyarrow.ipc.new_stream(str(tmp_path / "hub" / "train" / "data-0.arrow"), table.schema) as writer:
         writer.write_table(table)
-    text = [{"messages": json.dumps(TALK), "tools": json.dumps([TOOL])}, {"prompt": "hi", "completion": "it is 2"}]
+    text = [{"messages": json.dumps(MESSAGES), "tools": json.dumps([TOOL])}, {"prompt": "hi", "completion": "it is 2"}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, text)))
     (tmp_path / "a.json").write_text(json.dumps(plain))
     with (tmp_path / "a.csv").open("w", newline="") as file:
@@ -130,16 +133,16 @@ def test_files_in_every_form_say_the_same(tmp_path):
         writer.writeheader()
         writer.writerows(text)
     names = ("a.jsonl", "a.parquet", "hub", "b.jsonl", "a.json", "a.csv")
-    found = [parse_conversations(read_rows(str(tmp_path / name)), data()) for name in names]
-    assert all(chats == found[0] for chats in found)
+    parsed = [parse_conversations(read_rows(str(tmp_path / name)), make_data_config()) for name in names]
+    assert all(conversations == parsed[0] for conversations in parsed)
 
 
-def test_a_null_that_somebody_wrote_is_learned_and_one_for_nothing_is_not_there(tmp_path):
+def test_nulls_in_arguments_are_kept_and_nulls_of_absent_keys_are_ignored(tmp_path):
     call = {"id": None, "function": {"name": "add", "arguments": {"a": None, "b": 1}}}
-    said = {"role": "assistant", "content": None, "reasoning": None, "reasoning_content": "hm", "tool_calls": [call]}
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{**said, "tool_call_id": None}]}))
-    (chat,) = parse_conversations(read_rows(str(tmp_path / "a.jsonl")), data())
-    (message,) = chat.messages
+    message = {"role": "assistant", "content": None, "reasoning": None, "reasoning_content": "hm", "tool_calls": [call]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{**message, "tool_call_id": None}]}))
+    (conversation,) = parse_conversations(read_rows(str(tmp_path / "a.jsonl")), make_data_config())
+    (message,) = conversation.messages
     assert json.loads(message.tool_calls[0].arguments) == {"a": None, "b": 1}
     assert (message.content, message.reasoning, message.tool_call_id) == ("", "hm", None)
 
@@ -149,19 +152,19 @@ def test_a_null_that_somebody_wrote_is_learned_and_one_for_nothing_is_not_there(
     [
         {"text": "hi"},
         {"messages": [{"content": "x"}]},
-        {"messages": TALK[:2]},
+        {"messages": MESSAGES[:2]},
         {"prompt": "half of a pair: \ud83d", "completion": "hi"},
         {"messages": [{"role": "assistant", "content": "hi", "reasoning": ["hm"]}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"id": 7, "function": {"name": "add"}}]}]},
     ],
     ids=str,
 )
-def test_a_row_that_is_no_conversation_is_named(row):
+def test_a_row_that_is_not_a_conversation_is_refused(row):
     with pytest.raises(ConfigInvalid, match="row 2 of data"):
-        parse_conversations([{"messages": TALK}, row], data())
+        parse_conversations([{"messages": MESSAGES}, row], make_data_config())
 
 
-def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
+def test_a_conversation_that_the_template_refuses_is_reported_by_its_row(tmp_path):
     model = write_model(tmp_path / "model")
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] = (
@@ -169,39 +172,39 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
     )
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "alone"}]}))
-    (tmp_path / "apart.jsonl").write_text("\n".join([json.dumps({"prompt": "hi", "completion": "this"})] * 2))
-    said = {"model": {"name": str(model)}, "data": {"path": str(tmp_path / "data.jsonl")}}
-    said |= {"validation": {"path": str(tmp_path / "apart.jsonl")}}
-    plan = build_sft_plan(SftConfig.model_validate(said))
-    with pytest.raises(TemplateRefused, match=r"row 2 of .*apart\.jsonl: .*not this"):
-        build_forest([("a", plan.validation[1])], plan.renderer, ["assistant"], 100)
+    (tmp_path / "validation.jsonl").write_text("\n".join([json.dumps({"prompt": "hi", "completion": "this"})] * 2))
+    config = {"model": {"name": str(model)}, "data": {"path": str(tmp_path / "data.jsonl")}}
+    config |= {"validation": {"path": str(tmp_path / "validation.jsonl")}}
+    plan = build_sft_plan(SftConfig.model_validate(config))
+    with pytest.raises(TemplateRefused, match=r"row 2 of .*validation\.jsonl: .*not this"):
+        build_sft_forest([("a", plan.validation[1])], plan.renderer, ["assistant"], 100)
 
 
-def test_every_example_comes_once_an_epoch_whatever_the_batch_size():
-    stream = ExampleOrder(7, 3, seed=1)
-    order = [at for start in range(0, 21, 4) for at in stream.indices_at(start, 4)]
-    assert order == [at for start in range(0, 21, 5) for at in stream.indices_at(start, 5)]
-    assert [sorted(order[at : at + 7]) for at in (0, 7, 14)] == [list(range(7))] * 3
+def test_every_example_comes_once_per_epoch_for_any_batch_size():
+    example_order = ExampleOrder(7, 3, seed=1)
+    order = [index for start in range(0, 21, 4) for index in example_order.indices_at(start, 4)]
+    assert order == [index for start in range(0, 21, 5) for index in example_order.indices_at(start, 5)]
+    assert [sorted(order[start : start + 7]) for start in (0, 7, 14)] == [list(range(7))] * 3
     assert order[:7] != order[7:14]
-    assert order != [at for start in range(0, 21, 7) for at in ExampleOrder(7, 3, seed=2).indices_at(start, 7)]
-    train, apart = split_held_out(20, 0.25, 0)
-    assert len(apart) == 5
-    assert sorted(train + apart) == list(range(20))
+    assert order != [index for start in range(0, 21, 7) for index in ExampleOrder(7, 3, seed=2).indices_at(start, 7)]
+    train, held_out = split_held_out(20, 0.25, 0)
+    assert len(held_out) == 5
+    assert sorted(train + held_out) == list(range(20))
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sft")
-    write_model(folder / "model")
+    directory = tmp_path_factory.mktemp("sft")
+    write_model(directory / "model")
     rng = Random(0)
-    with (folder / "data.jsonl").open("w") as file:
+    with (directory / "data.jsonl").open("w") as file:
         for _ in range(40):
             text = "".join(rng.choices("abcdef", k=rng.randint(2, 9)))
             file.write(json.dumps({"prompt": text, "completion": text[::-1]}) + "\n")
-    return folder
+    return directory
 
 
-def settings(world: Path, name: str, **more) -> dict:
+def settings(world: Path, name: str, **trainer) -> dict:
     return {
         "name": name,
         "output": str(world / "runs"),
@@ -211,21 +214,21 @@ def settings(world: Path, name: str, **more) -> dict:
         "batch_size": 5,
         "epochs": 3,
         "seq_len": 64,
-        "trainer": {"threads": 1, "pack_tokens": 128, "optim": {"lr": 3e-3, "schedule": {"type": "cosine"}}, **more},
+        "trainer": {"threads": 1, "pack_tokens": 128, "optim": {"lr": 3e-3, "schedule": {"type": "cosine"}}, **trainer},
         "checkpoint": {"interval": 3},
     }
 
 
 def finish(config: dict) -> tuple[int, int]:
-    """Run to the end: all steps, and those that ran now."""
+    """Run to the end; returns the number of all steps and of those that ran now."""
     process, pipe = start_sft(config)
     try:
-        while pipe.poll(DEADLINE):
-            said = pipe.recv()
-            if isinstance(said, tuple):
-                return said[1], said[2]
+        while pipe.poll(TIMEOUT):
+            message = pipe.recv()
+            if isinstance(message, tuple):
+                return message[1], message[2]
     except EOFError:
-        process.join(DEADLINE)
+        process.join(TIMEOUT)
     finally:
         process.kill()
         process.join()
@@ -233,188 +236,192 @@ def finish(config: dict) -> tuple[int, int]:
 
 
 def kill_after(config: dict, step: int, delay: float) -> None:
-    """Kill the run at some moment after it has done `step`."""
+    """Kill the run `delay` seconds after `step` steps are done."""
     process, pipe = start_sft(config)
-    while pipe.poll(DEADLINE):
-        if (said := pipe.recv()) == step:
+    while pipe.poll(TIMEOUT):
+        if (message := pipe.recv()) == step:
             time.sleep(delay)  # any moment will do
             process.kill()
             process.join()
             return
-        assert not isinstance(said, tuple), "the run ended before it was killed"
-    raise AssertionError(f"step {step} never came")
+        assert not isinstance(message, tuple), "the run ended before it was killed"
+    raise AssertionError(f"step {step} was not reached")
 
 
 def stop_after(config: dict, step: int) -> None:
-    """Ask the run to stop once it has done `step`: it ends with a checkpoint of the step that ran."""
+    """Stop the run after `step` steps: it ends with a checkpoint of the current step."""
     process, pipe = start_sft(config)
-    said = None
-    while not isinstance(said, tuple) and pipe.poll(DEADLINE):
-        if (said := pipe.recv()) == step:
+    message = None
+    while not isinstance(message, tuple) and pipe.poll(TIMEOUT):
+        if (message := pipe.recv()) == step:
             process.terminate()
-    process.join(DEADLINE)
+    process.join(TIMEOUT)
     assert process.exitcode == 0
-    assert step <= said[1] < 22
-    path = Path(config["output"]) / config["name"] / "checkpoints" / f"step_{said[1]:06}"
+    assert step <= message[1] < 22
+    path = Path(config["output"]) / config["name"] / "checkpoints" / f"step_{message[1]:06}"
     assert (path / "checkpoint.json").exists()
 
 
-def curve(path: Path) -> dict[str, list[tuple[int, float]]]:
+def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     with RunStore.open(path, write=False) as store:
-        found = RunLog(store).metrics()
+        metrics = RunLog(store).metrics()
     names = ("train/loss", "train/grad_norm", "train/lr", "data/examples", "validation/loss")
-    return {name: [(metric.step, metric.value) for metric in found if metric.name == name] for name in names}
+    return {name: [(metric.step, metric.value) for metric in metrics if metric.name == name] for name in names}
 
 
-def weights(path: Path) -> bytes:
+def read_weights(path: Path) -> bytes:
     (file,) = path.glob("weights/*/model.safetensors")
     return file.read_bytes()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_run_killed_anywhere_goes_on_as_if_nothing_had_happened(world, lora):
-    more = {"lora": {"enabled": True, "rank": 4}} if lora else {}
+def test_a_killed_run_resumes_exactly(world, lora):
+    trainer = {"lora": {"enabled": True, "rank": 4}} if lora else {}
     name = "lora" if lora else "full"
-    assert finish(settings(world, f"{name}-whole", **more)) == (22, 22)
-    whole = curve(world / "runs" / f"{name}-whole")
-    seen = [value for _, value in whole["data/examples"]]
-    assert seen == [*range(5, 106, 5), 108]  # 3 epochs of 36, none twice and none missing
-    assert [step for step, _ in whole["validation/loss"]] == [0, 5, 10, 15, 20, 22]
-    losses = [value for _, value in whole["train/loss"]]
-    assert sum(losses[-5:]) < sum(losses[:5])  # it learns
+    assert finish(settings(world, f"{name}-undisturbed", **trainer)) == (22, 22)
+    expected = read_metrics(world / "runs" / f"{name}-undisturbed")
+    examples = [value for _, value in expected["data/examples"]]
+    assert examples == [*range(5, 106, 5), 108]  # 3 epochs of 36, none twice and none missing
+    assert [step for step, _ in expected["validation/loss"]] == [0, 5, 10, 15, 20, 22]
+    losses = [value for _, value in expected["train/loss"]]
+    assert sum(losses[-5:]) < sum(losses[:5])  # training lowers the loss
 
     rng = Random(7)
-    config = settings(world, f"{name}-killed", **more)
+    config = settings(world, f"{name}-killed", **trainer)
     kills = 1 if lora and KILLS == 2 else KILLS
-    at = 0
+    step = 0
     for _ in range(kills):
-        at = min(at + rng.randint(1, 8 if kills < 5 else 3), 19)
-        kill_after(config, at, rng.uniform(0, 0.05))
-        at = max((int(path.name[5:]) for path in (world / f"runs/{name}-killed/checkpoints").glob("step_*")), default=0)
-    stop_after(config, at + 1)
+        step = min(step + rng.randint(1, 8 if kills < 5 else 3), 19)
+        kill_after(config, step, rng.uniform(0, 0.05))
+        checkpoints = (world / f"runs/{name}-killed/checkpoints").glob("step_*")
+        step = max((int(path.name[5:]) for path in checkpoints), default=0)
+    stop_after(config, step + 1)
     finish(config)
-    assert curve(world / "runs" / f"{name}-killed") == whole
-    assert weights(world / "runs" / f"{name}-killed") == weights(world / "runs" / f"{name}-whole")
-    assert finish(config) == (22, 0)  # the same command again says it is finished
+    assert read_metrics(world / "runs" / f"{name}-killed") == expected
+    assert read_weights(world / "runs" / f"{name}-killed") == read_weights(world / "runs" / f"{name}-undisturbed")
+    assert finish(config) == (22, 0)  # a finished run runs no more steps
 
 
-class Heard(NullSftDisplay):
-    """Which steps were begun and told, in their order."""
+class RecordingDisplay(NullSftDisplay):
+    """Records the order in which steps are started and shown."""
 
     def __init__(self, order: list[str]) -> None:
         self.order = order
 
-    def step(self, metrics, pace) -> None:
-        self.order.append(f"told {metrics.step}")
+    def show_step(self, metrics, progress) -> None:
+        self.order.append(f"shown {metrics.step}")
 
 
-def test_a_step_begun_before_the_last_one_is_told_changes_nothing(world, monkeypatch):
-    order, begin = [], Trainer.start_step
+def test_starting_a_step_before_the_last_one_is_recorded_changes_nothing(world, monkeypatch):
+    order, start_step = [], Trainer.start_step
 
-    def begun(trainer: Trainer, batch: Batch) -> PendingStep:
-        order.append(f"begun {batch.step}")
-        return begin(trainer, batch)
+    def recording_start_step(trainer: Trainer, batch: Batch) -> PendingStep:
+        order.append(f"started {batch.step}")
+        return start_step(trainer, batch)
 
-    monkeypatch.setattr(Trainer, "begin", begun)
-    run_sft(SftConfig.model_validate(settings(world, "at-once") | {"max_steps": 4}), display=Heard(order))
-    assert order == [f"{what} {step}" for step in range(4) for what in ("begun", "told")]
+    monkeypatch.setattr(Trainer, "start_step", recording_start_step)
+    run_sft(SftConfig.model_validate(settings(world, "at-once") | {"max_steps": 4}), display=RecordingDisplay(order))
+    assert order == [f"{what} {step}" for step in range(4) for what in ("started", "shown")]
     order.clear()
     monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
-    run_sft(SftConfig.model_validate(settings(world, "ahead") | {"max_steps": 4}), display=Heard(order))
-    saved = ["begun 0", "begun 1", "told 0", "begun 2", "told 1", "told 2"]  # a checkpoint knows all before it
-    assert order == [*saved, "begun 3", "told 3"]
-    assert curve(world / "runs" / "at-once") == curve(world / "runs" / "ahead")
-    assert weights(world / "runs" / "at-once") == weights(world / "runs" / "ahead")
+    run_sft(SftConfig.model_validate(settings(world, "ahead") | {"max_steps": 4}), display=RecordingDisplay(order))
+    # A checkpoint after step 2 waits for all steps before it.
+    until_checkpoint = ["started 0", "started 1", "shown 0", "started 2", "shown 1", "shown 2"]
+    assert order == [*until_checkpoint, "started 3", "shown 3"]
+    assert read_metrics(world / "runs" / "at-once") == read_metrics(world / "runs" / "ahead")
+    assert read_weights(world / "runs" / "at-once") == read_weights(world / "runs" / "ahead")
 
 
-def failing(call, step: int, failure: type[Exception] = OSError):
-    """`call`, but for the batch of one step."""
+def fail_at_step(call, step: int, failure: type[Exception] = OSError):
+    """Wrap `call` so that it fails for the batch of one step."""
 
-    def called(*args):
-        if any(isinstance(each, Batch) and each.step == step for each in args):
-            raise failure("the next one fails")
+    def wrapper(*args):
+        if any(isinstance(arg, Batch) and arg.step == step for arg in args):
+            raise failure("the next step fails")
         return call(*args)
 
-    return called
+    return wrapper
 
 
-@pytest.mark.parametrize(("owner", "name"), [(run, "shares"), (Trainer, "begin")], ids=["made", "begun"])
-def test_a_step_that_cannot_be_begun_leaves_the_ones_before_it_recorded(world, monkeypatch, owner, name):
+@pytest.mark.parametrize(
+    ("owner", "name"), [(run, "split_across_ranks"), (Trainer, "start_step")], ids=["prepare", "start"]
+)
+def test_pending_steps_are_recorded_if_the_next_one_cannot_start(world, monkeypatch, owner, name):
     monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
-    monkeypatch.setattr(owner, name, failing(getattr(owner, name), 2))
-    with pytest.raises(OSError, match="the next one fails"):
+    monkeypatch.setattr(owner, name, fail_at_step(getattr(owner, name), 2))
+    with pytest.raises(OSError, match="the next step fails"):
         run_sft(SftConfig.model_validate(settings(world, f"before-{name}")))
-    found = curve(world / "runs" / f"before-{name}")
-    assert found["data/examples"] == [(0, 5), (1, 10)]
-    assert [step for step, _ in found["train/loss"]] == [0, 1]
+    metrics = read_metrics(world / "runs" / f"before-{name}")
+    assert metrics["data/examples"] == [(0, 5), (1, 10)]
+    assert [step for step, _ in metrics["train/loss"]] == [0, 1]
 
 
-def test_a_step_that_cannot_be_told_either_hides_no_failure(world, monkeypatch):
-    def metrics(_: PendingStep) -> StepMetrics:
+def test_a_pending_step_that_fails_too_does_not_hide_the_first_failure(world, monkeypatch):
+    def fail(_: PendingStep) -> StepMetrics:
         raise ValueError("the GPU is gone")
 
     monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
-    monkeypatch.setattr(Trainer, "begin", failing(Trainer.start_step, 1))
-    monkeypatch.setattr(PendingStep, "metrics", metrics)
-    with pytest.raises(OSError, match="the next one fails") as caught:
-        run_sft(SftConfig.model_validate(settings(world, "untold")))
-    assert caught.value.__notes__ == ["and step 0, begun before it, cannot be told: ValueError: the GPU is gone"]
+    monkeypatch.setattr(Trainer, "start_step", fail_at_step(Trainer.start_step, 1))
+    monkeypatch.setattr(PendingStep, "wait_for_metrics", fail)
+    with pytest.raises(OSError, match="the next step fails") as caught:
+        run_sft(SftConfig.model_validate(settings(world, "unrecorded")))
+    assert caught.value.__notes__ == ["step 0, started before, was not recorded: ValueError: the GPU is gone"]
 
 
-def as_one_that_fails(config: dict, folder: Path) -> None:
+def fail_to_start_as_rank(config: dict, directory: Path) -> None:
     run.STEPS_IN_FLIGHT["cpu"] = 1
     if os.environ["RANK"] == "1":
-        Trainer.start_step = failing(Trainer.start_step, 2)
+        Trainer.start_step = fail_at_step(Trainer.start_step, 2)
     with pytest.raises((OSError, RuntimeError)) as caught:
         run_sft(SftConfig.model_validate(config))
-    (folder / os.environ["RANK"]).write_text(str(caught.value))
+    (directory / os.environ["RANK"]).write_text(str(caught.value))
 
 
-def test_a_rank_that_fails_alone_does_not_wait_for_the_others_to_tell(world, tmp_path):
-    run_ranks(2, as_one_that_fails, settings(world, "alone"), tmp_path)
-    assert (tmp_path / "1").read_text() == "the next one fails"
-    assert [step for step, _ in curve(world / "runs" / "alone")["train/loss"]] == [0]
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others(world, tmp_path):
+    run_ranks(2, fail_to_start_as_rank, settings(world, "alone"), tmp_path)
+    assert (tmp_path / "1").read_text() == "the next step fails"
+    assert [step for step, _ in read_metrics(world / "runs" / "alone")["train/loss"]] == [0]
 
 
-def as_one_that_cannot_make_a_step(config: dict, folder: Path) -> None:
+def fail_to_prepare_as_rank(config: dict, directory: Path) -> None:
     run.STEPS_IN_FLIGHT["cpu"] = 1
     if os.environ["RANK"] == "1":
-        run.split_across_ranks = failing(run.split_across_ranks, 2, TemplateRefused)
+        run.split_across_ranks = fail_at_step(run.split_across_ranks, 2, TemplateRefused)
     with pytest.raises(TemplateRefused) as caught:
         run_sft(SftConfig.model_validate(config))
-    (folder / os.environ["RANK"]).write_text(str(caught.value))
+    (directory / os.environ["RANK"]).write_text(str(caught.value))
 
 
-def test_a_step_that_one_rank_cannot_make_fails_on_all_and_leaves_the_ones_before_it_recorded(world, tmp_path):
-    run_ranks(2, as_one_that_cannot_make_a_step, settings(world, "unmade"), tmp_path)
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["the next one fails"] * 2
-    assert [step for step, _ in curve(world / "runs" / "unmade")["train/loss"]] == [0, 1]
+def test_a_step_that_one_rank_cannot_prepare_fails_on_all_and_pending_steps_are_recorded(world, tmp_path):
+    run_ranks(2, fail_to_prepare_as_rank, settings(world, "unprepared"), tmp_path)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["the next step fails"] * 2
+    assert [step for step, _ in read_metrics(world / "runs" / "unprepared")["train/loss"]] == [0, 1]
 
 
-class Listening(NullSftDisplay):
+class LineDisplay(NullSftDisplay):
     def __init__(self):
         self.lines = []
 
-    def say(self, line):
+    def print_line(self, line):
         self.lines.append(line)
 
 
-def test_conversations_that_lose_all_of_their_end_are_counted(world, tmp_path):
+def test_truncated_tokens_are_counted(world, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 100, "completion": "bb"}))
     config = settings(world, "long") | {"data": {"path": str(tmp_path / "long.jsonl")}, "validation": {}, "epochs": 1}
-    heard = Listening()
-    run_sft(SftConfig.model_validate(config), display=heard)
-    assert "3 tokens to learn lay beyond seq_len = 64 and were cut off" in heard.lines
+    display = LineDisplay()
+    run_sft(SftConfig.model_validate(config), display=display)
+    assert "3 trained tokens beyond seq_len = 64 were cut off" in display.lines
 
 
-def test_a_share_that_leaves_nothing_is_refused(world):
-    for share, nothing in ((0.99, "none to train on"), (0.01, "none to measure")):
+def test_a_validation_share_that_leaves_no_examples_is_refused(world):
+    for share, problem in ((0.99, "none to train on"), (0.01, "none to validate on")):
         config = SftConfig.model_validate(settings(world, "share") | {"validation": {"share": share}})
-        with pytest.raises(ConfigInvalid, match=nothing):
+        with pytest.raises(ConfigInvalid, match=problem):
             build_sft_plan(config)
 
 
-def test_a_run_does_not_go_on_with_other_conversations(world, tmp_path, capsys):
+def test_a_run_does_not_resume_with_other_conversations(world, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_bytes((world / "data.jsonl").read_bytes())
     flags = ["-m", str(world / "model"), "-d", str(data), "-o", str(tmp_path), "--name", "x", "--batch_size", "8"]
@@ -425,15 +432,13 @@ def test_a_run_does_not_go_on_with_other_conversations(world, tmp_path, capsys):
     assert "conversations.count: was 40, now 41" in capsys.readouterr().err
 
 
-def test_a_dry_run_says_what_it_would_do_and_another_identity_is_refused(world, capsys, tmp_path):
+def test_a_dry_run_describes_the_plan_and_another_identity_is_refused(world, capsys, tmp_path):
     flags = ["-m", str(world / "model"), "-d", str(world / "data.jsonl"), "-o", str(tmp_path), "--name", "x"]
     assert main(["sft", *flags, "--batch_size", "8", "--dry-run"]) == 0
-    assert "5 steps of 8" in capsys.readouterr().out
+    assert "5 steps with batch size 8" in capsys.readouterr().out
     assert main(["sft", *flags, "--trainer.loss.id", "ppo", "--dry-run"]) == 2
     assert main(["sft", *flags, "--trainer.lora.rank", "8", "--dry-run"]) == 2
     assert "lora.enabled" in capsys.readouterr().err
-    from ramify.store import open_run
-
     open_run(tmp_path / "x", build_sft_plan(SftConfig.model_validate(settings(world, "x"))).identity).close()
     assert main(["sft", *flags, "--seed", "3", "--max_steps", "1"]) == 2
     assert "seed: was 0, now 3" in capsys.readouterr().err

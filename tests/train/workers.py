@@ -1,4 +1,4 @@
-"""Processes that train, forked from one that has loaded torch already: a start costs milliseconds, not seconds."""
+"""Training processes, forked from one that has already imported torch: a start takes milliseconds, not seconds."""
 
 import multiprocessing
 import os
@@ -12,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tools.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 
-DEADLINE = 60.0
+TIMEOUT = 60.0
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["ramify.train.sft.run", "ramify.train.process", "peft"])
 
 
 def write_model(directory: Path) -> Path:
-    """A random model of two layers with the tokenizer and template of `tiny`."""
+    """Write a random model of two layers with the tokenizer and template of `tiny`."""
     directory.mkdir(parents=True)
     write_tokenizer(directory)
     torch.manual_seed(0)
@@ -40,8 +40,8 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-class Reporting:
-    """A display that tells another process about every step."""
+class PipeDisplay:
+    """A display that sends every line and the number of finished steps to another process."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -52,52 +52,54 @@ class Reporting:
     def __exit__(self, *_):
         pass
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.pipe.send(line)
 
-    def step(self, metrics, pace) -> None:
-        self.pipe.send(pace.done)
+    def show_step(self, metrics, progress) -> None:
+        self.pipe.send(progress.steps_done)
 
 
-def run_sft(settings: dict[str, Any], pipe: Connection) -> None:
+def _run_sft_process(settings: dict[str, Any], pipe: Connection) -> None:
     from ramify.train.sft import SftConfig, run_sft
 
-    result = run_sft(SftConfig.model_validate(settings), display=Reporting(pipe))
+    result = run_sft(SftConfig.model_validate(settings), display=PipeDisplay(pipe))
     pipe.send(("end", result.steps, result.steps_run))
 
 
 def start_sft(settings: dict[str, Any]):
-    """A process that trains, and the pipe on which it tells how far it is."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_sft, args=(settings, theirs), daemon=True)
+    """Start a process that trains; returns it and the pipe that receives its progress."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_sft_process, args=(settings, sender), daemon=True)
     process.start()
-    theirs.close()
-    return process, ours
+    sender.close()
+    return process, receiver
 
 
-def as_rank(rank: int, size: int, port: int, target, args) -> None:
+def _run_as_rank(rank: int, world_size: int, port: int, target, args) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
+        "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     target(*args)
 
 
-def run_ranks(size: int, target, *args) -> None:
-    """Run `target` as so many ranks, as torchrun would, and wait for them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [context.Process(target=as_rank, args=(rank, size, port, target, args)) for rank in range(size)]
-    for process in ranks:
+def run_ranks(world_size: int, target, *args) -> None:
+    """Run `target` in `world_size` ranks, as torchrun would, and wait for them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_run_as_rank, args=(rank, world_size, port, target, args)) for rank in range(world_size)
+    ]
+    for process in processes:
         process.start()
     try:
-        for process in ranks:
-            process.join(DEADLINE)
+        for process in processes:
+            process.join(TIMEOUT)
             assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()

@@ -1,6 +1,6 @@
-"""Run tests of a gateway with a real client, policy and session, and a fake engine.
+"""A rollout's surroundings, all real: engine, client, policy, session and gateway.
 
-Engine, client, gateway and SDKs are opened once and shared; every test gets its own session and trace.
+Engine, client, gateway and SDKs are opened once and shared; every test gets a session and a trace of its own.
 """
 
 import asyncio
@@ -18,29 +18,27 @@ from ramify.client import ClientConfig, InferenceClient
 from ramify.env import Endpoint
 from ramify.gateway import Gateway, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
-from tests.gateway.fake_engine import TINY, FakeEngine
+from tests.gateway.engine import TINY, Engine
 
 CONFIG = ClientConfig(health_interval=5, backoff=0.01, retries=0)
 
 
 @dataclass
-class SharedServers:
-    """The servers and clients that all tests share. `quick_keepalive` is a gateway with a very short interval."""
+class House:
+    """What all tests share. The second gateway has no patience: a stream that waits says so at once."""
 
-    engine: FakeEngine
+    engine: Engine
     client: InferenceClient
     gateway: Gateway
-    quick_keepalive: Gateway
+    hasty: Gateway
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic
     http: httpx.AsyncClient
 
 
 @dataclass
-class Scenario:
-    """The session and the servers of one test."""
-
-    servers: SharedServers
+class Stage:
+    house: House
     policy: Policy
     trace: Trace
     session: RolloutSession
@@ -48,81 +46,80 @@ class Scenario:
     endpoint: Endpoint
 
     @property
-    def engine(self) -> FakeEngine:
-        return self.servers.engine
+    def engine(self) -> Engine:
+        return self.house.engine
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
-        return self.servers.openai.with_options(**self._address(options))
+        return self.house.openai.with_options(**self._address(options))
 
     def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
-        return self.servers.anthropic.with_options(**self._address(options))
+        return self.house.anthropic.with_options(**self._address(options))
 
     def _address(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"base_url": self.endpoint.base_url, "api_key": self.endpoint.api_key, "timeout": 20, **options}
 
-    async def chat(self, *texts: str, **options: Any):
-        """Send a conversation of alternating user and assistant texts with the openai SDK."""
-        roles = ["user", "assistant"] * len(texts)
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    async def chat(self, *said: str, **options: Any):
+        """Ask with the openai SDK: user and assistant in turns."""
+        roles = ["user", "assistant"] * len(said)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said)]
         return await self.openai(max_retries=0).chat.completions.create(model="any", messages=messages, **options)
 
     async def post(self, path: str, body: Any, *, timeout: float = 20, **headers: str) -> httpx.Response:
-        """Send a body unchanged, without an SDK."""
+        """Send a body as it is, without any SDK."""
         bearer = {"authorization": f"Bearer {self.endpoint.api_key}"} | headers
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = self.endpoint.base_url + path
-        return await self.servers.http.post(url, content=data, headers=bearer, timeout=timeout)
+        return await self.house.http.post(url, content=data, headers=bearer, timeout=timeout)
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons of all forks in the trace."""
         return [fork["reason"] for fork in self.trace.info.get("forks", [])]
 
 
 @contextlib.asynccontextmanager
-async def _open_servers() -> AsyncIterator[SharedServers]:
+async def _house() -> AsyncIterator[House]:
     async with (
-        FakeEngine([]) as engine,
+        Engine([]) as engine,
         InferenceClient(engine.url, CONFIG) as client,
         Gateway() as gateway,
-        Gateway(keepalive_interval=0.02) as quick_keepalive,
-        openai.AsyncOpenAI(api_key="none") as openai_client,
-        anthropic.AsyncAnthropic(api_key="none") as anthropic_client,
+        Gateway(keepalive_interval=0.02) as hasty,
+        openai.AsyncOpenAI(api_key="none") as ours,
+        anthropic.AsyncAnthropic(api_key="none") as theirs,
         httpx.AsyncClient(timeout=20) as http,
     ):
-        yield SharedServers(engine, client, gateway, quick_keepalive, openai_client, anthropic_client, http)
+        yield House(engine, client, gateway, hasty, ours, theirs, http)
 
 
-class ScenarioRunner:
-    """Runs the scenarios of tests in one event loop."""
+class Player:
+    """Runs acts one after another in one event loop."""
 
-    def __init__(self, runner: asyncio.Runner, servers: SharedServers) -> None:
-        self._runner, self._servers = runner, servers
+    def __init__(self, runner: asyncio.Runner, house: House) -> None:
+        self._runner, self._house = runner, house
 
     def __call__(
         self,
         script: list[str] | Callable[[str], str],
-        check: Callable[[Scenario], Awaitable[None]],
+        act: Callable[[Stage], Awaitable[None]],
         *,
         renderer=TINY,
-        quick_keepalive: bool = False,
+        hasty: bool = False,
         limits: RolloutLimits | None = None,
         **options: Any,
     ) -> None:
-        """Run `check` with an engine that replays `script`."""
+        """Run `act` with an engine that plays `script`."""
 
         async def main() -> None:
-            servers = self._servers
-            servers.engine.reset(script, renderer)
-            policy, trace = TokenPolicy(servers.client, renderer, "tiny"), Trace(id="t1")
+            house = self._house
+            house.engine.reset(script, renderer)
+            policy, trace = TokenPolicy(house.client, renderer, "tiny"), Trace(id="t1")
             session = RolloutSession(
                 trace, policy, sampling=SamplingConfig(), limits=limits or RolloutLimits(), **options
             )
-            gateway = servers.quick_keepalive if quick_keepalive else servers.gateway
+            gateway = house.hasty if hasty else house.gateway
             endpoint = gateway.register(session)
             try:
                 async with asyncio.timeout(30):
-                    await check(Scenario(servers, policy, trace, session, gateway, endpoint))
+                    await act(Stage(house, policy, trace, session, gateway, endpoint))
             finally:
                 gateway.unregister(session)
 
@@ -130,10 +127,9 @@ class ScenarioRunner:
 
 
 @contextlib.contextmanager
-def open_scenario_runner() -> Iterator[ScenarioRunner]:
-    """Open the shared servers and yield a runner."""
+def player() -> Iterator[Player]:
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        servers = runner.run(stack.enter_async_context(_open_servers()))
-        yield ScenarioRunner(runner, servers)
+        house = runner.run(stack.enter_async_context(_house()))
+        yield Player(runner, house)
         runner.run(stack.aclose())
