@@ -93,7 +93,7 @@ def test_failure_is_exit_1_with_its_name(command, capsys):
 
 
 def test_failure_from_another_version_is_named_once(command, capsys):
-    command("from ramify.errors import Failure", "raise Failure('Newer', 'what', 'system', False).error()")
+    command("from ramify.errors import Failure", "raise Failure('Newer', 'what', 'system', False).to_exception()")
     assert app.main(["scratch"]) == 1
     assert capsys.readouterr().err == "Newer: what\n"
 

@@ -21,7 +21,7 @@ from ramify.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore, acquire_lo
 
 IDENTITY_KEY = "identity"
 MODEL_KEY = "model"  # the key of an identity whose change cannot be accepted
-NEW_RUN_HINT = "give it another --name, or --fresh to move the old one aside and begin anew"
+NEW_RUN_HINT = "use another --name, or --fresh to move the old run aside and start a new one"
 POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run
 
 
@@ -80,7 +80,7 @@ def check_identity(store: RunStore, identity: Mapping[str, Any], accept_changes:
     if accept_changes and same_model:
         return changes
     lines = "".join(f"\n  {line}" for line in changes)
-    hint = f"give it another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
+    hint = f"use another --name; or {RESUME_HINT}" if accept_changes is False and same_model else NEW_RUN_HINT
     raise ConfigInvalid(f"{store.path} is another run; what differs:{lines}\n{hint}")
 
 
