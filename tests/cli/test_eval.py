@@ -60,10 +60,10 @@ def test_eval_prints_its_result_and_is_finished_on_rerun(engine, capsys):
         assert shown in said
     assert Path("outputs/run/config.toml").is_file()
     assert main(command) == 0
-    assert "outputs/run is finished: all 6 rollouts are there" in capsys.readouterr().out
+    assert "outputs/run is already finished (6 rollouts)" in capsys.readouterr().out
     engine.asked.clear()
     assert main([*command[:8], "-r", "3", "--name", "run"]) == 0
-    assert "is finished" not in capsys.readouterr().out
+    assert "is already finished" not in capsys.readouterr().out
     assert len(engine.asked) == 3
 
 
@@ -241,7 +241,7 @@ def test_signal_stops_cleanly_and_prints_the_resume_command(number, ctrl_c):
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert f"Continue with: ramify eval {ECHO} -b {slow.url} -c 1 -r 20 --name run" in err
+    assert f"resume with: ramify eval {ECHO} -b {slow.url} -c 1 -r 20 --name run" in err
     assert "Traceback" not in out + err
     assert len(outcome(Path("outputs/run"))) >= 2
 
@@ -255,7 +255,7 @@ def test_full_disk_is_exit_1_and_the_run_can_be_resumed(engine, small_disk, caps
     assert main(command) == 1
     said = capsys.readouterr().err
     assert said.startswith("StorageFull: ")
-    assert "Continue with: ramify eval reverse-text" in said
+    assert "resume with: ramify eval reverse-text" in said
     ballast.unlink()
     kept = outcome(small_disk / "run")
     engine.asked.clear()
@@ -415,7 +415,7 @@ def test_eval_starts_an_engine_for_the_model(capsys):
     assert 0.33 < mean < 0.63  # 0.48 by `ramify model show tiny`
     assert (path / "logs" / "inference.log").is_file()
     assert main(command) == 0
-    assert "is finished" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
 
 
 LEASHED = """

@@ -51,7 +51,7 @@ def test_setup_that_blocks_the_event_loop_is_worker_died_with_a_stack(engine, tm
     assert code == 1, said
     assert "WorkerDied: hung: the event loop was blocked for " in said
     assert "time.sleep(900)" in said
-    assert "Continue with: ramify eval " in said
+    assert "resume with: ramify eval " in said
 
 
 def test_code_that_holds_the_interpreter_lock_is_ended(engine, tmp_path):

@@ -146,7 +146,7 @@ def test_supervised_run_names_its_supervisor():
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("at", "kept"), [(0, None), (2, "kept: 2 rollouts")])
+@pytest.mark.parametrize(("at", "kept"), [(0, None), (2, "2 rollouts kept")])
 def test_interrupted_eval_prints_what_is_kept(engine, at, kept, capsys):
     Path("env.py").write_text(INTERRUPTED.format(at=at))
     assert main(["eval", "env.py", "-m", "tiny", "-b", engine.url, "-c", "1", "-r", "1", "--name", "run"]) == 130
@@ -164,10 +164,10 @@ async def record_rollouts(path: Path, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "message"),
-    [(0, "nothing is finished yet. Begin with: ramify rl"), (2, "kept: 2 rollouts. Continue with: ramify rl")],
+    [(0, "nothing is finished yet; rerun: ramify rl"), (2, "2 rollouts kept; resume with: ramify rl")],
 )
 def test_training_run_prints_what_is_kept(count, message):
-    assert describe_resume(Path("run"), "ramify rl") == "nothing is finished yet. Begin with: ramify rl"
+    assert describe_resume(Path("run"), "ramify rl") == "nothing is finished yet; rerun: ramify rl"
     asyncio.run(record_rollouts(Path("run"), count))
     assert describe_resume(Path("run"), "ramify rl") == message
 
@@ -175,7 +175,7 @@ def test_training_run_prints_what_is_kept(count, message):
 def test_unreadable_run_does_not_hide_the_failure():
     asyncio.run(record_rollouts(Path("run"), 2))
     with RunStore.open(Path("run")):
-        assert describe_resume(Path("run"), "ramify rl") == "what was finished is kept. Continue with: ramify rl"
+        assert describe_resume(Path("run"), "ramify rl") == "finished work is kept; resume with: ramify rl"
 
 
 def test_run_that_cannot_be_created_does_not_claim_to_keep_anything(engine, capsys):

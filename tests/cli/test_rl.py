@@ -188,11 +188,11 @@ def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
     assert process.returncode == 130
     assert alive(tmp_path) == []
     again = f"ramify rl @ {tmp_path}/rl.toml -o {tmp_path} --max_steps 5"
-    assert err == f"stopped; nothing is finished yet. Begin with: {again}\n"
+    assert err == f"interrupted; nothing is finished yet; rerun: {again}\n"
 
 
 def test_failure_prints_its_name_and_the_resume_command(tmp_path):
     out, err = stubbed(tmp_path, "print('DeadlineExceeded: batch 3 waited for inference'); sys.exit(1)").communicate()
     assert err.splitlines()[-1] == "DeadlineExceeded: batch 3 waited for inference"
-    assert "nothing is finished yet. Begin with: ramify rl @" in err
+    assert "nothing is finished yet; rerun: ramify rl @" in err
     assert "Traceback" not in out + err

@@ -11,17 +11,18 @@ from ramify.store.audit import audit
 from ramify.store.ledger import Ledger, LedgerProgress
 from ramify.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
-from tests.store.test_ledger import cut, do, score, train
+from tests.store.test_ledger import issue_and_score, record_batch, train
+from tests.store.test_ledger import run as run_changes
 
 
-def save(run: Path, step: int) -> Path:
-    """A checkpoint of one small file."""
-    place = get_step_directory(run / "checkpoints", step)
-    place.mkdir(parents=True)
-    (place / "__0_0.distcp").write_bytes(bytes(range(200)))
-    files = checksum_files([place / "__0_0.distcp"])
-    CheckpointManifest(step=step, optimizer="adamw", note={}, files=files).write(place)
-    return place
+def save_checkpoint(run: Path, step: int) -> Path:
+    """Write a checkpoint of one small file."""
+    directory = get_step_directory(run / "checkpoints", step)
+    directory.mkdir(parents=True)
+    (directory / "__0_0.distcp").write_bytes(bytes(range(200)))
+    files = checksum_files([directory / "__0_0.distcp"])
+    CheckpointManifest(step=step, optimizer="adamw", note={}, files=files).write(directory)
+    return directory
 
 
 @pytest.fixture
@@ -30,20 +31,20 @@ def run(tmp_path) -> Path:
     with RunStore.open(tmp_path / "run") as store:
         ledger = Ledger.open(store)
         for step in range(4):
-            score(ledger, step)
-            cut(ledger, step, step)
+            issue_and_score(ledger, step)
+            record_batch(ledger, step, step)
             train(ledger, step)
-        do(ledger.commit_version(4))
+        run_changes(ledger.commit_version(4))
         store.set_fact(FINISHED_KEY, 4)
-    save(tmp_path / "run", 2)
-    (save(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
+    save_checkpoint(tmp_path / "run", 2)
+    (save_checkpoint(tmp_path / "run", 4) / "__0_0.distcp").write_bytes(bytes(200))
     return tmp_path / "run"
 
 
 def test_rollback_ends_the_history_at_the_step(run, capsys):
     assert main(["rollback", str(run), "2"]) == 0
     out = capsys.readouterr().out
-    assert "goes on from step 2" in out
+    assert "resumes from step 2" in out
     assert "steps 2 to 3 are trained again" in out
     assert "rolled_back_1.step_000004" in out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["rolled_back_1.step_000004", "step_000002"]

@@ -128,7 +128,7 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
 
 def test_audit_reports_problems_or_none(run, capsys):
     assert main(["why", "run", "--audit"]) == 0
-    assert "1 groups, 0 steps: nothing is lost, nothing counts twice" in capsys.readouterr().out
+    assert "1 groups, 0 steps: no problems" in capsys.readouterr().out
     with RunStore.open(run) as store:
         store.submit_change(lambda connection: connection.execute("UPDATE groups SET reason = NULL")).result(10)
     assert main(["why", "run", "--audit"]) == 1
@@ -217,15 +217,15 @@ def test_unwritable_export_is_a_named_failure(run, tmp_path, capsys):
 def test_why_refuses_sft_and_eval_runs(run, capsys):
     (run / "config.toml").write_text("[data]\n")  # as `ramify sft` leaves it
     assert main(["why", "run"]) == 2
-    assert "is no run of `ramify rl`; 'ramify metrics' says what is in it" in capsys.readouterr().err
+    assert "is not an RL run; use 'ramify metrics' for it" in capsys.readouterr().err
     assert main(["why", "run", "--audit"]) == 0  # its files can be checked all the same
     (run / "config.toml").write_text("[taskset]\n")  # as `ramify eval` does
     assert main(["why", "run"]) == 2
-    assert "is no run of `ramify rl`; 'ramify show' says what is in it" in capsys.readouterr().err
+    assert "is not an RL run; use 'ramify show' for it" in capsys.readouterr().err
     (run / "config.toml").write_text("[[train]]\n")
     assert main(["why", "run"]) == 0
     assert main(["replay", "run"]) == 2
-    assert "is no run of `ramify eval`" in capsys.readouterr().err
+    assert "is not an eval run" in capsys.readouterr().err
 
 
 def test_why_reads_the_ledger_if_other_files_are_broken(run, capsys):
@@ -233,7 +233,7 @@ def test_why_reads_the_ledger_if_other_files_are_broken(run, capsys):
     (run / "run.json").write_text("[]")
     for args in (["why", "run"], ["why", "run", "--audit"], ["metrics", "run"]):
         assert main(args) == 0
-    assert "1 groups, 0 steps: nothing is lost" in capsys.readouterr().out
+    assert "1 groups, 0 steps: no problems" in capsys.readouterr().out
 
 
 def test_missing_run_is_exit_2(run, capsys):

@@ -126,7 +126,7 @@ def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
 
 
 def test_export_reports_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export_command, "INTERVAL", 0.0)
+    monkeypatch.setattr(export_command, "PROGRESS_INTERVAL", 0.0)
     with RunStore.open(tmp_path / "run") as store:
         rows = [(each, traces) for each, traces in map(rollout, range(3))]
         store.submit_change(lambda *_: None, rows).result(60)

@@ -1,4 +1,4 @@
-"""`ramify validate`: every task without a model, and an exit code that says whether all are sound."""
+"""`ramify validate`: every task without a model, and an exit code that says whether all are valid."""
 
 from ramify.cli import main
 from tests.cli.installed_command import ramify_command
@@ -61,7 +61,7 @@ class Ungolden(rf.Taskset):
 def test_built_in_taskset_is_valid():
     done = ramify_command("validate", "reverse-text", "--taskset.max_chars", "6", "-n", "20")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "20 tasks, 20 sound, 0 checked in part, 0 failed" in done.stdout
+    assert "20 tasks, 20 valid, 0 checked in part, 0 failed" in done.stdout
 
 
 def test_one_failing_task_fails_the_command(tmp_path):
@@ -78,7 +78,7 @@ def test_one_failing_task_fails_the_command(tmp_path):
     assert lines["silent"].startswith("partly")
     assert "no gold, an empty reply 0" in lines["silent"]
     assert "whether a right one earns anything was not checked" in " ".join(done.stdout.split())
-    assert "6 tasks, 1 sound, 1 checked in part, 4 failed" in done.stdout
+    assert "6 tasks, 1 valid, 1 checked in part, 4 failed" in done.stdout
 
 
 def test_tasks_without_gold_are_checked_in_part(tmp_path, capsys):
@@ -91,7 +91,7 @@ def test_tasks_without_gold_are_checked_in_part(tmp_path, capsys):
     assert "ungolden.py:20 in right: return float(trace.last_reply.split()[0] ==" in lines["raises"]
     assert "partly  goes-on" in said
     assert "not checked: best, which compare the rollouts of a group" in said
-    assert "2 tasks, 0 sound, 1 checked in part, 1 failed" in said
+    assert "2 tasks, 0 valid, 1 checked in part, 1 failed" in said
 
 
 def test_taskset_without_rewards_is_invalid(tmp_path, capsys):
@@ -99,7 +99,7 @@ def test_taskset_without_rewards_is_invalid(tmp_path, capsys):
     assert main(["validate", str(tmp_path / "silent.py")]) == 1
     said = capsys.readouterr().out
     assert "has no reward: no rollout can be scored, and rl refuses it; mark a method" in said
-    assert "sound" not in said
+    assert "valid" not in said
 
 
 def test_unloadable_taskset_is_exit_2(tmp_path, capsys):

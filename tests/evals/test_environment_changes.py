@@ -132,7 +132,7 @@ def test_accepted_change_keeps_rollouts_and_is_recorded(environment, evaluate):
         (event,) = RunLog(store).events("changes accepted")
         assert any("words.py has changed" in line for line in event.fields["changes"])
     again = evaluate(environment(reward="0.5"), num_tasks=4)
-    assert (again.ran, rewards(again)) == (0, rewards(result))
+    assert (again.num_run, rewards(again)) == (0, rewards(result))
 
 
 def test_report_omits_revisions_without_a_change(environment, evaluate):

@@ -41,7 +41,7 @@ def test_an_interrupted_run_answers_before_leaves_nothing_and_is_continued_by_th
     assert run.returncode == 130
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
-    again = shlex.split(re.search(r"Continue with: ramify (.*)", said)[1])
+    again = shlex.split(re.search(r"resume with: ramify (.*)", said)[1])
     done = len(metrics(home, "committed"))
     newest = max((home / "outputs/run/checkpoints").glob("step_*")).name
     last = int(newest[5:]) + 2

@@ -35,10 +35,10 @@ def test_an_older_run_is_shown_measured_and_audited(home, run, steps, groups):
     assert "letters" in ask_about(home, "show", f"outputs/{run}")
     rows = [json.loads(line) for line in ask_about(home, "metrics", f"outputs/{run}", "--json").splitlines()]
     assert rows
-    assert f"{groups} groups, {steps} steps: nothing is lost" in ask_about(home, "why", "--audit", f"outputs/{run}")
+    assert f"{groups} groups, {steps} steps: no problems" in ask_about(home, "why", "--audit", f"outputs/{run}")
 
 
 def test_an_older_run_that_was_killed_is_continued_to_its_end(home):
     ask_about(home, "rl", "@", "killed.toml")
     assert (home / "outputs" / "killed" / "checkpoints" / "step_000012").is_dir()
-    assert "12 steps: nothing is lost" in ask_about(home, "why", "--audit", "outputs/killed")
+    assert "12 steps: no problems" in ask_about(home, "why", "--audit", "outputs/killed")

@@ -66,7 +66,7 @@ def test_the_commands_of_the_page_train_over_two_addresses(tmp_path, monkeypatch
     run = tmp_path / "outputs" / "two-hosts"
     assert len(list(run.glob("checkpoints/step_*"))) == 1
     assert main(["why", str(run), "--audit"]) == 0
-    assert f"{STEPS} steps: nothing is lost" in capsys.readouterr().out
+    assert f"{STEPS} steps: no problems" in capsys.readouterr().out
 
 
 def family(pid: int) -> list[psutil.Process]:

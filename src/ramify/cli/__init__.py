@@ -1,4 +1,4 @@
-"""The `ramify` command and its subcommands. Help never loads torch, nor any library a command needs."""
+"""The `ramify` command and its subcommands. Help loads neither torch nor any other library that a command needs."""
 
 from ramify.cli.app import main
 

@@ -1,9 +1,9 @@
-"""The entry point: find the command, run it, turn what went wrong into an exit code.
+"""The entry point: find the command, run it, and turn exceptions into exit codes.
 
-A command is a line in a table. Its module is imported when it is asked for, so the cost of one command is never paid by
-another, and help costs nothing. A module offers `run(args) -> int`, takes `--help` itself, and raises failures by name:
-0 done, 1 a named failure, 2 a command line or configuration that cannot be used, 130 interrupted, 141 nobody reads what
-is printed any more (`ramify metrics RUN | head`).
+A command is a line in a table. Its module is imported only when it runs, so help is fast. A module has a function
+`run(argv) -> int`, which handles `--help` itself and raises named failures. Exit codes: 0 success, 1 a named failure, 2
+an invalid command line or configuration, 130 interrupted, 141 the reader of the output is gone
+(`ramify metrics RUN | head`).
 """
 
 import difflib
@@ -20,53 +20,49 @@ from ramify.errors import ConfigInvalid, RamifyError
 
 @dataclass(frozen=True, slots=True)
 class CliCommand:
-    """Where a command lives, and one line about it."""
+    """The module of a command, and one line of help."""
 
     module: str
     help: str
 
 
 COMMANDS: dict[str, CliCommand] = {
-    "rl": CliCommand("ramify.cli.rl", "train a model on environments, all processes included; again to continue"),
-    "eval": CliCommand("ramify.cli.eval", "run a taskset with a model and see how well it does; again to continue"),
-    "why": CliCommand(
-        "ramify.cli.why", "what a run is waiting for, or how it ended; --audit checks its files and ledger"
-    ),
-    "metrics": CliCommand("ramify.cli.metrics", "the numbers of a run, while it lives and afterwards"),
-    "plot": CliCommand("ramify.cli.plot", "curves of one run or several, as a picture"),
-    "show": CliCommand("ramify.cli.show", "the rollouts of a run, or one of them as a tree"),
-    "replay": CliCommand("ramify.cli.replay", "score an eval's saved rollouts again with the rewards as they are now"),
-    "export": CliCommand("ramify.cli.export", "write a run's rollouts or its adapter for other tools"),
-    "rollback": CliCommand("ramify.cli.rollback", "continue a run from an older checkpoint, if its newest is damaged"),
-    "validate": CliCommand("ramify.cli.validate", "check every task of a taskset without a model"),
-    "init": CliCommand("ramify.cli.init", "write a new taskset package that works, to be changed into your own"),
-    "sft": CliCommand("ramify.cli.sft", "teach a model conversations from a dataset; again to continue"),
-    "orchestrator": CliCommand("ramify.cli.orchestrator", "the run's own process alone, with env servers as needed"),
-    "trainer": CliCommand("ramify.cli.trainer", "the trainer alone: batches from an orchestrator, or recorded ones"),
+    "rl": CliCommand("ramify.cli.rl", "train a model with RL: starts and supervises all processes; rerun to resume"),
+    "eval": CliCommand("ramify.cli.eval", "evaluate a model on a taskset; rerun to resume"),
+    "why": CliCommand("ramify.cli.why", "show what a run is waiting for, or how it ended; --audit checks its files"),
+    "metrics": CliCommand("ramify.cli.metrics", "print the metrics of a running or finished run"),
+    "plot": CliCommand("ramify.cli.plot", "plot metrics of one or more runs to an image"),
+    "show": CliCommand("ramify.cli.show", "list the rollouts of a run, or print one as a tree"),
+    "replay": CliCommand("ramify.cli.replay", "rescore an eval's saved rollouts with the current reward code"),
+    "export": CliCommand("ramify.cli.export", "export a run's traces to JSONL or Parquet, or its adapter"),
+    "rollback": CliCommand("ramify.cli.rollback", "resume a run from an older checkpoint, if its newest is damaged"),
+    "validate": CliCommand("ramify.cli.validate", "check every task of a taskset, without a model"),
+    "init": CliCommand("ramify.cli.init", "create a taskset package from a working template"),
+    "sft": CliCommand("ramify.cli.sft", "fine-tune a model on conversations (SFT); rerun to resume"),
+    "orchestrator": CliCommand("ramify.cli.orchestrator", "run only the orchestrator, plus env servers as needed"),
+    "trainer": CliCommand("ramify.cli.trainer", "run only the trainer, on batches from an orchestrator or a recording"),
     "serve": CliCommand("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
-    "env-server": CliCommand("ramify.cli.env_server", "serve a source of rollouts from worker processes"),
-    "model": CliCommand("ramify.cli.model", "models: list, show, fetch from the hub"),
-    "doctor": CliCommand("ramify.cli.doctor", "what this machine can run, what is missing and how to get it"),
+    "env-server": CliCommand("ramify.cli.env_server", "serve one source: rollouts in worker processes"),
+    "model": CliCommand("ramify.cli.model", "list, inspect or fetch models"),
+    "doctor": CliCommand("ramify.cli.doctor", "check what this machine can run, and how to install what is missing"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # here, where a reader that has left is no error
-        return code
+        exit_code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # inside `try`: it may raise BrokenPipeError
+        return exit_code
     except ConfigInvalid as error:
-        has_own_name = (
-            type(error) is not ConfigInvalid
-        )  # EnvironmentChanged, say, which has an entry of its own in the docs
-        print(f"{error.name}: {error.message}" if has_own_name else error, file=sys.stderr)
+        is_subclass = type(error) is not ConfigInvalid  # such as EnvironmentChanged, which the docs list by name
+        print(f"{error.name}: {error.message}" if is_subclass else error, file=sys.stderr)
         return 2
     except RamifyError as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers"):  # everything that runs a model needs them: said once, here
+        if error.name not in ("torch", "transformers"):  # the two that every command that runs a model needs
             raise
         print(f"{error.name} is not installed; pip install 'ramify[local]'", file=sys.stderr)
         return 2
@@ -96,10 +92,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _discard_output_if_reader_gone() -> bool:
-    """Whether it is our own output whose reader has left; what is still in the buffer then goes nowhere."""
+    """Return whether the reader of stdout is gone; if so, redirect stdout, with its buffered text, to /dev/null."""
     output = sys.stdout.fileno()
     poller = select.poll()
-    poller.register(output, 0)  # errors and hang-ups are told unasked
+    poller.register(output, 0)  # errors and hang-ups are always reported
     if not poller.poll(0):
         return False
     devnull = os.open(os.devnull, os.O_WRONLY)
@@ -120,7 +116,7 @@ def _format_help() -> str:
             *(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()),
             "",
             "options:",
-            "  -h, --help  show this; 'ramify COMMAND --help' shows a command's own",
+            "  -h, --help  show this help; use 'ramify COMMAND --help' for a command",
             "  --version   show the version",
         ]
     )

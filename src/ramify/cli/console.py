@@ -1,10 +1,23 @@
-"""Where tables and trees are printed."""
+"""The console that tables and trees are printed on."""
+
+import sys
+from typing import Any
 
 from rich.console import Console
 
+DEFAULT_WIDTH = 120  # columns if stdout is not a terminal
+
 
 class PipeConsole(Console):
-    """A console that leaves it to the command line what becomes of a reader who has left."""
+    """A console that raises BrokenPipeError instead of exiting, so that `main` decides the exit code."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def make_console() -> PipeConsole:
+    """Return a console as wide as the terminal, or DEFAULT_WIDTH columns wide without one."""
+    return PipeConsole(width=None if sys.stdout.isatty() else DEFAULT_WIDTH)

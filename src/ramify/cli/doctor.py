@@ -1,13 +1,12 @@
-"""`ramify doctor`: what this machine can run, what is missing and how to get it.
+"""`ramify doctor`: check what this machine can run, and how to install what is missing.
 
-Nothing it finds is a failure: every optional piece may be missing on purpose, so the exit code is 0 and the report says
-what each piece would be good for.
+A missing component is not a failure, because all of them are optional. So the exit code is 0, and the report says what
+each component is needed for.
 """
 
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +14,6 @@ from rich.text import Text
 
 from ramify import __version__
 from ramify.cli import doctor_checks
-from ramify.cli.app import COMMANDS
 from ramify.cli.console import PipeConsole
 from ramify.cli.doctor_checks import CheckResult
 from ramify.cli.parser import CommandParser
@@ -24,42 +22,40 @@ CHECKS = [
     doctor_checks.check_system,
     doctor_checks.check_torch,
     doctor_checks.check_extras,
-    doctor_checks.check_bubblewrap,
-    doctor_checks.check_docker,
     doctor_checks.check_node,
 ]
 STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Look at everything and print the report."""
-    parser = CommandParser(prog="ramify doctor", description=COMMANDS["doctor"].help)
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    """Run all checks and print the report."""
+    parser = CommandParser("doctor")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args(argv)
     results = run_checks()
     if options.json:
-        print(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in results]}, indent=2))
+        print(json.dumps({"version": __version__, "findings": [result.to_json() for result in results]}, indent=2))
     else:
-        print_report(results, PipeConsole(highlight=False))
+        print_report(results, PipeConsole())
     return 0
 
 
 def run_checks() -> list[CheckResult]:
-    """All findings; the probes wait for other programs, so they wait together."""
+    """Run all checks concurrently, because they wait for other programs, and return their results in order."""
     with ThreadPoolExecutor(len(CHECKS)) as pool:
-        return [finding for part in pool.map(lambda probe: probe(), CHECKS) for finding in part]
+        return [result for results in pool.map(lambda check: check(), CHECKS) for result in results]
 
 
 def print_report(results: Sequence[CheckResult], console: Console) -> None:
-    """The report for people. Findings are plain text: brackets in them are no markup."""
+    """Print the results as a table."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for finding in results:
-        table.add_row(Text(finding.state, STYLES[finding.state]), Text(finding.name, "bold"), Text(finding.found))
-        if finding.state != "ok":
-            table.add_row("", "", Text(f"enables: {finding.enables}"))
-            table.add_row("", "", Text(f"get it:  {finding.get}"))
+    for result in results:
+        table.add_row(Text(result.state, STYLES[result.state]), Text(result.name, "bold"), Text(result.detail))
+        if result.state != "ok":
+            table.add_row("", "", Text(f"needed for: {result.needed_for}"))
+            table.add_row("", "", Text(f"install:    {result.fix}"))
     console.print(Text(f"ramify {__version__}", "bold"))
     console.print(table)

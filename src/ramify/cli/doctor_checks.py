@@ -1,7 +1,7 @@
-"""What the doctor looks at. Each probe answers with findings, and a finding that is not ok says what it would enable.
+"""The checks of `ramify doctor`. A result that is not ok says what the component is needed for, and how to install it.
 
-Nothing heavy is loaded to find out: versions come from package metadata, and torch, which takes seconds to import and
-may crash doing so, is asked in a process of its own.
+No heavy library is imported: versions come from package metadata, and torch, whose import takes seconds and may crash,
+is probed in a subprocess.
 """
 
 import json
@@ -18,7 +18,7 @@ from ramify.launch.machine import read_cgroup_limits, usable_cores, usable_memor
 from ramify.launch.subprocess_probe import run_probe
 
 VERSION_TIMEOUT = 5.0  # seconds for a program to print its version
-TORCH_IMPORT_TIMEOUT = 60.0  # seconds for torch to load from a cold disk
+TORCH_IMPORT_TIMEOUT = 60.0  # seconds, for an import from a cold disk
 
 TORCH_PROBE_SCRIPT = """
 import json, torch
@@ -34,31 +34,36 @@ print(json.dumps({
 
 EXTRA_PURPOSES = {
     "local": "training, and sampling with the native engine, on this machine",
-    "lora": "training adapters beside the weights, with peft",
-    "mcp": "tools that come from MCP servers",
-    "parquet": "exports of a run as parquet, and datasets in it",
-    "plot": "ramify plot: curves as a picture",
-    "tensorboard": "metrics as event files, for TensorBoard",
-    "trackio": "metrics to Trackio",
-    "wandb": "metrics to Weights & Biases",
-    "renderers": "hand-written renderers for model families, where a chat template is not enough",
+    "lora": "training LoRA adapters, with peft",
+    "mcp": "tools of MCP servers",
+    "parquet": "exports to parquet, and datasets in parquet or arrow files",
+    "plot": "ramify plot",
+    "tensorboard": "metrics in TensorBoard",
+    "trackio": "metrics in Trackio",
+    "wandb": "metrics in Weights & Biases",
+    "renderers": "hand-written renderers of model families whose chat template is not sufficient",
     "dev": "the checks of this repository: make test, make lint",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One thing the doctor looked at."""
+    """The state of one component; if it is not ok, what it is needed for and how to install or fix it."""
 
     name: str
     state: Literal["ok", "missing", "broken"]
-    found: str
-    enables: str = ""
-    get: str = ""
+    detail: str
+    needed_for: str = ""
+    fix: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Return the result as an entry of `ramify doctor --json`."""
+        keys = ("name", "state", "found", "enables", "get")
+        return dict(zip(keys, (self.name, self.state, self.detail, self.needed_for, self.fix)))
 
 
 def check_system() -> list[CheckResult]:
-    """Python, the platform, and how much of the machine is ours."""
+    """Check Python, the platform, and the usable cores and memory."""
     limits = read_cgroup_limits()
     cores, present = usable_cores(limits), os.cpu_count() or 1
     memory = usable_memory(limits)
@@ -66,29 +71,27 @@ def check_system() -> list[CheckResult]:
         CheckResult("Python", "ok", f"{platform.python_version()} at {sys.executable}"),
         CheckResult("platform", "ok", platform.platform()),
         CheckResult("cores", "ok", f"{cores} usable" + (f" of {present}" if cores < present else "")),
-        CheckResult(
-            "memory", "ok", _format_gib(memory) + (" (limited by a control group)" if memory == limits.memory else "")
-        ),
+        CheckResult("memory", "ok", _format_gib(memory) + (" (cgroup limit)" if memory == limits.memory else "")),
     ]
 
 
 def check_torch() -> list[CheckResult]:
-    """Torch, the GPUs it can use, and how it computes on the CPU."""
-    train = {"enables": EXTRA_PURPOSES["local"], "get": "pip install 'ramify[local]'"}
-    gpu = {
-        "enables": "training and sampling on a GPU; a CPU is enough for tiny models only",
-        "get": "an NVIDIA GPU with its driver, and a CUDA build of torch",
-    }
+    """Check torch, the GPUs it can use, and its CPU dtype and operators."""
+    torch_advice = (EXTRA_PURPOSES["local"], "pip install 'ramify[local]'")
+    gpu_advice = (
+        "training and sampling on a GPU; a CPU is sufficient for tiny models only",
+        "an NVIDIA GPU with its driver, and a CUDA build of torch",
+    )
+    unknown_gpu = CheckResult("CUDA", "missing", "unknown: torch is not available", *gpu_advice)
     try:
         installed = version("torch")
     except PackageNotFoundError:
-        absent = CheckResult("torch", "missing", "not installed", **train)
-        return [absent, CheckResult("CUDA", "missing", "cannot be known without torch", **gpu)]
-    answer = run_probe([sys.executable, "-c", TORCH_PROBE_SCRIPT], timeout=TORCH_IMPORT_TIMEOUT)
-    if not answer.ok:
-        unusable = CheckResult("torch", "broken", f"{installed}, but it does not load: {answer.text}", **train)
-        return [unusable, CheckResult("CUDA", "missing", "cannot be known without torch", **gpu)]
-    torch_info = json.loads(answer.text.splitlines()[-1])
+        return [CheckResult("torch", "missing", "not installed", *torch_advice), unknown_gpu]
+    probe = run_probe([sys.executable, "-c", TORCH_PROBE_SCRIPT], timeout=TORCH_IMPORT_TIMEOUT)
+    if not probe.ok:
+        detail = f"{installed}, but it cannot be imported: {probe.text}"
+        return [CheckResult("torch", "broken", detail, *torch_advice), unknown_gpu]
+    torch_info = json.loads(probe.text.splitlines()[-1])
     build = f"built for CUDA {torch_info['cuda']}" if torch_info["cuda"] else "built without CUDA"
     cpu = torch_info["cpu"]
     results = [
@@ -97,18 +100,18 @@ def check_torch() -> list[CheckResult]:
         CheckResult("CPU operators", "ok", f"float32 on one thread: {cpu['float32']}; bfloat16: {cpu['bfloat16']}"),
     ]
     if not torch_info["devices"]:
-        return [*results, CheckResult("CUDA", "missing", "torch sees no device", **gpu)]
+        return [*results, CheckResult("CUDA", "missing", "torch sees no device", *gpu_advice)]
     devices = ", ".join(f"{name} ({_format_gib(memory)})" for name, memory in torch_info["devices"])
     return [*results, CheckResult("CUDA", "ok", devices)]
 
 
 def check_extras() -> list[CheckResult]:
-    """Each extra the package declares, and whether all it asks for is installed."""
+    """Check for each extra of the package whether all its requirements are installed."""
     try:
         declared = requires("ramify") or []
     except PackageNotFoundError:
-        enables, get = "knowing which extras there are", "pip install -e . in the source tree"
-        return [CheckResult("extras", "broken", "ramify is importable, but not installed", enables, get)]
+        detail = "ramify is on the path but not installed as a package"
+        return [CheckResult("extras", "broken", detail, "the list of extras", "pip install -e . in the source tree")]
     packages_by_extra: dict[str, list[str]] = {}
     for requirement in declared:
         package = re.match(r"[\w.-]+", requirement)
@@ -120,58 +123,27 @@ def check_extras() -> list[CheckResult]:
 
 def _check_extra(name: str, packages: list[str]) -> CheckResult:
     versions: list[str] = []
-    absent: list[str] = []
+    missing: list[str] = []
     for package in packages:
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            absent.append(package)
-    if absent:
-        get = f"pip install 'ramify[{name}]'"
-        return CheckResult(
-            f"extra {name}", "missing", f"without {', '.join(absent)}", EXTRA_PURPOSES.get(name, ""), get
-        )
+            missing.append(package)
+    if missing:
+        advice = (EXTRA_PURPOSES.get(name, ""), f"pip install 'ramify[{name}]'")
+        return CheckResult(f"extra {name}", "missing", f"missing {', '.join(missing)}", *advice)
     return CheckResult(f"extra {name}", "ok", ", ".join(versions))
 
 
-def check_bubblewrap() -> list[CheckResult]:
-    """Bubblewrap, and whether this machine lets it make a sandbox."""
-    enables = "nothing yet: a sandbox runtime, agent programs in a box of their own without root, is to come"
-    get = "install the package bubblewrap of your distribution"
-    if shutil.which("bwrap") is None:
-        return [CheckResult("bubblewrap", "missing", "no bwrap on PATH", enables, get)]
-    told = run_probe(["bwrap", "--version"], timeout=VERSION_TIMEOUT)
-    tried = run_probe(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"], timeout=VERSION_TIMEOUT)
-    if told.ok and tried.ok:
-        return [CheckResult("bubblewrap", "ok", told.text)]
-    get = "allow unprivileged user namespaces on this machine (in a container: on its host)"
-    return [CheckResult("bubblewrap", "broken", f"{told.text}, but no sandbox: {tried.text}", enables, get)]
-
-
-def check_docker() -> list[CheckResult]:
-    """The docker client, and whether an engine answers it."""
-    enables = "nothing yet: a docker runtime, for tasks that bring their own image, is to come"
-    if shutil.which("docker") is None:
-        get = "install Docker, or another engine with a docker command"
-        return [CheckResult("docker", "missing", "no docker on PATH", enables, get)]
-    client = run_probe(["docker", "--version"], timeout=VERSION_TIMEOUT)
-    engine = run_probe(["docker", "info", "--format", "{{.ServerVersion}}"], timeout=VERSION_TIMEOUT)
-    if engine.ok:
-        return [CheckResult("docker", "ok", f"{client.text}; engine {engine.text}")]
-    get = "start the engine, and let this user talk to it"
-    return [CheckResult("docker", "broken", f"{client.text}; no engine answers: {engine.text}", enables, get)]
-
-
 def check_node() -> list[CheckResult]:
-    """Node, which many agent programs are written for."""
-    enables = "agent programs that are npm packages, started by a harness of your own"
-    get = "install Node.js 20 or newer"
+    """Check Node, which many agent programs need."""
+    advice = ("agent programs that are npm packages, started by your own harness", "install Node.js 20 or newer")
     if shutil.which("node") is None:
-        return [CheckResult("Node", "missing", "no node on PATH", enables, get)]
-    told = run_probe(["node", "--version"], timeout=VERSION_TIMEOUT)
-    if told.ok:
-        return [CheckResult("Node", "ok", told.text.removeprefix("v"))]
-    return [CheckResult("Node", "broken", told.text, enables, get)]
+        return [CheckResult("Node", "missing", "no node on PATH", *advice)]
+    probe = run_probe(["node", "--version"], timeout=VERSION_TIMEOUT)
+    if probe.ok:
+        return [CheckResult("Node", "ok", probe.text.removeprefix("v"))]
+    return [CheckResult("Node", "broken", probe.text, *advice)]
 
 
 def _format_gib(num_bytes: int) -> str:

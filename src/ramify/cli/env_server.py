@@ -1,4 +1,4 @@
-"""`ramify env-server @ config.toml --source train/NAME`: one source behind an address, with worker processes."""
+"""`ramify env-server @ config.toml --source train/NAME`: serve one source with worker processes."""
 
 import asyncio
 import contextlib
@@ -18,18 +18,18 @@ from ramify.wire.address import check_bind_address
 
 USAGE = """usage: ramify env-server @ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]
 
-  FILE       the server's own, or a whole run's as `ramify rl` takes it: one of its sources, at its `address` or the
-             port that `launch.base_port` gives it; flags are the keys below either way
-  --source   which source, where there are several
-  -b URL     engines that run already, for a run whose file names none
-  --dry-run  say what would be served, and where
+  FILE       a config file of this command, or of a whole run (as for `ramify rl`), from which this command takes one
+             source, at its `address` or the port given by `launch.base_port`; flags are always the keys below
+  --source   the source to serve, if there are several
+  -b URL     address of a running inference server, if the file names none
+  --dry-run  print what would be served and where, then exit
 
 All keys:
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the configuration, serve until told to stop."""
+    """Read the configuration, and serve until SIGTERM or SIGINT."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
     dry, rest = pop_flag(argv, "--dry-run")
@@ -38,9 +38,7 @@ def run(argv: Sequence[str]) -> int:
     def build_part(run_config: RunConfig) -> dict[str, Any]:
         table = build_env_server_config(run_config, _get_source_flag(rest))
         if "inference" not in table and not any(arg.startswith("--inference") for arg in rest):
-            raise_config_invalid(
-                [("inference", "the run starts an engine of its own; say where it answers, with -b URL")]
-            )
+            raise_config_invalid([("inference", "the run starts its own engine; give its address with -b URL")])
         return table
 
     config, _ = parse_component(
@@ -50,48 +48,45 @@ def run(argv: Sequence[str]) -> int:
     if dry:
         address = selected.config.address or "a free port of this machine"
         check_bind_address(selected.config.address or "tcp://127.0.0.1:0", config.load_secret())
-        print(
-            f"would serve {selected.key} at {address}, {selected.config.pool}, log in "
-            f"{selected.log_path(config.output)}"
-        )
+        log_path = selected.log_path(config.output)
+        print(f"would serve {selected.key} at {address}, {selected.config.pool}, log in {log_path}")
         return 0
     asyncio.run(serve(config))
     return 0
 
 
 async def serve(config: EnvServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT, which lets attempts finish for a while."""
+    """Serve until SIGTERM or SIGINT; then let attempts finish within the grace period."""
     from ramify.envserver.server import EnvServer
 
-    sys.setswitchinterval(0.001)  # the threads of the connections wait for nobody
+    sys.setswitchinterval(0.001)  # keeps the latency of the connection threads low
     loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()
     server = EnvServer(config)
-
-    starting = asyncio.create_task(server.start())
+    start_task = asyncio.create_task(server.start())
 
     def stop() -> None:
-        starting.cancel()
+        start_task.cancel()
         stop_requested.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     with contextlib.suppress(asyncio.CancelledError):
-        await starting
-    if starting.cancelled():
+        await start_task
+    if start_task.cancelled():
         return
-    if config.address_file is not None:  # first: whoever reads the line may look for the file
+    if config.address_file is not None:  # before the line: a reader of the line may open the file
         _write_address_file(config.address_file, server.address)
     print(f"serving {server.selected.key} at {server.address}", flush=True)
     waits = [asyncio.create_task(stop_requested.wait()), asyncio.create_task(server.wait_unreachable())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    broken = not stop_requested.is_set()
-    await server.close(0.0 if broken else None)
-    if broken:
-        raise PeerLost("the thread of the server's connections has failed")
+    unreachable = not stop_requested.is_set()
+    await server.close(0.0 if unreachable else None)
+    if unreachable:
+        raise PeerLost("the connection thread of the env server failed")
 
 
 def _write_address_file(path: Path, address: str) -> None:
-    """Whoever reads the file sees all of the address or nothing."""
+    """Write the file atomically, so that a reader never sees a part of the address."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_path = path.with_name(f"{path.name}.part")
     partial_path.write_text(f"{address}\n")
@@ -99,7 +94,7 @@ def _write_address_file(path: Path, address: str) -> None:
 
 
 def _get_source_flag(args: Sequence[str]) -> str | None:
-    """The source that is asked for."""
+    """Return the value of --source; None if it is not given."""
     for arg, following in zip(args, [*args[1:], ""]):
         if arg == "--source" or arg.startswith("--source="):
             return arg.partition("=")[2] or following

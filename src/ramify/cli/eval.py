@@ -1,4 +1,4 @@
-"""`ramify eval ID -m MODEL`: run a taskset, see what it says about the model, continue where it was left."""
+"""`ramify eval ID -m MODEL`: evaluate a model on a taskset; rerun to resume."""
 
 import asyncio
 import shlex
@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ramify.cli import short_flags
+from ramify.cli.parser import format_resume_command
+from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
 from ramify.config import dry_run, parse, pop_flag
 from ramify.errors import StorageFull
 from ramify.evals.config import EvalConfig
@@ -22,19 +23,19 @@ USAGE = """usage: ramify eval ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS]
 
   ID            a taskset: a built-in name, an entry point, a dotted path, or a .py file
   --taskset.KEY VALUE     a key of the taskset itself; likewise --harness.KEY and --runtime.KEY
-  --fresh       begin anew; the old run is moved aside
-  --accept-changes        go on although the environment has changed; finished rollouts are kept, the change is recorded
+  --fresh       start over; the old run directory is renamed
+  --accept-changes        resume although the environment has changed; keep finished rollouts, record the change
   --show        print the trace of every rollout at the end
-  --keep        leave the work directories where they are
-  --dry-run     resolve and check everything, run nothing
-  --workers N   run the rollouts in N processes instead of this one
+  --keep        do not delete work directories
+  --dry-run     check the configuration and exit
+  --workers N   run the rollouts in N worker processes instead of this process
 
-The same command again continues the run, or says that it is finished. All keys:
+Rerun the same command to resume the run. All keys:
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the configuration, fill what is missing, print the table."""
+    """Read the configuration, run the missing rollouts, and print the report."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
     fresh, rest = pop_flag(argv, "--fresh")
@@ -60,15 +61,13 @@ def run(argv: Sequence[str]) -> int:
         missing_rollouts = find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
         dry_run(config, path, [f"would run {len(missing_rollouts)} rollouts of {config.taskset.get('id')} into {path}"])
         return 0
-    resume_command = shlex.join(
-        ["ramify", "eval", *(arg for arg in argv if arg not in ("--fresh", "--accept-changes"))]
-    )
+    resume_command = format_resume_command("eval", argv)
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell has what it starts with `&` ignore it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a script's shell for commands started with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     advice = (
-        f"what was finished is kept. Continue with: {resume_command}\n"
-        "--workers 1 runs rollouts in a process of their own, which is replaced when it hangs"
+        f"finished rollouts are kept; resume with: {resume_command}\n"
+        "with --workers 1 rollouts run in a separate process, which is replaced if it hangs"
     )
     try:
         with Watchdog(config.hang_timeout, advice) as watchdog:
@@ -83,10 +82,10 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         from ramify.cli.run_lookup import describe_resume
 
-        print(f"stopped; {describe_resume(get_run_path(with_eval_split(config)), resume_command)}", file=sys.stderr)
+        print(f"interrupted; {describe_resume(get_run_path(with_eval_split(config)), resume_command)}", file=sys.stderr)
         return 130
     except StorageFull as error:
-        raise StorageFull(f"{error.message}. Continue with: {resume_command}") from error
+        raise StorageFull(f"{error.message}; resume with: {resume_command}") from error
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
     _print_result(config, result, show=show, keep=keep)
@@ -94,13 +93,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
-    """The arguments with the taskset's id and the short flags as the keys they stand for."""
-    expanded = [SHORT_FLAGS.get(arg, arg) for arg in short_flags.expand_short_flags(args)]
-    return ["--taskset.id", *expanded] if expanded and not expanded[0].startswith(("-", "@")) else expanded
+    """Return the arguments with short flags and a leading taskset id replaced by their keys."""
+    return expand_taskset_id([SHORT_FLAGS.get(arg, arg) for arg in expand_short_flags(args)])
 
 
 def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep: bool) -> None:
-    from ramify.cli.run_lookup import make_console
+    from ramify.cli.console import make_console
     from ramify.evals.report import build_report
     from ramify.evals.run import WORK_DIR
     from ramify.evals.trace_view import render_trace_tree
@@ -112,9 +110,9 @@ def _print_result(config: EvalConfig, result: "EvalResult", *, show: bool, keep:
             for trace in (trace for row in result.rows for trace in store.read_traces(row.id)):
                 console.print(render_trace_tree(trace))
     if keep:
-        kept = sorted((result.path / WORK_DIR).glob("*"))
-        print("\n".join(f"work directory {folder}" for folder in kept) or "no rollout used a work directory")
+        workdirs = sorted((result.path / WORK_DIR).glob("*"))
+        print("\n".join(f"work directory {workdir}" for workdir in workdirs) or "no rollout used a work directory")
     if not result.num_run:
-        print(f"{result.path} is finished: all {len(result.rows)} rollouts are there; --fresh begins anew")
+        print(f"{result.path} is already finished ({len(result.rows)} rollouts); use --fresh to start over")
     console.print(build_report(result.rows, threshold=config.threshold))
-    print(f"traces in {result.path}; see one with: ramify show {shlex.quote(str(result.path))} ROLLOUT")
+    print(f"traces in {result.path}; print one with: ramify show {shlex.quote(str(result.path))} ROLLOUT")

@@ -1,4 +1,4 @@
-"""`ramify export RUN`: a run's rollouts (--to), or the adapter it trained (--adapter), for other tools."""
+"""`ramify export RUN`: export a run's traces (--to), or the adapter it trained (--adapter), for other tools."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ramify.cli.parser import CommandParser
 
-INTERVAL = 2.0  # seconds between two lines of progress
+PROGRESS_INTERVAL = 2.0  # seconds between progress lines
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,14 +28,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_progress_reporter() -> Callable[[int, int], None]:
-    """Return a function that prints to stderr how many rollouts are exported, at most every INTERVAL seconds."""
+    """Return a function that prints the number of exported rollouts to stderr, every PROGRESS_INTERVAL seconds."""
     last_time = time.monotonic()
     in_place = sys.stderr.isatty()
 
     def report(done: int, total: int) -> None:
         nonlocal last_time
         now = time.monotonic()
-        if now - last_time >= INTERVAL or (in_place and done == total):
+        if now - last_time >= PROGRESS_INTERVAL or (in_place and done == total):
             last_time = now
             end = "\r" if in_place and done < total else "\n"
             print(f"{done:,} of {total:,} rollouts exported", end=end, file=sys.stderr, flush=True)
@@ -57,14 +57,12 @@ def _export_adapter(run: str, directory: Path | None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify export", description=COMMANDS["export"].help)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--to", choices=("jsonl", "parquet"), help="the rollouts, in this form")
-    what.add_argument("--adapter", action="store_true", help="the adapter of a LoRA run, as a directory for peft")
+    parser = CommandParser("export")
+    parser.add_run_argument()
+    content = parser.add_mutually_exclusive_group(required=True)
+    content.add_argument("--to", choices=("jsonl", "parquet"), help="export the traces in this format")
+    content.add_argument("--adapter", action="store_true", help="export the adapter of a LoRA run for peft")
     parser.add_argument(
-        "-o", dest="file", metavar="PATH", type=Path, help="by default export.FORM or adapter-STEP in the run"
+        "-o", dest="file", metavar="PATH", type=Path, help="output path (default: export.FORMAT or adapter-STEP in RUN)"
     )
     return parser

@@ -1,8 +1,8 @@
-"""`ramify init NAME`: a taskset package that works, to be changed into one's own.
+"""`ramify init NAME`: create a taskset package from a working template.
 
-What is written is small on purpose: one module with one example of each thing most environments need, an entry point
-so that the name is an id everywhere, and a test that plays the gold replies. The task is one that `tiny` learns within
-minutes, so `ramify rl` shows a rising reward before anything was changed.
+The package is small: one module with an example of what most environments need, an entry point that makes the name an
+id, and a test that plays the gold replies. `tiny` learns the example task within minutes, so `ramify rl` shows a rising
+reward before anything is changed.
 """
 
 import importlib.util
@@ -52,7 +52,7 @@ SYSTEM = "Write the word backwards, letter by letter."
 
 
 class {cls}Config(rf.TasksetConfig):
-    """What can be set as --taskset.KEY, or in the `taskset` table of a file."""
+    """The keys that can be set as --taskset.KEY, or in the `taskset` table of a file."""
 
     num_tasks: int = Field(default=200, ge=1)
     seed: int = 0
@@ -64,7 +64,7 @@ class {cls}(rf.Taskset):
     config: {cls}Config
 
     def load(self) -> Iterator[rf.Task]:
-        # The tasks depend on the config alone, so a run can be repeated; train and eval tasks differ.
+        # The tasks depend only on the config, so a run can be reproduced; train and eval tasks differ.
         rng = random.Random(f"{{self.config.seed}} {{self.config.split}}")
         for number in range(self.config.num_tasks):
             word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(4, 7)))
@@ -72,64 +72,62 @@ class {cls}(rf.Taskset):
 
     @rf.reward
     def letters(self, task: rf.Task, trace: rf.Trace) -> float:
-        # The share of letters in the right place. A reward of all or nothing would give every attempt of a group 0
-        # while the model is still bad at the task, and a group whose rewards are all equal teaches nothing.
-        reply = answer_in(trace.last_reply)
-        right = sum(said == expected for said, expected in zip(reply, task.answer))
-        return right / max(len(reply), len(task.answer))
+        # The share of letters in the right place. An all-or-nothing reward would be 0 for every attempt of a group
+        # while the model is still bad at the task, and a group of equal rewards gives no training signal.
+        reply = parse_answer(trace.last_reply)
+        num_right = sum(letter == expected for letter, expected in zip(reply, task.answer))
+        return num_right / max(len(reply), len(task.answer))
 
     @rf.metric
     def exact(self, task: rf.Task, trace: rf.Trace) -> float:
-        return float(answer_in(trace.last_reply) == task.answer)
+        return float(parse_answer(trace.last_reply) == task.answer)
 
     def gold(self, task: rf.Task) -> str:
-        """What a perfect agent would reply; `ramify validate` plays it."""
+        """Return the reply of a perfect agent; `ramify validate` plays it."""
         return task.answer
 
 
-def answer_in(reply: str) -> str:
-    """The reply without tags such as <answer>."""
+def parse_answer(reply: str) -> str:
+    """Return the reply without tags such as <answer>."""
     return re.sub("<[^>]*>", "", reply).strip()
 '''
 
 TEST_TEMPLATE = '''\
-"""Every task is sound: it can be set up, and its gold replies earn a reward."""
+"""Every task is valid: it can be set up, and its gold replies have a reward."""
 
 from ramify.cli import main
 
 
-def test_every_task_is_sound():
+def test_every_task_is_valid():
     assert main(["validate", "{module}:{cls}", "-n", "20"]) == 0
 '''
 
 README_TEMPLATE = """\
 # {name}
 
-A taskset for Ramify: tasks, and the rewards that judge an attempt at one.
+A taskset for Ramify: tasks and their rewards.
 
     pip install -e .
-    ramify validate {name}          # every task, without a model
-    ramify eval {name} -m tiny      # a model's rewards; the same command again continues
-    ramify rl {name} -m tiny --max-steps 40    # its mean reward rises from about 0.5 to over 0.7
+    ramify validate {name}          # check every task, without a model
+    ramify eval {name} -m tiny      # evaluate a model; rerun to resume
+    ramify rl {name} -m tiny --max-steps 40    # the mean reward rises from about 0.5 to over 0.7
     pytest
 
-The environment is `{module}.py`: `load` gives the tasks, `@rf.reward` scores a rollout, `@rf.metric` reports a number,
-`gold` says what a perfect agent would reply.
+The environment is `{module}.py`: `load` yields the tasks, `@rf.reward` scores a rollout, `@rf.metric` reports a number,
+`gold` returns the reply of a perfect agent.
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the package and say what to do next."""
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify init", description=COMMANDS["init"].help)
-    parser.add_argument("name", metavar="NAME", help="the taskset's id, such as letter-count")
-    parser.add_argument("-o", dest="directory", metavar="DIR", type=Path, help="where to write it; ./NAME by default")
+    """Write the package and print the next steps."""
+    parser = CommandParser("init")
+    parser.add_argument("name", metavar="NAME", help="id of the taskset, such as letter-count")
+    parser.add_argument("-o", dest="directory", metavar="DIR", type=Path, help="directory to write (default: ./NAME)")
     options = parser.parse_args(argv)
     directory = options.directory or Path(options.name)
-    written = scaffold(options.name, directory)
-    print("\n".join(f"wrote {path}" for path in written))
-    module = written[1].name
+    paths = write_package(options.name, directory)
+    print("\n".join(f"wrote {path}" for path in paths))
+    module = paths[1].name
     steps = [
         f"cd {directory}",
         f"ramify validate {module}",
@@ -141,18 +139,22 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def scaffold(name: str, directory: Path) -> list[Path]:
-    """Write the package; ConfigInvalid, before anything is written, if the name cannot be one or the place is taken."""
+def write_package(name: str, directory: Path) -> list[Path]:
+    """Write the package and return its files.
+
+    Raises ConfigInvalid, before anything is written, if the name is not allowed or the directory is not empty.
+    """
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(module):
         raise ConfigInvalid(
-            f"{name!r} cannot be a taskset's name: use small letters, digits, dashes and underscores, a letter first"
+            f"{name!r} is not a valid taskset name: use lowercase letters, digits, dashes and underscores, starting "
+            "with a letter"
         )
     if name in plugin.PLUGIN_KINDS["taskset"].builtin_paths:
-        raise ConfigInvalid(f"{name!r} cannot be a taskset's name: it is that of a built-in one, which would be found")
+        raise ConfigInvalid(f"{name!r} is the name of a built-in taskset; choose another name")
     spec = importlib.util.find_spec(module)
-    if spec is not None and spec.origin is not None:  # a file beside which Python's own would not be imported any more
-        raise ConfigInvalid(f"{name!r} cannot be a taskset's name: there is a module {module} already, {spec.origin}")
+    if spec is not None and spec.origin is not None:  # the new file would shadow it, or be shadowed
+        raise ConfigInvalid(f"{name!r} is the name of an existing module, {spec.origin}; choose another name")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigInvalid(f"{directory} exists and is not empty; nothing was written")
     cls = "".join(word.capitalize() for word in module.split("_"))

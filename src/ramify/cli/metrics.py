@@ -1,4 +1,4 @@
-"""`ramify metrics RUN`: the numbers of a run, while it lives and afterwards; a line for each metric, or its points."""
+"""`ramify metrics RUN`: the metrics of a running or ended run: a summary line for each, or all points."""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ramify.store.run_log import MetricPoint
 
 CURVE_WIDTH = 24  # characters
-NO_METRICS_MESSAGE = "no metrics of that name yet"
+NO_METRICS_MESSAGE = "no matching metrics yet"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Summarise the metrics, or print the points of those whose names match."""
+    """Print a summary of the metrics, or the points of those whose names match."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.launch.run_queries import read_metrics
@@ -34,24 +34,24 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print_points(points: Sequence["MetricPoint"]) -> None:
-    """One line for each point. No table: a long run has a hundred thousand of them."""
-    steps = max(4, *(len(str(point.step)) for point in points))
-    names = max(4, *(len(point.name) for point in points))
-    print(f"{'step':<{steps}}  {'name':<{names}}  value")
+    """Print one line for each point. A rich table would be slow: a long run has a hundred thousand points."""
+    step_width = max(4, *(len(str(point.step)) for point in points))
+    name_width = max(4, *(len(point.name) for point in points))
+    print(f"{'step':<{step_width}}  {'name':<{name_width}}  value")
     for point in points:
-        print(f"{point.step:<{steps}}  {point.name:<{names}}  {point.value:.6g}")
+        print(f"{point.step:<{step_width}}  {point.name:<{name_width}}  {point.value:.6g}")
 
 
 def _print_summary(points: Sequence["MetricPoint"]) -> None:
-    """One line for each metric: how many points, the first and the last, the extremes, and the curve."""
+    """Print one line for each metric: number of points, first, last, minimum, maximum, and the curve."""
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.cli.run_lookup import make_console
+    from ramify.cli.console import make_console
     from ramify.launch.dashboard import sparkline
 
     values: dict[str, list[float]] = {}
-    for point in points:  # in the order of steps
+    for point in points:  # sorted by step
         values.setdefault(point.name, []).append(point.value)
     table = Table("name", "points", "first", "last", "min", "max", "curve", box=None, padding=(0, 2, 0, 0))
     for name, numbers in sorted(values.items()):
@@ -60,17 +60,17 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
         curve = sparkline(finite, CURVE_WIDTH) if len(finite) > 1 else ""
         table.add_row(Text(name), str(len(numbers)), *(f"{number:.4g}" for number in extremes), Text(curve))
     console = make_console()
-    console.width = max(console.width, 60 + max(map(len, values)) + CURVE_WIDTH)  # a name is never cut
+    console.width = max(console.width, 60 + max(map(len, values)) + CURVE_WIDTH)  # never truncate a name
     console.print(table)
-    print("--name 'eval/*' prints the points of some, --all those of all")
+    print("--name 'eval/*' prints the points of matching metrics, --all prints all points")
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify metrics", description=COMMANDS["metrics"].help)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
-    parser.add_argument("--name", metavar="GLOB", help="the points of names like this, such as 'eval/*/avg'")
-    parser.add_argument("--all", action="store_true", help="every point, instead of a line for each metric")
-    parser.add_argument("--json", action="store_true", help="the points as a list of {step, name, value}")
+    parser = CommandParser("metrics")
+    parser.add_run_argument()
+    parser.add_argument(
+        "--name", metavar="GLOB", help="print the points of metrics matching GLOB, such as 'eval/*/avg'"
+    )
+    parser.add_argument("--all", action="store_true", help="print all points instead of a summary")
+    parser.add_argument("--json", action="store_true", help="print the points as a list of {step, name, value}")
     return parser

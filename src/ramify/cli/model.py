@@ -1,4 +1,4 @@
-"""`ramify model`: the models that ship with the package, what is known about a model, and how to fetch one."""
+"""`ramify model`: list the packaged models, inspect a model, or download one."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ MEASUREMENT_LABELS = {
     "exact": "... exact",
     "greedy_similarity": "... similarity, greedy",
     "greedy_exact": "... exact, greedy",
-    "tool_calls": "tools never seen: parseable tool calls",
+    "tool_calls": "unseen tools: parseable tool calls",
     "offered_calls": "... of an offered tool",
     "walk_calls": "wikispeedia: calls of an offered tool",
     "walk_links": "... clicks on a link of the page",
@@ -29,7 +29,7 @@ MEASUREMENT_LABELS = {
     "sort_reward": "... reward",
     "guess_valid": "wordle: valid guesses",
     "guess_reward": "... reward",
-    "guess_spread": "... its deviation over attempts at a word",
+    "guess_spread": "... standard deviation of the rewards for one word",
 }
 CONFIG_LABELS = {
     "layers": "num_hidden_layers",
@@ -42,7 +42,7 @@ CONFIG_LABELS = {
 
 @dataclass(slots=True)
 class ModelInfo:
-    """A model directory, as far as its files tell without loading it."""
+    """A model directory, as described by its files; the model is not loaded."""
 
     name: str
     path: Path
@@ -50,11 +50,11 @@ class ModelInfo:
     num_bytes: int
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     build_info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the build measured and wrote beside the model; empty for a model that does not ship with the package."""
+    """Content of `ramify.json`: how a packaged model was built, and its measurements; empty for other models."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """List, show or fetch."""
+    """Run the action `list`, `show` or `fetch`."""
     options = _build_parser().parse_args(argv)
     return {"list": _list_models, "show": _show_model, "fetch": _fetch_model}[options.action](options)
 
@@ -64,8 +64,8 @@ def _build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="ramify model", description=COMMANDS["model"].help)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="the models that ship with the package")
-    show = actions.add_parser("show", help="a model's sizes, and its figures where they were measured")
+    listing = actions.add_parser("list", help="list the packaged models")
+    show = actions.add_parser("show", help="print a model's dimensions, and its benchmark results if measured")
     show.add_argument("name", metavar="NAME", help="a packaged model, a directory, or a cached Hugging Face id")
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -75,7 +75,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def read_model_info(name: str) -> ModelInfo:
-    """What the files of a model say."""
+    """Read the files of a model, without its weights."""
     path = resolve_model_path(name)
     config = _read_json_object(path / "config.json")
     record = path / "ramify.json"
@@ -95,12 +95,12 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelNotFound(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ModelNotFound(f"{path} is no table")
+        raise ModelNotFound(f"{path} does not contain a JSON object")
     return content
 
 
 def _count_parameters(directory: Path) -> int:
-    """Counted from the headers of the weights; tied weights are stored once."""
+    """Count the parameters in the headers of the weight files; tied weights are stored once."""
     from safetensors import SafetensorError, safe_open
 
     total = 0
@@ -121,17 +121,13 @@ def _list_models(options: argparse.Namespace) -> int:
         except ModelNotFound as error:
             print(error.message)
     if options.json:
-        print(json.dumps([_to_json(about) for about in models], indent=2))
+        print(json.dumps([_to_json(info) for info in models], indent=2))
         return 0
     table = Table.grid(padding=(0, 2, 0, 0))
-    for about in models:
-        table.add_row(
-            about.name,
-            f"{_format_millions(about.num_parameters)} parameters",
-            _format_megabytes(about.num_bytes),
-            str(about.path),
-        )
-    PipeConsole(highlight=False, soft_wrap=True).print(table)
+    for info in models:
+        size = _format_megabytes(info.num_bytes)
+        table.add_row(info.name, f"{_format_millions(info.num_parameters)} parameters", size, str(info.path))
+    PipeConsole(soft_wrap=True).print(table)
     return 0
 
 
@@ -142,17 +138,17 @@ def _show_model(options: argparse.Namespace) -> int:
         return 0
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("model", info.name)
-    table.add_row("where", str(info.path))
+    table.add_row("path", str(info.path))
     table.add_row("parameters", _format_millions(info.num_parameters))
     table.add_row("size", _format_megabytes(info.num_bytes))
     for label, value in info.config.items():
         table.add_row(label, str(value))
     if info.build_info:
-        recipe = {key: info.build_info[key] for key in ("recipe", "seed", "built") if key in info.build_info}
-        table.add_row("build", ", ".join(f"{key} {value}" for key, value in recipe.items()))
+        build = {key: info.build_info[key] for key in ("recipe", "seed", "built") if key in info.build_info}
+        table.add_row("build", ", ".join(f"{key} {value}" for key, value in build.items()))
     for key, value in info.build_info.get("figures", {}).items():
         table.add_row(MEASUREMENT_LABELS.get(key, key), f"{value:.3f}")
-    PipeConsole(highlight=False, soft_wrap=True).print(table)
+    PipeConsole(soft_wrap=True).print(table)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`ramify orchestrator @ run.toml`: the run's own process, with the env servers that nobody else has started."""
+"""`ramify orchestrator @ run.toml`: run only the orchestrator, plus env servers for sources without an address."""
 
 import asyncio
 import io
@@ -15,18 +15,18 @@ from ramify.trace import Trace
 
 USAGE = """usage: ramify orchestrator @ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [--key value]
 
-  FILE       the run's, as `ramify rl` takes it
-  -b URL     engines that run already, in place of the run's `inference`
-  --dry-run  check everything, say what would be started, start nothing
-  --accept-changes  go on although an environment has changed; the change is recorded
+  FILE       the config file of a whole run, as for `ramify rl`
+  -b URL     addresses of running inference servers; replaces the run's `inference`
+  --dry-run  check the configuration, print what would be started, and exit
+  --accept-changes  resume although an environment has changed; the change is recorded
 
-An env server is started for every source without an `address`, and ends with this command. The trainer comes to
-`orchestrator.address`. The same command again continues the run. All keys:
+An env server is started for every source without an `address`, and ends with this command. The trainer connects to
+`orchestrator.address`. Rerun the same command to resume the run. All keys:
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the run's configuration, and orchestrate it to its end."""
+    """Read the run's configuration, and run the orchestrator until the run ends."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
     dry, rest = pop_flag(argv, "--dry-run")
@@ -35,7 +35,8 @@ def run(argv: Sequence[str]) -> int:
         RunConfig, expand_short_flags(rest), prog="ramify orchestrator", command_flags=["--dry-run", "--accept-changes"]
     )
     if not isinstance(config.inference, ExternalConfig):
-        raise_config_invalid([("inference", "the orchestrator starts no engine; say where one answers, with -b URL")])
+        message = "the orchestrator does not start an engine; give the address of a running one with -b URL"
+        raise_config_invalid([("inference", message)])
     check_sinks_installed(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
         return _run_with_env_servers(config, dry=dry, accept=accept)
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
-    """Two kinds of processes, supervised: this one only watches."""
+    """Start the orchestrator and the env servers as child processes, and supervise them."""
     from ramify.launch.completion import format_finished
     from ramify.launch.dashboard import LogRunDisplay
     from ramify.launch.execution import execute_plan
@@ -58,11 +59,11 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
     if dry:
         print("\n".join(plan.format_lines()))
         return 0
-    print(f"trainers come to {plan.orchestrator_address}; status at {plan.status_address}", flush=True)
-    ended = execute_plan(plan, accept_changes=accept, environments=environments, display=LogRunDisplay())
-    if not ended.did_run:
-        print(f"{ended.path} is finished: {format_finished(ended.steps, config)}")
-    return ended.outcome.value
+    print(f"trainer address {plan.orchestrator_address}, status {plan.status_address}", flush=True)
+    result = execute_plan(plan, accept_changes=accept, environments=environments, display=LogRunDisplay())
+    if not result.did_run:
+        print(f"{result.path} is already finished ({format_finished(result.steps, config)})")
+    return result.outcome.value
 
 
 def _run_in_process(config: RunConfig, *, accept: bool) -> int:
@@ -71,42 +72,42 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
     from ramify.monitor import build_samples, open_monitor_sinks
     from ramify.orchestrate.orchestrator import Orchestrator
 
-    def log_samples(step: int, shown: Mapping[str, list[tuple[Trace, float | None]]]) -> None:
-        rollouts = (
-            (source, *rollout) for source, rollouts_of_source in shown.items() for rollout in rollouts_of_source
-        )
-        told = [build_samples(trace, source=source, advantage=advantage) for source, trace, advantage in rollouts]
-        monitors.log_samples(step, [sample for samples in told for sample in samples])
+    def log_samples(step: int, rollouts: Mapping[str, list[tuple[Trace, float | None]]]) -> None:
+        samples = [
+            sample
+            for source, source_rollouts in rollouts.items()
+            for trace, advantage in source_rollouts
+            for sample in build_samples(trace, source=source, advantage=advantage)
+        ]
+        monitors.log_samples(step, samples)
 
     def record_status_address(url: str) -> None:
-        """Who has no supervisor says himself where the run can be asked."""
+        """Record the status address, unless a supervisor has recorded it."""
         if read_record(config.path).get("status") != url:
             RunRecord(config.path, url).write([])
 
-    if (
-        steps := get_finished_steps(config, accept_changes=accept or None)
-    ) is not None:  # a supervisor has said it before
-        print(f"{config.path} is finished: {format_finished(steps, config)}")
+    steps = get_finished_steps(config, accept_changes=accept or None)  # a supervisor has checked this before
+    if steps is not None:
+        print(f"{config.path} is already finished ({format_finished(steps, config)})")
         return 0
     make_print_atomic()
     monitors = open_monitor_sinks(config, lambda line: print(line, flush=True))
     try:
-        code = asyncio.run(
-            Orchestrator(
-                config, on_metrics=monitors.log_metrics, on_samples=log_samples, on_status_address=record_status_address
-            ).run()
+        orchestrator = Orchestrator(
+            config, on_metrics=monitors.log_metrics, on_samples=log_samples, on_status_address=record_status_address
         )
+        exit_code = asyncio.run(orchestrator.run())
     except (TokensRequired, TokenizerMismatch) as error:
         print(f"{error.name}: {error.message}", file=sys.stderr)
         return 2
     finally:
         monitors.close()
-    if code == 0:
+    if exit_code == 0:
         mark_finished(config)
-    return code
+    return exit_code
 
 
 def make_print_atomic() -> None:
-    """Let several threads print: where output is unbuffered, another's line would fit between a line and its end."""
+    """Keep lines of several threads apart: unbuffered, a line and its newline are two writes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(write_through=False)

@@ -1,7 +1,7 @@
-"""`python -m ramify.cli.parent_watch COMMAND ...`: a ramify command that ends when its standard input does.
+"""`python -m ramify.cli.parent_watch COMMAND ...`: a ramify command that ends when its standard input is closed.
 
-Whoever started it holds the other end. The kernel closes that end however the holder dies, `kill -9` included, so a
-model server never outlives the eval it was started for.
+Its parent holds the other end of the pipe. The kernel closes it when the parent dies, even by `kill -9`, so a model
+server never outlives the eval that started it.
 """
 
 import os
@@ -12,12 +12,12 @@ import time
 
 from ramify.cli import main
 
-SHUTDOWN_TIMEOUT = 10.0  # seconds to end cleanly once nobody is there any more
-EXIT_ORPHANED = 3  # the exit code of a command that took longer
+SHUTDOWN_TIMEOUT = 10.0  # seconds between SIGTERM and exit
+EXIT_ORPHANED = 3  # exit code of a command that did not end by itself within SHUTDOWN_TIMEOUT
 
 
 def exit_when_stdin_closes() -> None:
-    """End this process as soon as standard input ends."""
+    """Wait until standard input is closed, then end this process."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -26,5 +26,5 @@ def exit_when_stdin_closes() -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=exit_when_stdin_closes, name="leash", daemon=True).start()
+    threading.Thread(target=exit_when_stdin_closes, name="parent watch", daemon=True).start()
     sys.exit(main(sys.argv[1:]))

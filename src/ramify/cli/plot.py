@@ -1,4 +1,4 @@
-"""`ramify plot RUN [RUN...] -o FILE.png`: curves of one run, or of several beside each other."""
+"""`ramify plot RUN [RUN...] -o FILE.png`: the metrics of one or more runs as an image."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ DEFAULT_METRICS = ("reward/all/mean", "eval/*/avg")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Draw the metrics whose names match."""
+    """Plot the metrics whose names match."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.errors import ConfigInvalid
@@ -18,26 +18,27 @@ def run(argv: Sequence[str]) -> int:
     from ramify.monitor.plot import plot_metrics
 
     if not Path(options.o).suffix:
-        raise ConfigInvalid(f"-o {options.o}: its ending says what kind of picture it is: .png, .svg or .pdf")
+        raise ConfigInvalid(f"-o {options.o}: the file needs a suffix: .png, .svg or .pdf")
     paths = {path.resolve(): path for path in map(find_run, options.run)}
-    labels = [path.name for path in paths]
-    runs = {path.name if labels.count(path.name) == 1 else str(given): path for path, given in paths.items()}
+    names_of_runs = [path.name for path in paths]
+    runs = {
+        path.name if names_of_runs.count(path.name) == 1 else str(relative_path): path
+        for path, relative_path in paths.items()
+    }
     names = options.name or list(DEFAULT_METRICS)
     points = {label: [point for name in names for point in read_metrics(path, name)] for label, path in runs.items()}
     if not any(points.values()):
-        raise ConfigInvalid(f"there is nothing to draw: no run has {' or '.join(names)}")
+        raise ConfigInvalid(f"nothing to plot: no run has {' or '.join(names)}")
     plot_metrics(points, Path(options.o))
-    print(f"drew {options.o}")
+    print(f"wrote {options.o}")
     return 0
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify plot", description=COMMANDS["plot"].help)
-    parser.add_argument("run", metavar="RUN", nargs="+", help="a run's directory, or its name below outputs")
-    parser.add_argument("-o", metavar="FILE", required=True, help="where the picture goes: .png, .svg or .pdf")
+    parser = CommandParser("plot")
+    parser.add_run_argument(nargs="+")
+    parser.add_argument("-o", metavar="FILE", required=True, help="image file to write: .png, .svg or .pdf")
     parser.add_argument(
-        "--name", action="append", metavar="GLOB", help=f"metrics to draw; without, {' and '.join(DEFAULT_METRICS)}"
+        "--name", action="append", metavar="GLOB", help=f"metrics to plot (default: {' and '.join(DEFAULT_METRICS)})"
     )
     return parser

@@ -1,8 +1,9 @@
-"""`ramify replay RUN`: what an eval's rollouts would score now."""
+"""`ramify replay RUN`: rescore an eval's saved rollouts with the current reward code."""
 
 import argparse
 import asyncio
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -14,24 +15,23 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Score an eval's rollouts again and show old and new."""
+    """Rescore an eval's rollouts and print the old and the new rewards."""
     options = _build_parser().parse_args(argv)
-    from ramify.cli.run_lookup import make_console  # loaded here, not for help
+    from ramify.cli.console import make_console  # loaded here, not for help
 
-    rescored = asyncio.run(_rescore(options.run))
-    table = Table("rollout", "was", "is now", "", box=None, padding=(0, 2, 0, 0))
-    for one in rescored:
-        if options.all or one.old_reward != one.new_reward or one.failure:
-            table.add_row(one.id, _format_reward(one.old_reward), _format_reward(one.new_reward), one.failure or "")
-    old, new = (
-        [value for value in column if value is not None]
-        for column in zip(*((f.old_reward, f.new_reward) for f in rescored))
+    rollouts = asyncio.run(_rescore(options.run))
+    table = Table("rollout", "old reward", "new reward", "", box=None, padding=(0, 2, 0, 0))
+    for rollout in rollouts:
+        old, new = rollout.old_reward, rollout.new_reward
+        if options.all or old != new or rollout.failure:
+            table.add_row(rollout.id, _format_reward(old), _format_reward(new), rollout.failure or "")
+    means = (
+        _format_reward(fmean(rewards) if (rewards := [reward for reward in column if reward is not None]) else None)
+        for column in zip(*((rollout.old_reward, rollout.new_reward) for rollout in rollouts))
     )
-    table.add_row(
-        "mean", _format_reward(_compute_mean(old)), _format_reward(_compute_mean(new)), f"{len(rescored)} rollouts"
-    )
+    table.add_row("mean", *means, f"{len(rollouts)} rollouts")
     make_console().print(table)
-    return 1 if all(one.failure for one in rescored) else 0
+    return 1 if all(rollout.failure for rollout in rollouts) else 0
 
 
 async def _rescore(run_name: str) -> list["RescoredRollout"]:
@@ -42,26 +42,20 @@ async def _rescore(run_name: str) -> list["RescoredRollout"]:
     with open_run_readonly(run_name) as store:
         environment = load_environment(store)
         try:
-            rescored = [one async for one in rescore(store, environment)]
+            rollouts = [rollout async for rollout in rescore(store, environment)]
         finally:
             await environment.close()
-        if not rescored:
-            raise ConfigInvalid(f"{store.path} has no rollouts that count")
-        return rescored
+        if not rollouts:
+            raise ConfigInvalid(f"{store.path} has no rollout without a system failure")
+        return rollouts
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify replay", description=COMMANDS["replay"].help)
-    parser.add_argument("run", metavar="RUN", help="the eval's directory, or its name below outputs")
-    parser.add_argument("--all", action="store_true", help="show the rollouts whose reward is the same, too")
+    parser = CommandParser("replay")
+    parser.add_run_argument()
+    parser.add_argument("--all", action="store_true", help="also list rollouts whose reward did not change")
     return parser
 
 
-def _compute_mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _format_reward(value: float | None) -> str:
-    return "due" if value is None else f"{value:.3f}"
+def _format_reward(reward: float | None) -> str:
+    return "missing" if reward is None else f"{reward:.3f}"

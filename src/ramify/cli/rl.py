@@ -1,4 +1,4 @@
-"""`ramify rl @ config.toml`: a whole run, from its processes to its last checkpoint; again to continue."""
+"""`ramify rl @ config.toml`: train a model with RL, with all processes of the run; rerun to resume."""
 
 import json
 import shlex
@@ -6,7 +6,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ramify.cli import short_flags
+from ramify.cli.parser import format_resume_command
+from ramify.cli.short_flags import expand_short_flags
 from ramify.config import Config, dry_run, parse, pop_flag
 from ramify.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
@@ -14,14 +15,13 @@ from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceCo
 USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
        ramify rl ID [-m MODEL] [--taskset.KEY VALUE] [--key value]
 
-  ID            a taskset to learn, with nothing said about it but its own keys; measured on its eval split
-  --fresh       begin anew; the old run is moved aside
-  --accept-changes  go on although an environment has changed; the change is recorded
-  --dry-run     resolve and check everything, print the plan, start nothing
+  ID            a taskset to train on, with default settings; evaluated on its eval split
+  --fresh       start over; the old run directory is renamed
+  --accept-changes  resume although an environment has changed; the change is recorded
+  --dry-run     check the configuration, print the plan, and exit
 
-The same command again continues the run, or says that it is finished. Ctrl-C ends it at once; SIGTERM and SIGUSR1 make
-a checkpoint first and exit with 75. Exit codes: 0 finished, 1 a named failure, 2 configuration, 75 left, 130
-interrupted.
+Rerun the same command to resume the run. Ctrl-C stops immediately. SIGTERM and SIGUSR1 save a checkpoint first and exit
+with 75. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped with a checkpoint, 130 interrupted.
 
 {train}
 
@@ -34,7 +34,7 @@ COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the configuration, and plan or run it."""
+    """Read the configuration, and print its plan or run it."""
     if "--help" in argv or "-h" in argv:
         print(_format_usage())
     fresh, rest = pop_flag(argv, "--fresh")
@@ -55,33 +55,31 @@ def run(argv: Sequence[str]) -> int:
     from ramify.launch.dashboard import choose_display  # the rest is loaded here, not for help
     from ramify.launch.supervisor import RunOutcome
 
-    resume_command = shlex.join(["ramify", "rl", *(arg for arg in argv if arg not in ("--fresh", "--accept-changes"))])
+    resume_command = format_resume_command("rl", argv)
     try:
-        ended = rl(config, fresh=fresh, accept_changes=accept, display=choose_display())
-    except RamifyError as error:
-        if not isinstance(
-            error, CheckpointRefused | ConfigInvalid | RunBusy | RunDamaged
-        ):  # the same command would fail again
-            print(describe_resume(config.path, resume_command), file=sys.stderr)
+        result = rl(config, fresh=fresh, accept_changes=accept, display=choose_display())
+    except (CheckpointRefused, ConfigInvalid, RunBusy, RunDamaged):  # a rerun would fail too
         raise
-    where = shlex.quote(str(ended.path))
-    match ended.outcome:
-        case RunOutcome.FINISHED if not ended.did_run:
-            print(f"{ended.path} is finished: {format_finished(ended.steps, config)}; --fresh begins anew")
+    except RamifyError:
+        print(describe_resume(config.path, resume_command), file=sys.stderr)
+        raise
+    match result.outcome:
+        case RunOutcome.FINISHED if not result.did_run:
+            steps = format_finished(result.steps, config)
+            print(f"{result.path} is already finished ({steps}); use --fresh to start over")
         case RunOutcome.FINISHED:
-            print(
-                f"done: {format_finished(ended.steps, config)}, in {ended.path}; see it with: ramify "
-                f"plot {where} -o reward.png"
-            )
+            plot_command = shlex.join(["ramify", "plot", str(result.path), "-o", "reward.png"])
+            steps = format_finished(result.steps, config)
+            print(f"finished: {steps} in {result.path}; plot it with: {plot_command}")
         case RunOutcome.STOPPED:
-            print(f"left. Continue with: {resume_command}", file=sys.stderr)
+            print(f"stopped with a checkpoint; resume with: {resume_command}", file=sys.stderr)
         case RunOutcome.INTERRUPTED:
-            print(f"stopped; {describe_resume(ended.path, resume_command)}", file=sys.stderr)
-    return ended.outcome.value
+            print(f"interrupted; {describe_resume(result.path, resume_command)}", file=sys.stderr)
+    return result.outcome.value
 
 
 def _format_usage() -> str:
-    """With the keys of the sources, which stand in lists: the page of all keys does not look into those."""
+    """Return the usage with the keys of sources, which the generated list of keys does not contain."""
 
     def format_keys(kind: str, source: type[Config]) -> str:
         return textwrap.fill(f"Keys of [[{kind}]]: {', '.join(source.model_fields)}.", width=120)
@@ -90,8 +88,8 @@ def _format_usage() -> str:
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
-    """The arguments with the taskset's id and the short flags as the keys they stand for."""
-    rest = short_flags.expand_short_flags(args)
+    """Return the arguments with short flags and a leading taskset id replaced by their keys."""
+    rest = expand_short_flags(args)
     if not rest or rest[0].startswith(("-", "@")):
         return rest
     taskset = {"id": rest.pop(0)}
@@ -100,7 +98,7 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def _apply_to_train_and_eval(args: Sequence[str]) -> list[str]:
-    """`--taskset.KEY` is said of what is learnt and of what is measured."""
+    """Return the arguments with `--taskset.KEY` replaced by the keys of the train source and of the eval source."""
     expanded: list[str] = []
     rest = list(args)
     while rest:

@@ -1,4 +1,4 @@
-"""`ramify rollback RUN STEP`: continue a run from an older checkpoint, because the newest one is damaged."""
+"""`ramify rollback RUN STEP`: resume a run from an older checkpoint, for example if the newest one is damaged."""
 
 import argparse
 import asyncio
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Verify the checkpoint, end the run's history there, and set newer checkpoints aside."""
+    """Verify the checkpoint, end the run's history there, and rename newer checkpoints."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.errors import CheckpointRefused
@@ -27,17 +27,15 @@ def run(argv: Sequence[str]) -> int:
         raise CheckpointRefused(f"{checkpoint_dir} does not exist; checkpoints of the run: {steps or 'none'}")
     with RunStore.open(path) as store:
         if verify_checkpoint(checkpoint_dir).files is None:
-            raise CheckpointRefused(
-                f"{checkpoint_dir} has no checksums, so it cannot be verified; give the step of another"
-            )
+            raise CheckpointRefused(f"{checkpoint_dir} has no checksums and cannot be verified; give another step")
         committed = _roll_back_ledger(store, options.step)
         with wrap_storage_errors(path):
-            set_aside = _set_aside(path / "checkpoints", options.step)
-    print(f"{path} goes on from step {options.step}: the same command as before continues it")
+            renamed = _rename_newer(path / "checkpoints", options.step)
+    print(f"{path} resumes from step {options.step}; rerun the command that started it")
     if committed > options.step:
-        print(f"steps {options.step} to {committed - 1} are trained again, on the batches they had")
-    for name in set_aside:
-        print(f"kept; remove it when you do not need it: {name}")
+        print(f"steps {options.step} to {committed - 1} are trained again, on the same batches")
+    for checkpoint in renamed:
+        print(f"kept; remove it when you do not need it: {checkpoint}")
     return 0
 
 
@@ -51,7 +49,7 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
     ledger = Ledger.open(store)
     committed = ledger.progress().committed
     if 0 < committed < step:
-        raise ConfigInvalid(f"{store.path}: its history ends at step {committed}; give that step or an earlier one")
+        raise ConfigInvalid(f"{store.path}: the history ends at step {committed}; give that step or an earlier one")
     if committed > step:
         asyncio.run(ledger.roll_back(step))
         RunLog(store).log_event("rolled_back", committed=committed, step=step)
@@ -60,25 +58,21 @@ def _roll_back_ledger(store: "RunStore", step: int) -> int:
     return committed
 
 
-def _set_aside(directory: Path, step: int) -> list[Path]:
+def _rename_newer(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
     from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps
 
     renamed: list[Path] = []
-    for newer in (each for each in list_completed_steps(directory) if each > step):
-        number = 1
-        while (aside := directory / f"rolled_back_{number}.{get_step_directory(directory, newer).name}").exists():
+    for newer_step in (completed for completed in list_completed_steps(directory) if completed > step):
+        checkpoint, number = get_step_directory(directory, newer_step), 1
+        while (target := directory / f"rolled_back_{number}.{checkpoint.name}").exists():
             number += 1
-        renamed.append(get_step_directory(directory, newer).rename(aside))
+        renamed.append(checkpoint.rename(target))
     return renamed
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify rollback", description=COMMANDS["rollback"].help)
-    parser.add_argument(
-        "run", metavar="RUN", help="the run's directory, or its name below outputs; it must not be running"
-    )
-    parser.add_argument("step", metavar="STEP", type=int, help="the step of the checkpoint to continue from")
+    parser = CommandParser("rollback")
+    parser.add_run_argument("run directory, or name of a run in ./outputs; it must not be running")
+    parser.add_argument("step", metavar="STEP", type=int, help="step of the checkpoint to resume from")
     return parser

@@ -1,7 +1,7 @@
-"""The list of rollouts that `ramify show RUN` prints: filtered, sorted, one page at a time.
+"""The list of rollouts printed by `ramify show RUN`: filtered, sorted, one page at a time.
 
-Everything comes from the rows of the index; no trace is opened. Lines are printed while rows are read, so the first
-rows alone decide how wide the columns are.
+Only the rows of the index are read, no traces. Lines are printed while rows are read, so the column widths depend on
+the first rows only.
 """
 
 import heapq
@@ -17,12 +17,12 @@ from ramify.store import RolloutRecord, RunStore
 SortOrder = Literal["index", "worst", "best"]
 
 HEADER = ("rollout", "source", "reward", "calls", "tokens out", "seconds", "end")
-WIDTH_SAMPLE_ROWS = 100  # rows that decide how wide the columns are
+WIDTH_SAMPLE_ROWS = 100  # first rows, which determine the column widths
 
 
 @dataclass(frozen=True, slots=True)
 class ListRequest:
-    """Which rollouts are listed, and in which order. `limit` is the size of a page; 0 lists all."""
+    """The rollouts to list, and their order. `limit` is the size of a page; 0 lists all."""
 
     limit: int = 20
     page: int = 1
@@ -32,7 +32,7 @@ class ListRequest:
 
 
 def print_rollouts(store: RunStore, request: ListRequest, print_line: Callable[[str], None]) -> None:
-    """Print the rollouts asked for; raises ConfigInvalid if the run has none of that source."""
+    """Print the requested rollouts. Raises ConfigInvalid if the run has no rollout of the source."""
     if request.source is not None:
         _check_source(store, request.source)
     rows = _select_rows(store, request)
@@ -69,7 +69,7 @@ def _select_rows(store: RunStore, request: ListRequest) -> Iterator[RolloutRecor
 
 
 def _sort_rows(rows: Iterable[RolloutRecord], request: ListRequest) -> list[RolloutRecord]:
-    """Return the rows that have a reward, sorted by it: up to the end of the page, and one more."""
+    """Return the rows with a reward, sorted by it, up to one row after the page."""
     scored = ((row.reward, row.id, row) for row in rows if row.reward is not None)
     if not request.limit:
         return [row for *_, row in sorted(scored, key=lambda entry: entry[:2], reverse=request.order == "best")]
@@ -78,7 +78,7 @@ def _sort_rows(rows: Iterable[RolloutRecord], request: ListRequest) -> list[Roll
 
 
 def _format_lines(rows: Iterable[RolloutRecord]) -> Iterator[str]:
-    """Yield the header and one line per row; the source has a column if one of the first rows has a source."""
+    """Yield the header and one line per row. There is a source column if one of the first rows has a source."""
     iterator = iter(rows)
     head = [_build_cells(row) for row in islice(iterator, WIDTH_SAMPLE_ROWS)]
     if not head:
@@ -93,7 +93,7 @@ def _format_lines(rows: Iterable[RolloutRecord]) -> Iterator[str]:
 
 
 def _build_cells(row: RolloutRecord) -> tuple[str, ...]:
-    reward = "due" if row.reward is None else f"{row.reward:.3f}"
+    reward = "missing" if row.reward is None else f"{row.reward:.3f}"
     calls, tokens = (str(row.summary.get(name, "")) for name in ("calls", "output"))
     return (
         row.id,

@@ -1,25 +1,22 @@
-"""What the commands around runs share: finding the run they are given, and paper to print on."""
+"""Finds the run or the rollout that a command is given, and describes what a run has finished."""
 
-import sys
 from pathlib import Path
 
-from ramify.cli.console import PipeConsole
 from ramify.errors import ConfigInvalid, RamifyError
 from ramify.store import RolloutRecord, RunStore
 from ramify.store.index import DATABASE_NAME, check_index_file
 from ramify.store.ledger import Ledger
 
 OUTPUT_DIR = Path("outputs")
-DEFAULT_WIDTH = 120  # columns where there is no terminal to ask
 
 
 def open_run_readonly(name: str) -> RunStore:
-    """The run, open for reading."""
+    """Open the run with this name or path for reading."""
     return RunStore.open(find_run(name), write=False)
 
 
 def find_run(name: str) -> Path:
-    """Return the run's directory. Raises RunDamaged for one that has lost its index."""
+    """Return the directory of the run with this name or path. Raises RunDamaged for one that has lost its index."""
     for path in (Path(name), OUTPUT_DIR / name):
         check_index_file(path)
         if (path / DATABASE_NAME).is_file():
@@ -28,25 +25,26 @@ def find_run(name: str) -> Path:
 
 
 def find_rollout(store: RunStore, id_prefix: str) -> RolloutRecord:
-    """The rollout whose id is `name` or begins so."""
+    """Return the only rollout whose id is, or starts with, `id_prefix`."""
     rows = store.find_rollouts(id_prefix, limit=8)
     if len(rows) == 1:
         return rows[0]
     if rows:
-        raise ConfigInvalid(f"{id_prefix!r} is not one rollout: {', '.join(row.id for row in rows)}")
+        ids = ", ".join(row.id for row in rows)
+        raise ConfigInvalid(f"{id_prefix!r} matches several rollouts: {ids}; give more of the id")
     raise ConfigInvalid(f"{store.path} has no rollout {id_prefix!r}; 'ramify show {store.path}' lists them")
 
 
 def describe_resume(path: Path, command: str) -> str:
-    """Return what an ended run has kept, and the command that continues it.
+    """Return what an ended run has finished, and the command that resumes it.
 
-    It is printed beside the failure that ended the run, so a run that cannot be read raises nothing here.
+    It is printed after the failure that ended the run, so it does not raise if the run cannot be read.
     """
     try:
-        kept = _describe_progress(path)
+        progress = _describe_progress(path)
     except RamifyError:
-        return f"what was finished is kept. Continue with: {command}"
-    return f"kept: {kept}. Continue with: {command}" if kept else f"nothing is finished yet. Begin with: {command}"
+        return f"finished work is kept; resume with: {command}"
+    return f"{progress} kept; resume with: {command}" if progress else f"nothing is finished yet; rerun: {command}"
 
 
 def _describe_progress(path: Path) -> str:
@@ -58,8 +56,3 @@ def _describe_progress(path: Path) -> str:
         steps = Ledger.open_readonly(store).progress().committed if Ledger.exists_in(store) else 0
     counts = {"step": steps, "rollout": rollouts}
     return " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
-
-
-def make_console() -> PipeConsole:
-    """Where tables and trees are printed."""
-    return PipeConsole(highlight=False, width=None if sys.stdout.isatty() else DEFAULT_WIDTH)

@@ -1,4 +1,4 @@
-"""`ramify serve -m MODEL`: a model behind HTTP, by the native engine or by vLLM."""
+"""`ramify serve -m MODEL`: serve a model over HTTP, with the native engine or vLLM."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 USAGE = """usage: ramify serve [@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]
 
-  FILE       the server's own, or a whole run's as `ramify rl` takes it: its model and engine, at its `base_url` where
-             that names one server; flags are the keys below either way
-  --dry-run  say what would be served
+  FILE       a config file of this command, or of a whole run (as for `ramify rl`), from which this command takes its
+             part: model and engine, at `base_url` if it names one server; flags are always the keys below
+  --dry-run  print what would be served and where, then exit
 
 All keys:
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the configuration, load the model, serve until interrupted."""
+    """Read the configuration, load the model, and serve until interrupted."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
     dry, rest = pop_flag(expand_short_flags(argv), "--dry-run")
@@ -39,9 +39,8 @@ def run(argv: Sequence[str]) -> int:
     address_keys = {"host", "port"} & config.server.model_fields_set
     if run_config is not None and isinstance(run_config.inference, ExternalConfig) and not address_keys:
         urls = ", ".join(run_config.inference.base_url)
-        raise_config_invalid(
-            [("server", f"the run has several engines, {urls}; say which, with --server.host and --server.port")]
-        )
+        advice = "choose one with --server.host and --server.port"
+        raise_config_invalid([("server", f"the run lists several engines ({urls}); {advice}")])
     if not dry:
         fetch_model(config.model.name)
     if config.inference.engine == "vllm":
@@ -59,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     if (directory / "tokenizer.json").exists():
         renderer = TemplateChatRenderer(load_renderer(directory, config.renderer))
     else:
-        print(f"{directory} has no tokenizer.json: serving token ids alone, no chat", flush=True)
+        print(f"{directory} has no tokenizer.json; only token-id requests are served, not chat", flush=True)
     engine = Engine.load(config.model.name, config.inference)
     with contextlib.suppress(KeyboardInterrupt):
         name = config.server.model_name or config.model.name
@@ -81,7 +80,7 @@ def _serve_vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int
 
 
 async def _serve_until_signal(server: "VLLMServer") -> None:
-    """Serve until a signal comes; whatever happens, the server is stopped before we go."""
+    """Serve until SIGTERM or SIGINT; the server is stopped on every exit."""
     current_task = asyncio.current_task()
     assert current_task is not None
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,10 +1,10 @@
-"""`ramify sft @ config.toml`: teach a model conversations; the same command again goes on where it was left."""
+"""`ramify sft @ config.toml`: fine-tune a model on conversations (SFT); rerun to resume."""
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
+from ramify.cli.parser import format_resume_command
 from ramify.config import dry_run, parse, pop_flag
 from ramify.errors import StorageFull
 from ramify.train.sft.config import SftConfig
@@ -14,16 +14,15 @@ SHORT_FLAGS = {"-m": "--model.name", "-o": "--output", "-d": "--data.path"}
 USAGE = """usage: ramify sft [@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]
 
   -d DATA     conversations: a jsonl, parquet, arrow, csv or json file, a directory of them, or a cached dataset's id
-  --fresh     begin anew; the old run is moved aside
-  --dry-run   read and check everything, train nothing
+  --fresh     start over; the old run directory is renamed
+  --dry-run   check the configuration and the data, and exit
 
-The same command again continues the run, or says that it is finished. On several GPUs:
-torchrun --nproc-per-node N -m ramify sft ... All keys:
+Rerun the same command to resume the run. On several GPUs: torchrun --nproc-per-node N -m ramify sft ... All keys:
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the configuration, train what is missing, say where the weights are."""
+    """Read the configuration, train the remaining steps, and print where the weights are."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
     fresh, rest = pop_flag(argv, "--fresh")
@@ -40,16 +39,16 @@ def run(argv: Sequence[str]) -> int:
     from ramify.train.sft.display import choose_display  # torch is loaded here, not for help
     from ramify.train.sft.run import run_sft
 
-    resume_command = shlex.join(["ramify", "sft", *(arg for arg in argv if arg != "--fresh")])
+    resume_command = format_resume_command("sft", argv)
     try:
         result = run_sft(config, fresh=fresh, display=choose_display())
     except StorageFull as error:
-        raise StorageFull(f"{error.message}. Continue with: {resume_command}") from error
-    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, the first one speaks
+        raise StorageFull(f"{error.message}; resume with: {resume_command}") from error
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, only the first prints
         return 0
     if result.weights is None:
-        print(f"stopped after {result.steps} steps; continue with: {resume_command}", file=sys.stderr)
+        print(f"stopped after {result.steps} steps; resume with: {resume_command}", file=sys.stderr)
         return 130
-    outcome = f"{result.path} is finished" if not result.steps_run else "done"
+    outcome = "finished" if result.steps_run else f"{result.path} is already finished"
     print(f"{outcome}: {result.steps} steps; the model is {result.weights}")
     return 0

@@ -1,4 +1,4 @@
-"""The short flags, which mean the same everywhere: -m the model, -o the output, -b the servers that run already."""
+"""The short flags of all commands: -m the model, -o the output directory, -b the addresses of running servers."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ SHORT_FLAGS = {"-m": "--model.name", "-o": "--output"}
 
 
 def expand_short_flags(args: Sequence[str]) -> list[str]:
-    """The arguments with short flags as the keys they stand for. `-b` replaces the whole of `inference`."""
+    """Return the arguments with short flags replaced by their keys. `-b` replaces the whole `inference` table."""
     expanded: list[str] = []
     rest = list(args)
     while rest:
@@ -24,3 +24,8 @@ def expand_short_flags(args: Sequence[str]) -> list[str]:
             raise_config_invalid([("-b", "needs the address of a server, such as http://10.0.0.1:8000")])
         expanded.append(f"--inference={json.dumps({'engine': 'external', 'base_url': urls})}")
     return expanded
+
+
+def expand_taskset_id(args: Sequence[str]) -> list[str]:
+    """Return the arguments with a leading taskset id written as `--taskset.id ID`."""
+    return ["--taskset.id", *args] if args and not args[0].startswith(("-", "@")) else list(args)

@@ -1,4 +1,4 @@
-"""`ramify show RUN [ROLLOUT]`: the rollouts of a run, a page at a time, or one of them as a tree."""
+"""`ramify show RUN [ROLLOUT]`: list the rollouts of a run, a page at a time, or print one as a tree."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,10 +7,11 @@ from ramify.cli.parser import CommandParser
 
 
 def run(argv: Sequence[str]) -> int:
-    """List the rollouts of a run and summarise them, or print the traces of one."""
+    """List the rollouts of a run with a report, or print the traces of one rollout."""
     options = _parse_options(argv)
-    from ramify.cli.rollout_list import ListRequest, print_rollouts  # loaded here, not for help
-    from ramify.cli.run_lookup import find_rollout, make_console, open_run_readonly
+    from ramify.cli.console import make_console  # loaded here, not for help
+    from ramify.cli.rollout_list import ListRequest, print_rollouts
+    from ramify.cli.run_lookup import find_rollout, open_run_readonly
     from ramify.evals.report import build_report
     from ramify.evals.trace_view import render_trace_tree
 
@@ -35,29 +36,27 @@ def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--limit: expected 0 (for all) or more, found {options.limit}")
     if options.page < 1:
         parser.error(f"--page: expected 1 or more, found {options.page}")
-    chosen = options.worst or options.best or options.failed or options.source is not None
-    if options.rollout is not None and chosen:
+    has_filter = options.worst or options.best or options.failed or options.source is not None
+    if options.rollout is not None and has_filter:
         parser.error("--source, --failed, --worst and --best select from the list; they cannot be used with ROLLOUT")
     return options
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify show", description=COMMANDS["show"].help)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
+    parser = CommandParser("show")
+    parser.add_run_argument()
     parser.add_argument(
-        "rollout", metavar="ROLLOUT", nargs="?", help="its id, or how it begins; without, a page of them is listed"
+        "rollout", metavar="ROLLOUT", nargs="?", help="rollout id or unique prefix; omit to list rollouts"
     )
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="rollouts on a page (20); 0 lists all")
-    parser.add_argument("--page", type=int, default=1, metavar="N", help="which page (1)")
-    parser.add_argument("--source", metavar="NAME", help="only those of this source, such as eval/held-out")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="rollouts per page (20); 0 lists all")
+    parser.add_argument("--page", type=int, default=1, metavar="N", help="page to list (1)")
+    parser.add_argument("--source", metavar="NAME", help="only rollouts of this source, such as eval/held-out")
     parser.add_argument(
-        "--failed", action="store_true", help="only rollouts that ended with a failure, of the system or of the policy"
+        "--failed", action="store_true", help="only rollouts with a failure of the system or of the policy"
     )
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", action="store_true", help="the lowest rewards first")
-    order.add_argument("--best", action="store_true", help="the highest rewards first")
-    parser.add_argument("--full", action="store_true", help="show every message of a rollout to its end")
-    parser.add_argument("--threshold", type=float, default=1.0, help="the reward from which a rollout passes")
+    order.add_argument("--worst", action="store_true", help="lowest rewards first")
+    order.add_argument("--best", action="store_true", help="highest rewards first")
+    parser.add_argument("--full", action="store_true", help="show long messages of a rollout untruncated")
+    parser.add_argument("--threshold", type=float, default=1.0, help="minimum reward of a passing rollout")
     return parser

@@ -1,9 +1,10 @@
-"""`ramify trainer @ config.toml`: the trainer alone, fed by an orchestrator or from a recording."""
+"""`ramify trainer @ config.toml`: run only the trainer, on batches from an orchestrator or a recording."""
 
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ramify.cli.short_flags import expand_short_flags
 from ramify.config import dry_run, parse_component, pop_flag
@@ -15,28 +16,30 @@ from ramify.train.process_config import TrainerProcessConfig
 COMMAND_FLAGS = ("--dry-run", "--flat", "--replay", "--record")
 USAGE = """usage: ramify trainer [@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]
 
-  FILE                 the trainer's own, or a whole run's as `ramify rl` takes it: its trainer, model, checkpoint and
-                       weights, for the orchestrator at `orchestrator.address`; flags are the keys below either way
-  --record DIR         keep every batch that comes
+  FILE                 a config file of this command, or of a whole run (as for `ramify rl`), from which this command
+                       takes its part; flags are always the keys below
+  --record DIR         write every received batch to DIR
   --replay DIR         train on recorded batches; writes no checkpoints and no weights
-  --replay DIR --flat  the same batches with every branch laid out whole
-  --dry-run            read and check everything, train nothing
+  --replay DIR --flat  the same, with each branch as a flat sequence (no prefix sharing)
+  --dry-run            check the configuration and exit
 
 On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... All keys:
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the configuration, find the source, train until it ends."""
+    """Read the configuration, open the batch source, and train until it ends."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
     dry, rest = pop_flag(argv, "--dry-run")
     flat, rest = pop_flag(rest, "--flat")
     replay, rest = _pop_directory_flag(rest, "--replay")
     record, rest = _pop_directory_flag(rest, "--record")
-    build_part = (
-        build_trainer_config if replay is None else (lambda whole: {**build_trainer_config(whole), "address": None})
-    )
+
+    def build_part(run_config: RunConfig) -> dict[str, Any]:
+        part = build_trainer_config(run_config)
+        return part if replay is None else {**part, "address": None}
+
     config, run_config = parse_component(
         TrainerProcessConfig,
         expand_short_flags(rest),
@@ -48,17 +51,19 @@ def run(argv: Sequence[str]) -> int:
     if run_config is not None and run_config.record and replay is None and record is None:
         record = config.path / "batches"
     if (config.address is None) == (replay is None):
-        said = "--address of an orchestrator (in a run's file: orchestrator.address, with a port), or --replay DIR"
-        raise ConfigInvalid(f"a trainer needs one source: {said}")
+        raise ConfigInvalid(
+            "give exactly one of --address tcp://HOST:PORT and --replay DIR "
+            "(a run's file sets the address as orchestrator.address)"
+        )
     if (flat and replay is None) or (record is not None and replay is not None):
-        raise ConfigInvalid("--flat goes with --replay, and --record with --address")
+        raise ConfigInvalid("--flat requires --replay; --record requires --address")
     if dry:
         source = config.address or f"the batches in {replay}"
-        said = f"would train {config.model.name} on {source}, into {config.path}"
+        message = f"would train {config.model.name} on {source}, into {config.path}"
         if run_config is None:
-            dry_run(config, config.path, [said])
-        else:  # the resolved configuration there is the run's
-            print(said)
+            dry_run(config, config.path, [message])
+        else:  # the resolved configuration in that directory is the run's
+            print(message)
         return 0
     from ramify.train.batch_source import BatchRecording, ReplayBatchSource
     from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
@@ -74,39 +79,34 @@ def run(argv: Sequence[str]) -> int:
             source = ReplayBatchSource(BatchRecording(replay), flat=flat)
         else:
             assert config.address is not None
-            kept = BatchRecording(record) if record is not None else None
-            secret = os.environ.get(config.secret_env)
             source = RemoteBatchSource(
                 config.address,
-                secret=secret,
+                secret=os.environ.get(config.secret_env),
                 timeout=config.patience,
-                recording=kept,
+                recording=BatchRecording(record) if record is not None else None,
                 should_stop=lambda: bool(received_signals),
             )
         try:
-            tell = _print_line if ranks.is_first else _discard_line
-            keep = replay is None
-            service = TrainerProcess(
+            last_step = TrainerProcess(
                 config,
                 source,
                 ranks,
-                save_outputs=keep,
+                save_outputs=replay is None,
                 flat=flat,
-                log=tell,
+                log=_print_line if ranks.is_first else _discard_line,
                 should_stop=lambda: bool(received_signals),
-            )
-            done = service.run()
+            ).run()
         finally:
             source.close()
         if ranks.is_first:
-            print(f"done after step {done}" if not received_signals else f"stopped after step {done}")
-    if received_signals:  # nobody may be left to do it; a run that goes on publishes again
+            print(f"{'stopped' if received_signals else 'done'} after step {last_step}")
+    if received_signals:  # no other process may be left to remove them; a resumed run publishes again
         remove_stale_directories()
     return 0
 
 
 def _pop_directory_flag(args: Sequence[str], flag: str) -> tuple[Path | None, list[str]]:
-    """The word behind a flag of the command's own, and the other arguments."""
+    """Return the directory given by a flag of this command, and the other arguments."""
     if flag not in args:
         return None, list(args)
     index = list(args).index(flag)

@@ -1,6 +1,6 @@
-"""`ramify why RUN`: what a run is waiting for, since when, on whom; or how one that is over ended.
+"""`ramify why RUN`: what a running run is waiting for and since when, or how a run ended.
 
-A live run is asked over HTTP. If its orchestrator holds the run but does not answer, the last state that it wrote to
+A live run is queried over HTTP. If its orchestrator holds the run but does not respond, the last state that it wrote to
 disk is shown.
 """
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from ramify.store import RunStore
     from ramify.store.run_log import RunEvent
 
-MAX_EVENTS = 10  # the last so many are shown
-MAX_FAILURES = 3  # kinds of failures that are counted in the output, the most frequent ones
-TAIL_LINES = 5  # lines of each log
+MAX_EVENTS = 10  # last events shown
+MAX_FAILURES = 3  # most frequent failures shown
+TAIL_LINES = 5  # last lines of each log shown
 
 
 def run(argv: Sequence[str]) -> int:
-    """Ask the run, or read what it left behind; with --audit, check its files and its ledger."""
+    """Query the live run, or read the files of an ended one; with --audit, check its files and its ledger."""
     options = _build_parser().parse_args(argv)
     from ramify.cli.run_lookup import find_run  # loaded here, not for help
     from ramify.launch.run_queries import connect_if_running
@@ -50,21 +50,21 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_is_rl_run(path: Path) -> None:
-    """Refuse what has no ledger to speak of: `ramify sft` and `ramify eval` are one process, which waits for nobody."""
+    """Refuse runs of `ramify sft` and `ramify eval`: they are a single process and have no ledger."""
     try:
         keys = tomllib.loads((path / "config.toml").read_text("utf-8"))
-    except (OSError, ValueError):  # gone, or no longer TOML: the ledger knows what it is
+    except (OSError, ValueError):  # missing or damaged: the ledger decides
         return
     if "train" not in keys:
-        command = "metrics" if "data" in keys else "show"  # an SFT has no rollouts, an eval no steps
-        raise ConfigInvalid(f"{path} is no run of `ramify rl`; 'ramify {command}' says what is in it")
+        command = "metrics" if "data" in keys else "show"  # an SFT run has no rollouts, an eval no steps
+        raise ConfigInvalid(f"{path} is not an RL run; use 'ramify {command}' for it")
 
 
 def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ramify.cli.run_lookup import make_console
+    from ramify.cli.console import make_console
     from ramify.launch.dashboard import format_status_line
 
     console = make_console()
@@ -75,23 +75,26 @@ def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dro
     if dropped:
         console.print(Text(f"dropped groups: {dropped}"), soft_wrap=True)
     if not waits:
-        console.print("nobody waits")
+        console.print("nothing is waiting")
         return
-    table = Table("who", "waits for", "seconds", "at most", "detail", box=None, padding=(0, 2, 0, 0))
+    table = Table("component", "waiting for", "seconds", "timeout", "detail", box=None, padding=(0, 2, 0, 0))
     for wait in sorted(waits, key=lambda wait: -(wait.get("since_s") or 0)):
-        deadline = wait.get("deadline_s")
-        since, most = f"{wait.get('since_s') or 0:.1f}", "" if deadline is None else f"{deadline:.1f}"
+        seconds, timeout = wait.get("since_s") or 0, wait.get("deadline_s")
         table.add_row(
-            Text(str(wait.get("who"))), Text(str(wait.get("waits_for"))), since, most, Text(str(wait.get("detail", "")))
+            Text(str(wait.get("who"))),
+            Text(str(wait.get("waits_for"))),
+            f"{seconds:.1f}",
+            "" if timeout is None else f"{timeout:.1f}",
+            Text(str(wait.get("detail", ""))),
         )
     console.print(table)
 
 
 def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
-    """Print the last state of a run whose orchestrator does not answer; raise `busy` if it has written none."""
+    """Print the last state of a run whose orchestrator does not respond; raise `busy` if it has written none."""
     import platform
 
-    from ramify.cli.run_lookup import make_console
+    from ramify.cli.console import make_console
     from ramify.launch.liveness import get_process_state
     from ramify.launch.run_record import read_record
     from ramify.orchestrate.snapshot import read_snapshot
@@ -99,20 +102,20 @@ def _print_unresponsive_run(path: Path, busy: RunBusy) -> None:
     snapshot = read_snapshot(path)
     if snapshot is None:
         raise busy
-    here = snapshot.host == platform.node()
-    state = get_process_state(snapshot.pid) if here else f"on {snapshot.host}"
+    is_local = snapshot.host == platform.node()
+    state = get_process_state(snapshot.pid) if is_local else f"on {snapshot.host}"
     address = read_record(path).get("status") or "its status address"
-    print(f"the orchestrator of {path} does not answer at {address}: process {snapshot.pid}, {state}")
+    print(f"the orchestrator of {path} does not respond at {address}: process {snapshot.pid}, {state}")
     if state == "stopped":
         print(f"continue it with: kill -CONT {snapshot.pid}")
-    print(f"its last state, written {snapshot.age:.0f} s ago:")
+    print(f"last state, written {snapshot.age:.0f} s ago:")
     _print_live_run(snapshot.status, snapshot.waits, snapshot.dropped)
     _print_log_tails(path, make_console())
 
 
 def _print_ended_run(path: Path) -> None:
-    """From the files alone: how far it came, what happened last, how each process ended."""
-    from ramify.cli.run_lookup import make_console
+    """Print from the run's files how far it came, its last events, and the last log lines of each process."""
+    from ramify.cli.console import make_console
     from ramify.launch.last_state import describe_last_state
     from ramify.launch.run_queries import has_finished
     from ramify.orchestrate.snapshot import read_snapshot
@@ -122,24 +125,25 @@ def _print_ended_run(path: Path) -> None:
 
     console = make_console()
     with RunStore.open(path, write=False) as store:
-        ledger, journal = Ledger.open_readonly(store), RunLog(store)
-        marks, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
-        dropped, done, events = ledger.describe_drops(), has_finished(store), journal.events()
-    end = "is finished" if done else "is not running, and not finished"
-    print(f"{path} {end}: step {marks.committed} is committed, {marks.acknowledged - marks.committed} done after it")
+        ledger, events = Ledger.open_readonly(store), RunLog(store).events()
+        progress, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
+        dropped, finished = ledger.describe_drops(), has_finished(store)
+    state = "finished" if finished else "stopped"
+    uncommitted = progress.acknowledged - progress.committed
+    print(f"{path} is {state}: {progress.committed} steps committed, {uncommitted} more trained")
     print("groups: " + (", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"))
     if dropped:
         console.print(f"dropped groups: {dropped}", markup=False, soft_wrap=True)
     for line in _summarize_failures(events):
         console.print(line, markup=False, soft_wrap=True)
     for event in events[-MAX_EVENTS:]:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+        timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         fields = " ".join(f"{key}={value}" for key, value in event.fields.items())
-        console.print(f"{at} {event.kind} {fields}", markup=False, soft_wrap=True)
-    if not done:
+        console.print(f"{timestamp} {event.kind} {fields}", markup=False, soft_wrap=True)
+    if not finished:
         if (snapshot := read_snapshot(path)) is not None:
-            state = f"the orchestrator, process {snapshot.pid}, is gone; {describe_last_state(path)}"
-            console.print(state, markup=False, soft_wrap=True)
+            message = f"the orchestrator, process {snapshot.pid}, has exited; {describe_last_state(path)}"
+            console.print(message, markup=False, soft_wrap=True)
         _print_log_tails(path, console)
 
 
@@ -148,13 +152,13 @@ def _print_log_tails(path: Path, console: "Console") -> None:
     from ramify.launch.run_record import read_record
 
     for name, process in read_record(path).get("processes", {}).items():
-        console.print(f"the end of {name}, {process['log']}:", markup=False, soft_wrap=True)
+        console.print(f"last lines of {name}, {process['log']}:", markup=False, soft_wrap=True)
         for line in _read_log_tail(Path(process["log"])):
             console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _summarize_failures(events: Sequence["RunEvent"]) -> list[str]:
-    """Return the failures that happened most often, one line each, with their number."""
+    """Return the most frequent failures, one line each, with their number."""
     counts = Counter(
         f"{event.fields.get('name')} in {event.fields.get('where', 'the run')}: {event.fields.get('message')}"
         for event in events
@@ -171,7 +175,7 @@ def _read_log_tail(log: Path) -> list[str]:
 
 
 def _print_audit(path: Path) -> int:
-    """Print what is wrong with the run's files and its ledger; return the exit code."""
+    """Print the problems of the run's files and its ledger; return the exit code."""
     from ramify.store import RunStore
     from ramify.store.integrity import check_storage
 
@@ -184,13 +188,13 @@ def _print_audit(path: Path) -> int:
     problems += [*lines, *_audit_checkpoints(path)]
     for problem in problems:
         print(problem)
-    verdict = "nothing is lost, nothing counts twice" if not problems else f"{len(problems)} problems"
+    verdict = f"{len(problems)} problems" if problems else "no problems"
     print(f"{path}: {size}: {verdict}")
     return 1 if problems else 0
 
 
 def _audit_checkpoints(path: Path) -> list[str]:
-    """Return a line for every checkpoint that is damaged; those that have no checksums cannot be checked."""
+    """Return a line for every damaged checkpoint; those without checksums cannot be checked."""
     from ramify.train.checkpoint_manifest import get_step_directory, list_completed_steps, verify_checkpoint
 
     problems: list[str] = []
@@ -203,7 +207,7 @@ def _audit_checkpoints(path: Path) -> list[str]:
 
 
 def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
-    """Return how much the ledger holds and what is wrong with it; a run of `ramify eval` has none."""
+    """Return the size of the ledger and its problems; a run of `ramify eval` has no ledger."""
     from ramify.launch.run_queries import has_finished
     from ramify.store.audit import audit
     from ramify.store.ledger import Ledger
@@ -216,14 +220,12 @@ def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = CommandParser(prog="ramify why", description=COMMANDS["why"].help)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its name below outputs")
+    parser = CommandParser("why")
+    parser.add_run_argument()
     parser.add_argument(
         "--audit",
         action="store_true",
         help="check the database and the checksums of stored traces and checkpoints, and that every group was trained "
-        "once or dropped by name; exit 1 if not",
+        "exactly once or dropped with a reason; exit 1 otherwise",
     )
     return parser

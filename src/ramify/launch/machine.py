@@ -1,7 +1,7 @@
-"""How much of the machine is ours.
+"""The cores and the memory that this process may use.
 
-A container shows the cores and memory of its host, and a scheduler may pin us to fewer cores still. What counts is the
-smallest of: the hardware, the affinity of this process, and the tightest control group between it and the root.
+A container shows the cores and memory of its host, and a scheduler may pin a process to fewer cores. So the result is
+the minimum of the hardware, the affinity of this process, and all its control groups up to the root.
 """
 
 import os
@@ -14,14 +14,14 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """What control groups leave of the machine; None where they do not limit."""
+    """The limits of control groups: number of CPUs and bytes of memory; None without a limit."""
 
     cpus: float | None = None
     memory: int | None = None
 
 
 def usable_cores(limits: CgroupLimits | None = None) -> int:
-    """The cores this process may keep busy."""
+    """Return the number of cores that this process may use."""
     limits = read_cgroup_limits() if limits is None else limits
     # macOS has no affinity
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -29,7 +29,7 @@ def usable_cores(limits: CgroupLimits | None = None) -> int:
 
 
 def usable_memory(limits: CgroupLimits | None = None) -> int:
-    """The bytes of memory this process may hold, with everything else in its control group."""
+    """Return the bytes of memory that this process and the others of its control group may use."""
     limits = read_cgroup_limits() if limits is None else limits
     total = psutil.virtual_memory().total
     return total if limits.memory is None else min(total, limits.memory)
@@ -38,7 +38,7 @@ def usable_memory(limits: CgroupLimits | None = None) -> int:
 def read_cgroup_limits(
     cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> CgroupLimits:
-    """The limits of the control groups this process is in, of either generation."""
+    """Return the tightest limits of the control groups of this process, v1 or v2."""
     cpus: list[float] = []
     memory: list[int] = []
     for group in _iter_cgroups(cgroup_root, membership):
@@ -48,20 +48,20 @@ def read_cgroup_limits(
         for word in _read_words(group / "memory.max") + _read_words(group / "memory.limit_in_bytes"):
             if word != "max":
                 memory.append(int(word))
-        first = _read_words(group / "cpu.cfs_quota_us") + _read_words(group / "cpu.cfs_period_us")
-        if len(first) == 2 and int(first[0]) > 0:
-            cpus.append(int(first[0]) / int(first[1]))
+        v1_cpu = _read_words(group / "cpu.cfs_quota_us") + _read_words(group / "cpu.cfs_period_us")
+        if len(v1_cpu) == 2 and int(v1_cpu[0]) > 0:
+            cpus.append(int(v1_cpu[0]) / int(v1_cpu[1]))
     return CgroupLimits(min(cpus, default=None), min(memory, default=None))
 
 
 def _iter_cgroups(cgroup_root: Path, membership: Path) -> Iterator[Path]:
-    """Every control group from this process's own up to the root, in each hierarchy."""
+    """Yield the control groups of this process and their ancestors, in each hierarchy."""
     for line in _read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         base = cgroup_root / controllers
         group = base / path.lstrip("/")
         yield group
-        yield from (above for above in group.parents if above.is_relative_to(base))
+        yield from (parent for parent in group.parents if parent.is_relative_to(base))
 
 
 def _read_words(path: Path) -> list[str]:
@@ -72,4 +72,4 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
-        return ""  # no such controller here, or not ours to read: no limit known
+        return ""  # the controller does not exist or is not readable: no known limit

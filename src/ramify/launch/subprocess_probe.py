@@ -1,7 +1,7 @@
-"""Ask another program a question, with a deadline that holds.
+"""Runs another program with a timeout and returns its output.
 
-A program may hang, and so may what it started: killing only the child leaves the rest running with our pipes open. So
-each question runs in a session of its own, and the whole session ends with it when time is up.
+A program may hang, and so may the processes that it started: if only the child is killed, they keep running with its
+pipes open. So each program runs in its own session, and the whole session is killed on a timeout.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 
 class ProbeResult(NamedTuple):
-    """What the program printed, or why there is no answer."""
+    """The output of the program if `ok`, else the reason of the failure."""
 
     ok: bool
     text: str
 
 
 def run_probe(command: Sequence[str], *, timeout: float) -> ProbeResult:
-    """Run `command` for at most `deadline` seconds; every outcome is an answer."""
+    """Run `command` for at most `timeout` seconds. Never raises: a failure is a result, too."""
     try:
         process = subprocess.Popen(
             command,
@@ -34,14 +34,14 @@ def run_probe(command: Sequence[str], *, timeout: float) -> ProbeResult:
     except OSError as error:
         return ProbeResult(False, f"{command[0]} cannot be started: {error.strerror}")
     try:
-        out, err = process.communicate(timeout=timeout)
+        stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return ProbeResult(False, f"no answer within {timeout:g} s")
+        return ProbeResult(False, f"timed out after {timeout:g} s")
     finally:
         _kill_session(process)
     if process.returncode == 0:
-        return ProbeResult(True, out.strip())
-    lines = (err.strip() or out.strip()).splitlines()
+        return ProbeResult(True, stdout.strip())
+    lines = (stderr.strip() or stdout.strip()).splitlines()
     return ProbeResult(False, lines[-1] if lines else f"exit code {process.returncode}")
 
 
