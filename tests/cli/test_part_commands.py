@@ -76,7 +76,7 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
     several = RUN.replace("max_running = 8", 'engine = "external"\nbase_url = ["http://a:1", "http://b:2"]')
     Path("run.toml").write_text(several)
     assert main(["serve", "@", file, "--dry-run"]) == 2
-    assert "server: the run has several engines, http://a:1, http://b:2" in capsys.readouterr().err
+    assert "server: the run lists several engines (http://a:1, http://b:2)" in capsys.readouterr().err
     assert main(["serve", "@", file, "--server.host", "b", "--server.port", "2", "--dry-run"]) == 0
     assert "at http://b:2" in capsys.readouterr().out
 
@@ -103,7 +103,7 @@ def test_trainer_takes_path_and_address_of_the_run(file, capsys):
     assert "on tcp://127.0.0.1:5100, into outputs/whole" in capsys.readouterr().out
     Path("run.toml").write_text(RUN.replace(":5100", ":0"))
     assert main(["trainer", "@", file, "--dry-run"]) == 2
-    assert "orchestrator.address, with a port" in capsys.readouterr().err
+    assert "as orchestrator.address" in capsys.readouterr().err
     assert main(["trainer", "@", file, "--replay", "batches", "--dry-run"]) == 0
 
 
@@ -198,4 +198,4 @@ def test_flags_are_keys_of_the_part(file, capsys, command, flag, nearest):
 def test_help_describes_the_accepted_files(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert "a whole run's as `ramify rl` takes it" in capsys.readouterr().out
+    assert "of a whole run (as for `ramify rl`)" in capsys.readouterr().out

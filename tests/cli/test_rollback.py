@@ -68,7 +68,7 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
     ],
 )
 def test_unusable_step_changes_nothing(run, capsys, step, code, reason):
-    save(run, 6)  # made, and never committed
+    save_checkpoint(run, 6)  # made, and never committed
     assert main(["rollback", str(run), step]) == code
     assert reason in capsys.readouterr().err
     with RunStore.open(run) as store:

@@ -120,7 +120,7 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
     (run / "run.json").write_text(json.dumps({"processes": {"trainer": {"log": str(log)}}}))
     assert main(["why", "run"]) == 0
     said = capsys.readouterr().out
-    assert "is not running, and not finished: step 0 is committed" in said
+    assert "is stopped: 0 steps committed" in said
     assert "groups: 1 dropped\ndropped groups: 1 × failed: WorkerDied\n" in said
     assert "failure name=WorkerDied message=exit code -9" in said
     assert "ProviderError: gone" in said
@@ -166,12 +166,12 @@ def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
     try:
         assert holder.stdout.readline() == "held\n"
         assert main(["why", "run"]) == 0
-        assert f"does not answer at its status address: process {holder.pid}, running\n" in capsys.readouterr().out
+        assert f"does not respond at its status address: process {holder.pid}, running\n" in capsys.readouterr().out
         holder.send_signal(signal.SIGSTOP)
         until(lambda: get_process_state(holder.pid) == "stopped")
         assert main(["why", "run"]) == 0
         said = capsys.readouterr().out
-        assert f"process {holder.pid}, stopped\ncontinue it with: kill -CONT {holder.pid}\nits last state, " in said
+        assert f"process {holder.pid}, stopped\ncontinue it with: kill -CONT {holder.pid}\nlast state, " in said
         assert "run step=7/20" in said
         assert "2 scored groups" in said
         assert "dropped groups: 37 × filtered: zero_advantage" in said
@@ -181,8 +181,8 @@ def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
         holder.communicate()
     assert main(["why", "run"]) == 0
     said = capsys.readouterr().out
-    assert "is not running, and not finished" in said
-    assert f"the orchestrator, process {holder.pid}, is gone; last state, " in said
+    assert "is stopped: " in said
+    assert f"the orchestrator, process {holder.pid}, has exited; last state, " in said
 
 
 def test_plot_writes_an_image(run, tmp_path, capsys):
@@ -195,7 +195,7 @@ def test_plot_writes_an_image(run, tmp_path, capsys):
 
 def test_plot_labels_runs_with_the_same_name_by_path(run, tmp_path, monkeypatch):
     drawn: dict[str, list[MetricPoint]] = {}
-    monkeypatch.setattr("ramify.monitor.plot.draw", lambda points, _: drawn.update(points))
+    monkeypatch.setattr("ramify.monitor.plot.plot_metrics", lambda points, _: drawn.update(points))
     shutil.copytree(run, tmp_path / "elsewhere" / "run")
     shutil.copytree(run, tmp_path / "other")
     assert main(["plot", "run", "elsewhere/run", "other", "-o", "reward.png"]) == 0

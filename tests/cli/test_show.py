@@ -122,7 +122,7 @@ def test_rollout_is_found_by_id_prefix(tmp_path, capsys):
     assert main(["show", str(tmp_path / "run"), "r1"]) == 0  # that one, although r10 and r11 begin so
     assert "reply 1\n" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "run"), "r"]) == 2
-    assert "is not one rollout: r0, r1, r10" in capsys.readouterr().err
+    assert "matches several rollouts: r0, r1, r10" in capsys.readouterr().err
 
 
 def test_export_reports_progress(tmp_path, capsys, monkeypatch):

@@ -72,12 +72,12 @@ def test_one_failing_task_fails_the_command(tmp_path):
     assert lines["fine"].startswith("ok")
     assert "gold 1" in lines["fine"]
     assert "1 of 2 gold replies" in lines["talks"]
-    assert "earn 0" in lines["unpaid"]
+    assert "the reward of the gold replies is 0" in lines["unpaid"]
     assert "EnvironmentFault: setup: KeyError: 'corpus'" in lines["raises"]
     assert "five is odd" in lines["refused"]
     assert lines["silent"].startswith("partly")
     assert "no gold, an empty reply 0" in lines["silent"]
-    assert "whether a right one earns anything was not checked" in " ".join(done.stdout.split())
+    assert "Whether a right reply has a reward was not checked" in " ".join(done.stdout.split())
     assert "6 tasks, 1 valid, 1 checked in part, 4 failed" in done.stdout
 
 
@@ -185,7 +185,7 @@ def test_gold_replies_for_tools_and_several_turns_are_plain_dicts(tmp_path):
     for name in ("plain", "together", "openai"):
         assert lines[name].startswith("ok") and "gold 1" in lines[name], lines[name]
     output = " ".join(done.stdout.split())  # the table breaks lines
-    assert "the script has 1 reply, and the conversation goes on" in output
+    assert "the script has 1 reply, but the conversation is not over" in output
     assert "gold[0]: unknown key 'tool_call'; did you mean 'tool_calls'?" in output
     assert "gold[0]: role 'user', expected 'assistant'" in output
     assert "gold[0].tool_calls[0] needs a name" in output

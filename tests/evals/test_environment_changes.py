@@ -69,7 +69,7 @@ def rewards(result) -> list[float | None]:
 
 
 def text_of(result) -> str:
-    from ramify.cli.run_lookup import make_console
+    from ramify.cli.console import make_console
 
     console = make_console()
     with console.capture() as captured:

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from ramify.cli.run_lookup import make_console
+from ramify.cli.console import make_console
 from ramify.errors import EnvironmentFault, Failure
 from ramify.evals.trace_view import render_trace_tree
 from ramify.trace import Message, ModelCall, ToolCall, Trace, Usage
