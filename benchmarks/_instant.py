@@ -1,8 +1,8 @@
-"""An inference server that answers at once, in a process of its own: what is left is the cost of the framework.
+"""An inference server in its own process that answers at once, so that only the cost of the framework remains.
 
-It speaks the generate contract over real sockets. The answer depends on how often the stop token stands in the prompt:
-below `--turns` of them a call, if one was given, else the text; with `--late` a while later. Written with the standard
-library alone, because the competitor's interpreter starts it too.
+It implements the generate API over real sockets. The answer depends on the number of stop tokens in the prompt: with
+fewer than `--turns` it is `--call`, if given, else `--text`. `--late` delays it. It uses only the standard library,
+because the competitor's interpreter starts it too.
 """
 
 import argparse
@@ -13,9 +13,9 @@ MODEL = {"id": "instant", "object": "model", "owned_by": "ramify", "max_model_le
 VERSION = {"policy": "instant", "incarnation": 0, "step": 1}
 
 
-def answer(ids):
-    """A finished sample as the body of a response."""
-    logprobs = [-0.0625 * (1 + at % 13) for at in range(len(ids))]
+def build_response(ids):
+    """Return the HTTP response with a finished sample."""
+    logprobs = [-0.0625 * (1 + index % 13) for index in range(len(ids))]
     entries = [{"token": f"token_id:{id}", "logprob": value, "top_logprobs": []} for id, value in zip(ids, logprobs)]
     choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": entries}}
     choice["policy_versions"] = [["instant", 0, 1, len(ids)]]
@@ -28,11 +28,11 @@ def response(body):
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
 
 
-class Instant(asyncio.Protocol):
-    """One connection."""
+class InstantEngine(asyncio.Protocol):
+    """One connection to the engine."""
 
-    def __init__(self, text, call, stop, turns, late, card):
-        self.text, self.call, self.turns, self.late = text, call, turns, late
+    def __init__(self, text, call, stop, turns, delay, card):
+        self.text, self.call, self.turns, self.delay = text, call, turns, delay
         self.stop = b",%d," % stop
         self.models = response({"object": "list", "data": [{**MODEL, **card, "version": VERSION}]})
         self.health = response({"status": "ok"})
@@ -45,17 +45,17 @@ class Instant(asyncio.Protocol):
         self.read += data
         while (end := self.read.find(b"\r\n\r\n")) >= 0:
             head = self.read[:end].lower()
-            at = head.find(b"content-length:")
-            size = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            index = head.find(b"content-length:")
+            size = int(head[index + 15 :].split(b"\r\n", 1)[0]) if index >= 0 else 0
             if len(self.read) < end + 4 + size:
                 return
             body, self.read = self.read[end + 4 : end + 4 + size], self.read[end + 4 + size :]
             path = head.split(b" ", 2)[1]
-            answer = self._answer(path, body)
-            if self.late and path.endswith(b"/generate"):
-                asyncio.get_running_loop().call_later(self.late, self.transport.write, answer)
+            data = self._answer(path, body)
+            if self.delay and path.endswith(b"/generate"):
+                asyncio.get_running_loop().call_later(self.delay, self.transport.write, data)
             else:
-                self.transport.write(answer)
+                self.transport.write(data)
 
     def _answer(self, path, body):
         if path.endswith(b"/generate"):
@@ -70,12 +70,12 @@ async def main():
     flags.add_argument("--call", type=json.loads)
     flags.add_argument("--stop", type=int, required=True)
     flags.add_argument("--turns", type=int, default=0)
-    flags.add_argument("--late", type=float, default=0.0, help="seconds before a sample is given")
-    flags.add_argument("--card", type=json.loads, default={}, help="more that it says about its model")
+    flags.add_argument("--late", type=float, default=0.0, help="seconds before a sample is returned")
+    flags.add_argument("--card", type=json.loads, default={}, help="further fields of its model card")
     args = flags.parse_args()
-    text, call = answer(args.text), answer(args.call) if args.call else None
+    text, call = build_response(args.text), build_response(args.call) if args.call else None
     server = await asyncio.get_running_loop().create_server(
-        lambda: Instant(text, call, args.stop, args.turns, args.late, args.card), "127.0.0.1", 0, backlog=1024
+        lambda: InstantEngine(text, call, args.stop, args.turns, args.late, args.card), "127.0.0.1", 0, backlog=1024
     )
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()

@@ -1,4 +1,4 @@
-"""The taskset of the env server's benchmark: two turns with a simulated user, and a prompt as long as asked for."""
+"""The taskset of the env server's benchmark: two turns with a simulated user, and a prompt of configurable length."""
 
 from collections.abc import Iterator
 

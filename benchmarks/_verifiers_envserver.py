@@ -1,6 +1,6 @@
-"""The env server of `verifiers` 0.4.0 against the late engine; run by an interpreter that has it, prints one JSON line.
+"""The env server of `verifiers` 0.4.0 with the delayed engine; run by an interpreter that has it, prints one JSON line.
 
-Rollouts run a harness that stays in the worker's process, as in `_verifiers_rollouts.py`: the least that it can cost.
+Rollouts use a harness that stays in the worker's process, as in `_verifiers_rollouts.py`, which is the lowest cost.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-ROLLOUTS, SUSTAINED, CONCURRENCY, WORKERS, LATE = 200, 1000, 256, (1, 2, 4), 0.2
+ROLLOUTS, SUSTAINED, CONCURRENCY, WORKERS, ENGINE_DELAY = 200, 1000, 256, (1, 2, 4), 0.2
 NAME = "_verifiers_rollouts"
 
 
 @contextlib.contextmanager
-def engine():
+def start_engine():
     from _verifiers_rollouts import REPLY, TINY
     from tokenizers import Tokenizer
 
@@ -29,7 +29,7 @@ def engine():
     stop = backend.token_to_id("<|im_end|>")
     ids = [*backend.encode(REPLY, add_special_tokens=False).ids, stop]
     command = [sys.executable, str(Path(__file__).with_name("_instant.py")), "--text", json.dumps(ids)]
-    command += ["--stop", str(stop), "--late", str(LATE)]
+    command += ["--stop", str(stop), "--late", str(ENGINE_DELAY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"
@@ -63,30 +63,30 @@ async def serving(workers):
         process.join(30)
 
 
-async def through(client, url, count, concurrency):
+async def run_all(client, url, count, concurrency):
     import verifiers.v1 as vf
     from _verifiers_rollouts import QUESTION, SYSTEM, TINY
 
-    asked = vf.TrainClientConfig(base_url=url, api_key_var="NO_KEY", renderer_model_name=str(TINY))
+    client_config = vf.TrainClientConfig(base_url=url, api_key_var="NO_KEY", renderer_model_name=str(TINY))
     data = vf.TaskData(prompt=QUESTION, system_prompt=SYSTEM).model_dump(mode="json")
-    waiting = iter(range(count))
+    queue = iter(range(count))
 
     async def work():
-        for _ in waiting:
-            episode = await client.run(asked, "instant", vf.SamplingConfig(), data)
+        for _ in queue:
+            episode = await client.run(client_config, "instant", vf.SamplingConfig(), data)
             (trace,) = episode.traces
-            if episode.errors or trace.errors:  # it gives up connections when the machine is busy
-                print(f"a rollout went wrong: {episode.errors} {trace.errors}", file=sys.stderr)
+            if episode.errors or trace.errors:  # it drops connections when the machine is busy
+                print(f"a rollout failed: {episode.errors} {trace.errors}", file=sys.stderr)
 
     start = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(concurrency)))
     return time.perf_counter() - start
 
 
-async def first(url):
+async def time_first_rollout(url):
     start = time.perf_counter()
     async with serving(2) as client:
-        await through(client, url, 1, 1)
+        await run_all(client, url, 1, 1)
         return time.perf_counter() - start
 
 
@@ -98,18 +98,18 @@ async def main():
     if version("verifiers") != VERSION:
         raise SystemExit(f"expected verifiers {VERSION}, found {version('verifiers')}")
     os.environ["TURNS"] = "2"
-    found = {}
-    with engine() as url:
-        found["start to first rollout"] = await first(url)
+    results = {}
+    with start_engine() as url:
+        results["start to first rollout"] = await time_first_rollout(url)
         for workers in WORKERS:
             async with serving(workers) as client:
                 await client.wait_for_server_startup()
-                await through(client, url, 64, 64)
+                await run_all(client, url, 64, 64)
                 if workers == 2:
-                    burst = [await through(client, url, ROLLOUTS, ROLLOUTS) for _ in range(3)]
-                    found[f"{ROLLOUTS} rollouts at once, 2 workers"] = statistics.median(burst)
-                found[f"rollouts, {workers} workers"] = SUSTAINED / await through(client, url, SUSTAINED, CONCURRENCY)
-    print(json.dumps(found))
+                    burst = [await run_all(client, url, ROLLOUTS, ROLLOUTS) for _ in range(3)]
+                    results[f"{ROLLOUTS} rollouts at once, 2 workers"] = statistics.median(burst)
+                results[f"rollouts, {workers} workers"] = SUSTAINED / await run_all(client, url, SUSTAINED, CONCURRENCY)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

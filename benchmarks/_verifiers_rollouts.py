@@ -1,8 +1,8 @@
-"""Rollouts of `verifiers` 0.4.0 against the instant engine; run by an interpreter that has it, prints one JSON object.
+"""Rollouts of `verifiers` 0.4.0 with the instant engine; run by an interpreter that has it, prints one JSON object.
 
-Its chat harnesses start a process for each rollout, at a second each. Measured here is the least it can cost: a harness
-of the same shape that runs its loop in process, which its contract allows, and sends every model call to its
-interception server with plain httpx. The training client renders, so that traces hold tokens as ours do.
+Its chat harnesses start a process for each rollout, which takes a second. This measures the lowest possible cost: an
+equivalent harness that runs its loop in process, which the API allows, and sends every model call to the interception
+server with plain httpx. The training client renders, so that traces contain tokens as Ramify's do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from verifiers.v1.runtimes import ProgramResult
 
 VERSION = "0.4.0"
 CONCURRENCY = (16, 64, 256)
-LEAST = 128  # rollouts of one measurement
-TICK = 0.002
+MIN_ROLLOUTS = 128  # rollouts of one measurement
+LAG_INTERVAL = 0.002
 TINY = Path(__file__).parents[1] / "src/ramify/models/tiny"
 SYSTEM = "You are a careful assistant. Answer inside <answer> tags and think of the units."
 QUESTION = "A train leaves at nine and another at ten; which one arrives first, and by how many minutes?"
@@ -64,8 +64,8 @@ class InProcess(vf.Harness):
             url = f"{endpoint.rstrip('/')}/chat/completions"
             answer = await HTTP.post(url, json=body, headers=headers)
             answer.raise_for_status()
-            said = answer.json()["choices"][0]["message"]
-            messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": DOUBT}]
+            message = answer.json()["choices"][0]["message"]
+            messages += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": DOUBT}]
         return ProgramResult(0, "", "")
 
 
@@ -73,7 +73,7 @@ HTTP = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=1024,
 
 
 @contextlib.contextmanager
-def engine():
+def start_engine():
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(TINY / "tokenizer.json"))
@@ -89,16 +89,16 @@ def engine():
 
 async def measure(env, ctx, turns: int, concurrency: int) -> dict[str, float]:
     os.environ["TURNS"] = str(turns)
-    late: list[float] = []
+    lags: list[float] = []
 
-    async def look() -> None:
+    async def record_lag() -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + TICK
-            await asyncio.sleep(TICK)
-            late.append(loop.time() - due)
+            due = loop.time() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            lags.append(loop.time() - due)
 
-    async def all_of(count: int) -> None:
+    async def run_all(count: int) -> None:
         tasks = iter(env.taskset.take(count))
 
         async def work() -> None:
@@ -106,26 +106,26 @@ async def measure(env, ctx, turns: int, concurrency: int) -> dict[str, float]:
                 episode = await env.run_episode(task, ctx)
                 (trace,) = episode.traces
                 if not episode.ok or trace.reward != 1.0:
-                    raise AssertionError(f"a rollout went wrong: {episode.errors} {trace.errors}")
+                    raise AssertionError(f"a rollout failed: {episode.errors} {trace.errors}")
 
         await asyncio.gather(*(work() for _ in range(concurrency)))
 
-    count = max(LEAST, concurrency)
-    await all_of(16)
+    count = max(MIN_ROLLOUTS, concurrency)
+    await run_all(16)
     gc.collect()
-    looking = asyncio.create_task(look())
+    lag_task = asyncio.create_task(record_lag())
     wall, cpu = time.perf_counter(), time.process_time()
-    await all_of(count)
+    await run_all(count)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    looking.cancel()
-    return {"cpu": 1e3 * cpu / count, "rate": count / wall, "lag": 1e3 * statistics.quantiles(late, n=100)[98]}
+    lag_task.cancel()
+    return {"cpu": 1e3 * cpu / count, "rate": count / wall, "lag": 1e3 * statistics.quantiles(lags, n=100)[98]}
 
 
 async def main() -> None:
     if version("verifiers") != VERSION:
         raise SystemExit(f"expected verifiers {VERSION}, found {version('verifiers')}")
-    found = {}
-    with engine() as url:
+    results = {}
+    with start_engine() as url:
         agent = {"harness": {"id": "_verifiers_rollouts"}, "runtime": {"type": "subprocess"}}
         config = vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": "_verifiers_rollouts"}, "agent": agent})
         env = vf.SingleAgentEnv(config)
@@ -134,8 +134,8 @@ async def main() -> None:
         async with env.serving():
             for kind, turns in {"1 turn": 1, "2 turns, user": 2}.items():
                 for concurrency in CONCURRENCY:
-                    found[f"{kind}, {concurrency}"] = await measure(env, ctx, turns, concurrency)
-    print(json.dumps(found))
+                    results[f"{kind}, {concurrency}"] = await measure(env, ctx, turns, concurrency)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

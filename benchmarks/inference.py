@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 from _check import NO_COMPETITOR, Row, finish, median, parser
 
-from ramify.client.http_client import HttpConnectionPool, open_client, send_request
+from ramify.client.http_client import HttpClient, send_request
 
 CONCURRENCY = {"cpu": (1, 8, 32), "cuda": (1, 32, 256)}
 NEW_TOKENS = 64
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(15)
 
 
-async def _wave(client: HttpConnectionPool, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
+async def _wave(client: HttpClient, prompts: list[list[int]], new_tokens: int, seed: int) -> int:
     """All prompts at once; returns how many tokens came back."""
 
     async def one(index: int) -> int:
@@ -117,8 +117,8 @@ async def _wave(client: HttpConnectionPool, prompts: list[list[int]], new_tokens
         return sum(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
 
 
-def _client(url: str) -> HttpConnectionPool:
-    return open_client(url, connect_timeout=5.0, max_connections=max(CONCURRENCY["cuda"]))
+def _client(url: str) -> HttpClient:
+    return HttpClient(url, connect_timeout=5.0, max_connections=max(CONCURRENCY["cuda"]))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The failure taxonomy: stable names on every failure, and a wire form that loses nothing on the way."""
+"""Failure classes have stable names, and their serialized form is lossless."""
 
 import inspect
 import re
@@ -25,32 +25,32 @@ from ramify.errors import (
     failure_classes,
 )
 
-PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
-OURS = {name: cls for name, cls in failure_classes().items() if cls.__module__.startswith("ramify.")}
-POLICY = {"ContextOverflow", "BudgetExceeded", "RolloutDeadline", "MalformedCall", "AgentExit"}
+DOCS_PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+FAILURE_CLASSES = {name: cls for name, cls in failure_classes().items() if cls.__module__.startswith("ramify.")}
+POLICY_FAILURES = {"ContextOverflow", "BudgetExceeded", "RolloutDeadline", "MalformedCall", "AgentExit"}
 
 
-def raised(exc: BaseException) -> BaseException:
-    """The same exception after some code really raised it."""
+def raise_and_catch(exc: BaseException) -> BaseException:
+    """Return the exception with a traceback."""
     try:
         raise exc
-    except BaseException as caught:  # noqa: BLE001 - the test wants it back whatever it is
+    except BaseException as caught:  # noqa: BLE001 - any exception is returned
         return caught
 
 
-def over_the_wire(failure: Failure) -> Failure:
-    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=Failure)
-    spelled = msgspec.json.decode(msgspec.json.encode(failure), type=Failure)
-    assert packed == spelled
-    return packed
+def round_trip(failure: Failure) -> Failure:
+    from_msgpack = msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=Failure)
+    from_json = msgspec.json.decode(msgspec.json.encode(failure), type=Failure)
+    assert from_msgpack == from_json
+    return from_msgpack
 
 
-# -- the taxonomy -----------------------------------------------------------------------------------------------------
+# -- classes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
-def test_every_failure_has_a_stable_name_a_blame_and_says_whether_to_retry(name):
-    cls = OURS[name]
+@pytest.mark.parametrize("name", sorted(FAILURE_CLASSES))
+def test_every_failure_has_a_name_a_blame_and_a_retryable_flag(name):
+    cls = FAILURE_CLASSES[name]
     assert cls.name == name == cls.__name__
     assert cls.blame in ("policy", "system")
     assert isinstance(cls.retryable, bool)
@@ -58,98 +58,98 @@ def test_every_failure_has_a_stable_name_a_blame_and_says_whether_to_retry(name)
     assert name in errors.__all__
 
 
-def test_the_policy_is_blamed_for_exactly_what_it_can_cause():
-    assert {name for name, cls in OURS.items() if cls.blame == "policy"} == POLICY
+def test_only_failures_caused_by_the_agent_blame_the_policy():
+    assert {name for name, cls in FAILURE_CLASSES.items() if cls.blame == "policy"} == POLICY_FAILURES
 
 
-def test_a_failure_of_the_policy_is_a_result_and_never_run_again():
-    assert not any(cls.retryable for cls in OURS.values() if cls.blame == "policy")
+def test_policy_failures_are_not_retryable():
+    assert not any(cls.retryable for cls in FAILURE_CLASSES.values() if cls.blame == "policy")
 
 
-def test_two_failures_with_one_name_are_refused():
+def test_duplicate_names_are_refused():
     with pytest.raises(TypeError, match="WorkerDied"):
         type("WorkerDied", (RamifyError,), {}, blame="system", retryable=True)
     assert failure_classes()["WorkerDied"] is WorkerDied
 
 
-def test_a_failure_that_does_not_say_whom_to_blame_is_refused():
+def test_missing_or_invalid_declarations_are_refused():
     with pytest.raises(TypeError, match="blame"):
-        type("Shrug", (RamifyError,), {}, retryable=True)
+        type("Undeclared", (RamifyError,), {}, retryable=True)
     with pytest.raises(TypeError, match="blame"):
-        type("Shrug", (RamifyError,), {}, blame="user", retryable=True)
+        type("Undeclared", (RamifyError,), {}, blame="user", retryable=True)
     with pytest.raises(TypeError, match="retryable"):
-        type("Shrug", (RamifyError,), {}, blame="system")
-    assert "Shrug" not in failure_classes()
+        type("Undeclared", (RamifyError,), {}, blame="system")
+    assert "Undeclared" not in failure_classes()
 
 
-def test_a_special_case_inherits_blame_and_retry_and_gets_its_own_name():
+def test_a_subclass_inherits_blame_and_retryable_and_has_its_own_name():
     class RateLimited(ProviderError):
-        """The provider asked us to slow down."""
+        """The provider limits the request rate."""
 
     assert (RateLimited.name, RateLimited.blame, RateLimited.retryable) == ("RateLimited", "system", True)
     with pytest.raises(RateLimited):
-        raise over_the_wire(Failure.from_exception(RateLimited("429"))).to_exception()
+        raise round_trip(Failure.from_exception(RateLimited("429"))).to_exception()
 
 
-def test_the_taxonomy_imports_nothing_of_ours():
+def test_errors_imports_no_other_package_of_ramify():
     script = "import sys, ramify.errors; print(*[m for m in sys.modules if m.split('.')[0] == 'ramify'])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert {name.split(".")[1] for name in loaded.stdout.split() if "." in name} == {"errors"}
 
 
-# -- page and code ----------------------------------------------------------------------------------------------------
+# -- documentation ----------------------------------------------------------------------------------------------------
 
 
-def rows_of_the_page() -> dict[str, list[str]]:
+def read_docs_table() -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in DOCS_PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if (match := re.fullmatch(r"`(\w+)`", cells[0])) and len(cells) == 5:
-            assert match[1] not in rows, f"{match[1]} stands twice on the page"
+            assert match[1] not in rows, f"{match[1]} is on the page twice"
             rows[match[1]] = cells[1:]
     return rows
 
 
-def test_the_page_explains_every_failure_and_no_other():
-    assert set(rows_of_the_page()) == set(OURS)
+def test_the_docs_list_every_failure():
+    assert set(read_docs_table()) == set(FAILURE_CLASSES)
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
-def test_the_page_says_what_the_code_says(name):
-    happened, advice = (" ".join(part.split()) for part in str(inspect.getdoc(OURS[name])).split("\n\n"))
-    blame = OURS[name].blame
-    assert rows_of_the_page()[name] == [blame, "yes" if OURS[name].retryable else "no", happened, advice]
+@pytest.mark.parametrize("name", sorted(FAILURE_CLASSES))
+def test_the_docs_repeat_the_docstrings(name):
+    happened, advice = (" ".join(part.split()) for part in str(inspect.getdoc(FAILURE_CLASSES[name])).split("\n\n"))
+    blame = FAILURE_CLASSES[name].blame
+    assert read_docs_table()[name] == [blame, "yes" if FAILURE_CLASSES[name].retryable else "no", happened, advice]
 
 
-# -- the wire form ----------------------------------------------------------------------------------------------------
+# -- serialization ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", sorted(FAILURE_CLASSES))
 def test_a_failure_survives_a_process_boundary(name):
-    failure = Failure.from_exception(raised(OURS[name]("what was expected, what was found")))
-    error = over_the_wire(failure).to_exception()
-    assert type(error) is OURS[name]
+    failure = Failure.from_exception(raise_and_catch(FAILURE_CLASSES[name]("what was expected, what was found")))
+    error = round_trip(failure).to_exception()
+    assert type(error) is FAILURE_CLASSES[name]
     assert str(error) == "what was expected, what was found"
     assert Failure.from_exception(error) == failure
 
 
-def test_a_traceback_is_kept_where_code_raised_and_only_there():
+def test_only_raised_exceptions_have_a_traceback():
     assert Failure.from_exception(ContextOverflow("the prompt filled the window")).traceback is None
-    text = Failure.from_exception(raised(EnvironmentFault("boom"))).traceback
+    text = Failure.from_exception(raise_and_catch(EnvironmentFault("boom"))).traceback
     assert text is not None
-    assert "in raised" in text
+    assert "in raise_and_catch" in text
     assert text.rstrip().endswith("EnvironmentFault: boom")
 
 
-def test_the_traceback_of_the_first_raise_outlives_a_second_hop():
-    first = over_the_wire(Failure.from_exception(raised(WorkerDied("exit code -9"))))
-    second = Failure.from_exception(raised(first.to_exception()))
+def test_the_original_traceback_survives_a_second_process_boundary():
+    first = round_trip(Failure.from_exception(raise_and_catch(WorkerDied("exit code -9"))))
+    second = Failure.from_exception(raise_and_catch(first.to_exception()))
     assert second.traceback == first.traceback
 
 
-def test_a_printed_error_shows_where_the_other_process_raised_it():
-    error = over_the_wire(Failure.from_exception(raised(WorkerDied("exit code -9")))).to_exception()
-    assert any("in raised" in note for note in error.__notes__)
+def test_the_remote_traceback_is_a_note_of_the_exception():
+    error = round_trip(Failure.from_exception(raise_and_catch(WorkerDied("exit code -9")))).to_exception()
+    assert any("in raise_and_catch" in note for note in error.__notes__)
 
 
 def test_an_explicit_cause_is_kept():
@@ -163,7 +163,7 @@ def test_an_explicit_cause_is_kept():
     assert failure.cause is not None
     assert (failure.cause.name, failure.cause.message) == ("builtins.ValueError", "not a number")
     assert failure.cause.traceback is not None
-    error = over_the_wire(failure).to_exception()
+    error = round_trip(failure).to_exception()
     assert isinstance(error.__cause__, UnknownFailure)
     assert error.__cause__.name == "builtins.ValueError"
 
@@ -186,7 +186,7 @@ def test_an_implicit_cause_is_kept_unless_it_was_suppressed():
     assert fail(suppress=True).cause is None
 
 
-def test_a_chain_that_bites_its_tail_ends():
+def test_a_cyclic_chain_of_causes_ends():
     one, two = WorkerDied("one"), WorkerDied("two")
     one.__cause__, two.__cause__ = two, one
     failure = Failure.from_exception(one)
@@ -195,19 +195,19 @@ def test_a_chain_that_bites_its_tail_ends():
     assert failure.cause.cause is None
 
 
-def test_an_endless_chain_is_cut():
+def test_a_long_chain_of_causes_is_truncated():
     error: Exception = ValueError("0")
     for number in range(1, 10_000):
         outer = ValueError(str(number))
         outer.__cause__ = error
         error = outer
-    link, length = Failure.from_exception(error, wrap_as=EnvironmentFault), 0
-    while (link := link.cause) is not None:
+    failure, length = Failure.from_exception(error, wrap_as=EnvironmentFault), 0
+    while (failure := failure.cause) is not None:
         length += 1
     assert 1 < length <= 16
 
 
-def test_deep_recursion_gives_a_short_traceback():
+def test_the_traceback_of_deep_recursion_is_short():
     def one(n: int) -> int:
         return two(n + 1)
 
@@ -223,11 +223,11 @@ def test_deep_recursion_gives_a_short_traceback():
     assert len(text.traceback) < 20_000
 
 
-# -- exceptions that are not ours -------------------------------------------------------------------------------------
+# -- other exceptions -------------------------------------------------------------------------------------------------
 
 
-def test_a_foreign_exception_keeps_its_own_name_when_nobody_claims_it():
-    failure = Failure.from_exception(raised(ValueError("bad")))
+def test_other_exceptions_keep_their_qualified_name():
+    failure = Failure.from_exception(raise_and_catch(ValueError("bad")))
     assert (failure.name, failure.message, failure.blame, failure.retryable) == (
         "builtins.ValueError",
         "bad",
@@ -237,8 +237,8 @@ def test_a_foreign_exception_keeps_its_own_name_when_nobody_claims_it():
     assert failure.traceback is not None
 
 
-def test_a_foreign_exception_becomes_what_the_caller_says_and_stays_visible_as_its_cause():
-    failure = Failure.from_exception(raised(ValueError("bad")), wrap_as=EnvironmentFault)
+def test_with_wrap_as_other_exceptions_become_the_cause():
+    failure = Failure.from_exception(raise_and_catch(ValueError("bad")), wrap_as=EnvironmentFault)
     assert (failure.name, failure.message) == ("EnvironmentFault", "ValueError: bad")
     assert (failure.blame, failure.retryable) == (EnvironmentFault.blame, EnvironmentFault.retryable)
     assert failure.traceback is None
@@ -248,11 +248,11 @@ def test_a_foreign_exception_becomes_what_the_caller_says_and_stays_visible_as_i
     assert failure.cause.traceback is not None
 
 
-def test_the_callers_choice_does_not_rename_a_failure_of_ours():
+def test_wrap_as_does_not_apply_to_ramify_errors():
     assert Failure.from_exception(WorkerDied("gone"), wrap_as=EnvironmentFault).name == "WorkerDied"
 
 
-def test_an_unknown_name_keeps_everything_it_said():
+def test_an_unknown_name_keeps_all_fields():
     failure = Failure(name="FromTheFuture", message="new", blame="policy", retryable=True)
     error = failure.to_exception()
     assert type(error) is UnknownFailure
@@ -261,23 +261,22 @@ def test_an_unknown_name_keeps_everything_it_said():
     assert Failure.from_exception(error) == failure
 
 
-def test_an_exception_that_cannot_print_itself_is_still_reported():
-    class Mute(Exception):
+def test_an_exception_whose_str_raises_is_reported():
+    class Unprintable(Exception):
         def __str__(self) -> str:
-            raise RuntimeError("no words")
+            raise RuntimeError("no text")
 
-    failure = Failure.from_exception(raised(Mute()), wrap_as=EnvironmentFault)
-    assert "Mute" in failure.message
-
-
-def test_a_message_that_is_not_unicode_still_travels():
-    failure = Failure.from_exception(raised(SandboxedName("bad file name \udcff")))
-    assert over_the_wire(failure).message == "bad file name \\udcff"
+    failure = Failure.from_exception(raise_and_catch(Unprintable()), wrap_as=EnvironmentFault)
+    assert "Unprintable" in failure.message
 
 
-SandboxedName = errors.SandboxError
+def test_a_message_with_lone_surrogates_is_escaped():
+    failure = Failure.from_exception(raise_and_catch(errors.SandboxError("bad file name \udcff")))
+    assert round_trip(failure).message == "bad file name \\udcff"
+
+
 messages = st.text()
-names = st.one_of(st.sampled_from(sorted(OURS)), st.from_regex(r"[a-z]+\.[A-Z][a-zA-Z]+", fullmatch=True))
+names = st.one_of(st.sampled_from(sorted(FAILURE_CLASSES)), st.from_regex(r"[a-z]+\.[A-Z][a-zA-Z]+", fullmatch=True))
 
 
 def failures(causes: st.SearchStrategy[Failure]) -> st.SearchStrategy[Failure]:
@@ -293,28 +292,28 @@ def failures(causes: st.SearchStrategy[Failure]) -> st.SearchStrategy[Failure]:
 
 
 @given(st.recursive(failures(st.nothing()), failures, max_leaves=8))
-def test_the_wire_form_is_lossless(failure):
-    assert over_the_wire(failure) == failure
+def test_serialization_is_lossless(failure):
+    assert round_trip(failure) == failure
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(OURS)), messages), min_size=1, max_size=8))
-def test_error_and_failure_are_two_forms_of_one_thing(links):
+@given(st.lists(st.tuples(st.sampled_from(sorted(FAILURE_CLASSES)), messages), min_size=1, max_size=8))
+def test_exceptions_and_failures_convert_into_each_other(links):
     error: RamifyError | None = None
     for name, message in links:
-        outer = OURS[name](message)
+        outer = FAILURE_CLASSES[name](message)
         outer.__cause__ = error
         error = outer
     assert error is not None
     failure = Failure.from_exception(error)
-    again = over_the_wire(failure).to_exception()
-    assert Failure.from_exception(again) == failure
-    walked: BaseException | None = again
+    rebuilt = round_trip(failure).to_exception()
+    assert Failure.from_exception(rebuilt) == failure
+    current: BaseException | None = rebuilt
     for name, message in reversed(links):
-        assert isinstance(walked, OURS[name])
-        assert str(walked) == message
-        walked = walked.__cause__
-    assert walked is None
+        assert isinstance(current, FAILURE_CLASSES[name])
+        assert str(current) == message
+        current = current.__cause__
+    assert current is None
 
 
-def test_config_errors_read_as_their_message():
+def test_the_text_of_a_failure_is_its_message():
     assert str(ConfigInvalid("max_steps: expected an integer")) == "max_steps: expected an integer"

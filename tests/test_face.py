@@ -1,4 +1,4 @@
-"""`import ramify` is the public face: it shows what there is, and loads only what is used."""
+"""`import ramify` offers the public API and loads only what is used."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 import ramify
 
 
-def test_the_version_is_the_one_of_the_package():
+def test_the_version_is_that_of_the_distribution():
     assert ramify.__version__ == version("ramify")
 
 
@@ -24,14 +24,14 @@ def test_an_unknown_name_is_an_attribute_error():
         ramify.Rollout  # noqa: B018
 
 
-def test_importing_the_face_loads_no_other_package():
+def test_importing_ramify_loads_no_other_package():
     script = "import sys; before = set(sys.modules); import ramify; print(*sorted(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     packages = {name.split(".")[0] for name in loaded.stdout.split()}
     assert packages - set(sys.stdlib_module_names) == {"ramify", "lazy_loader"}
 
 
-def test_the_face_shows_what_an_environment_is_written_with():
+def test_the_public_api_has_what_environments_need():
     assert set(ramify.__all__) >= {
         *("Task", "Taskset", "TasksetConfig", "Harness", "Runtime", "Trace", "User", "Judge", "Endpoint"),
         *("reward", "metric", "group_reward", "stop", "tool"),
@@ -44,4 +44,4 @@ def test_writing_an_environment_loads_no_heavy_library():
     script = f"import sys, ramify; [getattr(ramify, name) for name in {names}]; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     packages = {name.split(".")[0] for name in loaded.stdout.split()}
-    assert not packages & {"torch", "transformers", "tokenizers", "httpx", "mcp", "starlette", "uvicorn", "rich"}
+    assert not packages & {"torch", "transformers", "tokenizers", "aiohttp", "mcp", "starlette", "uvicorn", "rich"}

@@ -1,4 +1,4 @@
-"""Coroutines run to their end wherever they are asked for: in a script, and where an event loop runs already."""
+"""Coroutines run to completion in a script and in a thread that already runs an event loop."""
 
 import asyncio
 import subprocess
@@ -10,38 +10,38 @@ import pytest
 from ramify.interactive import AwaitableResult, run_coroutine
 
 
-async def named_thread() -> str:
+async def get_thread_name() -> str:
     await asyncio.sleep(0)
     return threading.current_thread().name
 
 
 async def failing() -> None:
-    raise KeyError("as asked")
+    raise KeyError("expected")
 
 
-def test_without_a_running_loop_the_work_runs_in_the_calling_thread():
-    assert run_coroutine(named_thread()) == threading.current_thread().name
+def test_without_a_loop_the_coroutine_runs_in_the_calling_thread():
+    assert run_coroutine(get_thread_name()) == threading.current_thread().name
 
 
-def test_with_a_running_loop_the_work_runs_in_a_thread_that_ends_with_it():
+def test_with_a_loop_the_coroutine_runs_in_a_thread_that_ends_with_it():
     async def cell():
-        return run_coroutine(named_thread())
+        return run_coroutine(get_thread_name())
 
     assert asyncio.run(cell()) == "ramify"
     assert "ramify" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_what_the_work_raises_is_raised_in_the_cell():
+def test_exceptions_of_the_coroutine_are_raised_in_the_caller():
     async def cell():
         run_coroutine(failing())
 
-    with pytest.raises(KeyError, match="as asked"):
+    with pytest.raises(KeyError, match="expected"):
         asyncio.run(cell())
 
 
 INTERRUPTED = """
 import asyncio, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may ignore the signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore it
 from ramify.interactive import run_coroutine
 
 async def endless():
@@ -61,7 +61,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupted_cell_cancels_its_work_and_waits_for_its_end():
+def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup():
     command = [
         sys.executable,
         "-c",
@@ -71,7 +71,7 @@ def test_an_interrupted_cell_cancels_its_work_and_waits_for_its_end():
     assert result.stdout.split("\n")[:2] == ["cleaned up", "interrupted"], result.stderr
 
 
-def test_a_result_may_be_awaited_and_gives_itself():
+def test_awaiting_a_result_returns_it():
     class Result(AwaitableResult):
         pass
 

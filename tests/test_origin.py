@@ -1,4 +1,4 @@
-"""Where code of the user's raised: the innermost line that its author can change, and nothing of ours."""
+"""The origin of an exception is the innermost line of user code."""
 
 import asyncio
 import json
@@ -51,26 +51,26 @@ def package(tmp_path, monkeypatch):
 
 
 def describe(function, reply: str) -> str:
-    """What is said of a function that raises in a thread of ours."""
+    """Return the description of the exception that a function raises in a hook thread."""
     with pytest.raises(Exception) as raised:
         asyncio.run(run_in_hook_thread(function, {"reply": reply}))
     return describe_exception(raised.value)
 
 
-def test_it_is_the_innermost_line_of_the_package_the_hook_is_in(package):
-    place = "myenv/parts/words.py:3 in first: return reply.split()[0]  # raises for an empty reply"
-    assert describe(package.right, "") == f"IndexError: list index out of range ({place})"
+def test_the_origin_is_the_innermost_line_in_the_package_of_the_hook(package):
+    origin = "myenv/parts/words.py:3 in first: return reply.split()[0]  # raises for an empty reply"
+    assert describe(package.right, "") == f"IndexError: list index out of range ({origin})"
 
 
-def test_frames_of_libraries_are_passed_over(package):
+def test_frames_of_libraries_are_skipped(package):
     assert describe(package.exact, "no").endswith("(myenv/hooks.py:11 in exact: return json.loads(reply))")
 
 
-def test_an_exit_is_told_like_an_exception(package):
+def test_an_exit_is_described_like_an_exception(package):
     assert describe(package.leave, "") == "RuntimeError: SystemExit: 3 (myenv/hooks.py:15 in leave: exit(3))"
 
 
-def test_a_text_of_several_lines_keeps_the_place_in_its_first(package):
+def test_the_origin_is_in_the_first_line_of_a_multiline_message(package):
     error = ValueError("first\nsecond")
     try:
         raise error
@@ -80,7 +80,7 @@ def test_a_text_of_several_lines_keeps_the_place_in_its_first(package):
     assert f"{Path(__file__).name}:" in describe_exception(error).splitlines()[0]
 
 
-def test_what_no_code_of_the_users_raised_has_no_place():
+def test_an_exception_outside_user_code_has_no_origin():
     with pytest.raises(ValueError) as raised:
         json.loads("no")
     raised.value.__traceback__ = raised.value.__traceback__.tb_next  # without this function

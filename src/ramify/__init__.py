@@ -1,7 +1,7 @@
 """Ramify: reinforcement learning for language-model agents, where a rollout stays a tree until the gradient.
 
-This is the public face. A name is loaded when it is first used, so `import ramify` costs nothing and a worker that
-never trains never loads the parts that do.
+This is the public API. A name is loaded when it is first used, so `import ramify` is fast, and a worker that never
+trains does not load the training code.
 """
 
 import lazy_loader

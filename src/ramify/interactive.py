@@ -1,7 +1,7 @@
-"""What makes `evaluate`, `rl` and `sft` usable in a notebook, where an event loop runs already.
+"""Helpers that make `evaluate`, `rl` and `sft` work in a notebook, where an event loop is already running.
 
-A call blocks until its result is there, in a notebook as in a script. Its own event loop runs in a thread of its own
-where the calling thread has one already. The result can be awaited too, and gives itself.
+A call blocks until its result is there, in a notebook as in a script. If the calling thread has an event loop, the call
+runs its own loop in another thread. The result can also be awaited, which returns it unchanged.
 """
 
 import asyncio
@@ -14,22 +14,22 @@ from typing import Any, Generic, Self, TypeVar
 from ramify.config import Config
 
 T = TypeVar("T")
-POLL_INTERVAL = 0.5  # seconds between two looks: a signal that reached another thread is handled by then
-CLEANUP_TIMEOUT = 120.0  # seconds for what was interrupted to clean up after itself
+POLL_INTERVAL = 0.5  # seconds after which the waiting thread handles a signal
+CLEANUP_TIMEOUT = 120.0  # seconds for an interrupted coroutine to clean up
 
 
 class AwaitableResult:
-    """A result that may be awaited, for code that is written with `await`."""
+    """A result that can be awaited, for code written with `await`; awaiting it returns the result itself."""
 
     __slots__ = ()
 
     def __await__(self) -> Generator[None, None, Self]:
         return self
-        yield  # what makes this a generator
+        yield  # makes this function a generator
 
 
 def has_running_loop() -> bool:
-    """Whether this thread runs an event loop, as the thread of a notebook does."""
+    """Return whether this thread runs an event loop, as the thread of a notebook does."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -38,22 +38,22 @@ def has_running_loop() -> bool:
 
 
 def is_interactive() -> bool:
-    """Whether a person is likely to watch the output: in a terminal or in a notebook."""
+    """Return whether the output goes to a terminal or a notebook."""
     return sys.stdout.isatty() or has_running_loop()
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end and return its result. An interrupt cancels it, and is raised when it has ended."""
+    """Run a coroutine and return its result. An interrupt cancels it, and is raised after its cleanup."""
     return _LoopThread(coroutine).run() if has_running_loop() else asyncio.run(coroutine)
 
 
 def get_explicit_values(config: Config) -> dict[str, Any]:
-    """Return the keys that were given to a configuration, so that others can be added and all are checked again."""
+    """Return the keys that were set explicitly, so that a new configuration can be built from them and others."""
     return {key: getattr(config, key) for key in config.model_fields_set}
 
 
 def expand_model_name(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with `model = "tiny"` written out as `model = {name = "tiny"}`."""
+    """Return the table with `model = "tiny"` expanded to `model = {name = "tiny"}`."""
     model = table.get("model")
     return {**table, "model": {"name": model}} if isinstance(model, str) else dict(table)
 
@@ -72,7 +72,7 @@ class _LoopThread(Generic[T]):
         try:
             while not self._done.done():
                 wait([self._done], POLL_INTERVAL)
-        except BaseException:  # it is this thread that was interrupted
+        except BaseException:  # this thread was interrupted
             self._cancel()
             raise
         finally:
@@ -86,7 +86,7 @@ class _LoopThread(Generic[T]):
     def _run_loop(self) -> None:
         try:
             result = asyncio.run(self._run_coroutine())
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             self._done.set_exception(error)
         else:
             self._done.set_result(result)

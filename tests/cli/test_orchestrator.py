@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ramify.cli.app import main
-from tests.env.serving import chat_server
+from tests.env.chat_server import chat_server
 from tests.envserver.engine import instant
 from tests.launch.scripts import until
 from tests.rl import environments

@@ -70,7 +70,7 @@ def test_dry_run_does_not_change_the_files_of_a_run(tmp_path, capsys):
     before = {path: path.read_bytes() for path in files}
     assert main([*args, "--trainer.optim.lr", "0.5"]) == 0
     assert {path: path.read_bytes() for path in files} == before
-    assert "holds a run and stays as it is" in capsys.readouterr().out
+    assert "holds a run and is unchanged" in capsys.readouterr().out
 
 
 def test_help_names_the_keys_of_the_sources(capsys):

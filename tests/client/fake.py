@@ -1,6 +1,6 @@
-"""A hand-written HTTP server that misbehaves on request: it refuses, hangs, hangs up, or answers.
+"""A fake inference server over real sockets that responds, refuses, hangs or disconnects on request.
 
-It speaks just enough of the contract for the client to meet it, over real sockets, and remembers what it was asked.
+It implements just enough of the API for the client to join it, and records its requests.
 """
 
 import asyncio
@@ -16,15 +16,19 @@ LOGITS = [0.3 * ((7 * token) % 11) for token in range(12)]
 
 
 class Fake:
-    """One server. `behaviour` decides what becomes of a generation; it may be changed at any time."""
+    """One server. `behaviour` handles generate requests and may be changed at any time.
+
+    `asked` has the bodies of generate requests, `paths` the targets of all; `hung_up` is set when a client disconnects
+    before its response.
+    """
 
     def __init__(self, version: PolicyVersion = PolicyVersion("fake", 0, 1)) -> None:  # noqa: B008
         self.version = version
-        self.asked: list[dict[str, Any]] = []  # bodies of generations
+        self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.behaviour: Callable[[Fake, Exchange], Awaitable[None]] = answer
         self.healthy = True
-        self.hung_up = asyncio.Event()  # a client has gone while its answer was due
+        self.hung_up = asyncio.Event()
         self.port = 0
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
@@ -43,7 +47,7 @@ class Fake:
         self._server.close()
         for writer in list(self._connections):
             writer.transport.abort()
-        while self._connections:  # closed sockets are what a client can tell from a server that is still there
+        while self._connections:  # until the sockets are closed, a client would take the server for alive
             await asyncio.sleep(0.001)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,7 +91,7 @@ class Fake:
             await exchange.reply({"status": "ok"})
 
     def sample(self, body: dict[str, Any]) -> dict[str, Any]:
-        """An answer of `max_tokens` tokens, all of them 7."""
+        """Return a response with `max_tokens` tokens, all of them 7."""
         count = body["sampling_params"]["max_tokens"]
         entries = [{"token": "token_id:7", "logprob": -0.5, "top_logprobs": []}] * count
         choice = {"token_ids": [7] * count, "finish_reason": "length", "logprobs": {"content": entries}}
@@ -95,7 +99,7 @@ class Fake:
 
 
 class FakeVLLM(Fake):
-    """Speaks like vLLM: versions are labels, logprobs come before or after temperature, resets may fail."""
+    """Imitates vLLM: versions are labels, logprobs are before or after temperature, cache resets may fail."""
 
     def __init__(self, *, processed: bool = True, root: str | None = None) -> None:
         super().__init__()
@@ -130,7 +134,7 @@ class FakeVLLM(Fake):
 
 
 class Exchange:
-    """A request that waits for its answer."""
+    """A request that waits for its response."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.reader, self.writer, self.body = reader, writer, body
@@ -142,7 +146,7 @@ class Exchange:
         await self.writer.drain()
 
 
-# -- what may become of a generation ----------------------------------------------------------------------------------
+# -- behaviours -------------------------------------------------------------------------------------------------------
 
 
 async def answer(fake: Fake, exchange: Exchange) -> None:
@@ -150,14 +154,14 @@ async def answer(fake: Fake, exchange: Exchange) -> None:
 
 
 async def hang(fake: Fake, exchange: Exchange) -> None:
-    """Never answer, and notice when the client goes."""
+    """Never respond, and record when the client disconnects."""
     if not await exchange.reader.read(1):
         fake.hung_up.set()
     exchange.writer.close()
 
 
 async def reset(fake: Fake, exchange: Exchange) -> None:
-    """Hang up when the answer is due."""
+    """Disconnect instead of responding."""
     exchange.writer.transport.abort()
 
 
@@ -171,7 +175,7 @@ async def broken(fake: Fake, exchange: Exchange) -> None:
 
 
 def first(behaviour: Callable[[Fake, Exchange], Awaitable[None]], times: int = 1):
-    """`behaviour` a few times, then answers."""
+    """Return a behaviour that is `behaviour` the first few times and then responds normally."""
 
     async def act(fake: Fake, exchange: Exchange) -> None:
         await (behaviour if len(fake.asked) <= times else answer)(fake, exchange)

@@ -1,4 +1,4 @@
-"""The client against native servers: real weights, real cancellation, real swaps."""
+"""The client against native servers: real weights, cancellation and weight updates."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from ramify.client.http_client import send_request
 from ramify.errors import ContextOverflow, QueueFull, RequestInvalid, WeightsRefused
 from ramify.model.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import served
+from tests.infer.serving import run_server
 
 FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 PROMPT = [5, 17, 33, 60, 8, 91]
@@ -34,7 +34,7 @@ def published(tmp_path_factory):
 def servers(published):
     with contextlib.ExitStack() as stack:
         cores = [build_core(published[FIRST], FIRST, kv_tokens=8192, queue=64, max_running=16) for _ in range(2)]
-        yield [stack.enter_context(served(core)) for core in cores]
+        yield [stack.enter_context(run_server(core)) for core in cores]
 
 
 @pytest.fixture
@@ -55,43 +55,43 @@ def run(servers, published):
     return runner
 
 
-def test_what_is_sampled_is_what_is_scored(run):
+def test_sampled_logprobs_equal_scored_logprobs(run):
     async def check(client):
         done = await client.generate(PROMPT, ClientSampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
-        scored = await client.score([*PROMPT, *done.ids.tolist()], session="a")
+        scored = await client.score([*PROMPT, *done.token_ids.tolist()], session="a")
         assert np.isnan(scored[0]) and scored.dtype == np.float32
         assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
-        assert [(run.step, run.count) for run in done.versions] == [(1, 12)]
+        assert [(run.step, run.count) for run in done.version_runs] == [(1, 12)]
 
     run(check)
 
 
-def test_a_later_turn_of_a_session_finds_its_prefix(run):
+def test_a_later_turn_of_a_session_reuses_its_prefix(run):
     async def check(client):
         first = await client.generate(PROMPT * 8, ClientSampling(max_tokens=4, ignore_eos=True), session="b")
-        prompt = [*PROMPT * 8, *first.ids.tolist(), 9]
+        prompt = [*PROMPT * 8, *first.token_ids.tolist(), 9]
         second = await client.generate(prompt, ClientSampling(max_tokens=1), session="b")
         assert second.server == first.server
-        assert second.usage.cached >= 48
+        assert second.usage.cached_tokens >= 48
 
     run(check)
 
 
-def test_many_at_once_over_two_servers_are_what_they_are_alone(run, servers):
+def test_concurrent_samples_on_two_servers_equal_sequential_ones(run, servers):
     async def check(client):
-        def ask(seed):
+        def generate(seed):
             return client.generate([seed + 3, *PROMPT], ClientSampling(max_tokens=16, seed=seed, ignore_eos=True))
 
-        together = await asyncio.gather(*map(ask, range(64)))
-        used = [sum(done.server == url for done in together) for url, _ in servers]
-        assert min(used) >= 16 and sum(used) == 64
+        together = await asyncio.gather(*map(generate, range(64)))
+        counts = [sum(done.server == url for done in together) for url, _ in servers]
+        assert min(counts) >= 16 and sum(counts) == 64
         for seed in (0, 63):
-            assert (await ask(seed)).ids.tolist() == together[seed].ids.tolist()
+            assert (await generate(seed)).token_ids.tolist() == together[seed].token_ids.tolist()
 
     run(check)
 
 
-def test_a_cancelled_call_hangs_up_and_the_engine_frees_its_cache(run, servers):
+def test_cancelled_calls_free_the_cache_of_the_engine(run, servers):
     async def check(client):
         before = [engine.core.counters.cancelled for _, engine in servers]
         calls = [
@@ -105,7 +105,7 @@ def test_a_cancelled_call_hangs_up_and_the_engine_frees_its_cache(run, servers):
         await asyncio.gather(*calls, return_exceptions=True)
         assert all(call.cancelled() for call in calls)
         for replica in client._pool.replicas:
-            assert replica.in_flight == 0
+            assert replica.num_in_flight == 0
             while gauge(text := (await send_request(replica.http, "GET", "/metrics")).decode(), "running"):
                 await asyncio.sleep(0.01)
             assert gauge(text, "kv_blocks_free") == gauge(text, "kv_blocks")
@@ -119,7 +119,7 @@ def gauge(text: str, name: str) -> float:
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"ramify_{name} "))
 
 
-def test_what_is_wrong_with_a_request_has_a_name(run):
+def test_invalid_requests_raise_named_failures(run):
     async def check(client):
         with pytest.raises(ContextOverflow, match=r"length is 1024 tokens.*has 2000 tokens"):
             await client.generate([5] * 2000, ClientSampling())
@@ -131,52 +131,55 @@ def test_what_is_wrong_with_a_request_has_a_name(run):
     run(check)
 
 
-def test_a_queue_that_stays_full_is_named(run):
+def test_a_queue_that_stays_full_raises_queue_full(run):
     async def check(client):
         await client.pause()
         calls = [asyncio.create_task(client.generate([5], ClientSampling(max_tokens=1))) for _ in range(129)]
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert len(done) == 1 and isinstance(done.pop().exception(), QueueFull)
         await client.resume()
-        assert all(completion.ids.size == 1 for completion in await asyncio.gather(*waiting))
+        assert all(completion.token_ids.size == 1 for completion in await asyncio.gather(*waiting))
 
     run(check, CONFIG.model_copy(update={"retries": 2}))
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_requests_in_flight_go_on_under_new_weights_and_say_so(run, servers, published, kv):
+def test_requests_in_flight_continue_with_new_weights_and_report_both_versions(run, servers, published, kv):
     async def check(client):
         sampling = ClientSampling(max_tokens=400, ignore_eos=True)
         calls = [asyncio.create_task(client.generate(PROMPT, sampling)) for _ in range(6)]
-        while sum(len(request.logprobs) for _, engine in servers for request in engine.core.everyone()) < 60:
+        while (
+            sum(len(request.logprobs) for _, engine in servers for request in engine.core.list_unfinished_requests())
+            < 60
+        ):
             await asyncio.sleep(0.005)
         done = await client.update_weights(published[SECOND], SECOND, kv)
         assert {ack.version for ack in done} == {SECOND} and len(done) == 2
         for completion in await asyncio.gather(*calls):
-            assert [run.step for run in completion.versions] in ([1, 2], [2])
-            assert sum(run.count for run in completion.versions) == 400
+            assert [run.step for run in completion.version_runs] in ([1, 2], [2])
+            assert sum(run.count for run in completion.version_runs) == 400
         fresh = await client.generate(PROMPT, ClientSampling(max_tokens=2, ignore_eos=True))
-        assert [run.step for run in fresh.versions] == [2]
+        assert [run.step for run in fresh.version_runs] == [2]
 
     run(check)
 
 
-def test_refused_weights_leave_the_old_ones_and_the_servers_up(run, tmp_path):
+def test_refused_weights_keep_the_old_ones_and_the_servers_up(run, tmp_path):
     async def check(client):
         with pytest.raises(WeightsRefused, match=r"manifest\.json"):
             await client.update_weights(tmp_path, SECOND)
-        assert set(client.versions.values()) == {FIRST} and not client.down
+        assert set(client.versions.values()) == {FIRST} and not client.down_replicas
 
     run(check)
 
 
 def test_the_client_needs_no_torch():
-    script = "import sys; from ramify.client import Client, Sampling, Acknowledgement; Client('http://127.0.0.1:1')"
-    shown = subprocess.run(
+    script = "import sys; from ramify.client import InferenceClient, ClientSampling, WeightUpdateAck; InferenceClient('http://127.0.0.1:1')"
+    result = subprocess.run(
         [sys.executable, "-c", f"{script}; print('torch' in sys.modules, 'transformers' in sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    assert shown.stdout.split() == ["False", "False"]
+    assert result.stdout.split() == ["False", "False"]

@@ -1,4 +1,4 @@
-"""The client over servers that come, go and misbehave: where requests go, and which are sent twice."""
+"""A client of servers that fail, come back and misbehave: routing, retries and weight updates."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ SAMPLING = ClientSampling(max_tokens=3)
 
 
 def bounded(test):
-    """An async test with an end."""
+    """Run an async test with a timeout."""
 
     def run():
         asyncio.run(asyncio.wait_for(test(), 20))
@@ -31,24 +31,24 @@ def bounded(test):
 
 @contextlib.asynccontextmanager
 async def connected(*fakes: Fake, config: ClientConfig = QUICK, version: PolicyVersion | None = None):
-    """A client over the fakes, started in their order."""
+    """Start the fakes and a client of them."""
     async with contextlib.AsyncExitStack() as stack:
         for fake in fakes:
             await stack.enter_async_context(fake)
         yield await stack.enter_async_context(InferenceClient([fake.url for fake in fakes], config, version=version))
 
 
-async def until(true) -> None:
-    """Poll; the test's own deadline ends it."""
-    while not true():
+async def until(condition) -> None:
+    """Poll until the condition holds; the timeout of the test limits it."""
+    while not condition():
         await asyncio.sleep(0.01)
 
 
-# -- where requests go ------------------------------------------------------------------------------------------------
+# -- routing --------------------------------------------------------------------------------------------------------
 
 
 @bounded
-async def test_a_completion_has_ids_logprobs_versions_usage_and_its_server():
+async def test_a_completion_has_tokens_logprobs_versions_usage_and_server():
     fake = Fake(PolicyVersion("fake", 2, 9))
     async with connected(fake) as client:
         done = await client.generate(np.array([1, 2], np.int32), SAMPLING, cache_salt="s", priority=4)
@@ -89,7 +89,7 @@ async def test_without_a_session_the_least_loaded_server_is_chosen():
 
 
 @bounded
-async def test_a_server_that_dies_is_ejected_and_comes_back():
+async def test_a_dead_server_is_ejected_until_it_comes_back():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         home = (await client.generate([1], SAMPLING, session="a")).server
@@ -99,12 +99,12 @@ async def test_a_server_that_dies_is_ejected_and_comes_back():
         assert list(client.down_replicas) == [dying.url]
         await dying.__aenter__()
         await until(lambda: not client.down_replicas)
-        assert (await client.generate([1], SAMPLING, session="a")).server == other.url  # its prefix is there now
+        assert (await client.generate([1], SAMPLING, session="a")).server == other.url  # the prefix is cached there now
         assert (await client.generate([1], SAMPLING)).server == dying.url
 
 
 @bounded
-async def test_a_server_that_says_it_is_ill_gets_nothing_until_it_is_well():
+async def test_an_unhealthy_server_gets_no_requests_until_it_is_healthy():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         one.healthy = False
@@ -116,7 +116,7 @@ async def test_a_server_that_says_it_is_ill_gets_nothing_until_it_is_well():
 
 
 @bounded
-async def test_with_no_server_up_a_request_waits_for_one():
+async def test_a_request_waits_for_a_server_to_come_up():
     fake = Fake()
     async with connected(fake) as client:
         await fake.__aexit__()
@@ -127,7 +127,7 @@ async def test_with_no_server_up_a_request_waits_for_one():
 
 
 @bounded
-async def test_with_no_server_up_pausing_waits_for_one():
+async def test_pausing_waits_for_a_server_to_come_up():
     fake = Fake()
     async with connected(fake) as client:
         await fake.__aexit__()
@@ -140,7 +140,7 @@ async def test_with_no_server_up_pausing_waits_for_one():
 
 
 @bounded
-async def test_with_no_server_up_patience_ends_with_every_reason():
+async def test_a_request_without_a_server_fails_with_the_reason_of_each():
     fake = Fake()
     async with connected(fake, config=QUICK.model_copy(update={"patience": 0.3})) as client:
         await fake.__aexit__()
@@ -149,10 +149,10 @@ async def test_with_no_server_up_patience_ends_with_every_reason():
 
 
 @bounded
-async def test_a_server_that_comes_late_is_met_and_one_that_never_comes_is_named():
+async def test_start_waits_for_a_late_server_and_reports_one_that_never_comes():
     late = Fake()
     async with late:
-        pass  # now its port is known and nobody listens
+        pass  # its port is known, but nothing listens
     client = InferenceClient(late.url, QUICK)
     starting = asyncio.create_task(client.start())
     await until(lambda: "cannot be reached" in client.down_replicas[late.url])
@@ -165,7 +165,7 @@ async def test_a_server_that_comes_late_is_met_and_one_that_never_comes_is_named
 
 
 @bounded
-async def test_a_client_starts_with_the_servers_there_are_and_takes_the_others_when_they_come():
+async def test_servers_that_come_up_after_start_are_added():
     one, two = Fake(), Fake()
     async with two:
         pass
@@ -177,16 +177,16 @@ async def test_a_client_starts_with_the_servers_there_are_and_takes_the_others_w
         await client.close()
 
 
-# -- what is sent again -----------------------------------------------------------------------------------------------
+# -- retries ---------------------------------------------------------------------------------------------------------
 
 
 @bounded
-async def test_a_deadline_ends_the_wait_and_the_connection():
+async def test_a_timeout_ends_the_request_and_the_connection():
     fake = Fake()
     fake.behaviour = hang
     async with connected(fake) as client:
         start = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match=rf"waited 0.2 s for an answer of {fake.url}"):
+        with pytest.raises(DeadlineExceeded, match=rf"waited 0.2 s for a response of {fake.url}"):
             await client.generate([1], SAMPLING, timeout=0.2)
         assert time.monotonic() - start < 2
         await asyncio.wait_for(fake.hung_up.wait(), 2)
@@ -194,7 +194,7 @@ async def test_a_deadline_ends_the_wait_and_the_connection():
 
 
 @bounded
-async def test_a_full_server_is_asked_again_and_a_free_one_first():
+async def test_a_request_to_a_full_server_is_sent_to_a_free_one():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         one.behaviour = full
@@ -204,7 +204,7 @@ async def test_a_full_server_is_asked_again_and_a_free_one_first():
 
 
 @bounded
-async def test_servers_that_stay_full_end_with_queue_full():
+async def test_servers_that_stay_full_raise_queue_full():
     fake = Fake()
     fake.behaviour = full
     async with connected(fake, config=QUICK.model_copy(update={"retries": 2})) as client:
@@ -214,17 +214,17 @@ async def test_servers_that_stay_full_end_with_queue_full():
 
 
 @bounded
-async def test_an_answer_that_was_lost_is_not_sampled_again():
+async def test_a_lost_response_is_not_sampled_again():
     one, two = Fake(), Fake()
     one.behaviour = two.behaviour = reset
     async with connected(one, two) as client:
-        with pytest.raises(ProviderError, match="the answer was lost"):
+        with pytest.raises(ProviderError, match="the response was lost"):
             await client.generate([1], SAMPLING)
     assert len(one.asked) + len(two.asked) == 1
 
 
 @bounded
-async def test_an_answer_that_was_lost_is_sampled_again_if_the_caller_allows():
+async def test_a_lost_response_is_sampled_again_if_the_caller_allows_it():
     fake = Fake()
     fake.behaviour = first(reset, times=2)
     async with connected(fake) as client:
@@ -233,29 +233,29 @@ async def test_an_answer_that_was_lost_is_sampled_again_if_the_caller_allows():
 
 
 @bounded
-async def test_an_error_is_named_with_status_and_body_and_not_sent_again():
+async def test_an_error_has_the_status_and_body_and_is_not_retried():
     fake = Fake()
     fake.behaviour = broken
     async with connected(fake) as client:
-        with pytest.raises(ProviderError, match=r"answered 500.*out of cheese"):
+        with pytest.raises(ProviderError, match=r"status 500.*out of cheese"):
             await client.generate([1], SAMPLING, resend_if_lost=True)
     assert len(fake.asked) == 1
 
 
 @bounded
-async def test_an_answer_that_is_no_answer_is_named():
-    async def nonsense(fake, exchange):
+async def test_malformed_responses_are_rejected():
+    async def send_wrong_types(fake, exchange):
         await exchange.reply({"choices": [{"token_ids": ["seven"]}]})
 
-    async def silent(fake, exchange):
+    async def omit_logprobs(fake, exchange):
         await exchange.reply({"choices": [{"token_ids": [7], "finish_reason": "stop"}]})
 
     fake = Fake()
     async with connected(fake) as client:
-        fake.behaviour = nonsense
+        fake.behaviour = send_wrong_types
         with pytest.raises(ProviderError, match="unexpected"):
             await client.generate([1], SAMPLING)
-        fake.behaviour = silent
+        fake.behaviour = omit_logprobs
         with pytest.raises(TokensRequired):
             await client.generate([1], SAMPLING)
 
@@ -273,7 +273,7 @@ async def test_every_server_acknowledges_a_weight_update():
 
 
 @bounded
-async def test_a_server_that_returns_with_old_weights_is_brought_up_to_date_first():
+async def test_a_server_that_comes_back_with_old_weights_is_updated_first():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         await one.__aexit__()
@@ -284,11 +284,11 @@ async def test_a_server_that_returns_with_old_weights_is_brought_up_to_date_firs
         await one.__aenter__()
         await until(lambda: not client.down_replicas)
         assert one.version == PolicyVersion("fake", 0, 2)
-        assert any(path.startswith("/pause") for path in one.paths)  # and it waits like the others
+        assert any(path.startswith("/pause") for path in one.paths)  # and it is paused like the others
 
 
 @bounded
-async def test_a_directory_with_another_version_is_noticed():
+async def test_a_directory_with_another_version_is_refused():
     fake = Fake()
     async with connected(fake) as client:
         with pytest.raises(Exception, match=r"holds fake@0.3, not fake@0.2"):
@@ -300,14 +300,14 @@ async def test_a_directory_with_another_version_is_noticed():
 
 
 @bounded
-async def test_logprobs_before_temperature_are_refused_with_the_flag_to_set():
+async def test_logprobs_before_temperature_are_refused_with_the_flag_to_use():
     async with FakeVLLM(processed=False) as fake:
         with pytest.raises(LogprobMismatch, match="--logprobs-mode processed_logprobs"):
             await InferenceClient(fake.url, QUICK).start()
 
 
 @bounded
-async def test_a_server_that_is_neither_engine_is_refused():
+async def test_an_unknown_engine_is_refused():
     class Other(Fake):
         def card(self):
             return {"id": "gpt", "owned_by": "somebody", "max_model_len": 64}
@@ -326,8 +326,8 @@ async def test_a_server_that_is_neither_engine_is_refused():
         (None, "has no list of models"),
     ],
 )
-def test_an_endpoint_that_only_chats_is_refused_at_once(models, reason):
-    """None of these says how long its context is, and none will by being asked again."""
+def test_a_chat_only_endpoint_is_refused_without_retries(models, reason):
+    """None of them reports its context length, and asking again would not change that."""
 
     class ChatOnly(Fake):
         async def _route(self, target, exchange):
@@ -349,7 +349,7 @@ def test_an_endpoint_that_only_chats_is_refused_at_once(models, reason):
 
 
 @bounded
-async def test_weights_of_vllm_are_labelled_and_each_token_knows_its_label():
+async def test_vllm_weights_are_labelled_and_tokens_have_the_version_of_their_label():
     fake = FakeVLLM()
     async with connected(fake, version=PolicyVersion("mine", 1, 5)) as client:
         done = await client.generate([1], SAMPLING)
@@ -358,7 +358,7 @@ async def test_weights_of_vllm_are_labelled_and_each_token_knows_its_label():
 
 
 @bounded
-async def test_a_call_on_a_closed_client_fails_at_once():
+async def test_a_closed_client_refuses_requests():
     async with connected(Fake()) as client:
         pass
     with pytest.raises(ProviderError, match="closed"):
@@ -382,7 +382,7 @@ def choice(*ids: int) -> dict:
         ([choice(2**40)], f"token id {2**40}"),
     ],
 )
-def test_an_answer_that_no_sampler_gives_is_the_engines_failure(kind, choices, reason):
+def test_impossible_samples_are_provider_errors(kind, choices, reason):
     @bounded
     async def main():
         fake = kind()
@@ -395,32 +395,32 @@ def test_an_answer_that_no_sampler_gives_is_the_engines_failure(kind, choices, r
 
 
 @bounded
-async def test_a_rollouts_request_leaves_a_server_that_stands_still_for_one_that_does_not():
+async def test_a_seeded_request_moves_from_an_unhealthy_server_to_another():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
         seeded = ClientSampling(max_tokens=3, seed=5)
         waiting = asyncio.create_task(client.generate([1], seeded, session="s", clock=StallClock()))
         await until(lambda: one.asked or two.asked)
-        still, other = (one, two) if one.asked else (two, one)
-        other.behaviour, still.healthy = answer, False
+        unhealthy, other = (one, two) if one.asked else (two, one)
+        other.behaviour, unhealthy.healthy = answer, False
         done = await waiting
         assert done.server == other.url
-        assert other.asked == still.asked
-        assert still.hung_up.is_set()
+        assert other.asked == unhealthy.asked
+        assert unhealthy.hung_up.is_set()
 
 
 @bounded
-async def test_a_request_that_must_not_be_sampled_twice_stays_with_a_server_that_stands_still():
+async def test_an_unseeded_request_stays_with_an_unhealthy_server():
     one, two = Fake(), Fake()
     async with connected(one, two) as client:
         one.behaviour = two.behaviour = hang
         unseeded = ClientSampling(max_tokens=3)
         waiting = asyncio.create_task(client.generate([1], unseeded, timeout=60, clock=StallClock()))
         await until(lambda: one.asked or two.asked)
-        still, other = (one, two) if one.asked else (two, one)
-        still.healthy = False
-        await until(lambda: still.url in client.down_replicas)
+        unhealthy, other = (one, two) if one.asked else (two, one)
+        unhealthy.healthy = False
+        await until(lambda: unhealthy.url in client.down_replicas)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 0.2)
         assert not other.asked
@@ -428,7 +428,7 @@ async def test_a_request_that_must_not_be_sampled_twice_stays_with_a_server_that
 
 
 @bounded
-async def test_health_checks_go_on_when_the_metrics_are_no_numbers():
+async def test_health_checks_tolerate_metrics_that_are_not_numeric():
     class Odd(Fake):
         async def _route(self, target, exchange):
             if target == "/metrics":

@@ -1,4 +1,4 @@
-"""vLLM's dialect, against a fake that speaks like it: labels, resets that fail, reloads that fail."""
+"""The vLLM adapter against a fake server: labels, failing cache resets, failing reloads."""
 
 import asyncio
 import json
@@ -36,10 +36,10 @@ def second(tmp_path):
     return publish(tmp_path / "second", SECOND)
 
 
-def called(fake: FakeVLLM) -> list[str]:
-    """What the server was told, without looks at its health and state."""
-    quiet = ("/health", "/v1/models", "/weight_info", "/inference")
-    return [path for path in fake.paths if not path.startswith(quiet)]
+def control_requests(fake: FakeVLLM) -> list[str]:
+    """Return the paths of requests that change the server's state."""
+    readonly = ("/health", "/v1/models", "/weight_info", "/inference")
+    return [path for path in fake.paths if not path.startswith(readonly)]
 
 
 def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
@@ -51,7 +51,7 @@ def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
             fake.paths.clear()
             (ack,) = await client.update_weights(second, SECOND)
             assert ack.version == SECOND and fake.label == "policy@0.2"
-            assert called(fake) == [
+            assert control_requests(fake) == [
                 "/pause?mode=keep&clear_cache=false",
                 "/update_weight_version",
                 "/collective_rpc",
@@ -65,7 +65,7 @@ def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second):
     check()
 
 
-def test_keeping_the_cache_resets_nothing_and_salts_new_requests(first, second):
+def test_with_kv_keep_the_cache_is_not_reset_and_new_requests_are_salted(first, second):
     @bounded
     async def check():
         fake = FakeVLLM(root=str(first))
@@ -78,13 +78,13 @@ def test_keeping_the_cache_resets_nothing_and_salts_new_requests(first, second):
             await client.generate([1], SAMPLING, cache_salt="yours")
             old, new, same, other = (body["cache_salt"] for body in fake.asked[-4:])
             assert new == same and len({old, new, other}) == 3
-            assert all(len(salt) <= 128 and salt.isalnum() for salt in (old, new, other))  # more it does not take
+            assert all(len(salt) <= 128 and salt.isalnum() for salt in (old, new, other))  # vLLM's limits
 
     check()
 
 
-def test_a_cache_that_cannot_be_reset_is_named_and_the_server_gets_nothing(first, second, monkeypatch):
-    monkeypatch.setattr(vllm_adapter, "RESET_DEADLINE", 0.2)
+def test_a_server_whose_cache_cannot_be_reset_is_ejected(first, second, monkeypatch):
+    monkeypatch.setattr(vllm_adapter, "RESET_TIMEOUT", 0.2)
 
     @bounded
     async def check():
@@ -94,13 +94,13 @@ def test_a_cache_that_cannot_be_reset_is_named_and_the_server_gets_nothing(first
             with pytest.raises(DeadlineExceeded, match=r"prefix cache could not be reset within 0\.2 s"):
                 await client.update_weights(second, SECOND)
             assert fake.label == "undefined" and list(client.down_replicas) == [fake.url]
-            assert called(fake)[-1] == "/pause?mode=abort&clear_cache=false"
+            assert control_requests(fake)[-1] == "/pause?mode=abort&clear_cache=false"
 
     check()
 
 
 @pytest.mark.parametrize("directory", ["missing", "other"])
-def test_a_bad_directory_is_refused_before_the_server_hears_of_it(first, tmp_path, directory):
+def test_a_bad_directory_is_refused_before_any_request(first, tmp_path, directory):
     publish(tmp_path / "other", SECOND, width=3)
 
     @bounded
@@ -110,13 +110,13 @@ def test_a_bad_directory_is_refused_before_the_server_hears_of_it(first, tmp_pat
             fake.paths.clear()
             with pytest.raises(WeightsRefused):
                 await client.update_weights(tmp_path / directory, SECOND)
-            assert called(fake) == [] and not client.down_replicas
+            assert control_requests(fake) == [] and not client.down_replicas
             assert client.versions[fake.url] == PolicyVersion("policy", 0, 1)
 
     check()
 
 
-def test_a_server_outside_development_mode_samples_and_takes_no_weights(first, second):
+def test_a_server_outside_development_mode_can_sample_but_not_update(first, second):
     class Closed(FakeVLLM):
         async def control(self, path, exchange):
             await exchange.reply({"detail": "Not Found"}, 404)
@@ -134,43 +134,43 @@ def test_a_server_outside_development_mode_samples_and_takes_no_weights(first, s
     check()
 
 
-def test_an_id_outside_the_vocabulary_never_reaches_the_server(first):
+def test_a_token_id_outside_the_vocabulary_is_not_sent(first):
     @bounded
     async def check():
         fake = FakeVLLM(root=str(first))
         async with connected(fake) as client:
-            asked = len(fake.asked)
+            num_requests = len(fake.asked)
             with pytest.raises(RequestInvalid, match="token id 12; the vocabulary is 0 to 11"):
                 await client.generate([1, 12], ClientSampling())
-            assert len(fake.asked) == asked
+            assert len(fake.asked) == num_requests
 
     check()
 
 
-# -- no token gets a version that did not sample it -------------------------------------------------------------------
+# -- every token has the version that sampled it ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", ["default", "undefined"])
-def test_tokens_of_unnamed_weights_are_refused_and_the_server_is_met_again(first, label):
-    """It was restarted behind the client's back, or resumed by somebody in the middle of an update."""
+def test_tokens_of_unknown_weights_are_refused_and_the_server_joins_again(first, label):
+    """The server was restarted unnoticed, or resumed by another client during an update."""
 
     @bounded
     async def check():
         fake = FakeVLLM(root=str(first))
         async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
             fake.label = label
-            with pytest.raises(ProviderError, match=f"labelled '{label}', which is no version"):
+            with pytest.raises(ProviderError, match=f"label '{label}', which is not a version"):
                 await client.generate([1], SAMPLING)
             if label == "default":
                 done = await client.generate([1], SAMPLING)
                 assert [run.step for run in done.version_runs] == [1] and fake.label == "policy@0.1"
             else:
-                await until(lambda: "left half-way" in client.down_replicas.get(fake.url, ""))
+                await until(lambda: "was interrupted" in client.down_replicas.get(fake.url, ""))
 
     check()
 
 
-def test_an_update_that_is_given_up_half_way_leaves_no_version_behind(first, second):
+def test_a_cancelled_update_leaves_weights_without_a_version(first, second):
     class Slow(FakeVLLM):
         async def control(self, path, exchange):
             if path == "/collective_rpc":
@@ -191,13 +191,13 @@ def test_an_update_that_is_given_up_half_way_leaves_no_version_behind(first, sec
             await asyncio.wait([update])
             assert fake.label == "undefined" and client.versions[fake.url].policy == "undefined"
             await client.resume()
-            with pytest.raises(ProviderError, match="which is no version"):
+            with pytest.raises(ProviderError, match="which is not a version"):
                 await client.generate([1], SAMPLING)
 
     check()
 
 
-def test_an_update_whose_answer_is_lost_ends_the_requests_and_leaves_no_version_behind(first, second):
+def test_an_update_whose_response_is_lost_aborts_requests_and_leaves_no_version(first, second):
     class Dropping(FakeVLLM):
         async def control(self, path, exchange):
             if path == "/collective_rpc":
@@ -212,20 +212,21 @@ def test_an_update_whose_answer_is_lost_ends_the_requests_and_leaves_no_version_
             fake.paths.clear()
             with pytest.raises(ProviderError):
                 await client.update_weights(second, SECOND)
-            assert called(fake)[-1] == "/pause?mode=abort&clear_cache=false"
+            assert control_requests(fake)[-1] == "/pause?mode=abort&clear_cache=false"
             assert fake.label == "undefined" and list(client.down_replicas) == [fake.url]
 
     check()
 
 
 @pytest.mark.parametrize("spans", [[(0, 2)], [(0, 1), (2, 3)], [(0, 4), (4, 3)], [(1, 3)], []])
-def test_versions_that_do_not_cover_the_tokens_are_refused(first, spans):
+def test_version_spans_that_do_not_cover_the_tokens_are_refused(first, spans):
     class Odd(FakeVLLM):
         def sample(self, body):
-            answer = super().sample(body)
-            found = [{"version": "policy@0.1", "start": start, "end": end} for start, end in spans]
-            answer["choices"][0]["weight_versions"] = found
-            return answer
+            response = super().sample(body)
+            response["choices"][0]["weight_versions"] = [
+                {"version": "policy@0.1", "start": start, "end": end} for start, end in spans
+            ]
+            return response
 
     @bounded
     async def check():

@@ -1,4 +1,4 @@
-"""A configuration with the shapes of a run: sections, lists of sources, variants by `type`, free plugin tables."""
+"""An example configuration with sections, lists of sections, variants selected by `type`, and plugin tables."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ class Optim(Config):
 
 
 class Trainer(Config):
-    optim: Optim = Optim(lr=3e-4)  # an explicit default: other keys of the section must not undo it
+    optim: Optim = Optim(lr=3e-4)  # an explicit default, which other keys of the section must not reset
     compile: bool = False
 
 

@@ -1,4 +1,4 @@
-"""The resolved configuration as a file: complete, and read back as exactly the same configuration."""
+"""The resolved configuration as a file has every key, and reads back as an equal configuration."""
 
 import os
 from pathlib import Path
@@ -56,28 +56,28 @@ runs = st.builds(
 
 
 @given(config=runs)
-def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, config):
+def test_the_written_config_reads_back_equal(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / f"run-{os.getpid()}.toml"
     write_toml(config, path)
     assert parse(Run, ["@", str(path)]) == config
     assert dump_toml(parse(Run, ["@", str(path)])) == dump_toml(config)
 
 
-def test_the_written_config_holds_every_key_defaults_included():
+def test_the_written_config_has_every_key():
     written = dump_toml(Run(name="x"))
     assert "max_steps = 120" in written
     assert "[trainer.optim]" in written
     assert 'wandb = "None"' in written
 
 
-def test_a_value_toml_cannot_hold_is_refused_by_its_key():
+def test_none_in_a_plugin_table_is_refused_with_its_key():
     with pytest.raises(ConfigInvalid, match=r"train\.0\.taskset\.split: None"):
         dump_toml(Run(name="x", train=[Source(taskset={"split": None})]))
     with pytest.raises(ConfigInvalid, match=r"train\.0\.taskset\.seeds\.1: None"):
         dump_toml(Run(name="x", train=[Source(taskset={"seeds": [1, None]})]))
 
 
-def test_writing_makes_the_directory_and_leaves_nothing_else_behind(tmp_path):
+def test_writing_creates_the_directory_and_leaves_no_temporary_files(tmp_path):
     path = tmp_path / "outputs" / "x" / "config.toml"
     write_toml(Run(name="x"), path)
     write_toml(Run(name="y"), path)
@@ -85,7 +85,7 @@ def test_writing_makes_the_directory_and_leaves_nothing_else_behind(tmp_path):
     assert parse(Run, ["@", str(path)]).name == "y"
 
 
-def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path):
+def test_a_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "config.toml"
     write_toml(Run(name="x"), path)
     with pytest.raises(ConfigInvalid):
@@ -98,17 +98,17 @@ def test_a_dry_run_writes_the_config_and_prints_the_plan(tmp_path, capsys):
     class Command(Config):
         steps: int = 3
 
-    asked, args = pop_flag(["--steps", "4", "--dry-run"], "--dry-run")
-    assert asked
+    is_dry_run, args = pop_flag(["--steps", "4", "--dry-run"], "--dry-run")
+    assert is_dry_run
     config = parse(Command, args)
     dry_run(config, tmp_path / "out", ["trainer: 1 process", "engine: 1 process"])
     assert parse(Command, ["@", str(tmp_path / "out" / "config.toml")]) == config
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:2] == ["trainer: 1 process", "engine: 1 process"]
-    assert str(tmp_path / "out" / "config.toml") in shown[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["trainer: 1 process", "engine: 1 process"]
+    assert str(tmp_path / "out" / "config.toml") in lines[-1]
 
 
-def test_a_dry_run_renews_what_a_dry_run_left_and_leaves_alone_what_a_run_did(tmp_path, capsys):
+def test_a_dry_run_replaces_files_of_a_dry_run_but_not_of_a_run(tmp_path, capsys):
     dry_run(Run(name="x"), tmp_path, [])
     (tmp_path / "plan.txt").touch()
     dry_run(Run(name="y"), tmp_path, [])
@@ -118,15 +118,15 @@ def test_a_dry_run_renews_what_a_dry_run_left_and_leaves_alone_what_a_run_did(tm
     assert parse(Run, ["@", str(tmp_path / "config.toml")]).name == "y"
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "a plan",
-        f"dry run: nothing was started; {tmp_path} holds a run and stays as it is",
+        f"dry run: nothing was started; {tmp_path} holds a run and is unchanged",
     ]
 
 
-def test_a_dry_run_where_nothing_can_be_written_is_a_named_failure(tmp_path):
+def test_a_dry_run_in_an_unwritable_directory_raises_storage_failed(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageFailed, match="Not a directory"):
         dry_run(Run(name="x"), tmp_path / "file" / "x", [])
 
 
-def test_a_switch_that_is_not_there_changes_nothing():
+def test_pop_flag_without_the_flag_returns_all_arguments():
     assert pop_flag(["--steps", "4"], "--dry-run") == (False, ["--steps", "4"])

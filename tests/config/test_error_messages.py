@@ -1,4 +1,4 @@
-"""Errors: one message that lists every problem by its full key, what was expected, and what to write instead."""
+"""One error lists every problem with its key, what was expected, and a suggestion."""
 
 import re
 from pathlib import Path
@@ -23,15 +23,15 @@ def file(tmp_path: Path):
     return write
 
 
-def problems(args: list[str], cls: type[Config] = Run) -> str:
+def get_error(args: list[str], cls: type[Config] = Run) -> str:
     with pytest.raises(ConfigInvalid) as caught:
         parse(cls, args)
     return str(caught.value)
 
 
-def one(args: list[str], cls: type[Config] = Run) -> str:
-    """The only problem."""
-    text = problems(args, cls)
+def get_problem(args: list[str], cls: type[Config] = Run) -> str:
+    """Return the only problem of an error."""
+    text = get_error(args, cls)
     head, *lines = text.splitlines()
     assert len(lines) == 1, text
     assert head.startswith("1 problem")
@@ -42,7 +42,7 @@ def one(args: list[str], cls: type[Config] = Run) -> str:
 
 
 @pytest.mark.parametrize(
-    ("flags", "key", "nearest"),
+    ("flags", "key", "suggestion"),
     [
         (["--max-step", "3"], "max_step", "max_steps"),
         (["--trainer.optim.warmup", "3"], "trainer.optim.warmup", "trainer.optim.warmup_steps"),
@@ -56,13 +56,13 @@ def one(args: list[str], cls: type[Config] = Run) -> str:
         (["--temperature", "3"], "temperature", "train.0.sampling.temperature"),
     ],
 )
-def test_an_unknown_flag_is_named_with_its_nearest_key(flags, key, nearest):
-    line = one(["--name", "x", *flags])
-    assert line == f"{key}: unknown flag {flags[0].split('=')[0]}; did you mean --{nearest}?"
+def test_an_unknown_flag_is_reported_with_a_suggestion(flags, key, suggestion):
+    line = get_problem(["--name", "x", *flags])
+    assert line == f"{key}: unknown flag {flags[0].split('=')[0]}; did you mean --{suggestion}?"
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "nearest"),
+    ("text", "key", "suggestion"),
     [
         ("max_step = 3", "max_step", "max_steps"),
         ("[trainer.optim]\nwarmup_step = 3", "trainer.optim.warmup_step", "trainer.optim.warmup_steps"),
@@ -72,27 +72,27 @@ def test_an_unknown_flag_is_named_with_its_nearest_key(flags, key, nearest):
         ("[pool]\ntype = 'static'\nstatc = 1", "pool.statc", None),
     ],
 )
-def test_an_unknown_key_in_a_file_is_named_with_its_nearest_key_and_the_file(file, text, key, nearest):
+def test_an_unknown_key_in_a_file_is_reported_with_a_suggestion_and_the_file(file, text, key, suggestion):
     path = file(f"name = 'x'\n{text}\n")
-    line = one(["@", path])
+    line = get_problem(["@", path])
     assert line.startswith(f"{key}: unknown key")
-    assert nearest is None or f"did you mean {nearest}?" in line
+    assert suggestion is None or f"did you mean {suggestion}?" in line
     assert path in line
 
 
-def test_a_key_like_nothing_else_gets_the_list_of_valid_ones():
-    line = one(["--name", "x", "--wandb.zzz", "1"])
+def test_a_key_without_a_similar_one_is_reported_with_the_valid_keys():
+    line = get_problem(["--name", "x", "--wandb.zzz", "1"])
     assert "valid here: project, entity" in line
 
 
-def test_a_key_of_another_variant_is_unknown(file):
-    line = one(["@", file("name = 'x'\n[pool]\nmin = 2\n"), "--pool.type", "static"])
+def test_a_key_of_another_variant_is_reported_as_unknown(file):
+    line = get_problem(["@", file("name = 'x'\n[pool]\nmin = 2\n"), "--pool.type", "static"])
     assert line.startswith("pool.min: unknown key; pool with type = 'static' has type, workers, cores")
 
 
-def test_the_file_named_is_the_one_that_set_the_key(file):
+def test_the_error_names_the_file_that_set_the_key(file):
     good, bad = file("name = 'x'\nmax_steps = 3\n", "good.toml"), file("max_steps = 'many'\n", "bad.toml")
-    line = one(["@", good, "@", bad])
+    line = get_problem(["@", good, "@", bad])
     assert bad in line
     assert good not in line
 
@@ -101,7 +101,7 @@ def test_the_file_named_is_the_one_that_set_the_key(file):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "words"),
     [
         (["--max-steps", "many"], ["max_steps", "integer", "'many'"]),
         (["--trainer.compile", "perhaps"], ["trainer.compile", "boolean", "'perhaps'"]),
@@ -115,24 +115,26 @@ def test_the_file_named_is_the_one_that_set_the_key(file):
         (["--train", "[{"], ["train", "[{"]),
     ],
 )
-def test_a_wrong_value_is_named_with_what_was_expected(flags, said):
-    text = problems(["--name", "x", *flags])
-    for word in said:
+def test_a_wrong_value_is_reported_with_what_was_expected(flags, words):
+    text = get_error(["--name", "x", *flags])
+    for word in words:
         assert word in text
 
 
-def test_a_missing_key_is_named():
-    assert one([]) == "name: required, but not given"
+def test_a_missing_key_is_reported():
+    assert get_problem([]) == "name: required, but not given"
 
 
 def test_every_problem_is_listed_once(file):
-    text = problems(["@", file("max_step = 3\n[[train]]\nshuffle = 7\n"), "--trainer.optim.lr", "fast", "--eval.3.x=1"])
+    text = get_error(
+        ["@", file("max_step = 3\n[[train]]\nshuffle = 7\n"), "--trainer.optim.lr", "fast", "--eval.3.x=1"]
+    )
     assert text.splitlines()[0].startswith("5 problems")
     for key in ("max_step:", "train.0.shuffle:", "trainer.optim.lr:", "eval.3:", "name:"):
         assert text.count(f"  {key}") == 1
 
 
-def test_a_rule_of_the_config_itself_reads_like_the_others():
+def test_errors_of_model_validators_are_reported_like_others():
     class Window(Config):
         low: int = 0
         high: int = 1
@@ -146,16 +148,18 @@ def test_a_rule_of_the_config_itself_reads_like_the_others():
     class Outer(Config):
         window: Window = Window()
 
-    assert one(["--window.low", "5"], Outer).startswith("window: low (5) is above high (1)")
-    assert one(["--low", "5"], Window) == "low (5) is above high (1) (--low)"
-    assert one(["--low", "5", "--high", "2"], Window) == "low (5) is above high (2)"  # which of the two is wrong?
+    assert get_problem(["--window.low", "5"], Outer).startswith("window: low (5) is above high (1)")
+    assert get_problem(["--low", "5"], Window) == "low (5) is above high (1) (--low)"
+    assert (
+        get_problem(["--low", "5", "--high", "2"], Window) == "low (5) is above high (2)"
+    )  # two origins: neither is named
 
 
-# -- flags that cannot be read ----------------------------------------------------------------------------------------
+# -- malformed flags -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "problem"),
     [
         (["--max-steps"], "max_steps: needs a value"),
         (["--max-steps", "1", "2"], "max_steps: takes one value"),
@@ -171,44 +175,44 @@ def test_a_rule_of_the_config_itself_reads_like_the_others():
         (["--trainer", "@"], "@ needs a file"),
     ],
 )
-def test_a_flag_that_cannot_be_read_says_why(flags, said):
-    assert said in one(["--name", "x", *flags])
+def test_a_malformed_flag_is_reported_with_the_reason(flags, problem):
+    assert problem in get_problem(["--name", "x", *flags])
 
 
-# -- files that cannot be read ----------------------------------------------------------------------------------------
+# -- unreadable files -------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_named():
-    assert "nowhere.toml" in one(["@", "nowhere.toml"])
+def test_a_missing_file_is_reported():
+    assert "nowhere.toml" in get_problem(["@", "nowhere.toml"])
 
 
-def test_bad_toml_is_named_with_its_line(file):
+def test_invalid_toml_is_reported_with_its_line(file):
     path = file("name = 'x'\nmax_steps = \n")
-    line = one(["@", path])
+    line = get_problem(["@", path])
     assert path in line
     assert "line 2" in line
 
 
-def test_a_file_that_is_not_text_is_named(tmp_path):
+def test_a_file_that_is_not_text_is_reported(tmp_path):
     path = tmp_path / "run.toml"
     path.write_bytes(b"name = '\xff'\n")
-    assert str(path) in one(["@", str(path)])
+    assert str(path) in get_problem(["@", str(path)])
 
 
-def test_a_directory_is_not_a_file(tmp_path):
-    assert str(tmp_path) in one(["@", str(tmp_path)])
+def test_a_directory_is_reported(tmp_path):
+    assert str(tmp_path) in get_problem(["@", str(tmp_path)])
 
 
-def test_several_bad_files_are_listed_together(file):
+def test_all_bad_files_are_reported_together(file):
     bad = file("= 3\n")
-    text = problems(["@", bad, "@", "nowhere.toml"])
+    text = get_error(["@", bad, "@", "nowhere.toml"])
     assert bad in text
     assert "nowhere.toml" in text
 
 
-# -- whatever is typed ------------------------------------------------------------------------------------------------
+# -- arbitrary arguments ----------------------------------------------------------------------------------------------
 
-anything = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4)  # as argv can hold
+anything = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4)  # what argv can hold
 known = [
     "name",
     "train",
@@ -231,7 +235,7 @@ tokens = st.one_of(words, flags, st.builds("{}={}".format, flags, words))
 
 
 @given(st.lists(tokens, max_size=8))
-def test_no_command_line_does_worse_than_a_config_invalid(args):
+def test_any_command_line_parses_or_raises_config_invalid(args):
     try:
         config = parse(Run, ["--name", "x", *args])
     except ConfigInvalid as error:

@@ -1,4 +1,4 @@
-"""Precedence: defaults, then files from left to right, then flags; a flag reaches every corner a file reaches."""
+"""Precedence: defaults, then files from left to right, then flags; a flag can set every key that a file can."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def toml(path: Path, text: str) -> str:
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_hold_where_nothing_is_said():
+def test_defaults_apply_without_input():
     assert parse(Run, ["--name", "x"]) == Run(name="x")
 
 
@@ -61,36 +61,36 @@ def test_later_files_are_merged_over_earlier_ones_key_by_key(run, tmp_path):
     assert parse(Run, ["@", more, "@", run]).max_steps == 10
 
 
-def test_flags_override_files_wherever_they_stand(run):
+def test_flags_override_files_in_any_order(run):
     assert parse(Run, ["--max-steps", "7", "@", run]).max_steps == 7
     assert parse(Run, ["@", run, "--max-steps", "7"]).max_steps == 7
 
 
 @pytest.mark.parametrize("sign", [["@", "{}"], ["@{}"]])
-def test_a_section_can_come_from_a_file_of_its_own(run, tmp_path, sign):
+def test_a_section_can_have_its_own_file(run, tmp_path, sign):
     optim = toml(tmp_path / "optim.toml", "lr = 0.25\n")
     config = parse(Run, ["@", run, "--trainer.optim", *(part.format(optim) for part in sign)])
     assert (config.trainer.optim.lr, config.trainer.optim.warmup_steps) == (0.25, 20)
 
 
-def test_a_list_entry_can_come_from_a_file_of_its_own(run, tmp_path):
+def test_a_list_entry_can_have_its_own_file(run, tmp_path):
     entry = toml(tmp_path / "entry.toml", "sampling = { max_tokens = 64 }\n")
     config = parse(Run, ["@", run, "--train.0", "@", entry])
     assert config.train[0].sampling == Sampling(temperature=0.9, max_tokens=64)
 
 
-def test_a_switch_before_a_file_does_not_swallow_it(run):
+def test_a_switch_before_a_file_takes_no_value(run):
     config = parse(Run, ["--trainer.compile", "@", run])
     assert (config.trainer.compile, config.name) == (True, "reverse-text")
 
 
-def test_an_explicit_default_of_a_section_outlives_its_neighbours(run):
+def test_an_explicit_default_of_a_section_survives_other_keys(run):
     assert Run(name="x").trainer.optim.lr == 3e-4
     assert parse(Run, ["@", run]).trainer.optim.lr == 3e-4
     assert parse(Run, ["--name", "x", "--trainer.optim.warmup-steps", "3"]).trainer.optim.lr == 3e-4
 
 
-def test_a_table_without_type_is_the_default_variant():
+def test_a_table_without_a_type_is_the_default_variant():
     assert parse(Run, ["--name", "x", "--pool.min", "2"]).pool == Elastic(min=2)
 
 
@@ -139,14 +139,14 @@ def test_a_table_without_type_is_the_default_variant():
     ],
 )
 def test_a_flag_sets_its_key(flags, key, value):
-    found = parse(Run, ["--name", "x", *flags])
+    parsed = parse(Run, ["--name", "x", *flags])
     for part in key.split("."):
-        found = getattr(found, part)
-    assert found == value
-    assert type(found) is type(value)
+        parsed = getattr(parsed, part)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
-def test_a_list_entry_is_overridden_by_index_and_keeps_the_rest(run):
+def test_a_list_entry_is_overridden_by_index_and_keeps_other_keys(run):
     config = parse(
         Run, ["@", run, "--train.0.sampling.temperature", "0.7", "--train.1.tags=a", "--train.0.tags", "b", "c"]
     )
@@ -155,13 +155,13 @@ def test_a_list_entry_is_overridden_by_index_and_keeps_the_rest(run):
     assert [source.tags for source in config.train] == [["b", "c"], ["a"]]
 
 
-def test_values_in_free_tables_are_read_as_json_or_else_as_text(run):
+def test_values_in_plugin_tables_are_parsed_as_json_or_else_text(run):
     flags = ["--train.0.taskset.max_chars", "9", "--train.0.taskset.split", "eval", "--train.0.taskset.deep.x=[1]"]
     taskset = parse(Run, ["@", run, *flags]).train[0].taskset
     assert taskset == {"id": "reverse-text", "max_chars": 9, "split": "eval", "deep": {"x": [1]}}
 
 
-def test_text_in_a_file_stays_text(tmp_path):
+def test_text_in_a_file_is_not_parsed(tmp_path):
     file = toml(tmp_path / "run.toml", 'name = "None of it"\n[[train]]\ntaskset = { id = "a", port = "8000" }\n')
     config = parse(Run, ["@", file])
     assert config.name == "None of it"
@@ -173,11 +173,11 @@ def test_none_can_be_written_in_a_file(tmp_path):
     assert parse(Run, ["@", file]).train[0].sampling.max_tokens is None
 
 
-def test_the_word_none_is_a_name_where_none_is_not_allowed():
+def test_none_is_text_where_none_is_not_allowed():
     assert parse(Run, ["--name", "None"]).name == "None"
 
 
-def test_parsing_leaves_the_defaults_of_the_class_alone():
+def test_parsing_does_not_change_the_defaults_of_the_class():
     parse(Run, ["--name", "x", "--eval.0.tags", "a", "--trainer.optim.betas.0", "0.1"])
     assert Run(name="x").eval[0].tags == []
     assert Run(name="x").trainer.optim.betas == [0.9, 0.95]
@@ -191,12 +191,12 @@ def test_help_lists_the_flags_and_exits_zero(capsys, flag):
     with pytest.raises(SystemExit) as stop:
         parse(Run, ["--max-steps", "3", flag], prog="ramify rl")
     assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "ramify rl" in shown
-    assert "--trainer.optim.warmup-steps" in shown
+    output = capsys.readouterr().out
+    assert "ramify rl" in output
+    assert "--trainer.optim.warmup-steps" in output
 
 
-def test_a_config_refuses_unknown_keys_in_python_too():
+def test_a_config_refuses_unknown_keys_in_python():
     class Small(Config):
         a: int = 1
 

@@ -10,7 +10,7 @@ from ramify.infer.vllm_server import VLLMServer
 from ramify.model.version import PolicyVersion
 from tests.contract.target import Target, VLLMTarget
 from tests.infer.llama import VOCAB, build_core, publish_as, write_llama
-from tests.infer.serving import served
+from tests.infer.serving import run_server
 
 VLLM_PYTHON = os.environ.get("RAMIFY_VLLM_PYTHON")
 
@@ -34,7 +34,7 @@ def target(request, tmp_path_factory):
     core = build_core(
         directories[0], PolicyVersion("llama", 0, 1), kv_tokens=16384, max_running=64, max_batch_tokens=256
     )
-    with served(core) as (url, _):
+    with run_server(core) as (url, _):
         yield Target(url, *directories, max_model_len=core.max_model_len, vocab=VOCAB)
 
 

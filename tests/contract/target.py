@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from ramify.client.engine_adapter import WeightUpdate
-from ramify.client.http_client import open_client
+from ramify.client.http_client import HttpClient
 from ramify.client.vllm_adapter import VLLMAdapter
 from ramify.model.manifest import Manifest
 from ramify.model.version import PolicyVersion
@@ -104,14 +104,14 @@ class Target:
 
 @dataclass
 class VLLMTarget(Target):
-    """A stock vLLM. Weights, pauses and salts go through the client's dialect: together they keep the contract."""
+    """A stock vLLM. Weights, pauses and salts go through the client's adapter, which is part of the contract."""
 
-    spoken: VLLMAdapter = field(init=False)
+    adapter: VLLMAdapter = field(init=False)
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        http = open_client(self.url, connect_timeout=5.0, max_connections=128)
-        self.spoken = VLLMAdapter(self.url, http, Manifest.read(self.first).version, model_root=str(self.first))
+        http = HttpClient(self.url, connect_timeout=5.0, max_connections=128)
+        self.adapter = VLLMAdapter(self.url, http, Manifest.read(self.first).version, model_root=str(self.first))
         try:
             async with super().client() as client:
                 yield client
@@ -119,7 +119,7 @@ class VLLMTarget(Target):
             await http.aclose()
 
     def salt(self, salt: str) -> str:
-        return self.spoken.versioned_cache_salt(salt)
+        return self.adapter.versioned_cache_salt(salt)
 
     def versions(self, choice: dict[str, Any]) -> list[tuple[int, int]]:
         """vLLM reports them with the last part of a stream, for all of it."""
@@ -128,14 +128,14 @@ class VLLMTarget(Target):
         return [(version.step, count) for version, count in found if version is not None]
 
     async def pause(self, client: httpx.AsyncClient) -> None:
-        await self.spoken.pause("keep")
+        await self.adapter.pause("keep")
 
     async def resume(self, client: httpx.AsyncClient) -> None:
-        await self.spoken.resume()
+        await self.adapter.resume()
 
     async def update(self, client: httpx.AsyncClient, directory: Path, kv: str = "recompute") -> None:
         update = WeightUpdate(directory, Manifest.read(directory).version, "keep" if kv == "keep" else "recompute")
-        await self.spoken.update(update, paused=False)
+        await self.adapter.update(update, paused=False)
 
     async def running(self, client: httpx.AsyncClient) -> float:
         """Its gauges stand still while it does nothing, so give it something to do first."""

@@ -1,4 +1,4 @@
-"""The client against either engine: it hides which one it is."""
+"""The client behaves the same with either engine."""
 
 import asyncio
 
@@ -32,29 +32,31 @@ def run(target):
     return runner
 
 
-def test_samples_are_scored_as_they_were_sampled(run):
+def test_sampled_logprobs_equal_scored_logprobs(run):
     async def check(client):
         done = await client.generate(PROMPT, ClientSampling(max_tokens=12, seed=3, ignore_eos=True), session="a")
-        scored = await client.score([*PROMPT, *done.ids.tolist()], session="a")
-        assert done.ids.dtype == np.int32 and done.logprobs.dtype == np.float32 and done.finish == "length"
+        scored = await client.score([*PROMPT, *done.token_ids.tolist()], session="a")
+        assert done.token_ids.dtype == np.int32 and done.logprobs.dtype == np.float32 and done.finish_reason == "length"
         assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
-        assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.versions] == [(*FIRST, 12)]
-        assert (done.usage.prompt, done.usage.completion) == (len(PROMPT), 12)
+        assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.version_runs] == [(*FIRST, 12)]
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(PROMPT), 12)
 
     run(check)
 
 
-def test_a_second_turn_finds_the_prefix_of_the_first(run):
+def test_a_second_turn_reuses_the_prefix_of_the_first(run):
     async def check(client):
         first = await client.generate(PROMPT * 20, ClientSampling(max_tokens=4, ignore_eos=True), session="b")
-        second = await client.generate([*PROMPT * 20, *first.ids.tolist()], ClientSampling(max_tokens=1), session="b")
-        assert second.usage.cached >= 128
+        second = await client.generate(
+            [*PROMPT * 20, *first.token_ids.tolist()], ClientSampling(max_tokens=1), session="b"
+        )
+        assert second.usage.cached_tokens >= 128
 
     run(check)
 
 
-async def swapped_in_flight(client, target, kv):
-    """Four samples that the second weights went on with; a server that had finished one before is asked again."""
+async def sample_across_update(client, target, kv):
+    """Return four samples that span a weight update; try again if one was finished before it."""
     sampling = ClientSampling(max_tokens=target.flight, ignore_eos=True)
     async with target.client() as http:
         for _ in range(5):
@@ -69,30 +71,30 @@ async def swapped_in_flight(client, target, kv):
             assert ack.version == SECOND and 0 < ack.seconds < 60
             await client.resume()
             samples = await asyncio.gather(*calls)
-            if all(len(done.versions) > 1 for done in samples):
+            if all(len(done.version_runs) > 1 for done in samples):
                 return samples
             await client.update_weights(target.first, FIRST)
-    pytest.fail("the server was always quicker than the pause")
+    pytest.fail("the samples were always finished before the pause")
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_every_token_knows_its_weights(run, target, kv):
-    """Told by the logprobs on both sides of where the version changes: each is what those weights give it."""
+def test_every_token_has_the_version_that_sampled_it(run, target, kv):
+    """On both sides of the version change, the logprobs must be those of the reported version."""
 
     async def check(client):
-        samples = await swapped_in_flight(client, target, kv)
+        samples = await sample_across_update(client, target, kv)
         for done in samples:
-            assert [run_.step for run_ in done.versions] == [1, 2]
-            assert sum(run_.count for run_ in done.versions) == target.flight
+            assert [run_.step for run_ in done.version_runs] == [1, 2]
+            assert sum(run_.count for run_ in done.version_runs) == target.flight
         fresh = await client.generate(PROMPT, ClientSampling(max_tokens=12, ignore_eos=True))
-        assert [run_.step for run_ in fresh.versions] == [2]
-        scored = await client.score([*PROMPT, *fresh.ids.tolist()], cache_salt=f"unused {kv}")
+        assert [run_.step for run_ in fresh.version_runs] == [2]
+        scored = await client.score([*PROMPT, *fresh.token_ids.tolist()], cache_salt=f"unused {kv}")
         assert fresh.logprobs == pytest.approx(scored[-12:], abs=2e-4)
-        new = [await scores(client, done, f"unused {kv}") for done in samples]
+        new = [await score_sample(client, done, f"unused {kv}") for done in samples]
         await client.update_weights(target.first, FIRST)
-        old = [await scores(client, done, f"unused {kv} again") for done in samples]
+        old = [await score_sample(client, done, f"unused {kv} again") for done in samples]
         for done, by_old, by_new in zip(samples, old, new):
-            change = done.versions[0].count
+            change = done.version_runs[0].count
             before, after = slice(max(0, change - 8), change), slice(change, change + 8)
             assert done.logprobs[before] == pytest.approx(by_old[before], abs=CLOSE)
             assert done.logprobs[before] != pytest.approx(by_new[before], abs=CLOSE)
@@ -103,9 +105,9 @@ def test_every_token_knows_its_weights(run, target, kv):
     run(check)
 
 
-async def scores(client, done, salt):
-    """What the weights that are served now give the sampled tokens."""
-    return (await client.score([*PROMPT, *done.ids.tolist()], cache_salt=salt))[len(PROMPT) :]
+async def score_sample(client, done, salt):
+    """Return the logprobs of the sampled tokens under the current weights."""
+    return (await client.score([*PROMPT, *done.token_ids.tolist()], cache_salt=salt))[len(PROMPT) :]
 
 
 def test_a_paused_server_holds_requests_until_it_resumes(run):
@@ -115,12 +117,12 @@ def test_a_paused_server_holds_requests_until_it_resumes(run):
         done, _ = await asyncio.wait([call], timeout=0.3)
         assert not done
         await client.resume()
-        assert (await call).ids.size >= 1  # the first token may be the last
+        assert (await call).token_ids.size >= 1  # the first token may be the last
 
     run(check)
 
 
-def test_an_overlong_prompt_and_bad_weights_have_their_names(run, target, tmp_path):
+def test_an_overlong_prompt_and_bad_weights_raise_named_failures(run, target, tmp_path):
     async def check(client):
         with pytest.raises(ContextOverflow, match=str(target.max_model_len)):
             await client.generate([5] * (target.max_model_len + 5), ClientSampling())

@@ -1,4 +1,4 @@
-"""Which files are an environment's code: its module and what it imports of its own package, and nothing else."""
+"""The code of an environment: its module, and the modules of its own package that it imports."""
 
 import importlib
 import sys
@@ -27,7 +27,7 @@ def importable(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_module_of_a_package_counts_with_what_it_imports_of_that_package(importable):
+def test_module_of_a_package_includes_imported_modules_of_that_package(importable):
     write(
         importable,
         {
@@ -43,8 +43,8 @@ def test_a_module_of_a_package_counts_with_what_it_imports_of_that_package(impor
     (importable / "mine" / "scoring" / "__init__.py").write_text(
         "from . import extra\ndef score():\n    from mine import words\n"
     )
-    found = compute_code_digests(importlib.import_module("mine.env").Mine)
-    assert list(found) == [
+    digests = compute_code_digests(importlib.import_module("mine.env").Mine)
+    assert list(digests) == [
         "mine/__init__.py",
         "mine/env.py",
         "mine/scoring/__init__.py",
@@ -53,7 +53,7 @@ def test_a_module_of_a_package_counts_with_what_it_imports_of_that_package(impor
     ]
 
 
-def test_a_file_counts_with_the_modules_beside_it_and_no_others(importable):
+def test_file_includes_imported_modules_of_its_directory_only(importable):
     write(importable, {"env.py": TASKSET.format(imports="import helpers, numpy"), "helpers.py": "", "unused.py": ""})
     assert list(compute_code_digests(plugin.find_plugin_class("taskset", str(importable / "env.py")))) == [
         "env.py",
@@ -61,7 +61,7 @@ def test_a_file_counts_with_the_modules_beside_it_and_no_others(importable):
     ]
 
 
-def test_a_file_that_was_edited_is_loaded_again_with_another_digest(importable):
+def test_edited_file_is_loaded_again_with_another_digest(importable):
     path = importable / "env.py"
     path.write_text(TASKSET.format(imports=""))
     first = plugin.find_plugin_class("taskset", str(path))
@@ -73,31 +73,31 @@ def test_a_file_that_was_edited_is_loaded_again_with_another_digest(importable):
     assert compute_code_digests(first) == before  # what was loaded is what counts
 
 
-def test_of_ramify_only_the_built_in_tasksets_count(importable):
+def test_of_ramify_only_builtin_tasksets_are_included(importable):
     built_in = Environment.load(SourceConfig(taskset={"id": "reverse-text"})).identity["code"]
     assert "ramify/tasksets/reverse_text.py" in built_in
     assert all(name.startswith("ramify/tasksets/") for name in built_in)
     write(
         importable, {"env.py": TASKSET.format(imports="from ramify.tasksets.wordle import Wordle\nimport ramify.env")}
     )
-    found = compute_code_digests(plugin.find_plugin_class("taskset", f"{importable / 'env.py'}:Mine"))
-    assert {"env.py", "ramify/tasksets/wordle.py"} <= set(found)
-    assert not any(name.startswith("ramify/env") for name in found)
+    digests = compute_code_digests(plugin.find_plugin_class("taskset", f"{importable / 'env.py'}:Mine"))
+    assert {"env.py", "ramify/tasksets/wordle.py"} <= set(digests)
+    assert not any(name.startswith("ramify/env") for name in digests)
 
 
-def test_a_harness_of_the_users_own_belongs_to_the_environment(importable):
+def test_custom_harness_is_part_of_the_environment(importable):
     text = "from ramify.harness.chat import ChatHarness\nclass Patient(ChatHarness):\n    pass\n"
     write(importable, {"env.py": TASKSET.format(imports=""), "agent.py": text})
     source = SourceConfig(taskset={"id": str(importable / "env.py")}, harness={"id": str(importable / "agent.py")})
     assert set(Environment.load(source).identity["code"]) == {"env.py", "agent.py"}
 
 
-def test_a_class_that_was_typed_into_a_session_is_known_by_its_functions():
-    def typed(reward: str) -> type:
+def test_class_without_a_file_is_identified_by_its_functions():
+    def define_taskset(reward: str) -> type:
         names: dict = {"__name__": "session"}
         exec(f"class Mine:\n    def any(self):\n        return {reward}\n", names)
         return names["Mine"]
 
-    one, same, other = typed("1.0"), typed("1.0"), typed("0.5")
-    assert compute_code_digests(one) == compute_code_digests(same)
-    assert compute_code_digests(one) != compute_code_digests(other)
+    first, same, other = define_taskset("1.0"), define_taskset("1.0"), define_taskset("0.5")
+    assert compute_code_digests(first) == compute_code_digests(same)
+    assert compute_code_digests(first) != compute_code_digests(other)

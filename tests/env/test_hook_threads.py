@@ -1,4 +1,4 @@
-"""Threads for code that blocks: how many there are, and that nobody waits for another's."""
+"""The number of hook threads, and that blocking jobs do not delay others."""
 
 import asyncio
 import contextlib
@@ -19,33 +19,33 @@ def run(work):
 
 
 def test_jobs_that_wait_for_each_other_all_run():
-    together = threading.Barrier(MAX_THREADS)
+    barrier = threading.Barrier(MAX_THREADS)
 
     async def test():
-        await asyncio.gather(*(run_in_hook_thread(together.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
+        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
 
     run(test())
 
 
-def test_jobs_that_are_done_in_a_moment_share_a_thread():
+def test_short_jobs_share_one_thread():
     async def test():
         return [await run_in_hook_thread(threading.get_ident, {}) for _ in range(50)]
 
     assert len(set(run(test()))) == 1
 
 
-def test_threads_leave_when_nothing_waits_any_more():
-    together, before = threading.Barrier(8), threading.active_count()
+def test_threads_exit_when_no_job_is_queued():
+    barrier, before = threading.Barrier(8), threading.active_count()
 
     async def test():
-        await asyncio.gather(*(run_in_hook_thread(together.wait, {"timeout": 10}) for _ in range(8)))
+        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 10}) for _ in range(8)))
         while await run_in_hook_thread(threading.active_count, {}) > before + 1:
             await asyncio.sleep(0)
 
     run(test())
 
 
-def test_more_jobs_than_threads_are_all_done():
+def test_more_jobs_than_threads_all_finish():
     async def test():
         return await asyncio.gather(
             *(run_in_hook_thread(lambda number: number, {"number": n}) for n in range(5 * MAX_THREADS))
@@ -55,7 +55,7 @@ def test_more_jobs_than_threads_are_all_done():
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyError("x")])
-def test_what_a_job_raises_is_raised_where_it_is_waited_for(error):
+def test_error_of_a_job_is_raised_in_the_waiting_task(error):
     def fails():
         raise error
 
@@ -65,7 +65,7 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for(error):
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_a_job_that_wants_to_end_the_process_only_fails(error):
+def test_job_that_tries_to_exit_the_process_only_fails(error):
     def leaves():
         raise error
 
@@ -73,12 +73,12 @@ def test_a_job_that_wants_to_end_the_process_only_fails(error):
         run(run_in_hook_thread(leaves, {}))
 
 
-def test_a_job_that_ends_an_iteration_does_not_hang():
+def test_job_that_raises_stop_iteration_does_not_hang():
     with pytest.raises(RuntimeError, match="StopIteration"):
         run(run_in_hook_thread(lambda: next(iter(())), {}))
 
 
-def test_a_job_sees_the_context_of_whoever_asked():
+def test_job_sees_the_context_variables_of_its_caller():
     name = contextvars.ContextVar("name", default="nobody")
 
     async def test():
@@ -88,67 +88,67 @@ def test_a_job_sees_the_context_of_whoever_asked():
     assert run(test()) == "me"
 
 
-def test_a_job_that_is_cancelled_before_it_began_never_begins():
-    holding, ran = threading.Event(), []
+def test_job_cancelled_before_it_started_never_starts():
+    release, started = threading.Event(), []
 
     async def test():
-        first = asyncio.create_task(run_in_hook_thread(holding.wait, {"timeout": 10}))
-        second = asyncio.create_task(run_in_hook_thread(lambda: ran.append(1), {}))
+        first = asyncio.create_task(run_in_hook_thread(release.wait, {"timeout": 10}))
+        second = asyncio.create_task(run_in_hook_thread(lambda: started.append(1), {}))
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
-        holding.set()
+        release.set()
         await first
         await run_in_hook_thread(lambda: None, {})
 
     run(test())
-    assert not ran
+    assert not started
 
 
-def test_a_loop_ends_although_a_job_still_blocks():
-    began, release, ended = threading.Event(), threading.Event(), threading.Event()
+def test_event_loop_closes_while_a_job_still_blocks():
+    started, release, finished = threading.Event(), threading.Event(), threading.Event()
 
     def blocks():
-        began.set()
+        started.set()
         release.wait(10)
-        ended.set()
+        finished.set()
 
     async def test():
         waiting = asyncio.create_task(run_in_hook_thread(blocks, {}))
-        await run_in_hook_thread(began.wait, {"timeout": 10})
+        await run_in_hook_thread(started.wait, {"timeout": 10})
         waiting.cancel()
 
     run(test())
     release.set()
-    assert ended.wait(10)
+    assert finished.wait(10)
 
 
-def test_code_that_never_returns_does_not_use_up_the_threads():
-    never = threading.Event()
+def test_jobs_that_never_return_do_not_use_up_the_threads():
+    release = threading.Event()
 
     async def test():
         for _ in range(MAX_THREADS + 1):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.02):
-                    await run_in_hook_thread(never.wait, {"timeout": 20})
-        together = threading.Barrier(MAX_THREADS)
-        await asyncio.gather(*(run_in_hook_thread(together.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
+                    await run_in_hook_thread(release.wait, {"timeout": 20})
+        barrier = threading.Barrier(MAX_THREADS)
+        await asyncio.gather(*(run_in_hook_thread(barrier.wait, {"timeout": 10}) for _ in range(MAX_THREADS)))
 
     try:
         run(test())
     finally:
-        never.set()
+        release.set()
 
 
-def test_a_thread_that_comes_back_from_a_job_nobody_waits_for_leaves():
-    never, before = threading.Event(), threading.active_count()
+def test_thread_of_a_cancelled_job_exits_when_the_job_returns():
+    release, before = threading.Event(), threading.active_count()
 
     async def test():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.02):
-                await run_in_hook_thread(never.wait, {"timeout": 20})
+                await run_in_hook_thread(release.wait, {"timeout": 20})
         assert await run_in_hook_thread(lambda: 7, {}) == 7
-        never.set()
+        release.set()
         while threading.active_count() > before + 1:
             await asyncio.sleep(0.01)
         return [await run_in_hook_thread(threading.get_ident, {}) for _ in range(50)]

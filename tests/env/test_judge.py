@@ -1,4 +1,4 @@
-"""Judges ask a model over HTTP; what they cost is recorded, and a verdict that cannot be read has a name."""
+"""Judges call a model over HTTP, record their usage, and raise JudgeError for unparsable verdicts."""
 
 import socket
 
@@ -7,8 +7,8 @@ from starlette.responses import JSONResponse
 
 from ramify.env import ChatClientConfig, Judge, Task, chat_client
 from ramify.errors import ConfigInvalid, JudgeError
-from tests.env.context import context, run
-from tests.env.serving import chat_server
+from tests.env.chat_server import chat_server
+from tests.env.helpers import make_context, run
 
 TASK = Task(prompt="What is the capital of Italy?", answer="Rome")
 CRITERIA = [{"name": "right", "text": "names Rome", "weight": 3}, {"name": "short", "text": "is one word"}]
@@ -16,12 +16,12 @@ CRITERIA = [{"name": "right", "text": "names Rome", "weight": 3}, {"name": "shor
 
 @pytest.fixture(scope="module")
 def server():
-    with chat_server() as found:
-        yield found
+    with chat_server() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def short_backoff(monkeypatch):
     monkeypatch.setattr(chat_client, "INITIAL_BACKOFF", 0.01)
 
 
@@ -29,50 +29,50 @@ def judge(server, **table) -> Judge:
     return Judge.load({"id": "reference", "base_url": server.url, "model": "judge", **table})
 
 
-def test_a_reference_judge_compares_with_the_answer(server):
+def test_reference_judge_compares_the_reply_with_the_answer(server):
     server.reset(lambda body: "They say the same.\n**Verdict: CORRECT**")
-    here = context(TASK, "It is Rome.")
-    assert run(judge(server).score(TASK, here.trace)) == 1.0
-    question = server.asked[0]["messages"][0]["content"]
-    assert all(part in question for part in ("capital of Italy", "Rome", "It is Rome."))
-    assert (server.asked[0]["model"], server.asked[0]["temperature"]) == ("judge", 0.0)
+    context = make_context(TASK, "It is Rome.")
+    assert run(judge(server).score(TASK, context.trace)) == 1.0
+    prompt = server.requests[0]["messages"][0]["content"]
+    assert all(part in prompt for part in ("capital of Italy", "Rome", "It is Rome."))
+    assert (server.requests[0]["model"], server.requests[0]["temperature"]) == ("judge", 0.0)
     server.reset(lambda body: "Not CORRECT as it stands.\nVerdict: INCORRECT")
-    assert run(judge(server).score(TASK, here.trace)) == 0.0
+    assert run(judge(server).score(TASK, context.trace)) == 0.0
 
 
-def test_a_rubric_is_a_weighted_mean(server):
+def test_rubric_score_is_the_weighted_mean(server):
     server.reset(lambda body: 'I think {so}.\n```json\n{"right": 1, "short": 0.5}\n```')
-    score = run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, context(TASK, "Rome").trace))
+    score = run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace))
     assert score == pytest.approx((3 * 1 + 1 * 0.5) / 4)
-    assert "- right: names Rome" in server.asked[0]["messages"][0]["content"]
+    assert "- right: names Rome" in server.requests[0]["messages"][0]["content"]
 
 
-def test_what_a_judge_said_and_cost_is_in_the_trace(server):
+def test_verdicts_and_usage_are_recorded_in_the_trace(server):
     server.reset(lambda body: "Verdict: CORRECT")
-    here = context(TASK, "Rome")
+    context = make_context(TASK, "Rome")
 
     async def twice():
-        await judge(server).score(TASK, here.trace)
-        await judge(server).score(TASK, here.trace, reply="another")
+        await judge(server).score(TASK, context.trace)
+        await judge(server).score(TASK, context.trace, reply="another")
 
     run(twice())
-    info = here.trace.info["judge"]
+    info = context.trace.info["judge"]
     assert (info["calls"], info["prompt"], info["completion"]) == (2, 20, 6)
     assert info["verdicts"][0] == {"judge": "reference", "score": 1.0, "said": "Verdict: CORRECT"}
-    assert "another" in server.asked[1]["messages"][0]["content"]
+    assert "another" in server.requests[1]["messages"][0]["content"]
 
 
 @pytest.mark.parametrize("verdict", ["I cannot say.", "", "Verdict: maybe"])
-def test_an_unreadable_verdict_is_named_and_still_paid_for(server, verdict):
+def test_unparsable_verdict_raises_and_its_usage_is_counted(server, verdict):
     server.reset(lambda body: verdict)
-    here = context(TASK, "Rome")
+    context = make_context(TASK, "Rome")
     with pytest.raises(JudgeError, match="expected a last line 'Verdict: CORRECT'"):
-        run(judge(server).score(TASK, here.trace))
-    assert here.trace.info["judge"]["calls"] == 1
+        run(judge(server).score(TASK, context.trace))
+    assert context.trace.info["judge"]["calls"] == 1
 
 
 @pytest.mark.parametrize(
-    ("verdict", "said"),
+    ("verdict", "message"),
     [
         ("no scores", "expected a JSON object"),
         ('{"right": 1}', "'short'"),
@@ -80,55 +80,59 @@ def test_an_unreadable_verdict_is_named_and_still_paid_for(server, verdict):
         ('{"right": true, "short": 1}', "found True"),
     ],
 )
-def test_an_unreadable_rubric_is_named(server, verdict, said):
+def test_unparsable_rubric_scores_raise(server, verdict, message):
     server.reset(lambda body: verdict)
-    with pytest.raises(JudgeError, match=said):
-        run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, context(TASK, "Rome").trace))
+    with pytest.raises(JudgeError, match=message):
+        run(judge(server, id="rubric", criteria=CRITERIA).score(TASK, make_context(TASK, "Rome").trace))
 
 
-def test_a_judge_that_is_busy_is_asked_again(server):
+def test_busy_judge_is_retried(server):
     answers = iter([JSONResponse({}, 503), JSONResponse({}, 429), "Verdict: CORRECT"])
     server.reset(lambda body: next(answers))
-    assert run(judge(server).score(TASK, context(TASK, "Rome").trace)) == 1.0
-    assert len(server.asked) == 3
+    assert run(judge(server).score(TASK, make_context(TASK, "Rome").trace)) == 1.0
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("answer", [JSONResponse({"error": "no"}, 400), JSONResponse({"choices": []})])
-def test_an_answer_that_is_none_is_not_asked_for_again(server, answer):
+def test_invalid_response_is_not_retried(server, answer):
     server.reset(lambda body: answer)
     with pytest.raises(JudgeError, match="cannot be reached"):
-        run(judge(server).score(TASK, context(TASK, "Rome").trace))
-    assert len(server.asked) == 1
+        run(judge(server).score(TASK, make_context(TASK, "Rome").trace))
+    assert len(server.requests) == 1
 
 
-def test_a_judge_that_is_not_there_is_named():
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        config = {"id": "reference", "base_url": f"http://127.0.0.1:{held.getsockname()[1]}/v1", "model": "m"}
-        with pytest.raises(JudgeError, match="ConnectError"):
-            run(Judge.load(config).score(TASK, context(TASK, "Rome").trace))
+def test_unreachable_judge_raises():
+    with socket.socket() as reserved_socket:
+        reserved_socket.bind(("127.0.0.1", 0))
+        config = {
+            "id": "reference",
+            "base_url": f"http://127.0.0.1:{reserved_socket.getsockname()[1]}/v1",
+            "model": "m",
+        }
+        with pytest.raises(JudgeError, match="cannot be reached"):
+            run(Judge.load(config).score(TASK, make_context(TASK, "Rome").trace))
 
 
-def test_a_judge_that_never_answers_is_given_up():
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen()
-        base_url = f"http://127.0.0.1:{deaf.getsockname()[1]}/v1"
-        silent = Judge.load({"id": "reference", "base_url": base_url, "model": "m", "timeout": 0.2})
+def test_judge_that_never_answers_times_out():
+    with socket.socket() as silent_socket:
+        silent_socket.bind(("127.0.0.1", 0))
+        silent_socket.listen()
+        base_url = f"http://127.0.0.1:{silent_socket.getsockname()[1]}/v1"
+        judge_client = Judge.load({"id": "reference", "base_url": base_url, "model": "m", "timeout": 0.2})
         with pytest.raises(JudgeError, match=r"did not answer within 0\.2 s"):
-            run(silent.score(TASK, context(TASK, "Rome").trace))
+            run(judge_client.score(TASK, make_context(TASK, "Rome").trace))
 
 
-def test_the_key_comes_from_the_environment_and_is_not_in_the_config(server, monkeypatch):
+def test_api_key_comes_from_an_environment_variable(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-1")
     server.reset(lambda body: "Verdict: CORRECT")
-    run(judge(server, api_key_env="JUDGE_KEY").score(TASK, context(TASK, "Rome").trace))
+    run(judge(server, api_key_env="JUDGE_KEY").score(TASK, make_context(TASK, "Rome").trace))
     assert server.keys == ["Bearer sk-1"]
     with pytest.raises(ConfigInvalid, match="NO_SUCH_KEY is not set"):
         judge(server, api_key_env="NO_SUCH_KEY")
 
 
-def test_a_judges_config_is_checked(server):
+def test_judge_config_is_validated(server):
     with pytest.raises(ConfigInvalid, match=r"judge\.criteria: required"):
         judge(server, id="rubric")
     with pytest.raises(ConfigInvalid, match="two criteria have the name 'right'"):

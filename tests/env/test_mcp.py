@@ -1,4 +1,4 @@
-"""Tools of real MCP servers: one is a process that we start, the other listens on a port."""
+"""Tools of real MCP servers: one is a child process, the other listens on a port."""
 
 import subprocess
 import sys
@@ -11,8 +11,8 @@ from ramify.config import parse_section
 from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import MediaPart, ToolCall
-from tests.env.context import context, run
-from tests.env.serving import serving
+from tests.env.chat_server import serving
+from tests.env.helpers import make_context, run
 
 SERVER = textwrap.dedent('''
     import os, sys
@@ -58,53 +58,53 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(script):
-    space: dict = {"__name__": "served"}
-    exec(SERVER, space)
-    with serving(space["server"].streamable_http_app()) as address:
+    namespace: dict = {"__name__": "served"}
+    exec(SERVER, namespace)
+    with serving(namespace["server"].streamable_http_app()) as address:
         yield f"{address}/mcp"
 
 
-async def use(server: McpServerConfig) -> int:
-    """Call its tools; returns the process they ran in."""
-    here = context()
-    async with open_mcp_servers({"test": server}) as found:
-        tools = ToolSet.wrap(found)
+async def call_all_tools(server: McpServerConfig) -> int:
+    """Call all tools of a server; return the id of its process."""
+    context = make_context()
+    async with open_mcp_servers({"test": server}) as server_tools:
+        tools = ToolSet.wrap(server_tools)
         assert [tool.name for tool in tools.tools] == ["add", "fail", "look", "die", "process"]
         schema = tools.schemas[0]["function"]
         assert schema["description"] == "Add two numbers."
         assert schema["parameters"]["required"] == ["a", "b"]
-        answer = await tools.call(ToolCall("1", "add", '{"a": 2, "b": 3}'), here)
+        answer = await tools.call(ToolCall("1", "add", '{"a": 2, "b": 3}'), context)
         assert (answer.role, answer.content, answer.tool_call_id) == ("tool", "5", "1")
-        answer = await tools.call(ToolCall("2", "fail", "{}"), here)
+        answer = await tools.call(ToolCall("2", "fail", "{}"), context)
         assert answer.text.startswith("error: ")
-        answer = await tools.call(ToolCall("3", "add", '{"a": "x"}'), here)
+        answer = await tools.call(ToolCall("3", "add", '{"a": "x"}'), context)
         assert answer.text.startswith("error: ")
-        answer = await tools.call(ToolCall("4", "look", ""), here)
-        assert answer.content == (MediaPart(here.trace.graph.media[0].hash),)
-        assert here.trace.graph.media[0].data == b"png"
-        return int((await tools.call(ToolCall("5", "process", "{}"), here)).text)
+        answer = await tools.call(ToolCall("4", "look", ""), context)
+        assert answer.content == (MediaPart(context.trace.graph.media[0].hash),)
+        assert context.trace.graph.media[0].data == b"png"
+        return int((await tools.call(ToolCall("5", "process", "{}"), context)).text)
 
 
-def test_a_server_that_is_a_command_ends_with_whoever_opened_it(script):
-    assert not psutil.pid_exists(run(use(McpServerConfig(command=[sys.executable, str(script)]))))
+def test_command_server_exits_when_it_is_closed(script):
+    assert not psutil.pid_exists(run(call_all_tools(McpServerConfig(command=[sys.executable, str(script)]))))
 
 
-def test_a_server_that_is_a_url(url):
-    run(use(McpServerConfig(url=url, headers={"X-Key": "1"})))
+def test_url_server(url):
+    run(call_all_tools(McpServerConfig(url=url, headers={"X-Key": "1"})))
 
 
-def test_the_death_of_a_server_is_not_the_models_fault(script):
+def test_exit_of_a_server_raises_a_sandbox_error(script):
     async def test():
         config = McpServerConfig(command=[sys.executable, str(script)])
-        async with open_mcp_servers({"one": config}) as found:
+        async with open_mcp_servers({"one": config}) as server_tools:
             with pytest.raises(SandboxError, match="'one' closed the connection"):
-                await ToolSet.wrap(found).call(ToolCall("1", "die", "{}"), context())
+                await ToolSet.wrap(server_tools).call(ToolCall("1", "die", "{}"), make_context())
 
     run(test())
 
 
 @pytest.mark.parametrize(
-    ("server", "said"),
+    ("server", "message"),
     [
         (McpServerConfig(command=["no-such-program"]), "'x' cannot be opened: .*no-such-program"),
         (McpServerConfig(command=[sys.executable, "-c", "import sys; sys.exit('no licence')"]), "it wrote: no licence"),
@@ -112,9 +112,9 @@ def test_the_death_of_a_server_is_not_the_models_fault(script):
         (McpServerConfig(command=["sh", "-c", "cat > /dev/null"], timeout=0.3), r"did not open within 0\.3 s"),
     ],
 )
-def test_a_server_that_cannot_be_opened_is_named(server, said):
+def test_server_that_cannot_be_opened_raises_its_name(server, message):
     async def test():
-        with pytest.raises(SandboxError, match=said):
+        with pytest.raises(SandboxError, match=message):
             async with open_mcp_servers({"x": server}):
                 pass
 
@@ -124,12 +124,12 @@ def test_a_server_that_cannot_be_opened_is_named(server, said):
 @pytest.mark.parametrize(
     "table", [{}, {"command": ["a"], "url": "u"}, {"url": "u", "env": {"A": "1"}}, {"command": ["a"], "cmd": "b"}]
 )
-def test_the_config_of_a_server_is_checked(table):
+def test_server_config_is_validated(table):
     with pytest.raises(ConfigInvalid, match="mcp"):
         parse_section(McpServerConfig, table, key="mcp.x")
 
 
-def test_the_library_is_loaded_when_a_server_is_opened_and_not_before():
+def test_mcp_library_is_not_imported_before_a_server_is_opened():
     script = "import ramify.env as env, sys; [getattr(env, name) for name in env.__all__]; print('mcp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""An id becomes a class, from four places; ids and keys that do not exist are refused with the nearest."""
+"""Plugin ids are resolved in four places; unknown ids and keys are refused with the closest match."""
 
 import sys
 import textwrap
@@ -32,13 +32,13 @@ def file(tmp_path):
     return path
 
 
-def refused(*args, **kwargs) -> str:
+def build_error(*args, **kwargs) -> str:
     with pytest.raises(ConfigInvalid) as caught:
         build_plugin(*args, **kwargs)
     return caught.value.message
 
 
-def test_built_in_names():
+def test_builtin_names():
     assert find_plugin_class("runtime", "local") is LocalRuntime
     assert find_plugin_class("judge", "rubric") is RubricJudge
     assert set(PLUGIN_KINDS["taskset"].builtin_paths) == {
@@ -47,7 +47,7 @@ def test_built_in_names():
 
 
 @pytest.mark.parametrize("form", ["{}", "{}:Game"])
-def test_a_file(file, form):
+def test_file(file, form):
     taskset = build_plugin("taskset", {"id": form.format(file), "max_chars": 3})
     assert [task.prompt for task in taskset.load()] == ["xxx"]
     assert taskset.config.id == form.format(file)
@@ -55,7 +55,7 @@ def test_a_file(file, form):
 
 
 @pytest.mark.parametrize("form", ["game_package.games:Game", "game_package.games.Game"])
-def test_an_import_path(file, form, monkeypatch):
+def test_import_path(file, form, monkeypatch):
     package = file.parent / "game_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -66,7 +66,7 @@ def test_an_import_path(file, form, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_an_entry_point_of_an_installed_package(file, monkeypatch):
+def test_entry_point_of_an_installed_package(file, monkeypatch):
     file.rename(file.with_name("installed_games.py"))
     info = file.with_name("games-1.0.dist-info")
     info.mkdir()
@@ -74,58 +74,58 @@ def test_an_entry_point_of_an_installed_package(file, monkeypatch):
     (info / "entry_points.txt").write_text("[ramify.tasksets]\nguessing = installed_games:Game\n")
     monkeypatch.syspath_prepend(file.parent)
     assert find_plugin_class("taskset", "guessing").__name__ == "Game"
-    assert "did you mean 'guessing'?" in refused("taskset", {"id": "guesing"})
+    assert "did you mean 'guessing'?" in build_error("taskset", {"id": "guesing"})
     monkeypatch.delitem(sys.modules, "installed_games")
 
 
-def test_an_unknown_id_is_refused_with_the_nearest():
-    assert refused("taskset", {"id": "revers-text"}) == (
+def test_unknown_id_is_refused_with_the_closest_known_id():
+    assert build_error("taskset", {"id": "revers-text"}) == (
         "1 problem in the configuration:\n  taskset.id: unknown taskset 'revers-text'; did you mean 'reverse-text'?"
     )
-    assert "expected one of local" in refused("runtime", {"id": "qqq"})
-    assert "taskset.id: required" in refused("taskset", {})
+    assert "expected one of local" in build_error("runtime", {"id": "qqq"})
+    assert "taskset.id: required" in build_error("taskset", {})
 
 
-def test_unknown_keys_and_wrong_values_are_refused_together_with_the_nearest(file):
-    message = refused("taskset", {"id": str(file), "max_char": 3, "seeds": [1, "x"]}, table_key="train.0.taskset")
+def test_unknown_keys_and_invalid_values_are_reported_together(file):
+    message = build_error("taskset", {"id": str(file), "max_char": 3, "seeds": [1, "x"]}, table_key="train.0.taskset")
     assert message.startswith("2 problems in the configuration:")
     assert "train.0.taskset.max_char: unknown key; did you mean train.0.taskset.max_chars?" in message
     assert "train.0.taskset.seeds.1: expected a valid integer, got 'x'" in message
 
 
-def test_settling_checks_without_building(file):
+def test_resolve_plugin_validates_without_creating_the_plugin(file):
     cls, config = resolve_plugin("taskset", {"id": str(file), "split": "eval"})
     assert cls.__name__ == "Game"
     assert config.split == "eval"  # type: ignore[attr-defined]
 
 
-def test_what_is_not_there_or_not_a_plugin_is_refused(file):
+def test_missing_modules_and_other_classes_are_refused(file):
     other = file.with_name("other.py")
-    assert "there is no such file" in refused("taskset", {"id": str(other)})
-    assert "there is no module 'no_such_package'" in refused("taskset", {"id": "no_such_package.games:Game"})
-    assert "did you mean Game?" in refused("taskset", {"id": f"{file}:Gam"})
-    assert "does not derive from Taskset" in refused("taskset", {"id": f"{file}:GameConfig"})
+    assert "there is no such file" in build_error("taskset", {"id": str(other)})
+    assert "there is no module 'no_such_package'" in build_error("taskset", {"id": "no_such_package.games:Game"})
+    assert "did you mean Game?" in build_error("taskset", {"id": f"{file}:Gam"})
+    assert "does not derive from Taskset" in build_error("taskset", {"id": f"{file}:GameConfig"})
     other.write_text("import ramify as rf\nclass A(rf.Taskset): ...\nclass B(rf.Taskset): ...\n")
-    assert "it has A, B; select one" in refused("taskset", {"id": str(other)})
+    assert "it has A, B; select one" in build_error("taskset", {"id": str(other)})
 
 
-def test_an_import_path_that_means_a_file_is_refused_with_the_name_of_the_file(tmp_path, monkeypatch):
+def test_import_path_that_matches_a_file_suggests_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_the_user.py").write_text("import ramify as rf\nclass A(rf.Taskset): ...\n")
-    assert "write beside_the_user.py:Class" in refused("taskset", {"id": "beside_the_user:A"})
-    assert "write beside_the_user.py:Class" in refused("taskset", {"id": "beside_the_user.A"})
-    assert "is its package installed" in refused("taskset", {"id": "beside_nobody:A"})
+    assert "write beside_the_user.py:Class" in build_error("taskset", {"id": "beside_the_user:A"})
+    assert "write beside_the_user.py:Class" in build_error("taskset", {"id": "beside_the_user.A"})
+    assert "is its package installed" in build_error("taskset", {"id": "beside_nobody:A"})
 
 
-def test_a_file_that_raises_is_refused_with_its_reason(file):
+def test_file_that_raises_is_refused_with_the_error(file):
     broken = file.with_name("broken.py")
     broken.write_text("1 / 0\n")
-    message = refused("taskset", {"id": str(broken)})
+    message = build_error("taskset", {"id": str(broken)})
     assert "cannot be imported: ZeroDivisionError: division by zero" in message
     broken.write_text("import ramify as rf\nclass Fixed(rf.Taskset): ...\n")
     assert issubclass(find_plugin_class("taskset", str(broken)), Taskset)
 
 
-def test_a_config_that_is_none_is_refused(file):
+def test_config_annotation_must_be_a_config_class(file):
     file.with_name("odd.py").write_text("import ramify as rf\nclass Odd(rf.Taskset):\n    config: int\n")
-    assert "config must be annotated" in refused("taskset", {"id": str(file.with_name("odd.py"))})
+    assert "config must be annotated" in build_error("taskset", {"id": str(file.with_name("odd.py"))})

@@ -1,4 +1,4 @@
-"""A task is frozen plain data; its identity is its content, or its key."""
+"""A task is frozen plain data; its identity is its key or a content digest."""
 
 import subprocess
 import sys
@@ -10,24 +10,24 @@ from ramify.env import Task
 from ramify.errors import ValueRefused
 
 
-def test_fields_of_the_users_own_are_kept_and_travel():
+def test_extra_fields_survive_the_wire_form():
     task = Task(prompt="p", answer=[1, 2], difficulty="hard", words=["a", "b"])
     assert task.difficulty == "hard"
-    again = Task.from_wire(task.to_wire())
-    assert again == task
-    assert again.words == ["a", "b"]
+    decoded = Task.from_wire(task.to_wire())
+    assert decoded == task
+    assert decoded.words == ["a", "b"]
 
 
-def test_a_task_is_frozen():
+def test_task_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         Task(prompt="p").prompt = "q"  # type: ignore[misc]
 
 
-def test_the_wire_form_holds_what_was_said_and_no_defaults():
+def test_wire_form_leaves_out_defaults():
     assert Task(prompt="p", answer="a").to_wire() == {"prompt": "p", "answer": "a"}
 
 
-def test_the_identity_is_a_content_hash_that_is_the_same_in_every_process():
+def test_identity_is_a_content_digest_that_is_equal_in_every_process():
     task = Task(prompt="p", answer={"b": 1, "a": 2})
     assert task.identity == Task(answer={"a": 2, "b": 1}, prompt="p").identity
     assert task.identity != Task(prompt="p", answer={"b": 1, "a": 3}).identity
@@ -37,22 +37,22 @@ def test_the_identity_is_a_content_hash_that_is_the_same_in_every_process():
     assert other.stdout.strip() == task.identity
 
 
-def test_a_key_is_the_identity_where_there_is_one():
+def test_key_is_the_identity_if_given():
     assert Task(prompt="p", key="task-7").identity == "task-7"
 
 
-def test_the_identity_survives_the_wire():
+def test_identity_survives_the_wire_form():
     task = Task(prompt=({"role": "user", "content": "hi"},), answer=(1, 2), extra={"x": None})
     assert Task.from_wire(task.to_wire()).identity == task.identity
 
 
 @pytest.mark.parametrize("field", ["answer", "anything"])
-def test_a_value_that_is_not_plain_is_refused_naming_key_and_type(field):
+def test_value_that_is_not_plain_is_refused_with_key_and_type(field):
     with pytest.raises(ValueRefused, match=rf"task\.{field}.*set"):
         Task(prompt="p", **{field: {1, 2}})
 
 
-def test_a_subclass_declares_typed_fields():
+def test_subclass_declares_typed_fields():
     class Puzzle(Task):
         size: int
 

@@ -1,4 +1,4 @@
-"""Hooks take what they name; what nobody provides is refused when the taskset is loaded."""
+"""Hooks receive the parameters they name; unknown parameters are refused when the taskset is loaded."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ import pytest
 import ramify as rf
 from ramify.env import Endpoint, Hook, collect_hooks
 from ramify.errors import ConfigInvalid, EnvironmentFault
-from tests.env.context import context, run
+from tests.env.helpers import make_context, run
 
 
 class Everything(rf.Taskset):
@@ -45,7 +45,7 @@ class Everything(rf.Taskset):
         return nothing_we_provide
 
 
-def test_hooks_are_found_by_decorator_and_by_name():
+def test_hooks_are_collected_by_decorator_and_by_name():
     hooks = collect_hooks(Everything())
     assert [hook.name for hook in hooks.rewards] == ["first", "second"]
     assert [hook.weight for hook in hooks.rewards] == [1.0, 0.5]
@@ -57,28 +57,30 @@ def test_hooks_are_found_by_decorator_and_by_name():
     assert hooks.rewards[0].injected_parameters == {"task", "trace"}
 
 
-def test_hooks_receive_what_they_name():
+def test_hooks_receive_the_parameters_they_name():
     hooks = collect_hooks(Everything())
     rng, endpoint = random.Random(1), Endpoint("http://localhost/v1", "secret", "policy")
-    here = context(rf.Task(prompt="p", answer="a"), "a", rng=rng, endpoint=endpoint, state=SimpleNamespace(enough=True))
+    context = make_context(
+        rf.Task(prompt="p", answer="a"), "a", rng=rng, endpoint=endpoint, state=SimpleNamespace(enough=True)
+    )
 
     async def test():
-        assert await hooks.rewards[0](here) == 1.0
-        assert await hooks.rewards[1](here) == 1
-        assert await hooks.stops[0](here) is True
-        assert await hooks.group_rewards[0](here, traces=[here.trace, here.trace]) == [1.0, 1.0]
+        assert await hooks.rewards[0](context) == 1.0
+        assert await hooks.rewards[1](context) == 1
+        assert await hooks.stops[0](context) is True
+        assert await hooks.group_rewards[0](context, traces=[context.trace, context.trace]) == [1.0, 1.0]
         assert hooks.setup is not None
-        await hooks.setup(here)
+        await hooks.setup(context)
 
     run(test())
-    assert here.state.seen == (rng, None, endpoint)
+    assert context.state.seen == (rng, None, endpoint)
 
 
-def test_the_secret_of_an_endpoint_is_not_printed():
+def test_repr_of_an_endpoint_hides_the_secret():
     assert "secret" not in repr(Endpoint("http://localhost/v1", "secret", "policy"))
 
 
-def test_a_sync_hook_runs_in_a_thread_and_does_not_hold_up_the_loop():
+def test_sync_hook_runs_in_a_thread_without_blocking_the_loop():
     release = threading.Event()
 
     class Slow(rf.Taskset):
@@ -88,7 +90,7 @@ def test_a_sync_hook_runs_in_a_thread_and_does_not_hold_up_the_loop():
             return 1.0
 
     async def test():
-        waiting = asyncio.create_task(collect_hooks(Slow()).rewards[0](context()))
+        waiting = asyncio.create_task(collect_hooks(Slow()).rewards[0](make_context()))
         await asyncio.sleep(0)
         release.set()  # only reached if the hook does not block us
         assert await waiting == 1.0
@@ -96,7 +98,7 @@ def test_a_sync_hook_runs_in_a_thread_and_does_not_hold_up_the_loop():
     run(test())
 
 
-def test_a_parameter_that_nobody_provides_is_refused_when_loaded():
+def test_unknown_parameter_is_refused_at_load():
     class Wrong(rf.Taskset):
         @rf.reward
         def solved(self, task, trases):
@@ -111,16 +113,16 @@ def test_a_parameter_that_nobody_provides_is_refused_when_loaded():
     assert "task, trace, runtime, rng, state, endpoint" in message
 
 
-def test_a_parameter_with_a_default_is_the_hooks_own():
+def test_unknown_parameter_with_a_default_keeps_it():
     class Fine(rf.Taskset):
         @rf.reward
         def solved(self, task, scale=3.0):
             return scale
 
-    assert run(collect_hooks(Fine()).rewards[0](context())) == 3.0
+    assert run(collect_hooks(Fine()).rewards[0](make_context())) == 3.0
 
 
-def test_traces_belong_to_group_rewards_alone():
+def test_only_group_rewards_take_traces():
     class Wrong(rf.Taskset):
         @rf.reward
         def solved(self, traces):
@@ -137,7 +139,7 @@ def test_traces_belong_to_group_rewards_alone():
         collect_hooks(Blind())
 
 
-def test_gold_and_validate_run_without_a_model_so_they_may_not_ask_for_one():
+def test_gold_and_validate_cannot_name_the_endpoint():
     class Wrong(rf.Taskset):
         def gold(self, task, endpoint):
             return "a"
@@ -146,21 +148,21 @@ def test_gold_and_validate_run_without_a_model_so_they_may_not_ask_for_one():
         collect_hooks(Wrong())
 
 
-def test_a_reward_that_is_overridden_without_its_decorator_stays_one():
+def test_override_without_a_decorator_inherits_the_mark():
     class Other(Everything):
         def second(self, task):
             return 7.0
 
     hooks = collect_hooks(Other())
     assert [(hook.name, hook.weight) for hook in hooks.rewards] == [("first", 1.0), ("second", 0.5)]
-    assert run(hooks.rewards[1](context())) == 7.0
+    assert run(hooks.rewards[1](make_context())) == 7.0
 
 
-def test_a_decorated_method_can_still_be_called_as_it_is():
-    assert Everything().length(context(None, "abc").trace) == 3
+def test_decorated_method_can_be_called_directly():
+    assert Everything().length(make_context(None, "abc").trace) == 3
 
 
-def test_the_tools_of_a_rollout_are_the_marked_methods_and_what_tools_returns():
+def test_toolset_contains_tool_methods_and_the_result_of_tools():
     def shout(text: str) -> str:
         return text.upper()
 
@@ -175,37 +177,37 @@ def test_the_tools_of_a_rollout_are_the_marked_methods_and_what_tools_returns():
     hooks = collect_hooks(WithTools())
 
     async def names(task):
-        return [tool.name for tool in (await hooks.build_toolset(context(task))).tools]
+        return [tool.name for tool in (await hooks.build_toolset(make_context(task))).tools]
 
     assert run(names(rf.Task(prompt="p"))) == ["add"]
     assert run(names(rf.Task(prompt="p", answer="a"))) == ["add", "shout"]
 
 
-def test_what_user_returns_is_checked():
+def test_result_of_user_must_be_a_user():
     class Wrong(rf.Taskset):
         def user(self, task):
             return "hello"
 
     with pytest.raises(EnvironmentFault, match="expected a User or None, found a str"):
-        run(collect_hooks(Wrong()).build_user(context()))
+        run(collect_hooks(Wrong()).build_user(make_context()))
 
 
-def test_a_hook_keeps_the_context_variables_of_its_caller():
+def test_hook_sees_the_context_variables_of_its_caller():
     from contextvars import ContextVar
 
-    here: ContextVar[str] = ContextVar("here")
+    context: ContextVar[str] = ContextVar("here")
 
     def look():
-        return here.get()
+        return context.get()
 
     async def test():
-        here.set("caller")
-        return await Hook(look, "test")(context())
+        context.set("caller")
+        return await Hook(look, "test")(make_context())
 
     assert run(test()) == "caller"
 
 
-def test_config_is_the_annotated_class_and_its_defaults_hold_without_one():
+def test_config_is_an_instance_of_the_annotated_class():
     class MyConfig(rf.TasksetConfig):
         size: int = 3
 

@@ -1,4 +1,4 @@
-"""A taskset class as an id: importable ones as they are, those of a notebook written out with all that they use."""
+"""Ids of taskset classes: import paths, and files for classes that are defined in a notebook."""
 
 import linecache
 import sys
@@ -75,7 +75,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
         del linecache.cache[title]
 
 
-def test_a_class_of_a_module_or_a_file_is_called_by_it(tmp_path):
+def test_class_of_a_module_or_file_has_its_import_path_as_id(tmp_path):
     assert get_class_id(ReverseText, tmp_path) == "ramify.tasksets.reverse_text:ReverseText"
     (tmp_path / "own.py").write_text("import ramify as rf\nclass Own(rf.Taskset):\n    pass\n")
     own = plugin.find_plugin_class("taskset", str(tmp_path / "own.py"))
@@ -83,12 +83,12 @@ def test_a_class_of_a_module_or_a_file_is_called_by_it(tmp_path):
     assert not (tmp_path / "folder").exists()
 
 
-def test_an_instance_is_its_class_and_what_its_config_says(tmp_path):
+def test_instance_becomes_its_class_id_and_config(tmp_path):
     table = build_taskset_table(ReverseText(ReverseTextConfig(max_chars=5)), tmp_path)
     assert table == {"id": "ramify.tasksets.reverse_text:ReverseText", "max_chars": 5}
 
 
-def test_a_class_of_a_notebook_is_written_with_all_that_it_uses_and_nothing_else(kernel, tmp_path):
+def test_notebook_class_is_written_with_exactly_what_it_uses(kernel, tmp_path):
     noted = kernel(*CELLS).Noted
     written = plugin.find_plugin_class("taskset", get_class_id(noted, tmp_path))
     assert written is not noted and written.__module__ != "__main__"
@@ -97,14 +97,14 @@ def test_a_class_of_a_notebook_is_written_with_all_that_it_uses_and_nothing_else
     assert "result = object()" not in text and "unused" not in text
 
 
-def test_a_dataclass_without_methods_of_its_own_is_written_too(kernel, tmp_path):
+def test_dataclass_without_methods_is_written_too(kernel, tmp_path):
     point = "from dataclasses import dataclass\nimport ramify as rf\n\n\n@dataclass\nclass Point:\n    x: int = 3"
     noted = "class Noted(rf.Taskset):\n    def load(self):\n        yield rf.Task(prompt=str(Point().x))"
     written = plugin.find_plugin_class("taskset", get_class_id(kernel(point, noted).Noted, tmp_path))
     assert [task.prompt for task in written().load()] == ["3"]
 
 
-def test_a_cell_that_is_executed_again_is_written_again(kernel, tmp_path):
+def test_cell_that_is_executed_again_is_written_again(kernel, tmp_path):
     get_class_id(kernel(*CELLS).Noted, tmp_path)
     changed = kernel(CELLS[2].replace("WORDS[: self.config.size]", "['c']")).Noted
     written = plugin.find_plugin_class("taskset", get_class_id(changed, tmp_path))
@@ -124,13 +124,13 @@ def test_a_cell_that_is_executed_again_is_written_again(kernel, tmp_path):
         ),
     ],
 )
-def test_a_class_that_cannot_be_written_is_refused_by_name(kernel, tmp_path, cell, message):
+def test_class_that_cannot_be_written_is_refused(kernel, tmp_path, cell, message):
     noted = kernel("import ramify as rf", cell).Noted
     with pytest.raises(ConfigInvalid, match=message):
         get_class_id(noted, tmp_path)
 
 
-def test_the_written_file_is_left_alone_where_nothing_changed(kernel, tmp_path):
+def test_unchanged_definition_is_not_written_again(kernel, tmp_path):
     noted = kernel(*CELLS).Noted
     get_class_id(noted, tmp_path)
     before = Path(tmp_path / "Noted.py").stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""A tool's schema comes from its annotations and docstring; whatever goes wrong in a call is text."""
+"""A tool's schema comes from its annotations and docstring; errors of a call are returned as text."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ramify.env import Tool, ToolSet, tool
 from ramify.errors import ConfigInvalid, SandboxError
 from ramify.trace import Media, MediaPart, TextPart, ToolCall
-from tests.env.context import context, run
+from tests.env.helpers import make_context, run
 
 
 class Place(BaseModel):
@@ -44,11 +44,11 @@ def book(
     return f"{room} {nights} {view} {guests} {title} {where and where.city}"
 
 
-def call(function, arguments, **more):
-    return run(Tool.wrap(function).call(context(**more), arguments))
+def call(function, arguments, **fields):
+    return run(Tool.wrap(function).call(make_context(**fields), arguments))
 
 
-def test_the_schema_says_what_annotations_and_docstring_say():
+def test_schema_follows_annotations_and_docstring():
     schema = Tool.wrap(book).schema
     function = schema["function"]
     assert schema["type"] == "function"
@@ -68,13 +68,13 @@ def test_the_schema_says_what_annotations_and_docstring_say():
     json.dumps(schema)
 
 
-def test_arguments_arrive_with_the_types_of_the_annotations():
+def test_arguments_are_converted_to_the_annotated_types():
     assert call(book, {"room": "12", "nights": "3", "where": {"city": "Rome"}}) == "12 3 yard None None Rome"
     assert call(book, '{"room": "12", "guests": ["a"]}') == "12 1 yard ['a'] None None"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message_part"),
     [
         ({}, "argument room is required"),
         ({"room": "1", "nights": "many"}, "argument nights:"),
@@ -85,20 +85,20 @@ def test_arguments_arrive_with_the_types_of_the_annotations():
         ('["1"]', "must be a JSON object"),
     ],
 )
-def test_wrong_arguments_are_answered_with_the_name_of_the_argument(arguments, said):
+def test_invalid_arguments_are_answered_with_the_name_of_the_argument(arguments, message_part):
     answer = call(book, arguments)
     assert answer.startswith("error: book: ")
-    assert said in answer
+    assert message_part in answer
 
 
-def test_an_exception_becomes_text():
+def test_exception_becomes_text():
     def divide(a: int, b: int) -> float:
         return a / b
 
     assert call(divide, {"a": 1, "b": 0}) == "error: ZeroDivisionError: division by zero"
 
 
-def test_code_of_a_model_that_exits_becomes_text():
+def test_exit_in_a_tool_becomes_text():
     def python(code: str) -> str:
         exec(code, {})
         return "done"
@@ -106,7 +106,7 @@ def test_code_of_a_model_that_exits_becomes_text():
     assert call(python, {"code": "exit(3)"}) == "error: RuntimeError: SystemExit: 3"
 
 
-def test_what_a_tool_cancels_itself_becomes_text():
+def test_cancellation_inside_a_tool_becomes_text():
     async def search() -> str:
         lookup = asyncio.ensure_future(asyncio.sleep(60))
         lookup.cancel()
@@ -116,7 +116,7 @@ def test_what_a_tool_cancels_itself_becomes_text():
     assert call(search, {}).startswith("error: CancelledError")
 
 
-def test_a_lost_box_is_not_an_answer():
+def test_sandbox_error_is_raised():
     async def compile(path: str) -> str:
         raise SandboxError("the box is gone")
 
@@ -130,24 +130,24 @@ def test_cancelling_a_call_cancels_the_tool():
         return ""
 
     async def test():
-        waiting = asyncio.create_task(Tool.wrap(forever).call(context(), {}))
+        task = asyncio.create_task(Tool.wrap(forever).call(make_context(), {}))
         await asyncio.sleep(0)
-        waiting.cancel()
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
+            await task
 
     run(test())
 
 
-def test_fields_of_the_context_are_filled_in_and_hidden_from_the_model():
+def test_context_fields_are_injected_and_hidden_from_the_model():
     async def remember(word: str, state, task) -> str:
         state.word = word
         return task.prompt
 
-    here = context()
+    context = make_context()
     assert list(Tool.wrap(remember).schema["function"]["parameters"]["properties"]) == ["word"]
-    assert run(Tool.wrap(remember).call(here, {"word": "x"})) == "question"
-    assert here.state.word == "x"
+    assert run(Tool.wrap(remember).call(context, {"word": "x"})) == "question"
+    assert context.state.word == "x"
 
 
 def test_results_become_text():
@@ -159,25 +159,25 @@ def test_results_become_text():
     assert json.loads(call(give, {"what": "table"})) == {"ä": [1, {"city": "Rome", "zip": None}]}
 
 
-def test_an_image_goes_into_the_traces_media_table():
+def test_image_is_added_to_the_media_of_the_trace():
     image = Media.from_bytes(b"png", "image/png")
 
     def look():
         return ["here:", image]
 
-    here = context()
-    assert run(Tool.wrap(look).call(here, {})) == (TextPart("here:"), MediaPart(image.hash))
-    assert here.trace.graph.media == [image]
+    context = make_context()
+    assert run(Tool.wrap(look).call(context, {})) == (TextPart("here:"), MediaPart(image.hash))
+    assert context.trace.graph.media == [image]
 
 
-def test_parameter_names_may_be_anything_python_allows():
+def test_any_python_parameter_name_is_allowed():
     def odd(schema: int, model_config: int, _x: int = 0) -> int:
         return schema + model_config + _x
 
     assert call(odd, {"schema": 1, "model_config": 2, "_x": 3}) == "6"
 
 
-def test_a_tool_that_cannot_be_described_is_refused():
+def test_tool_without_a_schema_is_refused():
     def untyped(a):
         return a
 
@@ -190,33 +190,37 @@ def test_a_tool_that_cannot_be_described_is_refused():
     def unschemable(a: asyncio.Future):
         return a
 
-    for function, said in [(untyped, "'a' needs a type annotation"), (open_ended, r"\*names"), (unknown, "Nowhere")]:
-        with pytest.raises(ConfigInvalid, match=said):
+    for function, message_part in [
+        (untyped, "'a' needs a type annotation"),
+        (open_ended, r"\*names"),
+        (unknown, "Nowhere"),
+    ]:
+        with pytest.raises(ConfigInvalid, match=message_part):
             Tool.wrap(function)
     with pytest.raises(ConfigInvalid, match="tool unschemable"):
         Tool.wrap(unschemable)
 
 
-def test_a_toolset_answers_calls_by_name():
+def test_toolset_dispatches_calls_by_name():
     def add(a: int, b: int) -> int:
         return a + b
 
     tools = ToolSet.wrap([add, book])
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "book"]
-    message = run(tools.call(ToolCall("c1", "add", '{"a": 1, "b": 2}'), context()))
+    message = run(tools.call(ToolCall("c1", "add", '{"a": 1, "b": 2}'), make_context()))
     assert (message.role, message.content, message.tool_call_id) == ("tool", "3", "c1")
-    message = run(tools.call(ToolCall("c2", "bok", "{}"), context()))
+    message = run(tools.call(ToolCall("c2", "bok", "{}"), make_context()))
     assert message.content == "error: there is no tool 'bok'; did you mean book? the tools are add, book"
 
 
-def test_bytes_that_are_no_text_are_answered_as_question_marks():
+def test_undecodable_bytes_are_replaced_by_question_marks():
     def names() -> str:
         return os.fsdecode(b"a\xff.txt")
 
-    message = run(ToolSet.wrap([names]).call(ToolCall("c1", "names", "{}"), context()))
+    message = run(ToolSet.wrap([names]).call(ToolCall("c1", "names", "{}"), make_context()))
     assert message.content == "a?.txt"
 
 
-def test_two_tools_of_one_name_are_refused():
+def test_two_tools_with_the_same_name_are_refused():
     with pytest.raises(ConfigInvalid, match="'book'"):
         ToolSet.wrap([book, book])

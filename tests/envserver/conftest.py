@@ -1,4 +1,4 @@
-"""One engine and one server for the tests that do not mind sharing."""
+"""One engine and one server that several tests share."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from ramify.envserver import EnvClient, EnvServer
 from tests.envserver.engine import instant
-from tests.envserver.stage import QUICK, configured, until
+from tests.envserver.helpers import QUICK, make_config, wait_until
 
 
 @pytest.fixture(scope="package")
@@ -17,13 +17,13 @@ def engine():
 
 @pytest.fixture(scope="package")
 def shared(engine, tmp_path_factory):
-    """(runner, server, client) with two workers that are ready."""
+    """(runner, server, client) with two ready workers."""
     with asyncio.Runner() as runner:
 
         async def start():
-            server = await EnvServer(configured(engine.url, tmp_path_factory.mktemp("shared"))).start()
+            server = await EnvServer(make_config(engine.url, tmp_path_factory.mktemp("shared"))).start()
             client = await EnvClient(server.address, settings=QUICK).start()
-            await until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
+            await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
             return server, client
 
         async def stop():

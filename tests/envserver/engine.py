@@ -1,4 +1,4 @@
-"""An engine without a model, at once: it speaks the contract over real sockets, with the tokens of `tiny`."""
+"""An engine without a model that answers at once, over real sockets, with tokens of `tiny`."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def reply() -> list[int]:
 
 
 class Instant(Fake):
-    """One server of "tiny" that always says the same."""
+    """A server of `tiny` that always gives the same reply."""
 
     def __init__(self, late: float = 0.0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ async def _answer(engine: Fake, exchange: Exchange) -> None:
 
 @contextlib.contextmanager
 def instant(late: float = 0.0) -> Iterator[Instant]:
-    """The engine, answering from a thread of its own."""
+    """Run the engine in its own thread and yield it."""
     loop, engine, stop, ready = asyncio.new_event_loop(), Instant(late), asyncio.Event(), threading.Event()
 
     async def main() -> None:

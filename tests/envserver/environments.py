@@ -1,4 +1,4 @@
-"""Tasksets that do what their tasks say, good and bad, as a user would write them, in a file."""
+"""Tasksets whose tasks select a good or bad behaviour, in a file as a user would write it."""
 
 import asyncio
 import logging
@@ -15,11 +15,11 @@ import ramify as rf
 class Config(rf.TasksetConfig):
     size: int = 10
     boot: str = ""
-    """What happens when a worker loads this."""
+    """What happens when a worker loads the taskset."""
 
 
 class Tricky(rf.Taskset):
-    """`does` says what becomes of a rollout, `gate` is a file it waits for."""
+    """`task.does` selects the behaviour of a rollout, `task.gate` is a file it waits for."""
 
     config: Config
 
@@ -41,21 +41,21 @@ class Tricky(rf.Taskset):
     async def setup(self, task: rf.Task, runtime: rf.Runtime) -> None:
         does, gate = getattr(task, "does", ""), getattr(task, "gate", "")
         if gate:
-            with Path(f"{gate}.begun").open("a") as begun:
-                begun.write(f"{task.key}\n")
+            with Path(f"{gate}.begun").open("a") as started:
+                started.write(f"{task.key}\n")
             while not Path(gate).exists():
                 await asyncio.sleep(0.02)
         if does == "raise":
             raise RuntimeError("the environment is broken")
         if does == "spin":
-            spin_for_ever()
+            spin_forever()
         if does == "exit":
             os._exit(9)
         if does == "shell":
             nap = f"sleep {task.nap}"
             await runtime.run(f"echo $$ > {task.file}; (setsid {nap} &) ; {nap} & {nap}", timeout=900)
         if does == "talk":
-            talk(str(task.key))
+            write_output(str(task.key))
 
     @rf.reward
     async def right(self, task: rf.Task, trace: rf.Trace) -> float:
@@ -68,19 +68,19 @@ class Tricky(rf.Taskset):
         return [float(position) for position in range(len(traces))]
 
 
-def spin_for_ever() -> None:
+def spin_forever() -> None:
     while True:
         time.sleep(0.001)
 
 
-def talk(key: str) -> None:
+def write_output(key: str) -> None:
     logging.getLogger("x").info("logged %s", key)
     print(f"printed {key}")
     subprocess.run(["sh", "-c", f"echo shouted {key} >&2"], check=True)
 
 
 class Unrewarded(rf.Taskset):
-    """A taskset that nobody can learn from."""
+    """A taskset without rewards."""
 
     def load(self) -> Iterator[rf.Task]:
         yield rf.Task(prompt="say anything")

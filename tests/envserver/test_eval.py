@@ -1,18 +1,18 @@
-"""`ramify eval --workers N` finds what it finds in process."""
+"""`ramify eval --workers N` gives the same results as in process."""
 
 import json
 
 import ramify as rf
 from ramify.store import RunStore
 from ramify.trace import to_json
-from tests.envserver.stage import FILE
+from tests.envserver.helpers import TASKSETS_FILE
 
 
-def test_an_eval_in_workers_has_the_same_results_as_in_process(engine, tmp_path):
+def test_eval_in_workers_gives_the_same_results_as_in_process(engine, tmp_path):
     results = {}
     for workers in (0, 2):
         config = {
-            "taskset": {"id": f"{FILE}:Tricky", "size": 6},
+            "taskset": {"id": f"{TASKSETS_FILE}:Tricky", "size": 6},
             "inference": {"engine": "external", "base_url": [engine.url]},
             "output": tmp_path,
             "name": f"run-{workers}",
@@ -23,17 +23,17 @@ def test_an_eval_in_workers_has_the_same_results_as_in_process(engine, tmp_path)
         }
         result = rf.evaluate(config)
         with RunStore.open(result.path, write=False) as store:
-            traces = {row.id: [told(trace) for trace in store.read_traces(row.id)] for row in result.rows}
+            traces = {row.id: [without_times(trace) for trace in store.read_traces(row.id)] for row in result.rows}
         results[workers] = ([(row.id, row.task, row.reward, row.failure) for row in result.rows], traces)
     assert len(results[0][0]) == 12
     assert results[0] == results[2]
     assert list((tmp_path / "run-2" / "logs" / "env" / "eval").glob("*.log"))
 
 
-def told(trace) -> dict:
-    """All of a trace but its times."""
-    found = json.loads(to_json(trace))
-    for node in found["nodes"]:
+def without_times(trace) -> dict:
+    """Return the data of a trace without its times."""
+    data = json.loads(to_json(trace))
+    for node in data["nodes"]:
         if node.get("call"):
             node["call"] = {key: value for key, value in node["call"].items() if key not in ("start", "end", "id")}
-    return {key: value for key, value in found.items() if key != "timing"}
+    return {key: value for key, value in data.items() if key != "timing"}

@@ -12,35 +12,35 @@ CHUNK, MIB = 2048, 1 << 20
 pytestmark = pytest.mark.skipif(find_malloc_trim() is None, reason="this C library has no malloc_trim")
 
 
-def test_memory_that_a_large_rollout_used_goes_back_to_the_system():
+def test_memory_of_a_large_rollout_is_returned_to_the_system():
     process = psutil.Process()
     buffers = [bytes(CHUNK) for _ in range(128 * MIB // CHUNK)]
     newest = buffers[-1]  # what is freed below it stays with the process
-    used = process.memory_info().rss
+    rss_before_free = process.memory_info().rss
     del buffers
-    kept = process.memory_info().rss
+    rss_after_free = process.memory_info().rss
 
-    async def end() -> int:
-        heap = HeapTrimmer(delay=0.01)
-        heap.on_rollout_end(LARGE_ROLLOUT_BYTES)
-        heap.on_rollout_end(LARGE_ROLLOUT_BYTES)  # together with the first
-        while not heap.num_trims:
+    async def end_rollouts() -> int:
+        trimmer = HeapTrimmer(delay=0.01)
+        trimmer.on_rollout_end(LARGE_ROLLOUT_BYTES)
+        trimmer.on_rollout_end(LARGE_ROLLOUT_BYTES)  # together with the first
+        while not trimmer.num_trims:
             await asyncio.sleep(0.01)
-        await heap.close()
-        return heap.num_trims
+        await trimmer.close()
+        return trimmer.num_trims
 
-    assert asyncio.run(end()) == 1
-    assert used - kept < 32 * MIB  # it would have stayed
-    assert used - process.memory_info().rss > 64 * MIB
+    assert asyncio.run(end_rollouts()) == 1
+    assert rss_before_free - rss_after_free < 32 * MIB  # it would have stayed
+    assert rss_before_free - process.memory_info().rss > 64 * MIB
     assert len(newest) == CHUNK
 
 
-def test_small_rollouts_cost_nothing():
-    async def end() -> int:
-        heap = HeapTrimmer(delay=0.0)
-        heap.on_rollout_end(LARGE_ROLLOUT_BYTES - 1)
+def test_small_rollouts_do_not_trim():
+    async def end_rollouts() -> int:
+        trimmer = HeapTrimmer(delay=0.0)
+        trimmer.on_rollout_end(LARGE_ROLLOUT_BYTES - 1)
         await asyncio.sleep(0.05)
-        await heap.close()
-        return heap.num_trims
+        await trimmer.close()
+        return trimmer.num_trims
 
-    assert asyncio.run(end()) == 0
+    assert asyncio.run(end_rollouts()) == 0

@@ -2,10 +2,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gateway.stage import Player, player
+from tests.gateway.scenario import ScenarioRunner, open_scenario_runner
 
 
 @pytest.fixture(scope="session")
-def play() -> Iterator[Player]:
-    with player() as playing:
-        yield playing
+def run_scenario() -> Iterator[ScenarioRunner]:
+    with open_scenario_runner() as runner:
+        yield runner

@@ -1,4 +1,4 @@
-"""A policy behind any chat endpoint: no tokens, counts from its usage, images passed through."""
+"""A policy behind a chat endpoint: it has no tokens, counts them from the usage, and sends images."""
 
 import asyncio
 import base64
@@ -12,15 +12,15 @@ from ramify.errors import BudgetExceeded, ContextOverflow, ProviderError, Reques
 from ramify.gateway import ChatPolicy, ModelRequest, RolloutLimits, RolloutSession, SamplingConfig
 from ramify.trace import Message, Trace, decode_trace, encode_trace
 from tests.client.fake import Exchange, Fake
-from tests.gateway.engine import check_tokens
-from tests.gateway.sampler import user
-from tests.gateway.stage import Stage
+from tests.gateway.fake_client import user_request
+from tests.gateway.fake_engine import check_tokens
+from tests.gateway.scenario import Scenario
 
 PIXEL = base64.b64encode(b"a picture").decode()
 
 
 class Endpoint(Fake):
-    """A chat endpoint that answers from a list: a message, or a status and what it says."""
+    """A chat endpoint that replays a list of messages, or of statuses with error messages."""
 
     def __init__(self, answers: list[Any]) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Endpoint(Fake):
 
 
 @contextlib.asynccontextmanager
-async def speaking(answers: list[Any], **limits: int) -> AsyncIterator[tuple[RolloutSession, Endpoint]]:
-    """A session whose policy is an endpoint that gives these answers."""
+async def open_chat_session(answers: list[Any], **limits: int) -> AsyncIterator[tuple[RolloutSession, Endpoint]]:
+    """Open a session whose policy is an endpoint with these responses."""
     async with Endpoint(answers) as endpoint:
         policy = ChatPolicy(f"{endpoint.url}/v1", "big-model", "key")
         yield (
@@ -52,20 +52,20 @@ async def speaking(answers: list[Any], **limits: int) -> AsyncIterator[tuple[Rol
         await policy.close()
 
 
-def playing(answers: list[Any], act, **limits: int) -> None:
+def run_with_endpoint(answers: list[Any], check, **limits: int) -> None:
     async def main() -> None:
-        async with speaking(answers, **limits) as (session, endpoint):
-            await act(session, endpoint)
+        async with open_chat_session(answers, **limits) as (session, endpoint):
+            await check(session, endpoint)
 
     asyncio.run(main())
 
 
-def test_a_conversation_is_recorded_without_tokens_and_counted_by_usage():
+def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {}}},)
 
-    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
-        reply = await session.generate(user("one two three", tools=tools, model="gpt-x"))
+    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
+        reply = await session.generate(user_request("one two three", tools=tools, model="gpt-x"))
         assert (
             reply.finish_reason == "tool_calls" and reply.message.reasoning == "hm" and reply.usage.cached_tokens == 1
         )
@@ -89,95 +89,95 @@ def test_a_conversation_is_recorded_without_tokens_and_counted_by_usage():
         assert second["messages"][1]["tool_calls"] == [call] and second["messages"][2]["tool_call_id"] == "c1"
         assert second["tools"] and "max_tokens" not in second
 
-    playing([{"content": None, "reasoning_content": "hm", "tool_calls": [call]}, "done"], act)
+    run_with_endpoint([{"content": None, "reasoning_content": "hm", "tool_calls": [call]}, "done"], check)
 
 
-def test_what_gives_no_tokens_cannot_be_trained_on():
+def test_a_policy_without_tokens_cannot_be_trained_on():
     policy = ChatPolicy("http://localhost:1/v1", "big-model")
     with pytest.raises(TokensRequired, match="big-model"):
         RolloutSession(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=RolloutLimits(), is_training=True)
 
 
-def test_equal_requests_and_rewritten_histories_fork_without_tokens_too():
-    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
+def test_forks_are_recorded_without_tokens():
+    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
         for _ in range(2):
-            await session.generate(user("a"))
+            await session.generate(user_request("a"))
         await session.generate(
             ModelRequest((Message("user", "a"), Message("assistant", "other"), Message("user", "b")))
         )
         assert [fork["reason"] for fork in session.trace.info["forks"]] == ["sample", "edited"]
         assert [node.parent for node in session.trace.nodes] == [-1, 0, 0, 0, 3, 4]
 
-    playing(["one", "two", "three"], act)
+    run_with_endpoint(["one", "two", "three"], check)
 
 
-def test_failures_have_their_names_and_those_that_pass_are_tried_again(monkeypatch):
+def test_temporary_failures_are_retried_and_others_raised(monkeypatch):
     monkeypatch.setattr("ramify.gateway.session.RETRY_BACKOFF", 0.001)
     answers = [(500, "oops"), (503, "full"), "fine", (400, "maximum context length is 5"), (422, "no"), (500, "oops")]
 
-    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
-        assert (await session.generate(user("a"))).message.text == "fine"
+    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
+        assert (await session.generate(user_request("a"))).message.text == "fine"
         for kind in (ContextOverflow, RequestInvalid):
             with pytest.raises(kind):
-                await session.generate(user("a"))
+                await session.generate(user_request("a"))
         session.max_retries = 0
         with pytest.raises(ProviderError, match="oops"):
-            await session.generate(user("a"))
+            await session.generate(user_request("a"))
 
-    playing(answers, act)
+    run_with_endpoint(answers, check)
 
 
-def test_budgets_go_by_what_the_endpoint_reports():
-    async def act(session: RolloutSession, endpoint: Endpoint) -> None:
-        await session.generate(user("a"))
-        await session.generate(user("b"))
+def test_budgets_use_the_token_counts_of_the_endpoint():
+    async def check(session: RolloutSession, endpoint: Endpoint) -> None:
+        await session.generate(user_request("a"))
+        await session.generate(user_request("b"))
         assert [body["max_tokens"] for body in endpoint.bodies] == [5, 2]
         with pytest.raises(BudgetExceeded, match="max_output_tokens"):
-            await session.generate(user("c"))
+            await session.generate(user_request("c"))
 
-    playing(["one", "two"], act, max_output_tokens=5)
+    run_with_endpoint(["one", "two"], check, max_output_tokens=5)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "link"])
-def test_images_reach_the_endpoint_and_the_media_table(play, dialect):
+def test_images_are_sent_to_the_endpoint_and_stored_in_the_trace(run_scenario, dialect):
     url = "http://host/picture.png" if dialect == "link" else f"data:image/png;base64,{PIXEL}"
     link = {"type": "image_url", "image_url": {"url": url}}
 
-    async def ask(stage: Stage, key: str) -> None:
+    async def ask(scenario: Scenario, key: str) -> None:
         if dialect == "messages":
             source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
             content: Any = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]
-            client = stage.anthropic(api_key=key)
+            client = scenario.anthropic(api_key=key)
             await client.messages.create(model="x", max_tokens=9, messages=[{"role": "user", "content": content}])
         elif dialect == "responses":
             content = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url}]
-            await stage.openai(api_key=key).responses.create(model="x", input=[{"role": "user", "content": content}])
+            await scenario.openai(api_key=key).responses.create(model="x", input=[{"role": "user", "content": content}])
         else:
             messages: Any = [{"role": "user", "content": [{"type": "text", "text": "see"}, link]}]
-            await stage.openai(api_key=key).chat.completions.create(model="x", messages=messages)
+            await scenario.openai(api_key=key).chat.completions.create(model="x", messages=messages)
 
-    async def act(stage: Stage) -> None:
-        async with speaking(["nice"]) as (session, endpoint):
-            await ask(stage, stage.gateway.register(session).api_key)
-            stage.gateway.unregister(session)
+    async def check(scenario: Scenario) -> None:
+        async with open_chat_session(["nice"]) as (session, endpoint):
+            await ask(scenario, scenario.gateway.register(session).api_key)
+            scenario.gateway.unregister(session)
         content = [{"type": "text", "text": "see"}, link]
         assert endpoint.bodies[0]["messages"] == [{"role": "user", "content": content}]
         (media,) = session.trace.graph.media
         assert media.data == (url.encode() if dialect == "link" else b"a picture")
         assert session.trace.nodes[0].message.content[1].hash == media.hash
 
-    play([], act)
+    run_scenario([], check)
 
 
-def test_a_gateway_is_such_an_endpoint_itself(play):
-    async def act(stage: Stage) -> None:
-        policy = ChatPolicy(stage.endpoint.base_url, "tiny", stage.endpoint.api_key)
+def test_a_gateway_can_be_the_endpoint_of_another_session(run_scenario):
+    async def check(scenario: Scenario) -> None:
+        policy = ChatPolicy(scenario.endpoint.base_url, "tiny", scenario.endpoint.api_key)
         outer = RolloutSession(Trace(id="o1"), policy, sampling=SamplingConfig(), limits=RolloutLimits())
-        reply = await outer.generate(user("a"))
-        await outer.generate(user("b", parent_node=reply.node))
+        reply = await outer.generate(user_request("a"))
+        await outer.generate(user_request("b", parent_node=reply.node))
         await policy.close()
-        assert [node.message for node in outer.trace.nodes] == [node.message for node in stage.trace.nodes]
-        assert len(stage.trace.leaves) == 1 and outer.output_tokens == stage.session.output_tokens
-        check_tokens(stage.trace, stage.engine)
+        assert [node.message for node in outer.trace.nodes] == [node.message for node in scenario.trace.nodes]
+        assert len(scenario.trace.leaves) == 1 and outer.output_tokens == scenario.session.output_tokens
+        check_tokens(scenario.trace, scenario.engine)
 
-    play(["one", "two"], act)
+    run_scenario(["one", "two"], check)

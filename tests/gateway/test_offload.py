@@ -1,4 +1,4 @@
-"""A large reply is parsed beside the event loop, so that everything else in the process goes on."""
+"""A large reply is parsed in a thread, so that the event loop keeps running."""
 
 import asyncio
 import threading
@@ -8,70 +8,70 @@ from ramify.client import ClientSampling
 from ramify.gateway import TokenPolicy
 from ramify.render import ParsedReply
 from ramify.trace import Message
-from tests.gateway.engine import TINY
-from tests.gateway.sampler import Sampler
+from tests.gateway.fake_client import FakeTokenClient
+from tests.gateway.fake_engine import TINY
 
-BEATS = 20
+MIN_ITERATIONS = 20
 
 
-class Heart:
-    """A coroutine that counts how often the loop lets it run since it was asked to."""
+class LoopCounter:
+    """Counts the iterations of the event loop since `reset`."""
 
     def __init__(self) -> None:
-        self.beats = 0
-        self.has_beaten = threading.Event()
+        self.iterations = 0
+        self.has_run = threading.Event()
 
-    async def beat(self) -> None:
+    async def run(self) -> None:
         while True:
-            self.beats += 1
-            if self.beats >= BEATS:
-                self.has_beaten.set()
+            self.iterations += 1
+            if self.iterations >= MIN_ITERATIONS:
+                self.has_run.set()
             await asyncio.sleep(0)
 
-    def start_again(self) -> None:
-        self.beats = 0
-        self.has_beaten.clear()
+    def reset(self) -> None:
+        self.iterations = 0
+        self.has_run.clear()
 
 
-class PatientRenderer:
-    """The renderer of tiny, which parses a reply when the heart has beaten; it waits two seconds for that."""
+class SlowRenderer:
+    """The renderer of tiny, which waits up to two seconds for iterations of the event loop before it parses."""
 
-    def __init__(self, heart: Heart) -> None:
-        self.heart, self.waits = heart, True
+    def __init__(self, counter: LoopCounter) -> None:
+        self.counter, self.waits = counter, True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(TINY, name)
 
     def parse(self, *args: Any) -> ParsedReply:
-        self.heart.start_again()
+        self.counter.reset()
         if self.waits:
-            self.heart.has_beaten.wait(2)
-        self.beats = self.heart.beats
+            self.counter.has_run.wait(2)
+        self.iterations = self.counter.iterations
         return TINY.parse(*args)
 
 
-async def beats_before_parsing(text: str, stop: list[str], *, waits: bool = True) -> int:
-    heart = Heart()
-    renderer = PatientRenderer(heart)
+async def count_loop_iterations_during_parsing(text: str, stop: list[str], *, waits: bool = True) -> int:
+    counter = LoopCounter()
+    renderer = SlowRenderer(counter)
     renderer.waits = waits
-    policy = TokenPolicy(Sampler([text]), renderer, "tiny")
-    beating = asyncio.create_task(heart.beat())
+    policy = TokenPolicy(FakeTokenClient([text]), renderer, "tiny")
+    counting = asyncio.create_task(counter.run())
     try:
         prepared = policy.prepare(None, [Message("user", "hi")])
         sampled = await policy.sample(
             prepared, ClientSampling(max_tokens=100_000), session="s", timeout=60.0, stop_strings=stop
         )
         assert sampled.message.content == text
-        return renderer.beats
+        return renderer.iterations
     finally:
-        beating.cancel()
+        counting.cancel()
 
 
-def test_the_loop_goes_on_while_a_large_reply_is_parsed():
+def test_the_event_loop_runs_while_a_large_reply_is_parsed():
     text = "<tool_call>{" * 1000
-    assert asyncio.run(beats_before_parsing(text, [])) >= BEATS
-    assert asyncio.run(beats_before_parsing(text, ["never there"])) >= BEATS
+    assert asyncio.run(count_loop_iterations_during_parsing(text, [])) >= MIN_ITERATIONS
+    assert asyncio.run(count_loop_iterations_during_parsing(text, ["never there"])) >= MIN_ITERATIONS
 
 
-def test_a_small_reply_is_parsed_at_once():
-    assert asyncio.run(beats_before_parsing("hello", [], waits=False)) == 0
+def test_a_small_reply_is_parsed_in_the_event_loop():
+    assert asyncio.run(count_loop_iterations_during_parsing("hello", [], waits=False)) == 0

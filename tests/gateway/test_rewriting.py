@@ -1,4 +1,4 @@
-"""Agents that rewrite their history, and agents beside agents: forks with shared prefixes stored once, and why."""
+"""Agents that rewrite their history, and concurrent agents: forks, their reasons, and shared prefixes."""
 
 import asyncio
 import random
@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from ramify.errors import BudgetExceeded, ContextOverflow
 from ramify.gateway import ModelRequest
 from ramify.trace import Message, Trace
-from tests.gateway.engine import check_tokens
-from tests.gateway.sampler import session_of
-from tests.gateway.stage import Stage
+from tests.gateway.fake_client import make_session
+from tests.gateway.fake_engine import check_tokens
+from tests.gateway.scenario import Scenario
 from tests.render.models import renderer
 
 
-def shared_once(trace: Trace) -> None:
-    """No node repeats what a sibling says: common prefixes are one path. Samples may well be equal."""
+def check_no_repeated_siblings(trace: Trace) -> None:
+    """Check that common prefixes are one path: no context node equals a sibling. Samples may be equal."""
     seen: set[tuple[int, bytes]] = set()
     for node in trace.nodes:
         if node.call is None:
@@ -26,65 +26,65 @@ def shared_once(trace: Trace) -> None:
             seen.add(place)
 
 
-def test_an_agent_that_drops_old_turns_forks_where_it_cut(play):
-    async def act(stage: Stage) -> None:
+def test_dropping_old_turns_forks_at_the_last_common_message(run_scenario):
+    async def check(scenario: Scenario) -> None:
         history = [{"role": "system", "content": "You are careful."}, {"role": "user", "content": "the task"}]
-        client = stage.openai()
+        client = scenario.openai()
         for turn in range(5):
             answer = await client.chat.completions.create(model="x", messages=history)
             history += [{"role": "assistant", "content": answer.choices[0].message.content}]
             history += [{"role": "user", "content": f"result {turn}"}]
             if turn == 2:
                 del history[2:6]  # keeps the task and the last turn
-        assert stage.reasons == ["dropped"] and len(stage.trace.leaves) == 2
-        fork = stage.trace.info["forks"][0]
-        assert stage.trace.nodes[fork["at"]].message.text == "the task"
-        assert stage.trace.metrics["forks"] == 1
-        shared_once(stage.trace)
-        check_tokens(stage.trace, stage.engine)
+        assert scenario.reasons == ["dropped"] and len(scenario.trace.leaves) == 2
+        fork = scenario.trace.info["forks"][0]
+        assert scenario.trace.nodes[fork["at"]].message.text == "the task"
+        assert scenario.trace.metrics["forks"] == 1
+        check_no_repeated_siblings(scenario.trace)
+        check_tokens(scenario.trace, scenario.engine)
 
     count = iter(range(100))
-    play(lambda _: f"step {next(count)}", act)
+    run_scenario(lambda _: f"step {next(count)}", check)
 
 
-def test_an_agent_that_sums_up_its_history_forks_as_edited(play):
-    async def act(stage: Stage) -> None:
-        await stage.chat("the task")
-        await stage.chat("the task", "step 0", "go on")
-        await stage.chat("the task", "in short: two steps", "go on")
-        assert stage.reasons == ["edited"] and len(stage.trace.leaves) == 2
-        shared_once(stage.trace)
-        check_tokens(stage.trace, stage.engine)
+def test_summarizing_the_history_forks_as_edited(run_scenario):
+    async def check(scenario: Scenario) -> None:
+        await scenario.chat("the task")
+        await scenario.chat("the task", "step 0", "go on")
+        await scenario.chat("the task", "in short: two steps", "go on")
+        assert scenario.reasons == ["edited"] and len(scenario.trace.leaves) == 2
+        check_no_repeated_siblings(scenario.trace)
+        check_tokens(scenario.trace, scenario.engine)
 
     count = iter(range(100))
-    play(lambda _: f"step {next(count)}", act)
+    run_scenario(lambda _: f"step {next(count)}", check)
 
 
-def test_sub_agents_side_by_side_are_branches_of_the_same_trace(play):
-    async def act(stage: Stage) -> None:
-        client = stage.openai()
+def test_concurrent_sub_agents_are_branches_of_one_trace(run_scenario):
+    async def check(scenario: Scenario) -> None:
+        client = scenario.openai()
         system = {"role": "system", "content": "You are careful."}
 
         async def agent(name: str) -> None:
             history = [system, {"role": "user", "content": f"the part of {name}"}]
             for turn in range(3):
                 answer = await client.chat.completions.create(model="x", messages=history)
-                said = answer.choices[0].message.content
-                history += [{"role": "assistant", "content": said}, {"role": "user", "content": f"result {turn}"}]
+                text = answer.choices[0].message.content
+                history += [{"role": "assistant", "content": text}, {"role": "user", "content": f"result {turn}"}]
 
         await asyncio.gather(agent("a"), agent("b"), agent("c"))
-        assert stage.reasons == ["new_conversation"] * 2
-        assert len(stage.trace.leaves) == 3 and stage.session.num_turns == 9
-        assert [node.message.role for node in stage.trace.nodes].count("system") == 1
-        shared_once(stage.trace)
-        check_tokens(stage.trace, stage.engine)
+        assert scenario.reasons == ["new_conversation"] * 2
+        assert len(scenario.trace.leaves) == 3 and scenario.session.num_turns == 9
+        assert [node.message.role for node in scenario.trace.nodes].count("system") == 1
+        check_no_repeated_siblings(scenario.trace)
+        check_tokens(scenario.trace, scenario.engine)
 
     count = iter(range(100))
-    play(lambda _: f"step {next(count)}", act)
+    run_scenario(lambda _: f"step {next(count)}", check)
 
 
-def forks_in(trace: Trace) -> int:
-    """Nodes whose parent was continued before them, and roots after the first."""
+def count_forks(trace: Trace) -> int:
+    """Return the number of nodes that are not the first child of their parent, or not the first root."""
     parents = [node.parent for node in trace.nodes]
     return len(parents) - len(set(parents))
 
@@ -100,8 +100,8 @@ MOVES = st.lists(
 )
 
 
-def resent(message: Message, rng: random.Random) -> Message:
-    """A reply as a client sends it back: perhaps without its reasoning, its calls printed anew."""
+def as_resent(message: Message, rng: random.Random) -> Message:
+    """Return a reply as a client sends it back: with reformatted calls and perhaps without its reasoning."""
     if message.role != "assistant":
         return message
     calls = tuple(replace(call, arguments=call.arguments.replace(":1.0", " : 1")) for call in message.tool_calls)
@@ -109,7 +109,7 @@ def resent(message: Message, rng: random.Random) -> Message:
 
 
 async def conversation(session, moves) -> int:
-    """Play a client that rewrites what it likes; how many calls were refused for want of budget."""
+    """Run a client that rewrites its history; return the number of calls that exceeded a limit."""
     history: list[Message] = [Message("system", "Be."), Message("user", "go")]
     refused = 0
     for move, word, seed in moves:
@@ -122,11 +122,11 @@ async def conversation(session, moves) -> int:
             del history[max(2, len(history) - 2) :]
         elif move == "fresh":
             history = [Message("user", word)]
-        sent = tuple(resent(message, rng) for message in history)
+        sent = tuple(as_resent(message, rng) for message in history)
         count = 3 if move == "both" else 1
-        asked = {"max_tokens": rng.choice([3, 20])}
+        overrides = {"max_tokens": rng.choice([3, 20])}
         answers = await asyncio.gather(
-            *(session.generate(ModelRequest(sent, sampling_overrides=asked)) for _ in range(count)),
+            *(session.generate(ModelRequest(sent, sampling_overrides=overrides)) for _ in range(count)),
             return_exceptions=True,
         )
         for answer in answers:
@@ -142,18 +142,18 @@ async def conversation(session, moves) -> int:
 
 
 @given(MOVES, st.lists(st.one_of(WORDS, st.just(CALLING)), min_size=1, max_size=5), st.sampled_from(["tiny", "qwen3"]))
-def test_whatever_a_client_rewrites_paths_are_what_the_engine_saw(moves, script, model):
-    async def act() -> None:
+def test_paths_equal_the_tokens_of_the_engine_for_any_rewriting_client(moves, script, model):
+    async def check() -> None:
         count = iter(range(1000))
-        spoken = {} if model == "tiny" else {"renderer": renderer(model)}
-        session, sampler = session_of(lambda _: script[next(count) % len(script)], **spoken)
+        options = {} if model == "tiny" else {"renderer": renderer(model)}
+        session, token_client = make_session(lambda _: script[next(count) % len(script)], **options)
         assert await conversation(session, moves) == 0
         trace = session.trace
-        check_tokens(trace, sampler)
-        shared_once(trace)
-        assert len(trace.info.get("forks", [])) == forks_in(trace)
+        check_tokens(trace, token_client)
+        check_no_repeated_siblings(trace)
+        assert len(trace.info.get("forks", [])) == count_forks(trace)
 
-    asyncio.run(act())
+    asyncio.run(check())
 
 
 LIMITS = st.fixed_dictionaries(
@@ -169,9 +169,9 @@ LIMITS = st.fixed_dictionaries(
 
 
 @given(MOVES, LIMITS)
-def test_budgets_hold_to_the_token_whatever_is_asked_side_by_side(moves, limits):
-    async def act() -> None:
-        session, sampler = session_of(lambda _: "a somewhat longer reply", limits=limits)
+def test_budgets_are_exact_for_any_rewriting_client(moves, limits):
+    async def check() -> None:
+        session, token_client = make_session(lambda _: "a somewhat longer reply", limits=limits)
         refused = await conversation(session, moves)
         trace = session.trace
         sampled = trace.graph.logprobs.size
@@ -180,8 +180,8 @@ def test_budgets_hold_to_the_token_whatever_is_asked_side_by_side(moves, limits)
         turns = sum(node.call is not None for node in trace.nodes)
         used = {"max_turns": turns, "max_input_tokens": context, "max_output_tokens": sampled}
         used |= {"max_total_tokens": context + sampled, "seq_len": max(map(len, trace.branches), default=0)}
-        assert all(used[name] <= most for name, most in limits.items())
+        assert all(used[name] <= limit for name, limit in limits.items())
         assert not refused or limits
-        check_tokens(trace, sampler)
+        check_tokens(trace, token_client)
 
-    asyncio.run(act())
+    asyncio.run(check())

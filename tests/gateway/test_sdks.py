@@ -1,12 +1,12 @@
-"""Real clients over HTTP: each drops the reasoning, prints the arguments its own way, and is recorded as one branch."""
+"""Real SDKs over HTTP, which drop the reasoning and reformat arguments: the conversation is still one branch."""
 
 import json
 from typing import Any
 
 import pytest
 
-from tests.gateway.engine import check_tokens
-from tests.gateway.stage import Stage
+from tests.gateway.fake_engine import check_tokens
+from tests.gateway.scenario import Scenario
 from tests.render.models import renderer
 
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "n": {"type": "number"}}}
@@ -19,13 +19,13 @@ RESULT = "apple: a fruit"
 
 
 def reformatted(arguments: str) -> str:
-    """The same arguments as another program prints them: other spaces and order, 1 for 1.0, escapes."""
+    """Return the arguments as another program formats them: other whitespace and order, escapes, 1 for 1.0."""
     table = json.loads(arguments)
     return json.dumps({"n": int(table["n"]), "word": table["word"]}, indent=1)
 
 
-async def by_chat(stage: Stage, stream: bool) -> str:
-    client = stage.openai()
+async def converse_with_chat(scenario: Scenario, stream: bool) -> str:
+    client = scenario.openai()
     tools: Any = [{"type": "function", "function": {"name": "look_up", "description": "d", "parameters": SCHEMA}}]
     messages: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "What is it?"}]
 
@@ -39,23 +39,23 @@ async def by_chat(stage: Stage, stream: bool) -> str:
         ) as events:
             async for _ in events:
                 pass
-            whole = await events.get_final_completion()
-        assert whole.usage is not None and whole.usage.prompt_tokens > 0
-        return whole.choices[0]
+            completion = await events.get_final_completion()
+        assert completion.usage is not None and completion.usage.prompt_tokens > 0
+        return completion.choices[0]
 
     first = await turn()
     assert first.finish_reason == "tool_calls" and first.message.content == "One moment."
     assert first.message.to_dict()["reasoning_content"] == "I should look."
     (call,) = first.message.tool_calls
     function = {"name": call.function.name, "arguments": reformatted(call.function.arguments)}
-    said = {"role": "assistant", "content": first.message.content}
-    messages += [{**said, "tool_calls": [{"id": call.id, "type": "function", "function": function}]}]
+    message_fields = {"role": "assistant", "content": first.message.content}
+    messages += [{**message_fields, "tool_calls": [{"id": call.id, "type": "function", "function": function}]}]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": RESULT}]}]
     return (await turn()).message.content or ""
 
 
-async def by_responses(stage: Stage, stream: bool) -> str:
-    client = stage.openai()
+async def converse_with_responses(scenario: Scenario, stream: bool) -> str:
+    client = scenario.openai()
     tools: Any = [{"type": "function", "name": "look_up", "description": "d", "parameters": SCHEMA, "strict": False}]
     items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "What is it?"}]}]
     options: Any = {"model": "gpt-x", "instructions": "Be brief.", "tools": tools, "store": False}
@@ -81,8 +81,8 @@ async def by_responses(stage: Stage, stream: bool) -> str:
     return (await turn()).output_text
 
 
-async def by_messages(stage: Stage, stream: bool) -> str:
-    client = stage.anthropic()
+async def converse_with_messages(scenario: Scenario, stream: bool) -> str:
+    client = scenario.anthropic()
     tools: Any = [
         {"name": "look_up", "description": "d", "input_schema": SCHEMA},
         {"type": "web_search_20250305", "name": "web_search"},
@@ -122,48 +122,48 @@ async def by_messages(stage: Stage, stream: bool) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("converse", [by_chat, by_responses, by_messages])
-def test_a_tool_conversation_is_one_branch_of_the_engines_own_tokens(play, converse, stream):
-    async def act(stage: Stage) -> None:
-        assert await converse(stage, stream) == "A fruit."
-        trace = stage.trace
+@pytest.mark.parametrize("converse", [converse_with_chat, converse_with_responses, converse_with_messages])
+def test_a_tool_conversation_is_one_branch_of_the_engine_tokens(run_scenario, converse, stream):
+    async def check(scenario: Scenario) -> None:
+        assert await converse(scenario, stream) == "A fruit."
+        trace = scenario.trace
         assert len(trace.leaves) == 1 and "forks" not in trace.info
         assert [node.message.role for node in trace.nodes] == ["system", "user", "assistant", "tool", "assistant"]
         assert not [name for name in trace.metrics if name.startswith("render/breaks")]
-        check_tokens(trace, stage.engine)
+        check_tokens(trace, scenario.engine)
         calls = [node.call for node in trace.nodes if node.call is not None]
         assert [call.requested_model for call in calls] == ["gpt-x"] * 2 and {call.served_model for call in calls} == {
             "tiny"
         }
         assert [call.finish_reason for call in calls] == ["tool_calls", "stop"]
         assert all(node.is_trainable for node in trace.nodes)
-        (prompt, ids, _), (continued, _, _) = stage.engine.seen
+        (prompt, ids, _), (continued, _, _) = scenario.engine.seen
         assert continued[: len(prompt) + len(ids)] == prompt + ids
 
-    play(list(SCRIPT), act)
+    run_scenario(list(SCRIPT), check)
 
 
-def test_three_dialects_of_one_conversation_give_equal_tokens(play):
+def test_all_dialects_give_equal_tokens(run_scenario):
     prompts = []
-    for converse in (by_chat, by_responses, by_messages):
+    for converse in (converse_with_chat, converse_with_responses, converse_with_messages):
 
-        async def act(stage: Stage, converse=converse) -> None:
-            await converse(stage, False)
-            prompts.append([prompt for prompt, _, _ in stage.engine.seen])
+        async def check(scenario: Scenario, converse=converse) -> None:
+            await converse(scenario, False)
+            prompts.append([prompt for prompt, _, _ in scenario.engine.seen])
 
-        play(list(SCRIPT), act)
+        run_scenario(list(SCRIPT), check)
     assert prompts[0] == prompts[1] == prompts[2]
 
 
-def test_reasoning_that_the_template_drops_is_a_break_with_its_reason(play):
+def test_dropped_reasoning_is_recorded_as_the_reason_of_a_fork(run_scenario):
     qwen = renderer("qwen3")
     thought = "<think>\nhm\n</think>\n\n"
 
-    async def act(stage: Stage) -> None:
-        await stage.chat("a")
-        await stage.chat("a", "one", "b")
-        assert stage.trace.metrics["render/breaks"] == 1
-        assert stage.reasons == ["reasoning_dropped"]
-        check_tokens(stage.trace, stage.engine)
+    async def check(scenario: Scenario) -> None:
+        await scenario.chat("a")
+        await scenario.chat("a", "one", "b")
+        assert scenario.trace.metrics["render/breaks"] == 1
+        assert scenario.reasons == ["reasoning_dropped"]
+        check_tokens(scenario.trace, scenario.engine)
 
-    play([thought + "one", thought + "two"], act, renderer=qwen)
+    run_scenario([thought + "one", thought + "two"], check, renderer=qwen)

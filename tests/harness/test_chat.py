@@ -1,4 +1,4 @@
-"""The chat harness: what it says when, and why it stops."""
+"""The chat harness: its messages and its stop reasons."""
 
 import base64
 import sys
@@ -8,7 +8,15 @@ import pytest
 import ramify as rf
 from ramify.errors import ConfigInvalid
 from ramify.trace import Media, TextPart
-from tests.rollout.stage import TASK, OneTask, attempt, call, environment, names, said
+from tests.rollout.helpers import (
+    TASK,
+    OneTask,
+    error_names,
+    list_messages,
+    load_env,
+    run_one,
+    tool_call,
+)
 
 SERVER = """
 import mcp.server.mcpserver as server
@@ -40,99 +48,107 @@ class Guide(rf.User):
         return f"{self.lines.pop(0)} ({reply}, {turn})" if self.lines else None
 
 
-def test_a_reply_without_calls_and_without_a_user_is_the_end():
-    trace = attempt(environment(OneTask), ["forty-two"])
-    assert said(trace) == [("system", "Be brief."), ("user", "go"), ("assistant", "forty-two")]
+def test_reply_without_tool_calls_and_user_ends_the_rollout():
+    trace = run_one(load_env(OneTask), ["forty-two"])
+    assert list_messages(trace) == [("system", "Be brief."), ("user", "go"), ("assistant", "forty-two")]
     assert trace.stop == "done"
 
 
-def test_a_reply_that_was_cut_off_says_so():
-    trace = attempt(environment(OneTask, sampling={"max_tokens": 3}), ["forty-two"])
+def test_truncated_reply_has_stop_reason_length():
+    trace = run_one(load_env(OneTask, sampling={"max_tokens": 3}), ["forty-two"])
     assert trace.stop == "length"
     assert trace.is_truncated
 
 
 def test_tool_calls_are_answered_in_order_on_one_branch():
-    trace = attempt(environment(Adding), [call("add", a=1, b=2) + call("add", a=3, b=4), "done"])
-    assert said(trace)[3:] == [("tool", "3"), ("tool", "7"), ("assistant", "done")]
+    trace = run_one(load_env(Adding), [tool_call("add", a=1, b=2) + tool_call("add", a=3, b=4), "done"])
+    assert list_messages(trace)[3:] == [("tool", "3"), ("tool", "7"), ("assistant", "done")]
     assert len(trace.branches) == 1
     calls = trace.nodes[2].message.tool_calls
     assert [node.message.tool_call_id for node in trace.nodes][3:5] == [calls[0].id, calls[1].id]
 
 
-def test_what_a_tool_or_its_caller_does_wrong_is_told_to_the_model():
-    script = [call("fail"), call("add", a="x", b=1), call("ad", a=1, b=1), "I give up"]
-    trace = attempt(environment(Adding), script)
-    answers = [text for role, text in said(trace) if role == "tool"]
+def test_tool_errors_and_invalid_calls_are_shown_to_the_model():
+    script = [
+        tool_call("fail"),
+        tool_call("add", a="x", b=1),
+        tool_call("ad", a=1, b=1),
+        "I give up",
+    ]
+    trace = run_one(load_env(Adding), script)
+    answers = [text for role, text in list_messages(trace) if role == "tool"]
     assert answers[0] == "error: ValueError: as asked"
     assert "argument a" in answers[1]
     assert "did you mean add?" in answers[2]
     assert not trace.errors
 
 
-def test_without_tools_a_call_is_only_text():
-    trace = attempt(environment(OneTask), [call("add", a=1, b=2)])
+def test_tool_call_without_tools_is_plain_text():
+    trace = run_one(load_env(OneTask), [tool_call("add", a=1, b=2)])
     assert trace.stop == "done"
     assert len(trace.sampled_nodes) == 1
 
 
-def test_a_call_that_cannot_be_read_is_answered_and_a_good_one_counts_anew():
+def test_malformed_call_is_answered_and_a_valid_one_resets_the_count():
     broken = '<tool_call>{"name": </tool_call>'
-    trace = attempt(environment(Adding), [broken, broken, call("add", a=1, b=1), broken, broken, "sorry"])
-    complaints = [text for role, text in said(trace) if role == "user" and text.startswith("error:")]
-    assert len(complaints) == 4
-    assert "invalid_json" in complaints[0]
+    trace = run_one(load_env(Adding), [broken, broken, tool_call("add", a=1, b=1), broken, broken, "sorry"])
+    error_messages = [text for role, text in list_messages(trace) if role == "user" and text.startswith("error:")]
+    assert len(error_messages) == 4
+    assert "invalid_json" in error_messages[0]
     assert trace.stop == "done"
 
 
-def test_three_such_calls_in_a_row_end_the_rollout_by_name_and_it_is_scored():
+def test_three_malformed_calls_in_a_row_end_the_rollout_and_it_is_scored():
     class Scored(Adding):
         @rf.reward
         def fixed(self) -> float:
             return 0.25
 
-    trace = attempt(environment(Scored), ['<tool_call>{"name": </tool_call>'] * 3)
-    assert names(trace) == ["MalformedCall"]
+    trace = run_one(load_env(Scored), ['<tool_call>{"name": </tool_call>'] * 3)
+    assert error_names(trace) == ["MalformedCall"]
     assert trace.stop == "MalformedCall"
     assert trace.reward == 0.25
 
 
-def test_the_user_speaks_between_replies_until_it_has_nothing_to_say():
+def test_user_answers_replies_until_it_returns_none():
     class Talking(OneTask):
         def user(self):
             return Guide(["more", "and more"])
 
-    trace = attempt(environment(Talking), ["a", "b", "c"])
-    assert [text for role, text in said(trace) if role == "user"] == ["go", "more (a, 1)", "and more (b, 2)"]
+    trace = run_one(load_env(Talking), ["a", "b", "c"])
+    assert [text for role, text in list_messages(trace) if role == "user"] == ["go", "more (a, 1)", "and more (b, 2)"]
     assert trace.stop == "user"
 
 
-def test_without_a_prompt_the_user_speaks_first():
+def test_user_speaks_first_without_a_prompt():
     class Talking(OneTask):
         def user(self):
             return Guide(["hello"])
 
-    trace = attempt(environment(Talking), ["hi"], rf.Task(answer=1))
-    assert said(trace) == [("user", "hello (None, 0)"), ("assistant", "hi")]
+    trace = run_one(load_env(Talking), ["hi"], rf.Task(answer=1))
+    assert list_messages(trace) == [("user", "hello (None, 0)"), ("assistant", "hi")]
 
 
-def test_without_a_prompt_and_a_user_nothing_starts():
+def test_task_without_prompt_and_user_is_refused():
     with pytest.raises(ConfigInvalid, match=r"no prompt.*`user`"):
-        attempt(environment(OneTask), [], rf.Task(answer=1))
+        run_one(load_env(OneTask), [], rf.Task(answer=1))
 
 
-def test_a_stop_hook_ends_it_under_its_own_name():
+def test_stop_hook_ends_the_rollout_with_its_name():
     class Stopping(Adding):
         @rf.stop
         def enough(self, trace) -> bool:
             return "stop" in trace.last_reply
 
-    trace = attempt(environment(Stopping), [call("add", a=1, b=1), "stop" + call("add", a=1, b=1), "never"])
+    trace = run_one(
+        load_env(Stopping),
+        [tool_call("add", a=1, b=1), "stop" + tool_call("add", a=1, b=1), "never"],
+    )
     assert trace.stop == "enough"
     assert len(trace.sampled_nodes) == 2
 
 
-def test_a_stop_hook_sees_what_the_tools_did_before_the_model_is_asked_again():
+def test_stop_hook_runs_after_tools_and_before_the_next_model_call():
     class Counting(Adding):
         @rf.tool
         def finish(self, state) -> str:
@@ -144,52 +160,55 @@ def test_a_stop_hook_sees_what_the_tools_did_before_the_model_is_asked_again():
         def finished(self, state):
             return getattr(state, "finished", False)
 
-    trace = attempt(environment(Counting), [call("add", a=1, b=1), call("finish"), "never"])
+    trace = run_one(load_env(Counting), [tool_call("add", a=1, b=1), tool_call("finish"), "never"])
     assert trace.stop == "finished"
     assert len(trace.sampled_nodes) == 2
 
 
-def test_turns_are_used_up_exactly():
-    trace = attempt(environment(Adding, max_turns=2), [call("add", a=1, b=1)] * 5)
+def test_max_turns_limits_model_calls_exactly():
+    trace = run_one(load_env(Adding, max_turns=2), [tool_call("add", a=1, b=1)] * 5)
     assert trace.stop == "max_turns"
     assert len(trace.sampled_nodes) == 2
     assert not trace.errors
 
 
-def test_a_prompt_may_be_messages():
+def test_prompt_may_be_messages():
     prompt = (
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes?"},
         {"role": "user", "content": "go"},
     )
-    trace = attempt(environment(OneTask), ["ok"], rf.Task(prompt=prompt))
-    assert said(trace) == [("user", "hi"), ("assistant", "yes?"), ("user", "go"), ("assistant", "ok")]
+    trace = run_one(load_env(OneTask), ["ok"], rf.Task(prompt=prompt))
+    assert list_messages(trace) == [("user", "hi"), ("assistant", "yes?"), ("user", "go"), ("assistant", "ok")]
 
 
-def test_an_image_in_the_prompt_reaches_the_policy():
+def test_image_in_the_prompt_reaches_the_policy():
     url = "data:image/png;base64," + base64.b64encode(b"png").decode()
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
-    trace = attempt(environment(OneTask), ["ok"], rf.Task(prompt=({"role": "user", "content": parts},)))
-    assert names(trace) == ["TemplateRefused"]  # tiny is blind, and says so
+    trace = run_one(load_env(OneTask), ["ok"], rf.Task(prompt=({"role": "user", "content": parts},)))
+    assert error_names(trace) == ["TemplateRefused"]  # tiny is blind, and says so
     assert "media" in trace.errors[0].message
 
 
-def test_a_prompt_that_is_no_message_is_named():
-    trace = attempt(environment(OneTask), [], rf.Task(prompt=({"role": "wizard", "content": "hi"},)))
-    assert names(trace) == ["EnvironmentFault"]
+def test_invalid_prompt_message_is_reported_with_its_index():
+    trace = run_one(load_env(OneTask), [], rf.Task(prompt=({"role": "wizard", "content": "hi"},)))
+    assert error_names(trace) == ["EnvironmentFault"]
     assert "task.prompt[0]" in trace.errors[0].message
 
 
-def test_tools_of_an_mcp_server_are_offered_beside_the_tasksets_own():
+def test_mcp_tools_are_added_to_the_tasksets_tools():
     harness = {"mcp": {"box": {"command": [sys.executable, "-c", SERVER]}}}
-    trace = attempt(environment(Adding, harness=harness), [call("shout", text="hi") + call("add", a=1, b=1), "ok"])
-    assert [text for role, text in said(trace) if role == "tool"] == ["HI", "2"]
+    trace = run_one(
+        load_env(Adding, harness=harness),
+        [tool_call("shout", text="hi") + tool_call("add", a=1, b=1), "ok"],
+    )
+    assert [text for role, text in list_messages(trace) if role == "tool"] == ["HI", "2"]
 
 
-def test_a_server_that_cannot_be_opened_is_the_systems_fault():
+def test_mcp_server_that_cannot_be_opened_is_a_system_failure():
     harness = {"mcp": {"box": {"command": ["/nonexistent"]}}}
-    trace = attempt(environment(Adding, harness=harness), ["ok"], TASK)
-    assert names(trace) == ["SandboxError"]
+    trace = run_one(load_env(Adding, harness=harness), ["ok"], TASK)
+    assert error_names(trace) == ["SandboxError"]
     assert "'box'" in trace.errors[0].message
 
 
@@ -198,10 +217,13 @@ class Guided(Adding):
         return Guide(["go on", "and now"])
 
 
-def test_turn_counts_the_replies_that_the_user_has_heard_not_those_that_call_tools():
-    trace = attempt(environment(Guided), [call("add", a=1, b=2), "three", call("add", a=3, b=4), "seven", "bye"])
-    heard = [text for role, text in said(trace) if role == "user"]
-    assert heard == ["go", "go on (three, 1)", "and now (seven, 2)"]
+def test_turn_counts_only_replies_to_the_user():
+    trace = run_one(
+        load_env(Guided),
+        [tool_call("add", a=1, b=2), "three", tool_call("add", a=3, b=4), "seven", "bye"],
+    )
+    user_messages = [text for role, text in list_messages(trace) if role == "user"]
+    assert user_messages == ["go", "go on (three, 1)", "and now (seven, 2)"]
 
 
 class Opening(OneTask):
@@ -209,18 +231,18 @@ class Opening(OneTask):
         return Guide(["hello", "and now"])
 
 
-def test_turn_is_0_where_the_user_opens_the_conversation():
-    trace = attempt(environment(Opening), ["three", "bye"], rf.Task(key="opened"))
-    assert [text for role, text in said(trace) if role == "user"] == ["hello (None, 0)", "and now (three, 1)"]
+def test_turn_is_0_if_the_user_starts_the_conversation():
+    trace = run_one(load_env(Opening), ["three", "bye"], rf.Task(key="opened"))
+    assert [text for role, text in list_messages(trace) if role == "user"] == ["hello (None, 0)", "and now (three, 1)"]
 
 
-def test_an_image_that_a_tool_returns_is_described_to_a_model_without_eyes():
+def test_image_of_a_tool_is_described_to_a_text_only_model():
     class Painter(OneTask):
         @rf.tool
         def paint(self) -> list[TextPart | Media]:
             """Paint something."""
             return [TextPart("here: "), Media.from_bytes(b"not really a picture", "image/jpeg")]
 
-    trace = attempt(environment(Painter), [call("paint"), "nice"])
-    assert names(trace) == []
-    assert ("tool", "here: [an image: image/jpeg, 20 bytes; you cannot see images]") in said(trace)
+    trace = run_one(load_env(Painter), [tool_call("paint"), "nice"])
+    assert error_names(trace) == []
+    assert ("tool", "here: [an image: image/jpeg, 20 bytes; you cannot see images]") in list_messages(trace)

@@ -1,4 +1,4 @@
-"""`python -m tests.infer.breaking MODEL`: a native server whose engine fails when the process is told to (SIGUSR1)."""
+"""`python -m tests.infer.breaking MODEL`: a native server whose engine fails on SIGUSR1."""
 
 import asyncio
 import signal
@@ -12,20 +12,20 @@ from ramify.infer.request import EngineRequest
 from ramify.infer.server import serve
 from tests.infer.llama import build_core
 
-SLOW = 0.01  # seconds of a step: whoever asks for hundreds of tokens is still there when it happens
+STEP_SECONDS = 0.01  # slow, so that requests for hundreds of tokens are still running when it fails
 
 
 def main(model: Path) -> None:
     core = build_core(model, kv_tokens=8192)
-    told, step = threading.Event(), core.step
+    must_fail, step = threading.Event(), core.step
 
-    def breaking() -> list[EngineRequest]:
-        if told.wait(SLOW):
+    def step_or_fail() -> list[EngineRequest]:
+        if must_fail.wait(STEP_SECONDS):
             raise RuntimeError("the device is gone")
         return step()
 
-    core.step = breaking
-    signal.signal(signal.SIGUSR1, lambda *_: told.set())
+    core.step = step_or_fail
+    signal.signal(signal.SIGUSR1, lambda *_: must_fail.set())
     asyncio.run(serve(Engine(core), name="llama", config=ServerConfig(port=0, shutdown=2)))
 
 

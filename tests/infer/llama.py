@@ -1,4 +1,4 @@
-"""Tiny random Llamas for the engine's tests: written to disk once, loaded as any model is."""
+"""Tiny random Llamas for tests of the engine."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from ramify.model.load import load_model
 from ramify.model.version import PolicyVersion
 from ramify.model.weights import get_untied_tensors, publish_weights
 
-torch.set_num_threads(1)  # tests run beside each other; matrices this small gain nothing from a second thread
+torch.set_num_threads(1)  # tests run in parallel, and small matrices gain nothing from a second thread
 logging.disable_progress_bar()
 
 DEVICE = os.environ.get("RAMIFY_TEST_DEVICE", "cpu")  # the same tests on a GPU: cuda
@@ -24,7 +24,7 @@ POSITIONS = 256
 
 
 def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS, head_dim: int = 8) -> Path:
-    """A model whose weights are the same numbers in bfloat16."""
+    """Write a model whose weights are exact in bfloat16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -46,13 +46,13 @@ def write_llama(directory: Path, seed: int = 0, positions: int = POSITIONS, head
 
 
 def reference(directory: Path, dtype: str = "float32"):
-    """The model as transformers runs it."""
-    kind = getattr(torch, dtype)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=kind, attn_implementation="eager").eval()
+    """Load the model for transformers' own forward."""
+    torch_dtype = getattr(torch, dtype)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch_dtype, attn_implementation="eager").eval()
 
 
 def publish_as(directory: Path, source: Path, version: PolicyVersion) -> Path:
-    """The weights of the model in `source`, published as a version."""
+    """Publish the weights of the model in `source` as a version."""
     return publish_weights(directory, get_untied_tensors(reference(source)), version, base_model=source)
 
 
@@ -64,6 +64,7 @@ def build_core(directory: Path, version: PolicyVersion = PolicyVersion("llama"),
 
 
 def run(core: EngineCore, *requests: EngineRequest) -> list[EngineRequest]:
+    """Run requests to their end."""
     for request in requests:
         core.add_request(request)
     while core.has_unfinished_requests:
@@ -73,5 +74,5 @@ def run(core: EngineCore, *requests: EngineRequest) -> list[EngineRequest]:
 
 @torch.no_grad()
 def scores(model, tokens: list[int], temperature: float) -> torch.Tensor:
-    """log softmax(logits / T) at every position, by a plain forward."""
+    """Return log softmax(logits / T) at every position, by transformers' own forward."""
     return torch.log_softmax(model(torch.tensor([tokens])).logits[0] / (temperature or 1.0), -1)

@@ -1,4 +1,4 @@
-"""A native server in a thread of the test process, with a renderer that spells one byte per token."""
+"""A native server in a thread of the test process, with a renderer of one character per token."""
 
 import asyncio
 import contextlib
@@ -13,31 +13,33 @@ from ramify.infer.server import build_app, run_http_server
 
 
 class ByteRenderer:
-    """Token n is the character n + 28; ids below 4 are special. A message is its text between two of them."""
+    """Token n is the character n + 28; ids below 4 are special. A message is its text between tokens 1 and 2."""
 
     stop_ids = frozenset([2])
-    longest_token = 1
+    max_token_chars = 1
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) - 28 for character in text if 4 <= ord(character) - 28 < 96]
 
-    def spell(self, token: int) -> str:
-        return chr(token + 28) if token >= 4 else f"<{token}>"
+    def decode_token(self, token_id: int) -> str:
+        return chr(token_id + 28) if token_id >= 4 else f"<{token_id}>"
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(token + 28) for token in ids if token >= 4)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(token + 28) for token in token_ids if token >= 4)
 
     def render(self, messages, tools) -> ChatPrompt:
-        text = [[1, *self.encode(str(message["content"])), 2] for message in messages]
-        return ChatPrompt([token for part in text for token in part] + ([3] if tools else []) + [1])
+        parts = [[1, *self.encode(str(message["content"])), 2] for message in messages]
+        return ChatPrompt([token for part in parts for token in part] + ([3] if tools else []) + [1])
 
-    def parse(self, ids: Sequence[int], prompt: ChatPrompt) -> dict[str, object]:
-        return {"content": self.decode(ids)}
+    def parse(self, token_ids: Sequence[int], prompt: ChatPrompt) -> dict[str, object]:
+        return {"content": self.decode(token_ids)}
 
 
 @contextlib.contextmanager
-def served(core: EngineCore, name: str = "llama", renderer: ByteRenderer | None = None) -> Iterator[tuple[str, Engine]]:
-    """The address of a running server, and the engine behind it."""
+def run_server(
+    core: EngineCore, name: str = "llama", renderer: ByteRenderer | None = None
+) -> Iterator[tuple[str, Engine]]:
+    """Run a server; yields its address and its engine."""
     engine = Engine(core).start()
     ready, address, stop = threading.Event(), [], asyncio.Event()
     loop = asyncio.new_event_loop()

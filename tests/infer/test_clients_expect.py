@@ -1,4 +1,4 @@
-"""What evaluation tools and client libraries expect beyond chat: scoring, tokens, names, errors in JSON."""
+"""What evaluation tools and client libraries need beyond chat: scoring, tokens, model names, errors in JSON."""
 
 import threading
 
@@ -12,30 +12,26 @@ from ramify.model.resolve import resolve_model_path
 from ramify.model.version import PolicyVersion
 from ramify.render import load_renderer
 from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import ByteRenderer, served
+from tests.infer.serving import ByteRenderer, run_server
 
 
 class FailingRenderer(ByteRenderer):
-    """Fails in a way that nobody has foreseen."""
+    """Raises an unexpected exception for one message."""
 
     def render(self, messages, tools):
         if messages[0]["content"] == "fail":
-            raise LookupError("nobody has foreseen this")
+            raise LookupError("an unexpected error")
         return super().render(messages, tools)
 
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory):
-    home = tmp_path_factory.mktemp("models")
-    source = write_llama(home / "source", seed=3, positions=256)
-    directory = publish_as(home / "v1", source, PolicyVersion("llama", 0, 1))
-    with (
-        served(build_core(directory, kv_tokens=4096, max_running=4), name="org/llama", renderer=FailingRenderer()) as (
-            url,
-            _,
-        ),
-        httpx.Client(base_url=url, timeout=30) as client,
-    ):
+    models = tmp_path_factory.mktemp("models")
+    source = write_llama(models / "source", seed=3, positions=256)
+    directory = publish_as(models / "v1", source, PolicyVersion("llama", 0, 1))
+    core = build_core(directory, kv_tokens=4096, max_running=4)
+    running = run_server(core, name="org/llama", renderer=FailingRenderer())
+    with running as (url, _), httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
 
@@ -48,39 +44,39 @@ def complete(http, **fields):
 # -- scoring a prompt --------------------------------------------------------------------------------------------------
 
 
-def test_echo_puts_the_prompt_and_its_logprobs_before_the_reply(http):
+def test_echo_returns_prompt_and_logprobs_before_the_reply(http):
     (choice,) = complete(http, prompt="hello", max_tokens=2, logprobs=2, echo=True)["choices"]
-    (plain,) = complete(http, prompt="hello", max_tokens=2, logprobs=2)["choices"]
+    (without_echo,) = complete(http, prompt="hello", max_tokens=2, logprobs=2)["choices"]
     ids = ByteRenderer().encode("hello")
     body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
     scores = http.post("/inference/v1/generate", json=body).json()["prompt_logprobs"]
-    assert choice["text"] == "hello" + plain["text"]
+    assert choice["text"] == "hello" + without_echo["text"]
     logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == [*"hello", *plain["logprobs"]["tokens"]]
+    assert logprobs["tokens"] == [*"hello", *without_echo["logprobs"]["tokens"]]
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     expected = [score[str(id)]["logprob"] for id, score in zip(ids[1:], scores[1:], strict=True)]
     assert logprobs["token_logprobs"][1:5] == pytest.approx(expected, abs=1e-4)
-    assert logprobs["token_logprobs"][5:] == pytest.approx(plain["logprobs"]["token_logprobs"], abs=1e-4)
+    assert logprobs["token_logprobs"][5:] == pytest.approx(without_echo["logprobs"]["token_logprobs"], abs=1e-4)
     for token, value, top in zip(logprobs["tokens"][1:], logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:]):
-        assert 2 <= len(top) <= 3 and top[token] == value  # the token itself is always there
+        assert 2 <= len(top) <= 3 and top[token] == value  # the token itself is always included
         assert max(top.values()) >= value
 
 
-def test_echo_alone_scores_without_a_reply_and_marks_greedy_tokens_exactly(http):
+def test_echo_without_reply_scores_the_prompt(http):
     (greedy,) = complete(http, prompt=[5, 6], max_tokens=6, temperature=0, return_token_ids=True)["choices"]
     path = [5, 6, *greedy["token_ids"]]
-    answer = complete(http, prompt=[path, [5, 6, 7]], max_tokens=0, temperature=0, logprobs=1, echo=True)
-    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [8, 3]
-    assert answer["usage"]["completion_tokens"] == 0
-    scored = answer["choices"][0]["logprobs"]
+    response = complete(http, prompt=[path, [5, 6, 7]], max_tokens=0, temperature=0, logprobs=1, echo=True)
+    assert [len(choice["logprobs"]["tokens"]) for choice in response["choices"]] == [8, 3]
+    assert response["usage"]["completion_tokens"] == 0
+    scored = response["choices"][0]["logprobs"]
     assert all(
         value == max(top.values()) for value, top in zip(scored["token_logprobs"][2:], scored["top_logprobs"][2:])
     )
-    assert answer["choices"][0]["finish_reason"] == "length"
+    assert response["choices"][0]["finish_reason"] == "length"
     assert complete(http, prompt="hello", max_tokens=0, echo=True)["choices"][0]["text"] == "hello"
 
 
-def test_echo_keeps_prompt_and_reply_apart_in_token_ids_and_has_a_row_for_each_token(http):
+def test_echo_separates_token_ids_of_prompt_and_reply(http):
     fields = {"prompt": [5, 6, 7], "max_tokens": 2, "echo": True, "logprobs": 0, "return_token_ids": True}
     (choice,) = complete(http, **fields)["choices"]
     assert choice["prompt_token_ids"] == [5, 6, 7] and len(choice["token_ids"]) == 2
@@ -91,16 +87,16 @@ def test_echo_keeps_prompt_and_reply_apart_in_token_ids_and_has_a_row_for_each_t
     ]
 
 
-def test_prompt_logprobs_are_given_where_they_are_asked_for(http):
+def test_prompt_logprobs_are_returned_on_request(http):
     (choice,) = complete(http, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=1)["choices"]
-    first, *rest = choice["prompt_logprobs"]
-    assert first is None and [list(row) for row in rest] == [["6"], ["7"]]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and [list(row) for row in others] == [["6"], ["7"]]
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
     assert len(http.post("/v1/chat/completions", json=body).json()["prompt_logprobs"]) == 5
     assert "prompt_logprobs" not in complete(http, prompt=[5, 6, 7], max_tokens=1)["choices"][0]
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 DEEP = b'{"prompt": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 DEEP_TOOL = (
@@ -152,7 +148,7 @@ DEEP_TOOL = (
         ("POST", "/v1/chat/completions", {"messages": [{"content": "fail"}]}, 500, "UnknownFailure", "LookupError"),
     ],
 )
-def test_every_refusal_is_json_with_its_reason(http, method, path, body, status, type, message):
+def test_every_error_is_json_with_its_reason(http, method, path, body, status, type, message):
     content = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
     response = http.request(method, path, content=content)
     assert response.status_code == status
@@ -171,7 +167,7 @@ def test_every_refusal_is_json_with_its_reason(http, method, path, body, status,
         ("/inference/v1/generate", {"token_ids": [5] * 300}),
     ],
 )
-def test_context_overflow_has_the_code_and_the_words_that_clients_look_for(http, path, body):
+def test_context_overflow_has_the_code_and_words_that_clients_look_for(http, path, body):
     response = http.post(path, json=body)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -179,32 +175,32 @@ def test_context_overflow_has_the_code_and_the_words_that_clients_look_for(http,
     assert "This model's maximum context length is 256 tokens" in error["message"]
 
 
-# -- names and tokens --------------------------------------------------------------------------------------------------
+# -- model names and tokens --------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_described_under_its_name(http):
+def test_model_card_is_found_by_name(http):
     (card,) = http.get("/v1/models").json()["data"]
     assert http.get("/v1/models/org/llama").json() == card
     assert isinstance(card["created"], int)
 
 
-def test_it_says_its_version(http):
+def test_version_endpoint(http):
     from ramify import __version__
 
     assert http.get("/version").json() == {"version": __version__}
 
 
-def test_text_becomes_the_tokens_that_a_completion_would_use_and_back(http):
-    answer = http.post("/tokenize", json={"prompt": "hello", "return_token_strs": True}).json()
+def test_tokenize_and_detokenize(http):
+    response = http.post("/tokenize", json={"prompt": "hello", "return_token_strs": True}).json()
     ids = ByteRenderer().encode("hello")
-    assert answer == {"count": 5, "max_model_len": 256, "tokens": ids, "token_strs": [*"hello"]}
+    assert response == {"count": 5, "max_model_len": 256, "tokens": ids, "token_strs": [*"hello"]}
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
     assert chat["tokens"] == ByteRenderer().render([{"content": "hi"}], None).token_ids
     assert http.get("/tokenizer_info").json()["eos_token"] == "<2>"
 
 
-def test_unknown_roles_are_refused_by_name():
+def test_unknown_role_is_rejected():
     from ramify.errors import RequestInvalid
 
     chat = TemplateChatRenderer(load_renderer(resolve_model_path("tiny")))
@@ -216,20 +212,20 @@ def test_unknown_roles_are_refused_by_name():
 @pytest.mark.parametrize(
     ("path", "fields", "method"),
     [
-        ("/tokenize", {"return_token_strs": True}, "spell"),
+        ("/tokenize", {"return_token_strs": True}, "decode_token"),
         ("/v1/completions", {"echo": True, "max_tokens": 0, "logprobs": 1}, "decode"),
     ],
 )
-def test_the_tokens_of_a_large_prompt_are_spelled_beside_the_event_loop(http, monkeypatch, path, fields, method):
-    spell, threads = getattr(ByteRenderer, method), set()
+def test_large_prompt_is_decoded_outside_the_event_loop(http, monkeypatch, path, fields, method):
+    original, threads = getattr(ByteRenderer, method), set()
 
     def record_thread(self, ids):
         if isinstance(ids, int) or len(ids) == len("hello"):  # not the sampled token
             threads.add(threading.current_thread().name)
-        return spell(self, ids)
+        return original(self, ids)
 
-    monkeypatch.setattr(openai_api, "LARGE_TOKENS", 5)
-    monkeypatch.setattr(tokenize_api, "LARGE_TOKENS", 5)
+    monkeypatch.setattr(openai_api, "OFFLOAD_MIN_TOKENS", 5)
+    monkeypatch.setattr(tokenize_api, "OFFLOAD_MIN_TOKENS", 5)
     monkeypatch.setattr(ByteRenderer, method, record_thread)
     http.post(path, json={"prompt": "hello", **fields}).raise_for_status()
     assert threads and "test-server" not in threads

@@ -1,4 +1,4 @@
-"""Whatever the engine does to save work, the logprobs are those of a plain forward of the same tokens."""
+"""Whatever the engine does to save work, its logprobs equal those of transformers' own forward."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from ramify.errors import ConfigInvalid, ContextOverflow, ProviderError, QueueFull, RequestInvalid
-from ramify.infer.engine_core import EngineCore
+from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import uniform_noise
+from ramify.infer.scheduler import Scheduler
 from ramify.model.version import PolicyVersion
-from ramify.model.weights import stage_weights
+from ramify.model.weights import StagedWeights, stage_weights
 from tests.infer.llama import (
     DEVICE,
     DTYPE,
@@ -29,82 +30,98 @@ from tests.infer.llama import (
     write_llama,
 )
 
+KVRun = tuple[PolicyVersion, int]
 A, B = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
-CLOSE = 1e-4  # float32; in bfloat16 the engine may be as far from float32 as transformers' own bfloat16 is
+CLOSE = 1e-4  # in float32; in bfloat16 the error may be that of transformers' own bfloat16
 EXERCISED = ["prefix_hit_tokens", "prefill_chunks", "mixed_steps", "preemptions", "evictions", "cancelled"]
 EXERCISED += ["recomputes", "kept", *(["replayed_steps"] if DEVICE == "cuda" else [])]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Two sets of weights, published, with the models transformers makes of them."""
-    home = tmp_path_factory.mktemp("models")
+    """Two published versions, and their transformers models in float32 and in DTYPE."""
+    directory = tmp_path_factory.mktemp("models")
     published, models, rounded = {}, {}, {}
     for version, seed in ((A, 1), (B, 2)):
-        source = write_llama(home / f"source-{seed}", seed)
-        published[version] = publish_as(home / f"v{version.step}", source, version)
+        source = write_llama(directory / f"source-{seed}", seed)
+        published[version] = publish_as(directory / f"v{version.step}", source, version)
         models[version], rounded[version] = reference(source), reference(source, DTYPE)
     return published, models, rounded
 
 
 @pytest.fixture(scope="module")
 def cores(world):
-    """A small cache, so that requests get in each other's way: 30 blocks of 4 tokens."""
+    """Cores with a small cache, 30 blocks of 4 tokens, so that requests compete for it."""
     published, _, _ = world
     settings = {"kv_tokens": 120, "max_running": 6, "max_batch_tokens": 24, "dtype": DTYPE}
     return {fused: build_core(published[A], A, fused=fused, **settings) for fused in (True, False)}
 
 
-def mixed_scores(models, request: EngineRequest, runs, version: PolicyVersion) -> torch.Tensor:
-    """Like `scores`, reusing the keys and values that older versions computed for the first tokens."""
-    cache, start, parts = DynamicCache(), 0, []
-    for owner, stop in [*runs, (version, len(request.token_ids))]:
+def mixed_scores(models, request: EngineRequest, kv_runs, version: PolicyVersion) -> torch.Tensor:
+    """Like `scores`, with keys and values of the first tokens computed by older versions."""
+    cache, start, logits = DynamicCache(), 0, []
+    for owner, stop in [*kv_runs, (version, len(request.token_ids))]:
         if stop > start:
             with torch.no_grad():
                 out = models[owner](
                     torch.tensor([request.token_ids[start:stop]]), past_key_values=cache, use_cache=True
                 )
-            parts.append(out.logits[0])
+            logits.append(out.logits[0])
             start = stop
-    return torch.log_softmax(torch.cat(parts).float() / (request.sampling_params.temperature or 1.0), -1)
+    return torch.log_softmax(torch.cat(logits).float() / (request.sampling_params.temperature or 1.0), -1)
 
 
-class Drive:
-    """Runs a core step by step and remembers under which weights, and over whose keys, each token was sampled."""
+class CoreDriver:
+    """Runs a core step by step.
+
+    For each token it records which versions computed which keys and values, and which version sampled it.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.requests: list[EngineRequest] = []
-        self.seen: dict[EngineRequest, list[tuple[tuple[tuple[PolicyVersion, int], ...], PolicyVersion]]] = {}
+        self.kv_runs: dict[EngineRequest, list[KVRun]] = {}  # older versions, and the token up to which each computed
+        self.states: dict[EngineRequest, list[tuple[tuple[KVRun, ...], PolicyVersion]]] = {}
+        core.scheduler.requeue = self.requeue
+
+    def requeue(self, request: EngineRequest) -> None:
+        self.kv_runs[request].clear()
+        Scheduler.requeue(self.core.scheduler, request)
 
     def submit(self, request: EngineRequest) -> None:
         self.core.add_request(request)
         self.requests.append(request)
-        self.seen[request] = []
+        self.states[request], self.kv_runs[request] = [], []
+
+    def swap(self, staged: StagedWeights, kv_mode: KVSwapMode) -> None:
+        if kv_mode == "keep":
+            for request in self.core.scheduler.running:
+                self.kv_runs[request].append((self.core.version, request.num_computed_tokens))
+        self.core.swap_weights(staged, kv_mode)
 
     def step(self) -> None:
         for request in self.core.step():
-            self.seen[request].append((tuple(request.kv_runs), self.core.version))
+            self.states[request].append((tuple(self.kv_runs[request]), self.core.version))
 
-    def errors(self, models, rounded) -> tuple[list[float], list[float]]:
-        """How far from a float32 forward the engine's logprobs are, and those of transformers in the engine's type."""
-        ours: list[float] = []
-        theirs: list[float] = []
+    def errors(self, models, rounded_models) -> tuple[list[float], list[float]]:
+        """Return the distances of the engine's logprobs from a float32 forward, and those of transformers' own."""
+        engine_errors: list[float] = []
+        transformers_errors: list[float] = []
         for request in self.requests:
             by_state: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
             first = len(request.prompt_token_ids)
-            for index, (state, token, found) in enumerate(
-                zip(self.seen[request], request.output_token_ids, request.logprobs)
-            ):
+            samples = zip(self.states[request], request.output_token_ids, request.logprobs)
+            for index, (state, token, logprob) in enumerate(samples):
                 if state not in by_state:
                     exact = mixed_scores(models, request, *state)
-                    by_state[state] = exact, exact if DTYPE == "float32" else mixed_scores(rounded, request, *state)
-                exact, other = (table[first + index - 1, token].item() for table in by_state[state])
-                ours.append(abs(exact - found))
-                theirs.append(abs(exact - other))
+                    is_exact = DTYPE == "float32"
+                    by_state[state] = exact, exact if is_exact else mixed_scores(rounded_models, request, *state)
+                exact, rounded = (table[first + index - 1, token].item() for table in by_state[state])
+                engine_errors.append(abs(exact - logprob))
+                transformers_errors.append(abs(exact - rounded))
                 if DTYPE == "float32":
-                    assert ours[-1] <= CLOSE, (request.arrival_index, index, exact, found, state)
-        return ours, theirs
+                    assert engine_errors[-1] <= CLOSE, (request.arrival_index, index, exact, logprob, state)
+        return engine_errors, transformers_errors
 
 
 prompts = st.builds(
@@ -113,57 +130,62 @@ prompts = st.builds(
     st.integers(3, 4),
     st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=12),
 )
-asks = st.tuples(prompts, st.sampled_from([0.0, 0.6, 1.0, 1.7]), st.integers(1, 30), st.sampled_from(["", "", "salt"]))
+samplings = st.tuples(
+    prompts, st.sampled_from([0.0, 0.6, 1.0, 1.7]), st.integers(1, 30), st.sampled_from(["", "", "salt"])
+)
 actions = st.one_of(
-    st.tuples(st.just("submit"), st.lists(asks, min_size=1, max_size=4)),
+    st.tuples(st.just("submit"), st.lists(samplings, min_size=1, max_size=4)),
     st.tuples(st.just("step"), st.integers(1, 12)),
     st.tuples(st.just("swap"), st.sampled_from(["recompute", "keep"])),
     st.tuples(st.just("cancel"), st.integers(0, 7)),
 )
 
 
-def test_logprobs_are_those_of_a_plain_forward_through_everything_the_engine_does(world, cores):
+def test_logprobs_equal_those_of_transformers(world, cores):
     published, models, rounded = world
     totals: Counter[str] = Counter()
-    ours: list[float] = []
-    theirs: list[float] = []
+    engine_errors: list[float] = []
+    transformers_errors: list[float] = []
     staged = {version: stage_weights(published[version], cores[True].model.module) for version in (A, B)}
 
-    @given(st.booleans(), st.lists(asks, min_size=3, max_size=7), st.lists(actions, max_size=12), st.integers(6, 24))
+    @given(
+        st.booleans(), st.lists(samplings, min_size=3, max_size=7), st.lists(actions, max_size=12), st.integers(6, 24)
+    )
     def property_holds(fused, burst, program, budget):
         core = cores[fused]
-        for leftover in core.everyone():  # of an example that failed
+        for leftover in core.list_unfinished_requests():  # of an example that failed
             core.cancel(leftover)
         before = asdict(core.counters)
         core.scheduler.max_batch_tokens, core.scheduler.max_running = budget, 6
-        drive = Drive(core)
+        driver = CoreDriver(core)
         for action, detail in [("submit", burst), ("step", 3), *program]:
             match action:
                 case "submit":
                     for prompt, temperature, tokens, salt in detail:
-                        sampling = SamplingParams(temperature=temperature, max_tokens=tokens, seed=len(drive.requests))
-                        drive.submit(core.request(prompt, sampling, salt=salt))
+                        params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=len(driver.requests))
+                        driver.submit(core.create_request(prompt, params, cache_salt=salt))
                 case "step":
                     for _ in range(detail):
-                        drive.step()
+                        driver.step()
                 case "swap":
-                    core.swap(staged[B if core.version == A else A], detail)
+                    driver.swap(staged[B if core.version == A else A], detail)
                 case "cancel":
-                    core.cancel(drive.requests[detail % len(drive.requests)])
-        while core.busy:
-            drive.step()
-        for errors, more in zip((ours, theirs), drive.errors(models, rounded)):
-            errors += more
-        assert core.pool.free == core.pool.capacity
+                    core.cancel(driver.requests[detail % len(driver.requests)])
+        while core.has_unfinished_requests:
+            driver.step()
+        for errors, new in zip((engine_errors, transformers_errors), driver.errors(models, rounded)):
+            errors += new
+        assert core.pool.num_free_blocks == core.pool.num_usable_blocks
         for name, value in asdict(core.counters).items():
             totals[name] += value - before[name]
 
     property_holds()
     print(dict(totals))
-    found = f"mean error {mean(ours):.2e}, max {max(ours):.2e}; transformers itself {mean(theirs):.2e}"
-    print(f"{len(ours)} tokens in {DTYPE}: {found}")
+    engine_error, transformers_error = mean(engine_errors), mean(transformers_errors)
+    summary = f"mean error {engine_error:.2e}, max {max(engine_errors):.2e}; transformers {transformers_error:.2e}"
+    print(f"{len(engine_errors)} tokens in {DTYPE}: {summary}")
     if DTYPE != "float32":
-        assert mean(ours) <= 1.2 * mean(theirs)
+        assert engine_error <= 1.2 * transformers_error
     assert all(totals[name] for name in EXERCISED), {name: totals[name] for name in EXERCISED}
 
 
@@ -175,25 +197,25 @@ def core(world):
     return build_core(world[0][A], A, kv_tokens=2048)
 
 
-def ask(core, prompt, **sampling) -> EngineRequest:
-    return core.request(list(prompt), SamplingParams(**{"seed": 7, "max_tokens": 12, **sampling}))
+def build_request(core: EngineCore, prompt, **sampling) -> EngineRequest:
+    return core.create_request(list(prompt), SamplingParams(**{"seed": 7, "max_tokens": 12, **sampling}))
 
 
-def test_a_request_samples_the_same_tokens_alone_and_in_company(core):
-    (alone,) = run(core, ask(core, range(3, 20)))
-    company = [ask(core, range(5, 5 + size), seed=size) for size in range(1, 12)]
-    crowded, *_ = run(core, ask(core, range(3, 20)), *company)
-    assert alone.output_token_ids == crowded.output_token_ids
+def test_tokens_do_not_depend_on_the_batch(core):
+    (alone,) = run(core, build_request(core, range(3, 20)))
+    others = [build_request(core, range(5, 5 + size), seed=size) for size in range(1, 12)]
+    batched, *_ = run(core, build_request(core, range(3, 20)), *others)
+    assert alone.output_token_ids == batched.output_token_ids
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(32, "float32"), (80, "float32"), (32, "bfloat16")])
-def test_batch_invariant_mode_gives_the_same_bits_in_any_company(world, tokens, dtype):
-    """Of tokens there are fewer and more than operators in C take at once."""
+def test_batch_invariant_mode_gives_the_same_bits_in_any_batch(world, tokens, dtype):
+    """The steps have fewer and more tokens than the operators in C compute at once."""
     core = build_core(world[0][A], A, kv_tokens=2048, batch_invariant=True, max_batch_tokens=tokens, dtype=dtype)
-    (alone,) = run(core, ask(core, range(3, 90)))
-    company = [ask(core, range(5, 5 + 3 * size), seed=size) for size in range(1, 12)]
-    *_, crowded = run(core, *company, ask(core, range(3, 90)))
-    assert (alone.output_token_ids, alone.logprobs) == (crowded.output_token_ids, crowded.logprobs)
+    (alone,) = run(core, build_request(core, range(3, 90)))
+    others = [build_request(core, range(5, 5 + 3 * size), seed=size) for size in range(1, 12)]
+    *_, batched = run(core, *others, build_request(core, range(3, 90)))
+    assert (alone.output_token_ids, alone.logprobs) == (batched.output_token_ids, batched.logprobs)
     assert core.counters.prefix_hit_tokens > 0  # the second time the prompt came from the cache
     assert core.counters.prefill_chunks > 0
 
@@ -207,27 +229,27 @@ def two_threads():
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_few_requests_in_bfloat16_are_as_exact_as_by_the_models_own_code(world):
+def test_fused_bfloat16_is_as_exact_as_the_models_own_code(world):
     published, models, _ = world
-    off: dict[bool, list[float]] = {True: [], False: []}
-    for fused in off:
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for fused in errors:
         core = build_core(published[A], A, kv_tokens=2048, dtype="bfloat16", fused=fused, max_batch_tokens=16)
-        for request in run(core, ask(core, range(3, 20)), ask(core, range(5, 9), max_tokens=40)):
+        for request in run(core, build_request(core, range(3, 20)), build_request(core, range(5, 9), max_tokens=40)):
             exact = scores(models[A], request.token_ids, 1.0)
-            for place, logprob in enumerate(request.logprobs, len(request.prompt_token_ids)):
-                off[fused].append(abs(logprob - exact[place - 1, request.token_ids[place]].item()))
+            for position, logprob in enumerate(request.logprobs, len(request.prompt_token_ids)):
+                errors[fused].append(abs(logprob - exact[position - 1, request.token_ids[position]].item()))
         assert core.counters.prefill_chunks > 0
-    assert mean(off[True]) < 1.5 * mean(off[False])
+    assert mean(errors[True]) < 1.5 * mean(errors[False])
 
 
 def test_seeds_differ_and_no_seed_is_random(core):
     first, second, third, fourth = run(
-        core, *(ask(core, range(3, 9), seed=seed, max_tokens=40) for seed in (1, 2, None, None))
+        core, *(build_request(core, range(3, 9), seed=seed, max_tokens=40) for seed in (1, 2, None, None))
     )
     assert len({tuple(request.output_token_ids) for request in (first, second, third, fourth)}) == 4
 
 
-def test_uniforms_are_uniform_and_depend_on_seed_and_position():
+def test_noise_is_uniform_and_depends_on_seed_and_position():
     noise = uniform_noise([seed for seed in range(100) for _ in range(100)], list(range(100)) * 100)
     assert len(set(noise.tolist())) == 10_000
     assert abs(noise.mean() - 0.5) < 0.01
@@ -239,7 +261,9 @@ def test_sampled_frequencies_follow_the_distribution(world):
     published, models, _ = world
     core = build_core(published[A], A, kv_tokens=8192, max_running=64, max_batch_tokens=512, queue=4000)
     prompt, temperature = [5, 9, 31], 1.5
-    requests = run(core, *(ask(core, prompt, seed=seed, max_tokens=1, temperature=temperature) for seed in range(4000)))
+    requests = run(
+        core, *(build_request(core, prompt, seed=seed, max_tokens=1, temperature=temperature) for seed in range(4000))
+    )
     expected = scores(models[A], prompt, temperature)[-1].exp()
     counts = torch.bincount(torch.tensor([request.output_token_ids[0] for request in requests]), minlength=VOCAB)
     likely = expected > 5 / 4000
@@ -256,14 +280,16 @@ def test_sampled_frequencies_follow_the_distribution(world):
         ({"temperature": 0.0}, lambda p: {int(p.argmax())}),
     ],
 )
-def test_filters_narrow_what_is_drawn_but_not_the_logprobs(world, core, sampling, allowed):
+def test_filters_limit_tokens_but_not_logprobs(world, core, sampling, allowed):
     _, models, _ = world
     settings = {"temperature": 1.3, **sampling}
-    requests = run(core, *(ask(core, [4, 8, 15], max_tokens=1, **{**settings, "seed": seed}) for seed in range(60)))
+    requests = run(
+        core, *(build_request(core, [4, 8, 15], max_tokens=1, **{**settings, "seed": seed}) for seed in range(60))
+    )
     expected = scores(models[A], [4, 8, 15], settings["temperature"])[-1]
-    drawn = {request.output_token_ids[0] for request in requests}
-    assert drawn <= allowed(expected.exp())
-    assert len(drawn) == len(allowed(expected.exp())) or len(drawn) > 1
+    sampled = {request.output_token_ids[0] for request in requests}
+    assert sampled <= allowed(expected.exp())
+    assert len(sampled) == len(allowed(expected.exp())) or len(sampled) > 1
     for request in requests:
         assert abs(request.logprobs[0] - expected[request.output_token_ids[0]].item()) < CLOSE
 
@@ -273,21 +299,23 @@ def nucleus(probabilities: torch.Tensor, mass: float) -> set[int]:
     return set(order[(values.cumsum(-1) - values) < mass].tolist())
 
 
-def test_the_most_likely_token_stays_whatever_is_left_out(core):
-    (greedy, narrow) = run(core, ask(core, [4, 8, 15], temperature=0.0), ask(core, [4, 8, 15], top_p=1e-300))
+def test_filters_keep_the_likeliest_token(core):
+    (greedy, narrow) = run(
+        core, build_request(core, [4, 8, 15], temperature=0.0), build_request(core, [4, 8, 15], top_p=1e-300)
+    )
     assert narrow.output_token_ids == greedy.output_token_ids
 
 
-def test_a_bias_moves_the_distribution(core):
-    (request,) = run(core, ask(core, [4, 8], temperature=0.0, logit_bias=((42, 1000.0),)))
+def test_logit_bias_changes_the_distribution(core):
+    (request,) = run(core, build_request(core, [4, 8], temperature=0.0, logit_bias=((42, 1000.0),)))
     assert set(request.output_token_ids) == {42}
     assert request.logprobs == pytest.approx([0.0] * 12)
 
 
-def test_a_stop_id_ends_the_reply_and_is_part_of_it(core):
-    (free,) = run(core, ask(core, [9, 10, 11]))
+def test_stop_id_ends_the_reply_and_is_part_of_it(core):
+    (free,) = run(core, build_request(core, [9, 10, 11]))
     stop = free.output_token_ids[4]
-    (stopped,) = run(core, ask(core, [9, 10, 11], stop_ids=frozenset([stop])))
+    (stopped,) = run(core, build_request(core, [9, 10, 11], stop_ids=frozenset([stop])))
     assert stopped.output_token_ids == free.output_token_ids[: free.output_token_ids.index(stop) + 1]
     assert len(stopped.logprobs) == len(stopped.output_token_ids)
     assert (free.finish_reason, stopped.finish_reason) == ("length", "stop")
@@ -297,16 +325,16 @@ def test_prompt_logprobs_cover_a_chunked_prompt(world):
     published, models, _ = world
     core = build_core(published[A], A, kv_tokens=2048, max_batch_tokens=16)
     prompt = [(5 * index) % VOCAB for index in range(100)]
-    for _ in range(2):  # the second time the cache knows the prompt
-        (request,) = run(core, ask(core, prompt, prompt_logprobs=True))
+    for _ in range(2):  # the second time the prompt is cached
+        (request,) = run(core, build_request(core, prompt, prompt_logprobs=True))
         expected = scores(models[A], prompt, 1.0)
         assert request.prompt_logprobs[0] is None
-        found = request.prompt_logprobs[1:]
-        assert found == pytest.approx([expected[at, prompt[at + 1]].item() for at in range(99)], abs=CLOSE)
+        exact = [expected[position, prompt[position + 1]].item() for position in range(99)]
+        assert request.prompt_logprobs[1:] == pytest.approx(exact, abs=CLOSE)
 
 
-def test_top_logprobs_are_the_most_likely_tokens(world, core):
-    (request,) = run(core, ask(core, [9, 10, 11], top_logprobs=5, max_tokens=1))
+def test_top_logprobs_are_the_likeliest_tokens(world, core):
+    (request,) = run(core, build_request(core, [9, 10, 11], top_logprobs=5, max_tokens=1))
     expected = scores(world[1][A], [9, 10, 11], 1.0)[-1].topk(5)
     assert [token for token, _ in request.top_logprobs[0]] == expected.indices.tolist()
     assert [value for _, value in request.top_logprobs[0]] == pytest.approx(expected.values.tolist(), abs=CLOSE)
@@ -315,7 +343,7 @@ def test_top_logprobs_are_the_most_likely_tokens(world, core):
 # -- the queue --------------------------------------------------------------------------------------------------------
 
 
-def test_priority_goes_first(world):
+def test_lower_priority_number_runs_first(world):
     core = build_core(world[0][A], A, kv_tokens=512, max_running=1)
     late, early = (core.create_request([3, 4], SamplingParams(max_tokens=2), priority=priority) for priority in (1, 0))
     core.add_request(late)
@@ -324,18 +352,18 @@ def test_priority_goes_first(world):
     assert (len(early.logprobs), len(late.logprobs)) == (1, 0)
 
 
-def test_a_full_queue_refuses_and_counts(world):
+def test_full_queue_rejects_and_counts(world):
     core = build_core(world[0][A], A, kv_tokens=512, queue=2)
     for _ in range(2):
-        core.add_request(ask(core, [3]))
-    with pytest.raises(QueueFull, match="2 requests wait already, the limit is 2"):
-        core.add_request(ask(core, [3]))
+        core.add_request(build_request(core, [3]))
+    with pytest.raises(QueueFull, match="2 requests are waiting already, the limit is 2"):
+        core.add_request(build_request(core, [3]))
     assert core.counters.rejected == 1
 
 
-def test_a_prompt_over_the_limit_is_refused_with_both_lengths(core):
+def test_too_long_prompt_is_rejected_with_both_lengths(core):
     with pytest.raises(ContextOverflow, match=f"length is {POSITIONS} tokens.*has {POSITIONS} tokens"):
-        ask(core, [3] * POSITIONS)
+        build_request(core, [3] * POSITIONS)
 
 
 @pytest.mark.parametrize(
@@ -351,43 +379,45 @@ def test_a_prompt_over_the_limit_is_refused_with_both_lengths(core):
         ([3], {"logit_bias": ((5, 1e39),)}, "logit_bias"),
     ],
 )
-def test_bad_input_is_refused_by_name(core, prompt, sampling, message):
+def test_invalid_input_is_rejected(core, prompt, sampling, message):
     with pytest.raises(RequestInvalid, match=message):
-        ask(core, prompt, **sampling)
+        build_request(core, prompt, **sampling)
 
 
-def test_a_group_with_one_prompt_computes_it_once(world):
+def test_shared_prompt_is_computed_once(world):
     core = build_core(world[0][A], A, kv_tokens=2048, max_running=16, max_batch_tokens=256)
     prompt = [(3 * index) % VOCAB for index in range(41)]
-    run(core, *(ask(core, prompt, seed=seed, max_tokens=1) for seed in range(16)))
+    run(core, *(build_request(core, prompt, seed=seed, max_tokens=1) for seed in range(16)))
     assert core.counters.computed_tokens == 41 + 15  # 40 tokens in full blocks are shared, even within one step
 
 
-def test_blocks_of_one_token_do_as_well(world, core):
+def test_blocks_of_one_token(world, core):
     small = build_core(world[0][A], A, kv_tokens=512, block_size=1)
-    asked = [(range(3, 12), 1), (range(3, 9), 2)]
-    found, expected = (run(each, *(ask(each, prompt, seed=seed) for prompt, seed in asked)) for each in (small, core))
-    assert [request.output_token_ids for request in found] == [request.output_token_ids for request in expected]
+    inputs = [(range(3, 12), 1), (range(3, 9), 2)]
+    actual, expected = (
+        run(engine, *(build_request(engine, prompt, seed=seed) for prompt, seed in inputs)) for engine in (small, core)
+    )
+    assert [request.output_token_ids for request in actual] == [request.output_token_ids for request in expected]
     assert small.counters.prefix_hit_tokens >= 5
 
 
 @pytest.mark.parametrize("settings", [{"memory": 1e-12}, {"kv_tokens": 1, "block_size": 1}])
-def test_a_cache_without_room_for_a_request_is_refused_at_the_start(world, settings):
+def test_too_small_cache_is_rejected(world, settings):
     published, _, _ = world
     with pytest.raises(ConfigInvalid, match=r"room for [01] tokens.*inference\.memory or inference\.kv_tokens"):
         build_core(published[A], A, **settings)
 
 
-def test_a_salt_for_every_request_leaves_nothing_behind(world):
+def test_unused_cache_scopes_are_dropped(world):
     core = build_core(world[0][A], A, kv_tokens=64)
     for salt in range(50):
         run(core, core.create_request([3], SamplingParams(max_tokens=2), cache_salt=str(salt)))
     assert not core.pool.roots
 
 
-def test_what_others_leave_behind_does_not_keep_a_request_from_sharing(world):
+def test_request_shares_blocks_after_its_scope_was_dropped(world):
     core = build_core(world[0][A], A, kv_tokens=512)
-    short, long = ask(core, [3], max_tokens=1), ask(core, [3], max_tokens=12)
+    short, long = build_request(core, [3], max_tokens=1), build_request(core, [3], max_tokens=12)
     run(core, short, long)
     run(core, core.create_request(long.token_ids, SamplingParams(max_tokens=1)))
     assert core.counters.prefix_hit_tokens == 12
@@ -395,15 +425,15 @@ def test_what_others_leave_behind_does_not_keep_a_request_from_sharing(world):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_logprobs": 2}, {"temperature": 0.0}])
-def test_weights_that_are_no_numbers_are_named(world, fused, sampling):
+def test_nan_weights_are_reported(world, fused, sampling):
     core = build_core(world[0][A], A, kv_tokens=64, fused=fused)
     for parameter in core.model.module.parameters():
         parameter.data.fill_(float("nan"))
-    with pytest.raises(ProviderError, match=f"the logits of {A} are not numbers"):
-        run(core, ask(core, [3, 4], **sampling))
+    with pytest.raises(ProviderError, match=f"the logits of {A} are NaN"):
+        run(core, build_request(core, [3, 4], **sampling))
 
 
-def test_a_salt_keeps_prefixes_apart(world):
+def test_cache_salt_separates_prefixes(world):
     core = build_core(world[0][A], A, kv_tokens=2048)
     prompt = list(range(3, 40))
     for salt in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Servers that run already: named in the configuration, used by the client, refused by `ramify serve`."""
+"""External servers: set in the config, used by the client, rejected by `ramify serve`."""
 
 import asyncio
 
@@ -14,14 +14,14 @@ from tests.client.fake import Fake
 URL = "http://10.0.0.1:8000"
 
 
-class Run(Config):
-    """Any command that samples."""
+class RunConfig(Config):
+    """The config of any command that samples."""
 
     inference: InferenceConfig = EngineConfig()
 
 
 @pytest.mark.parametrize("external", [True, False])
-def test_the_client_uses_the_servers_that_are_named_or_those_that_were_started(external):
+def test_client_uses_external_or_started_servers(external):
     async def main():
         async with Fake() as one, Fake() as two:
             urls = [one.url, two.url]
@@ -33,23 +33,23 @@ def test_the_client_uses_the_servers_that_are_named_or_those_that_were_started(e
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_servers_are_either_named_or_started():
+def test_servers_are_either_external_or_started():
     with pytest.raises(ConfigInvalid, match=r"inference\.base_url names the servers"):
         build_inference_client(ExternalConfig(base_url=[URL]), ["http://127.0.0.1:8000"])
 
 
-def test_a_run_names_its_servers_in_a_file_or_by_flags(tmp_path):
+def test_external_servers_are_set_in_a_file_or_by_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(f'[inference]\nengine = "external"\nbase_url = ["{URL}/", "http://b:1"]\n')
-    run = parse(Run, ["@", str(file)])
+    run = parse(RunConfig, ["@", str(file)])
     assert run.inference == ExternalConfig(base_url=[URL, "http://b:1"])
-    assert parse(Run, ["--inference.engine", "external", "--inference.base_url", URL, "http://b:1"]) == run
+    assert parse(RunConfig, ["--inference.engine", "external", "--inference.base_url", URL, "http://b:1"]) == run
     file.write_text(dump_toml(run))
-    assert parse(Run, ["@", str(file)]) == run
+    assert parse(RunConfig, ["@", str(file)]) == run
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--inference.base_url", URL], "inference.base_url: unknown key; it needs inference.engine = 'external'"),
         (["--inference.engine", "external"], "inference.base_url: required, but not given"),
@@ -60,12 +60,12 @@ def test_a_run_names_its_servers_in_a_file_or_by_flags(tmp_path):
         (["--inference.engine", "external", "--inference.queue", "3"], "inference.queue: unknown key"),
     ],
 )
-def test_what_cannot_be_an_address_is_refused(args, said):
-    with pytest.raises(ConfigInvalid, match=said):
-        parse(Run, args)
+def test_invalid_address_is_rejected(args, message):
+    with pytest.raises(ConfigInvalid, match=message):
+        parse(RunConfig, args)
 
 
 @pytest.mark.parametrize("engine", [["--inference.engine", "external"], []])
-def test_serve_has_nothing_to_serve(engine):
+def test_serve_rejects_external_servers(engine):
     with pytest.raises(ConfigInvalid, match="names servers that run already: there is nothing to serve"):
         parse(ServeConfig, [*engine, "--inference.base_url", URL])

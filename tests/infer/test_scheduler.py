@@ -1,4 +1,4 @@
-"""Going on with the same requests is what planning the step anew would have been."""
+"""Advancing the last step's chunks schedules the same as planning the step anew."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,71 +9,73 @@ from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.scheduler import Scheduler
 
 
-class Forgetful(Scheduler):
+class ReplanningScheduler(Scheduler):
     """Plans every step anew."""
 
-    def _go_on(self) -> bool:
+    def _advance_decodes(self) -> bool:
         return False
 
 
-class Counting(Scheduler):
-    """Knows how often it went on."""
+class CountingScheduler(Scheduler):
+    """Counts the steps that were not planned anew."""
 
-    times = 0
+    num_advanced = 0
 
-    def _go_on(self) -> bool:
-        gone_on = super()._advance_decodes()
-        self.times += gone_on
-        return gone_on
+    def _advance_decodes(self) -> bool:
+        advanced = super()._advance_decodes()
+        self.num_advanced += advanced
+        return advanced
 
 
-def scheduler(kind: type[Scheduler], blocks: int, size: int = 4) -> Scheduler:
+def build_scheduler(scheduler_class: type[Scheduler], num_blocks: int, block_size: int = 4) -> Scheduler:
     counters = EngineCounters()
-    return kind(BlockPool(blocks + 1, size, counters), counters, max_running=5, max_batch_tokens=12)
+    pool = BlockPool(num_blocks + 1, block_size, counters)
+    return scheduler_class(pool, counters, max_running=5, max_batch_tokens=12)
 
 
-def request(length: int, tokens: int) -> EngineRequest:
-    return EngineRequest(list(range(length)), SamplingParams(max_tokens=tokens, seed=0), tokens)
+def build_request(length: int, max_tokens: int) -> EngineRequest:
+    return EngineRequest(list(range(length)), SamplingParams(max_tokens=max_tokens, seed=0), max_tokens)
 
 
-def step(each: Scheduler) -> list[tuple[int, int, int, bool, list[int]]]:
-    """Run a step; what was scheduled, and the blocks that go with it. Tokens are the same in every run."""
-    told = []
-    for chunk in each.schedule():
-        sampled, blocks = chunk.request, [block.number for block in chunk.request.blocks]
-        told.append((len(sampled.prompt_token_ids), chunk.start, chunk.stop, chunk.samples_next, blocks))
-        assert len(blocks) * each.pool.block_size >= chunk.stop
-        sampled.num_computed_tokens = chunk.stop
+def step(scheduler: Scheduler) -> list[tuple[int, int, int, bool, list[int]]]:
+    """Run a step; return what was scheduled, with the blocks. Sampled tokens are the same in every run."""
+    scheduled = []
+    for chunk in scheduler.schedule():
+        request, block_ids = chunk.request, [block.block_id for block in chunk.request.blocks]
+        scheduled.append((len(request.prompt_token_ids), chunk.start, chunk.stop, chunk.samples_next, block_ids))
+        assert len(block_ids) * scheduler.pool.block_size >= chunk.stop
+        request.num_computed_tokens = chunk.stop
         if chunk.samples_next:
-            sampled.append_token(len(sampled.token_ids) % 7, 0.0, None)  # pyright: ignore[reportArgumentType]
-            if sampled.finish_reason:
-                each.finish_request(sampled)
-    return told
+            request.append_token(len(request.token_ids) % 7, 0.0, None)  # pyright: ignore[reportArgumentType]
+            if request.finish_reason:
+                scheduler.finish_request(request)
+    return scheduled
 
 
 Arrivals = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 18), st.integers(1, 16)), min_size=1, max_size=12)
 
 
 @given(Arrivals, st.integers(36, 160), st.sampled_from([1, 3, 4]))
-def test_going_on_is_planning_the_same(arrivals, tokens, size):
-    one, other = scheduler(Counting, tokens // size, size), scheduler(Forgetful, tokens // size, size)
+def test_advancing_equals_replanning(arrivals, cache_tokens, block_size):
+    advancing = build_scheduler(CountingScheduler, cache_tokens // block_size, block_size)
+    replanning = build_scheduler(ReplanningScheduler, cache_tokens // block_size, block_size)
     for now in range(400):
-        for when, length, tokens in arrivals:
-            if when == now:
-                one.add_request(request(length, tokens))
-                other.add_request(request(length, tokens))
-        assert step(one) == step(other)
-        assert one.pool.num_free_blocks == other.pool.num_free_blocks
-        if now > 12 and not one.running and not one.waiting:
+        for arrival, length, max_tokens in arrivals:
+            if arrival == now:
+                advancing.add_request(build_request(length, max_tokens))
+                replanning.add_request(build_request(length, max_tokens))
+        assert step(advancing) == step(replanning)
+        assert advancing.pool.num_free_blocks == replanning.pool.num_free_blocks
+        if now > 12 and not advancing.running and not advancing.waiting:
             return
     raise AssertionError("not all requests have finished")
 
 
-def test_requests_that_only_decode_are_not_planned_again():
-    each = scheduler(Counting, 40)
+def test_decode_steps_are_not_planned_anew():
+    scheduler = build_scheduler(CountingScheduler, 40)
     for length in (3, 5, 2):
-        each.add_request(request(length, 9))
-    while each.running or each.waiting:
-        step(each)
-    assert isinstance(each, Counting)
-    assert each.times == 8, "all steps but the first, with prompts of 10 tokens in a budget of 12"
+        scheduler.add_request(build_request(length, 9))
+    while scheduler.running or scheduler.waiting:
+        step(scheduler)
+    assert isinstance(scheduler, CountingScheduler)
+    assert scheduler.num_advanced == 8, "all steps but the first, with prompts of 10 tokens in a budget of 12"

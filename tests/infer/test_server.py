@@ -1,4 +1,4 @@
-"""The native server for people: OpenAI's shape, clear refusals, and nothing left behind by clients that go away."""
+"""The native server: OpenAI's format, clear errors, and nothing left behind by clients that disconnect."""
 
 import asyncio
 import contextlib
@@ -19,19 +19,19 @@ import pytest
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.model.version import PolicyVersion
 from tests.infer.llama import build_core, publish_as, write_llama
-from tests.infer.serving import ByteRenderer, served
+from tests.infer.serving import ByteRenderer, run_server
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("models")
-    source = write_llama(home / "source", seed=3, positions=1024)
-    return publish_as(home / "v1", source, PolicyVersion("llama", 0, 1))
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    source = write_llama(directory / "source", seed=3, positions=1024)
+    return publish_as(directory / "v1", source, PolicyVersion("llama", 0, 1))
 
 
 @pytest.fixture(scope="module")
-def server(home):
-    with served(build_core(home, kv_tokens=8192, queue=8, max_running=4)) as (url, engine):
+def server(model):
+    with run_server(build_core(model, kv_tokens=8192, queue=8, max_running=4)) as (url, engine):
         yield url, engine
 
 
@@ -41,78 +41,79 @@ def http(server):
         yield client
 
 
-def text(http, prompt: str | list[int] | list[str] = "hello", **fields):
+def complete(http, prompt: str | list[int] | list[str] = "hello", **fields):
     response = http.post("/v1/completions", json={"prompt": prompt, "seed": 1, "ignore_eos": True, **fields})
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def events(http, path, **fields):
+def stream_events(http, path, **fields):
     with http.stream("POST", path, json={"stream": True, "ignore_eos": True, "seed": 1, **fields}) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     return [msgspec.json.decode(line) for line in lines]
 
 
-def test_a_completion_is_text_with_usage(http):
-    answer = text(http, max_tokens=12)
-    (choice,) = answer["choices"]
+def test_completion_has_text_and_usage(http):
+    response = complete(http, max_tokens=12)
+    (choice,) = response["choices"]
     assert choice["finish_reason"] == "length"
-    assert answer["usage"]["prompt_tokens"] == 5
-    assert answer["usage"]["completion_tokens"] == 12
+    assert response["usage"]["prompt_tokens"] == 5
+    assert response["usage"]["completion_tokens"] == 12
 
 
-def test_it_tells_which_operators_are_in_use(http, server):
-    """And why they are not the compiled ones, where they are not."""
+def test_model_card_names_the_operators(http, server):
+    """If they are not compiled, it says why."""
     (card,) = http.get("/v1/models").json()["data"]
-    compiled = server[1].core.runner.compiled is not None
+    compiled = server[1].core.runner.compiled_ops is not None
     assert (card["operators"] == "compiled") == compiled
     assert compiled or card["operators"].startswith("torch (")
     assert f"ramify_compiled_operators {compiled:d}" in http.get("/metrics").text
 
 
-def test_text_and_its_token_ids_are_the_same_prompt(http):
-    assert text(http, "hello")["choices"] == text(http, ByteRenderer().encode("hello"))["choices"]
+def test_text_and_its_token_ids_give_the_same_completion(http):
+    assert complete(http, "hello")["choices"] == complete(http, ByteRenderer().encode("hello"))["choices"]
 
 
-def test_several_prompts_and_samples_come_in_order(http):
-    answer = text(http, ["one", "two"], n=3, max_tokens=20)
-    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    assert len({choice["text"] for choice in answer["choices"]}) == 6
-    assert answer["choices"][:3] == text(http, "one", n=3, max_tokens=20)["choices"]
+def test_choices_are_ordered_by_prompt_and_sample(http):
+    choices = complete(http, ["one", "two"], n=3, max_tokens=20)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert len({choice["text"] for choice in choices}) == 6
+    assert choices[:3] == complete(http, "one", n=3, max_tokens=20)["choices"]
 
 
-def test_a_stream_adds_up_to_the_whole(http):
-    whole = text(http, max_tokens=30, logprobs=2)
-    parts = events(http, "/v1/completions", prompt="hello", max_tokens=30, logprobs=2)
-    assert "".join(part["choices"][0]["text"] for part in parts) == whole["choices"][0]["text"]
+def test_stream_equals_the_complete_response(http):
+    (choice,) = complete(http, max_tokens=30, logprobs=2)["choices"]
+    parts = stream_events(http, "/v1/completions", prompt="hello", max_tokens=30, logprobs=2)
+    assert "".join(part["choices"][0]["text"] for part in parts) == choice["text"]
     assert parts[-1]["choices"][0]["finish_reason"] == "length"
     streamed = [value for part in parts for value in part["choices"][0]["logprobs"]["token_logprobs"]]
-    assert streamed == pytest.approx(whole["choices"][0]["logprobs"]["token_logprobs"], abs=1e-4)
+    assert streamed == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stop_string_ends_the_text_before_it_and_frees_the_engine(http, server, stream):
-    free = text(http, max_tokens=400)["choices"][0]["text"]
-    stop = free[20:23]
+def test_stop_string_ends_the_text(http, server, stream):
+    full_text = complete(http, max_tokens=400)["choices"][0]["text"]
+    stop = full_text[20:23]
     if stream:
-        parts = events(http, "/v1/completions", prompt="hello", max_tokens=400, stop=stop)
-        found, finish = "".join(part["choices"][0]["text"] for part in parts), parts[-1]["choices"][0]["finish_reason"]
+        parts = stream_events(http, "/v1/completions", prompt="hello", max_tokens=400, stop=stop)
+        text = "".join(part["choices"][0]["text"] for part in parts)
+        finish_reason = parts[-1]["choices"][0]["finish_reason"]
     else:
-        (choice,) = text(http, max_tokens=400, stop=[stop, "never there"])["choices"]
-        found, finish = choice["text"], choice["finish_reason"]
-    assert found == free[: free.index(stop)]
-    assert finish == "stop"
+        (choice,) = complete(http, max_tokens=400, stop=[stop, "never there"])["choices"]
+        text, finish_reason = choice["text"], choice["finish_reason"]
+    assert text == full_text[: full_text.index(stop)]
+    assert finish_reason == "stop"
 
 
-def test_chat_renders_messages_and_stops_at_the_end_of_turn(http):
+def test_chat_completion_and_stream(http):
     fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 4}
     (choice,) = http.post("/v1/chat/completions", json={**fields, "logprobs": True, "top_logprobs": 2}).json()[
         "choices"
     ]
     assert choice["message"]["role"] == "assistant"
     assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
-    parts = events(http, "/v1/chat/completions", **{**fields, "stream_options": {"include_usage": True}})
+    parts = stream_events(http, "/v1/chat/completions", **{**fields, "stream_options": {"include_usage": True}})
     assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
     assert parts[0]["object"] == "chat.completion.chunk"
     assert parts[-1]["usage"]["completion_tokens"] == 12
@@ -140,14 +141,14 @@ def test_chat_renders_messages_and_stops_at_the_end_of_turn(http):
         ("/nothing", {}, 404, ""),
     ],
 )
-def test_a_bad_request_is_refused_with_its_reason(http, path, body, status, message):
+def test_invalid_request_is_rejected_with_its_reason(http, path, body, status, message):
     content = body if isinstance(body, bytes) else msgspec.json.encode(body)
     response = http.post(path, content=content)
     assert response.status_code == status
     assert message in response.text
 
 
-PAGES = [
+WEB_PAGE_HEADERS = [
     {"Origin": "http://page.example"},
     {"Origin": "http://localhost:3000"},
     {"Origin": "null"},
@@ -156,7 +157,7 @@ PAGES = [
     {"Host": "localhost.page.example"},
     {"Host": "127.0.0.1.page.example:8000"},
 ]
-PROGRAMS = [
+PROGRAM_HEADERS = [
     {},
     {"Host": "localhost:8000"},
     {"Host": "LOCALHOST:8000", "Origin": "http://localhost:8000"},
@@ -168,45 +169,42 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("headers", PAGES, ids=str)
-def test_a_web_page_cannot_control_the_engine(http, server, home, headers):
+@pytest.mark.parametrize("headers", WEB_PAGE_HEADERS, ids=str)
+def test_web_page_cannot_control_the_engine(http, server, model, headers):
     swaps = server[1].core.counters.swaps
-    for path, body in {"/pause": {}, "/pause/": {}, "/resume": {}, "/update_weights": {"path": str(home)}}.items():
+    for path, body in {"/pause": {}, "/pause/": {}, "/resume": {}, "/update_weights": {"path": str(model)}}.items():
         response = http.post(path, json=body, headers=headers, follow_redirects=True)
         assert response.status_code == 403
         assert response.json()["error"]["type"] == "OriginRefused"
     assert (server[1].paused, server[1].core.counters.swaps) == (False, swaps)
 
 
-@pytest.mark.parametrize("headers", PROGRAMS, ids=str)
-def test_programs_control_the_engine_under_every_name_that_is_configured(http, headers):
+@pytest.mark.parametrize("headers", PROGRAM_HEADERS, ids=str)
+def test_programs_control_the_engine_by_every_accepted_host_name(http, headers):
     assert http.post("/pause", headers=headers).json() == {"status": "paused"}
     assert http.post("/resume", headers=headers).json() == {"status": "ok"}
 
 
-def test_a_full_queue_answers_503_and_nothing_is_left_behind(server):
+def test_full_queue_responds_503_and_frees_all_blocks(server):
     url, engine = server
 
     async def main():
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            await engine_pause(client)
+            (await client.post("/pause")).raise_for_status()
             body = {"token_ids": [5], "sampling_params": {"max_tokens": 3}}
-            asks = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body)) for _ in range(12)]
-            done, _ = await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
-            assert {ask.result().status_code for ask in done} == {503}
+            posts = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body)) for _ in range(12)]
+            done, _ = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+            assert {post.result().status_code for post in done} == {503}
             assert done.pop().result().headers["retry-after"] == "1"
             await client.post("/resume")
-            statuses = sorted([(await ask).status_code for ask in asks])
+            statuses = sorted([(await post).status_code for post in posts])
             assert statuses == [200] * 8 + [503] * 4
 
-    async def engine_pause(client):
-        (await client.post("/pause")).raise_for_status()
-
     asyncio.run(main())
-    assert engine.core.pool.free == engine.core.pool.capacity
+    assert engine.core.pool.num_free_blocks == engine.core.pool.num_usable_blocks
 
 
-def test_pause_with_abort_ends_requests_in_flight(server):
+def test_pause_with_abort_ends_running_requests(server):
     url, _ = server
 
     async def main():
@@ -216,46 +214,46 @@ def test_pause_with_abort_ends_requests_in_flight(server):
                 lines = response.aiter_lines()
                 await anext(lines)
                 await client.post("/pause", params={"mode": "abort"})
-                rest = [line async for line in lines if line.startswith("data: {")]
+                remaining = [line async for line in lines if line.startswith("data: {")]
             await client.post("/resume")
-            assert msgspec.json.decode(rest[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+            assert msgspec.json.decode(remaining[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
-def test_a_deadline_that_passes_in_a_stream_has_its_status_there(http, server, path):
+def test_deadline_in_a_stream_is_an_error_event(http, server, path):
     fields = {"max_tokens": 900, "ignore_eos": True}
     body = {"token_ids": [5], "sampling_params": fields, "prompt": [5], **fields, "stream": True}
     with http.stream("POST", path, json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        http.post("/pause")  # so that it does not finish before
-        for request in server[1].core.everyone():
+        http.post("/pause")  # so that it does not finish first
+        for request in server[1].core.list_unfinished_requests():
             request.deadline = 0.0
-        *_, said, end = (line.removeprefix("data: ") for line in lines if line)
+        *_, last_event, end = (line.removeprefix("data: ") for line in lines if line)
         http.post("/resume")
     assert end == "[DONE]"
-    error = msgspec.json.decode(said)["error"]
+    error = msgspec.json.decode(last_event)["error"]
     assert (error["type"], error["code"]) == ("DeadlineExceeded", 504)
 
 
 @pytest.fixture
-def breaking(home):
-    """The address of a server in a process of its own, and what makes its engine fail."""
-    command = [sys.executable, "-m", "tests.infer.breaking", str(home)]
+def breaking_server(model):
+    """The address of a server in its own process, and a function that makes its engine fail."""
+    command = [sys.executable, "-m", "tests.infer.breaking", str(model)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
-        said = next(line for line in process.stdout if line.startswith("serving"))
-        yield re.search(r"http://\S+", said)[0], lambda: process.send_signal(signal.SIGUSR1)
+        serving_line = next(line for line in process.stdout if line.startswith("serving"))
+        yield re.search(r"http://\S+", serving_line)[0], lambda: process.send_signal(signal.SIGUSR1)
         process.terminate()
         assert process.wait(30) == 0
     finally:
         process.kill()
 
 
-def test_a_stream_whose_engine_fails_says_so_by_name_as_an_answer_would(breaking):
-    url, fail = breaking
+def test_engine_failure_is_reported_in_streams_and_responses(breaking_server):
+    url, fail_engine = breaking_server
     fields = {"max_tokens": 900, "ignore_eos": True}
     bodies = {
         "/inference/v1/generate": {"token_ids": [5], "sampling_params": fields},
@@ -267,38 +265,37 @@ def test_a_stream_whose_engine_fails_says_so_by_name_as_an_answer_would(breaking
             for path, body in bodies.items()
         ]
         lines = [response.iter_lines() for response in streams]
-        assert all("choices" in next(each) for each in lines)
-        fail()
-        rest = [[line.removeprefix("data: ") for line in each if line] for each in lines]
-        answers = [http.post(path, json=body) for path, body in bodies.items()]
-    for (*_, said, end), answer in zip(rest, answers, strict=True):
+        assert all("choices" in next(stream_lines) for stream_lines in lines)
+        fail_engine()
+        remaining = [[line.removeprefix("data: ") for line in stream_lines if line] for stream_lines in lines]
+        responses = [http.post(path, json=body) for path, body in bodies.items()]
+    for (*_, last_event, end), response in zip(remaining, responses, strict=True):
         assert end == "[DONE]"
-        assert msgspec.json.decode(said) == answer.json()
-        assert answer.status_code == answer.json()["error"]["code"] == 500
-        assert answer.json()["error"]["type"] == "ProviderError"
-        assert "the device is gone" in answer.json()["error"]["message"]
+        assert msgspec.json.decode(last_event) == response.json()
+        assert response.status_code == response.json()["error"]["code"] == 500
+        assert response.json()["error"]["type"] == "ProviderError"
+        assert "the device is gone" in response.json()["error"]["message"]
 
 
-def test_text_streams_hold_back_what_is_not_certain():
-    spoken = IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
-    said = [spoken.decode_new([byte]) for byte in "é STOPPED".encode()]
-    assert said == ["", "é", " ", "", "", "", "", "", "", ""]
-    assert spoken.text == "é " and spoken.stopped
-    open_end = IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
-    assert (
-        open_end.decode_new(b"a ST") + open_end.decode_new(b"X") + open_end.decode_new(b"S", is_last=True) == "a STXS"
-    )
+def test_detokenizer_holds_back_incomplete_text():
+    detokenizer = IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
+    texts = [detokenizer.decode_new([byte]) for byte in "é STOPPED".encode()]
+    assert texts == ["", "é", " ", "", "", "", "", "", "", ""]
+    assert detokenizer.text == "é " and detokenizer.stopped
+    detokenizer = IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"), ["STOP"])
+    texts = [detokenizer.decode_new(b"a ST"), detokenizer.decode_new(b"X"), detokenizer.decode_new(b"S", is_last=True)]
+    assert "".join(texts) == "a STXS"
 
 
-def test_a_text_stream_decodes_a_bounded_number_of_tokens_per_part():
+def test_detokenizer_decodes_few_tokens_at_a_time():
     decoded = []
 
     def decode(ids):
         decoded.append(len(ids))
         return bytes(ids).decode("utf-8", "replace")
 
-    stream = IncrementalDetokenizer(decode)
-    text = "".join(stream.decode_new([0xFF]) for _ in range(1000)) + stream.decode_new([], is_last=True)
+    detokenizer = IncrementalDetokenizer(decode)
+    text = "".join(detokenizer.decode_new([0xFF]) for _ in range(1000)) + detokenizer.decode_new([], is_last=True)
     assert text == "\ufffd" * 1000
     assert sum(decoded) < 100 * 1000
 
@@ -307,9 +304,9 @@ def test_a_text_stream_decodes_a_bounded_number_of_tokens_per_part():
 
 
 class SlowRenderer(ByteRenderer):
-    """Says in `reached` what it is about to do, and does it when it has a permit."""
+    """Announces each call in `reached`, and waits for a permit."""
 
-    longest_token = 64
+    max_token_chars = 64
 
     def __init__(self) -> None:
         self.reached: queue.Queue[str] = queue.Queue()
@@ -319,9 +316,9 @@ class SlowRenderer(ByteRenderer):
         self._wait("render")
         return super().render([{"content": "short"}], tools)
 
-    def parse(self, ids, prompt):
+    def parse(self, token_ids, prompt):
         self._wait("parse")
-        return super().parse(ids, prompt)
+        return super().parse(token_ids, prompt)
 
     def _wait(self, step):
         self.reached.put(step)
@@ -329,15 +326,15 @@ class SlowRenderer(ByteRenderer):
 
 
 @pytest.fixture(scope="module")
-def slow(home):
+def slow_server(model):
     renderer = SlowRenderer()
-    with served(build_core(home, kv_tokens=8192, queue=8, max_running=8), renderer=renderer) as (url, _):
+    with run_server(build_core(model, kv_tokens=8192, queue=8, max_running=8), renderer=renderer) as (url, _):
         yield url, renderer
 
 
 @pytest.mark.parametrize("content", ["x" * 10_000_000, [{"type": "text", "text": "x" * 10_000_000}]], ids=type)
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(slow, content):
-    url, renderer = slow
+def test_too_long_prompt_is_rejected_before_rendering(slow_server, content):
+    url, renderer = slow_server
     bodies = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": content}]},
         "/v1/completions": {"prompt": "x" * 10_000_000},
@@ -350,8 +347,8 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(slow, content
     assert renderer.reached.empty()
 
 
-def test_the_server_answers_while_a_large_prompt_is_rendered_and_a_large_reply_is_parsed(slow):
-    url, renderer = slow
+def test_server_responds_while_a_large_chat_is_rendered_and_parsed(slow_server):
+    url, renderer = slow_server
     body = {"messages": [{"role": "user", "content": "x" * 20_000}], "max_tokens": 128, "n": 8, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
         chat = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=body, timeout=60)

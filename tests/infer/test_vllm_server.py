@@ -1,4 +1,4 @@
-"""The launcher of vLLM, against programs that start, hang, die and leave children behind; and its configuration."""
+"""Starting vLLM, with programs that start, hang, exit and leave children behind; and its config."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from ramify.infer.config import EngineConfig, ServeConfig, ServerConfig, VLLMCon
 from ramify.infer.vllm_server import VLLMServer, VLLMServerState
 from tests.processes import runs
 
-SERVES = """
+SERVER_PROGRAM = """
     import json, os, signal, subprocess, sys
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -30,8 +30,8 @@ SERVES = """
         def do_POST(self):
             print("posted", self.path, self.rfile.read(int(self.headers["Content-Length"])).decode(), flush=True)
             self.send_response(200), self.end_headers()
-            if os.environ.get("DIES"):
-                print("out of cheese", flush=True)
+            if os.environ.get("EXITS"):
+                print("out of memory", flush=True)
                 os._exit(9)
 
         def log_message(self, *_):
@@ -43,75 +43,75 @@ SERVES = """
 
 @pytest.fixture
 def launch(tmp_path):
-    """A server whose interpreter runs `program`, whatever it is told."""
+    """Build a server whose interpreter runs `program`, whatever its arguments are."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
 
-    def make(program: str, **settings) -> VLLMServer:
+    def build(program: str, **settings) -> VLLMServer:
         python = tmp_path / "python"
         python.write_text(f"#!{sys.executable}\n{textwrap.dedent(program)}")
         python.chmod(0o755)
         config = VLLMConfig(python=str(python), log=str(tmp_path / "logs" / "vllm.log"), **settings)
         return VLLMServer(str(tmp_path / "model"), config, ServerConfig(port=0, shutdown=0.5))
 
-    return make
+    return build
 
 
-def child_of(server: VLLMServer) -> int:
+def read_child_pid(server: VLLMServer) -> int:
     return next(int(line.split()[1]) for line in server.read_log_tail().splitlines() if line.startswith("child"))
 
 
-def ends(pid: int) -> bool:
-    """A signal was sent; the process goes in its own time."""
-    end = time.monotonic() + 5
-    while runs(pid) and time.monotonic() < end:
+def has_ended(pid: int) -> bool:
+    """Wait a few seconds for a process that was sent a signal."""
+    deadline = time.monotonic() + 5
+    while runs(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not runs(pid)
 
 
-def test_a_server_is_started_labelled_and_stopped_with_its_children(launch):
-    server = launch(SERVES)
+def test_server_is_started_and_stopped_with_its_children(launch):
+    server = launch(SERVER_PROGRAM)
 
     async def main():
         async with server:
             assert server.state is VLLMServerState.READY
-            posted = next(line for line in server.tail().splitlines() if line.startswith("posted"))
+            posted = next(line for line in server.read_log_tail().splitlines() if line.startswith("posted"))
             assert json.loads(posted.split(maxsplit=2)[2]) == {"new_version": "model@0.0"}
-            assert runs(child_of(server))
+            assert runs(read_child_pid(server))
 
     asyncio.run(asyncio.wait_for(main(), 30))
     assert server.state is VLLMServerState.STOPPED
-    assert ends(child_of(server))  # it ignores SIGTERM
+    assert has_ended(read_child_pid(server))  # it ignores SIGTERM
 
 
-def test_a_server_that_cannot_start_shows_the_end_of_its_log(launch):
+def test_failed_start_shows_the_end_of_the_log(launch):
     server = launch("print('loading'); raise SystemExit('No module named vllm')")
     with pytest.raises(ProviderError, match=r"(?s)exit code 1.*loading.*No module named vllm"):
         asyncio.run(asyncio.wait_for(server.start(), 30))
     assert server.state is VLLMServerState.STOPPED
 
 
-def test_a_server_that_never_answers_is_ended_at_the_deadline(launch):
+def test_unhealthy_server_is_ended_at_the_deadline(launch):
     server = launch("import time; print('compiling', flush=True); time.sleep(600)", start_deadline=1.0)
     with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 1 s.*compiling"):
         asyncio.run(asyncio.wait_for(server.start(), 30))
     assert server._process is not None and server._process.poll() is not None
 
 
-def test_a_server_that_dies_later_is_noticed(launch):
-    server = launch(SERVES, env={"DIES": "1"})
+def test_exit_of_the_server_is_reported(launch):
+    server = launch(SERVER_PROGRAM, env={"EXITS": "1"})
 
     async def main():
         async with server:
-            with pytest.raises(ProviderError, match=r"(?s)exit code 9.*out of cheese"):
+            with pytest.raises(ProviderError, match=r"(?s)exit code 9.*out of memory"):
                 await server.wait()
 
     asyncio.run(asyncio.wait_for(main(), 30))
-    assert ends(child_of(server))
+    assert has_ended(read_child_pid(server))
 
 
-def test_the_command_line_serves_until_it_is_told_to_stop(launch):
-    server = launch(SERVES)
+def test_serve_command_runs_until_sigterm(launch):
+    server = launch(SERVER_PROGRAM)
     flags = ["--inference.engine", "vllm", "--inference.python", server.config.python, "--server.port", "0"]
     flags += ["--inference.log", server.config.log, "--server.shutdown", "0.5", "-m", str(server.path)]
     command = [sys.executable, "-m", "ramify", "serve", *flags]
@@ -120,18 +120,18 @@ def test_the_command_line_serves_until_it_is_told_to_stop(launch):
         assert process.stdout.readline().startswith(f"serving {server.path} (model@0.0) at http://127.0.0.1:")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    assert ends(child_of(server))
+    assert has_ended(read_child_pid(server))
 
 
-def test_an_interpreter_that_is_not_there_is_named(launch):
+def test_missing_interpreter_is_reported(launch):
     server = launch("")
     server.config.python = "/nowhere/python"
     with pytest.raises(ProviderError, match=r"inference.python = '/nowhere/python'.*No such file"):
         asyncio.run(server.start())
 
 
-def test_the_command_has_the_flags_that_training_needs(launch):
-    command = launch("", max_model_len=128, max_running=4, eager=True, args=["--seed", "1"]).command()
+def test_command_has_the_flags_that_training_needs(launch):
+    command = launch("", max_model_len=128, max_running=4, eager=True, args=["--seed", "1"]).build_command()
     text = " ".join(command)
     for flags in (
         "--logprobs-mode processed_logprobs",
@@ -147,10 +147,10 @@ def test_the_command_has_the_flags_that_training_needs(launch):
         assert flags in text
 
 
-# -- configuration ----------------------------------------------------------------------------------------------------
+# -- config -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_engine_picks_the_keys():
+def test_engine_selects_the_keys():
     assert parse(ServeConfig, ["--inference.queue", "3"]).inference == EngineConfig(queue=3)
     config = parse(
         ServeConfig, ["--inference.engine", "vllm", "--inference.python", "p", "--inference.args", "-a", "1"]
@@ -159,7 +159,7 @@ def test_the_engine_picks_the_keys():
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--inference.engine", "vllm", "--inference.queue", "3"], "inference.queue: unknown key; .* 'vllm' has"),
         (["--inference.python", "p"], "inference.python: unknown key; it needs inference.engine = 'vllm'"),
@@ -168,6 +168,6 @@ def test_the_engine_picks_the_keys():
         (["--inference.engine", "vllm", "--renderer.tool_format", "hermes"], "renderer needs"),
     ],
 )
-def test_keys_of_the_other_engine_are_errors(args, said):
-    with pytest.raises(ConfigInvalid, match=said):
+def test_keys_of_the_other_engine_are_rejected(args, message):
+    with pytest.raises(ConfigInvalid, match=message):
         parse(ServeConfig, args)

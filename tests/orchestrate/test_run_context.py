@@ -22,7 +22,7 @@ from ramify.store.environments import ACCEPT_CHANGES_KEY
 from ramify.store.group_state import DropReason, GroupState
 from ramify.store.summary import REVISION_KEY
 from tests.envserver.engine import instant
-from tests.envserver.stage import until
+from tests.envserver.helpers import wait_until
 
 ENVIRONMENT = """
 from itertools import count
@@ -101,7 +101,7 @@ class ChangingRun:
             await run.open(stack)
             before = len(run.store.rollouts())
             sampling = asyncio.create_task(run.dispatcher.run())
-            await until(lambda: len(run.store.rollouts()) >= before + rollouts, "rollouts")
+            await wait_until(lambda: len(run.store.rollouts()) >= before + rollouts, "rollouts")
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sampling

@@ -1,5 +1,4 @@
-"""Random conversations that a given model's template accepts: a system prompt or none, questions, replies with or
-without reasoning and tool calls, tool results."""
+"""Strategies for random conversations that the template of a given model accepts."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from ramify.trace import Message, ToolCall
 from tests.render.models import TOOLS, Model
 
-# Words of several scripts, and what templates and formats are made of, short of their control tokens.
+# Letters of several scripts, and the characters of templates and tool formats, without control tokens.
 LETTERS = "ab zA9éß日本🙂'\"{}[]():,;.\\/-_\n"
 clean = st.text(LETTERS, max_size=24).map(str.strip)
 wild = st.text(max_size=24).filter(lambda text: "\r" not in text)  # a line break that SentencePiece-like decoders lose
@@ -21,7 +20,7 @@ calls = st.one_of(
 
 @dataclass(frozen=True)
 class Turn:
-    """New messages, and the reply to them."""
+    """New messages and the reply to them."""
 
     messages: tuple[Message, ...]
     reply: Message
@@ -31,23 +30,23 @@ class Turn:
 class Conversation:
     tools: tuple[dict, ...]
     turns: tuple[Turn, ...]
-    last: tuple[Message, ...]  # what comes after the last reply
+    last: tuple[Message, ...]  # the messages after the last reply
 
 
 @st.composite
 def conversations(draw: st.DrawFn, model: Model, text: st.SearchStrategy[str] = clean) -> Conversation:
     tools = tuple(TOOLS) if model.tools and draw(st.booleans()) else ()
-    new = [Message("system", draw(text))] if draw(st.booleans()) else []
+    new_messages = [Message("system", draw(text))] if draw(st.booleans()) else []
     turns: list[Turn] = []
     for number in range(draw(st.integers(1, 3))):
-        # No two questions alike: a template that looks for the last one by comparing would find several.
-        new.append(Message("user", f"{number}{draw(text)}"))
+        # All questions differ, because some templates find the last question by comparison.
+        new_messages.append(Message("user", f"{number}{draw(text)}"))
         for _ in range(draw(st.integers(0, 2)) if tools else 0):
             reply = draw(replies(model, text, with_calls=True))
-            turns.append(Turn(tuple(new), reply))
-            new = [Message("tool", draw(text), tool_call_id=call.id) for call in reply.tool_calls]
-        turns.append(Turn(tuple(new), draw(replies(model, text, with_calls=False))))
-        new = []
+            turns.append(Turn(tuple(new_messages), reply))
+            new_messages = [Message("tool", draw(text), tool_call_id=call.id) for call in reply.tool_calls]
+        turns.append(Turn(tuple(new_messages), draw(replies(model, text, with_calls=False))))
+        new_messages = []
     return Conversation(tools, tuple(turns), (Message("user", f"last {draw(text)}"),))
 
 
@@ -56,11 +55,11 @@ def replies(draw: st.DrawFn, model: Model, text: st.SearchStrategy[str] = clean,
     reasoning = draw(st.none() | text.filter(bool)) if model.reasoning else None
     if not with_calls:
         return Message("assistant", draw(text), reasoning)
-    made = draw(st.lists(calls, min_size=1, max_size=model.calls_at_once))
-    numbered = draw(st.integers(0, 10**6))
-    written = tuple(
-        ToolCall(f"c{numbered:07d}{number}", name, json.dumps(arguments, ensure_ascii=False))
-        for number, (name, arguments) in enumerate(made)
+    drawn_calls = draw(st.lists(calls, min_size=1, max_size=model.calls_at_once))
+    numbered_replies = draw(st.integers(0, 10**6))
+    tool_calls = tuple(
+        ToolCall(f"c{numbered_replies:07d}{number}", name, json.dumps(arguments, ensure_ascii=False))
+        for number, (name, arguments) in enumerate(drawn_calls)
     )
     content = draw(text) if model.content_beside_calls else ""
-    return Message("assistant", content, reasoning, written)
+    return Message("assistant", content, reasoning, tool_calls)

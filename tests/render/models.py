@@ -1,4 +1,4 @@
-"""Small model directories, one per chat template: enough of a model to talk to it, built here and offline.
+"""Small model directories, one per chat template, built offline: only the files that rendering needs.
 
 Templates are those of `templates/`, written after the originals. Tokenizers are byte-level BPE trained on a page of
 text, with the control tokens of their family and the pre-tokenizer that Qwen and Llama 3 use; the older families get
@@ -39,7 +39,7 @@ LLAMA = [
 
 @dataclass(frozen=True)
 class Model:
-    """A template with its tokens, and what conversations it can take."""
+    """A template with its tokens, and the conversations that it supports."""
 
     name: str
     tokens: Sequence[str]
@@ -47,13 +47,13 @@ class Model:
     bos: str | None = None
     template: str = ""
     args: dict[str, Any] = field(default_factory=dict)
-    spaces: bool = False  # a tokenizer that sees spaces as SentencePiece does
+    spaces: bool = False  # the tokenizer treats spaces as SentencePiece does
     tools: bool = False
     calls_at_once: int = 2
     content_beside_calls: bool = True
-    reasoning: bool = False  # it shows reasoning in the last reply, wherever it may later drop it
+    reasoning: bool = False  # whether the last reply shows reasoning; it may be dropped later
     format: str = "none"
-    rewrites: bool = False  # it is not append-only
+    rewrites: bool = False  # the template is not append-only
 
     def __str__(self) -> str:
         return self.name

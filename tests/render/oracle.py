@@ -1,4 +1,4 @@
-"""What a template itself says, by the shortest way: Jinja on all messages, the tokenizer on all the text."""
+"""A reference renderer: Jinja on all messages, then the tokenizer on the whole text."""
 
 import json
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from ramify.trace import Message
 from tests.render.models import BY_NAME, tokenizer
 
 
-def plain(message: Message) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+def to_dict(message: Message) -> dict[str, Any]:
+    message_dict: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        told["tool_calls"] = [
+        message_dict["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -25,12 +25,12 @@ def plain(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     if message.tool_call_id:
-        told["tool_call_id"] = message.tool_call_id
-    return told
+        message_dict["tool_call_id"] = message.tool_call_id
+    return message_dict
 
 
 class Oracle:
-    """One model's template and tokenizer, used without any cleverness."""
+    """The template and tokenizer of one model, applied to whole conversations."""
 
     def __init__(self, name: str) -> None:
         self.model = BY_NAME[name]
@@ -46,16 +46,16 @@ class Oracle:
         self.field = "reasoning_content" if "reasoning_content" in source else None
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generate: bool) -> str:
-        told = []
+        message_dicts = []
         for message in messages:
-            one = plain(message)
+            message_dict = to_dict(message)
             if message.reasoning is not None and self.field:
-                one[self.field] = message.reasoning
-            elif message.reasoning is not None and self.model.name != "deepseek-r1":  # which would cut it off again
-                one["content"] = f"<think>\n{message.reasoning}\n</think>\n\n{message.content}"
-            told.append(one)
+                message_dict[self.field] = message.reasoning
+            elif message.reasoning is not None and self.model.name != "deepseek-r1":  # whose template would remove it
+                message_dict["content"] = f"<think>\n{message.reasoning}\n</think>\n\n{message.content}"
+            message_dicts.append(message_dict)
         return self.template.render(
-            messages=told,
+            messages=message_dicts,
             tools=list(tools) or None,
             add_generation_prompt=generate,
             bos_token=self.model.bos or "",
@@ -70,30 +70,30 @@ class Oracle:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def reply(self, before: Sequence[Message], reply: Message, tools: Sequence[Any] = ()) -> list[int]:
-        """What a model that follows the template would sample, its stop token included where the template has one."""
-        said = self.reply_text(before, reply, tools)
+        """Return what a model that follows the template would sample, with the stop token if the template has one."""
+        reply_text = self.reply_text(before, reply, tools)
         prompt = self.text(before, tools, generate=True)
-        return self.behind(prompt, prompt + said)
+        return self.ids_after(prompt, prompt + reply_text)
 
     def reply_text(self, before: Sequence[Message], reply: Message, tools: Sequence[Any] = ()) -> str:
         for context in (before, [Message("user", "x")]):
             prompt = self.text(context, tools, generate=True)
-            whole = self.text([*context, reply], tools, generate=False)
-            if whole.startswith(prompt):
-                said = whole[len(prompt) :]
-                stops = [at + len(stop) for stop in self.model.stops if (at := said.find(stop)) >= 0]
-                return said[: min(stops)] if stops else said
+            full_text = self.text([*context, reply], tools, generate=False)
+            if full_text.startswith(prompt):
+                reply_text = full_text[len(prompt) :]
+                stops = [at + len(stop) for stop in self.model.stops if (at := reply_text.find(stop)) >= 0]
+                return reply_text[: min(stops)] if stops else reply_text
         # The prompt has opened reasoning, which the template does not show again.
         return f"{reply.reasoning or ''}\n</think>\n\n{reply.text}{self.model.stops[0]}"
 
-    def behind(self, prompt: str, whole: str) -> list[int]:
-        """The ids of the whole text behind those of the prompt, or its own where the two would merge."""
-        first, ids = self.ids(prompt), self.ids(whole)
-        return ids[len(first) :] if ids[: len(first)] == first else self.ids(whole[len(prompt) :])
+    def ids_after(self, prompt: str, full_text: str) -> list[int]:
+        """Return the ids after those of the prompt; encode the text after the prompt alone if tokens would merge."""
+        prompt_ids, ids = self.ids(prompt), self.ids(full_text)
+        return ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self.ids(full_text[len(prompt) :])
 
 
 @cache
-def oracle_of(name: str) -> Oracle:
+def get_oracle(name: str) -> Oracle:
     return Oracle(name)
 
 

@@ -1,4 +1,4 @@
-"""A next turn keeps every earlier token as it is, closes what was cut off, and names the reason where it cannot."""
+"""Bridging reuses all earlier tokens, closes truncated replies, and gives the reason if it must render again."""
 
 import time
 
@@ -8,47 +8,47 @@ from ramify.errors import TemplateRefused
 from ramify.render import BreakReason, RenderedPrompt, TemplateRendererConfig, TokenHistory, load_renderer
 from ramify.trace import Message, ToolCall
 from tests.render.models import MODELS, TOOLS, directory, renderer, token_id
-from tests.render.oracle import oracle_of
+from tests.render.oracle import get_oracle
 
-USER, MORE = Message("user", "What is 2+2?"), Message("user", "Sure?")
+USER, FOLLOW_UP = Message("user", "What is 2+2?"), Message("user", "Sure?")
 CALL = Message("assistant", "", None, (ToolCall("call00001", "run", '{"code": "2+2"}'),))
 RESULT = Message("tool", "4", tool_call_id="call00001")
 
 
 def answer(name: str, text: str, messages=(USER,), tools=()) -> tuple[RenderedPrompt, TokenHistory, list[int]]:
-    """A prompt, the history after the reply `text`, and the reply's ids."""
-    render, oracle = renderer(name), oracle_of(name)
+    """Return a prompt, the history after the reply `text`, and the reply's ids."""
+    render, oracle = renderer(name), get_oracle(name)
     prompt = render.render(messages, tools)
     sampled = oracle.ids(text)
     return prompt, prompt.with_reply(sampled, render.parse(sampled, prompt)), sampled
 
 
 def decode(name: str, ids) -> str:
-    return oracle_of(name).tokenizer.decode(list(ids), skip_special_tokens=False)
+    return get_oracle(name).tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 # -- verbatim tokens --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_sampled_ids_stay_even_where_their_text_would_be_tokenized_differently(model):
-    oracle = oracle_of(model.name)
+def test_sampled_ids_are_kept_even_if_their_text_would_be_tokenized_differently(model):
+    oracle = get_oracle(model.name)
     stop = token_id(model, model.stops[0])
-    odd = [token for letter in "</think>four" for token in oracle.ids(letter)] + [stop]
-    assert odd != [*oracle.ids("</think>four"), stop]
+    unusual_ids = [token for letter in "</think>four" for token in oracle.ids(letter)] + [stop]
+    assert unusual_ids != [*oracle.ids("</think>four"), stop]
     render = renderer(model.name, "verbatim")
     prompt = render.render([USER])
-    following = render.bridge(prompt.with_reply(odd, render.parse(odd, prompt)), [MORE])
+    following = render.bridge(prompt.with_reply(unusual_ids, render.parse(unusual_ids, prompt)), [FOLLOW_UP])
     assert following.prefix_break is None
-    assert following.num_reused == len(prompt.token_ids) + len(odd)
-    assert following.token_ids[: following.num_reused].tolist() == [*prompt.token_ids.tolist(), *odd]
+    assert following.num_reused == len(prompt.token_ids) + len(unusual_ids)
+    assert following.token_ids[: following.num_reused].tolist() == [*prompt.token_ids.tolist(), *unusual_ids]
 
 
-def test_the_new_messages_are_all_that_is_written():
+def test_a_bridge_adds_only_the_new_messages():
     prompt, history, _ = answer("chatml", "4<|im_end|>")
-    following = renderer("chatml").bridge(history, [MORE])
+    following = renderer("chatml").bridge(history, [FOLLOW_UP])
     assert decode("chatml", following.new_token_ids) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-    assert following.messages == (USER, Message("assistant", "4"), MORE)
+    assert following.messages == (USER, Message("assistant", "4"), FOLLOW_UP)
     assert decode("chatml", following.generation_prompt_ids) == "<|im_start|>assistant\n"
     assert prompt.num_reused == 0
 
@@ -56,39 +56,39 @@ def test_the_new_messages_are_all_that_is_written():
 # -- replies that end badly -------------------------------------------------------------------------------------------
 
 
-def test_a_reply_that_was_cut_off_is_closed():
+def test_a_truncated_reply_is_closed():
     _, history, sampled = answer("chatml", "I think it is")
-    following = renderer("chatml").bridge(history, [MORE])
+    following = renderer("chatml").bridge(history, [FOLLOW_UP])
     assert following.prefix_break is None
     assert decode("chatml", following.token_ids[-len(following.new_token_ids) - len(sampled) :]) == (
         "I think it is<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_reasoning_that_was_cut_off_is_closed_with_the_turn():
+def test_truncated_reasoning_is_closed_with_the_turn():
     _, history, _ = answer("ramify", "<think>It may be")
-    following = renderer("ramify").bridge(history, [MORE])
+    following = renderer("ramify").bridge(history, [FOLLOW_UP])
     assert following.prefix_break is None
     assert decode("ramify", following.new_token_ids).startswith("</think><|im_end|>\n<|im_start|>user\n")
 
 
-def test_a_call_that_was_cut_off_is_text_and_the_turn_is_closed():
+def test_a_truncated_call_is_text_and_the_turn_is_closed():
     _, history, _ = answer("ramify", '<tool_call>{"name": "run", "argu', tools=TOOLS)
-    following = renderer("ramify").bridge(history, [MORE])
+    following = renderer("ramify").bridge(history, [FOLLOW_UP])
     assert following.prefix_break is None
     assert decode("ramify", following.new_token_ids).startswith("<|im_end|>\n<|im_start|>user\n")
 
 
-def test_another_stop_token_than_the_templates_stays_and_the_turn_is_closed():
+def test_a_stop_token_that_the_template_does_not_write_is_kept_and_the_turn_is_closed():
     _, history, _ = answer("qwen2.5", "4<|endoftext|>")
-    following = renderer("qwen2.5").bridge(history, [MORE])
+    following = renderer("qwen2.5").bridge(history, [FOLLOW_UP])
     assert following.prefix_break is None
     assert "4<|endoftext|><|im_end|>\n<|im_start|>user\nSure?" in decode("qwen2.5", following.token_ids)
 
 
 def test_a_stop_token_that_opens_the_next_message_is_not_written_twice():
     _, history, _ = answer("glm-4", "\n4<|user|>")
-    following = renderer("glm-4").bridge(history, [MORE])
+    following = renderer("glm-4").bridge(history, [FOLLOW_UP])
     assert following.prefix_break is None
     assert (
         decode("glm-4", following.token_ids)
@@ -98,7 +98,7 @@ def test_a_stop_token_that_opens_the_next_message_is_not_written_twice():
 
 def test_an_empty_reply_is_a_turn():
     _, history, _ = answer("chatml", "<|im_end|>")
-    assert decode("chatml", renderer("chatml").bridge(history, [MORE]).token_ids) == (
+    assert decode("chatml", renderer("chatml").bridge(history, [FOLLOW_UP]).token_ids) == (
         "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
         "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -107,7 +107,7 @@ def test_an_empty_reply_is_a_turn():
 # -- breaks -----------------------------------------------------------------------------------------------------------
 
 
-def broke(name: str, text: str, new: list[Message], messages=(USER,), tools=()) -> BreakReason | None:
+def find_break_reason(name: str, text: str, new: list[Message], messages=(USER,), tools=()) -> BreakReason | None:
     _, history, _ = answer(name, text, messages, tools)
     following = renderer(name).bridge(history, new)
     if following.prefix_break is None:
@@ -122,46 +122,51 @@ def broke(name: str, text: str, new: list[Message], messages=(USER,), tools=()) 
     return following.prefix_break.reason
 
 
-def test_qwen3_drops_earlier_thinking_on_a_new_question_only():
+def test_qwen3_drops_earlier_reasoning_only_for_a_new_question():
     call = '<tool_call>\n{"name": "run", "arguments": {"code": "2+2"}}\n</tool_call>'
     thought = "<think>\nhm\n</think>\n\n"
-    assert broke("qwen3", f"{thought}4<|im_end|>", [MORE]) is BreakReason.REASONING_DROPPED
-    assert broke("qwen3", f"{thought}{call}<|im_end|>", [Message("tool", "4")], tools=TOOLS) is None
-    assert broke("qwen3", "4<|im_end|>", [MORE]) is None
+    assert find_break_reason("qwen3", f"{thought}4<|im_end|>", [FOLLOW_UP]) is BreakReason.REASONING_DROPPED
+    assert find_break_reason("qwen3", f"{thought}{call}<|im_end|>", [Message("tool", "4")], tools=TOOLS) is None
+    assert find_break_reason("qwen3", "4<|im_end|>", [FOLLOW_UP]) is None
 
 
-def test_qwen3_without_thinking_drops_what_its_prompt_opened():
-    assert broke("qwen3-no-thinking", "4<|im_end|>", [MORE]) is BreakReason.GENERATION_PROMPT_DROPPED
+def test_qwen3_without_thinking_drops_its_generation_prompt():
+    assert find_break_reason("qwen3-no-thinking", "4<|im_end|>", [FOLLOW_UP]) is BreakReason.GENERATION_PROMPT_DROPPED
 
 
-def test_deepseek_never_shows_thinking_again():
-    assert broke("deepseek-r1", "hm\n</think>\n\n4<｜end▁of▁sentence｜>", [MORE]) is BreakReason.REASONING_DROPPED
+def test_deepseek_drops_earlier_reasoning():
+    assert (
+        find_break_reason("deepseek-r1", "hm\n</think>\n\n4<｜end▁of▁sentence｜>", [FOLLOW_UP])
+        is BreakReason.REASONING_DROPPED
+    )
 
 
 def test_mistral_moves_tools_to_the_last_question():
-    assert broke("mistral-v3", " 4</s>", [MORE], tools=TOOLS) is BreakReason.HISTORY_REWRITTEN
-    assert broke("mistral-v3", " 4</s>", [MORE]) is None
+    assert find_break_reason("mistral-v3", " 4</s>", [FOLLOW_UP], tools=TOOLS) is BreakReason.HISTORY_REWRITTEN
+    assert find_break_reason("mistral-v3", " 4</s>", [FOLLOW_UP]) is None
 
 
 def test_mistral_moves_the_system_prompt_to_the_last_question():
     system = Message("system", "Be brief.")
-    assert broke("mistral-v3", " 4</s>", [MORE], messages=(system, USER)) is BreakReason.HISTORY_REWRITTEN
+    assert (
+        find_break_reason("mistral-v3", " 4</s>", [FOLLOW_UP], messages=(system, USER)) is BreakReason.HISTORY_REWRITTEN
+    )
 
 
 def test_mistral_keeps_tools_in_place_for_tool_results():
     call = '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "2+2"}, "id": "call00001"}]</s>'
-    assert broke("mistral-v3", call, [RESULT], tools=TOOLS) is None
+    assert find_break_reason("mistral-v3", call, [RESULT], tools=TOOLS) is None
 
 
-def test_other_tools_are_another_prompt():
+def test_changed_tools_are_a_break():
     _, history, _ = answer("ramify", "4<|im_end|>", tools=TOOLS)
-    following = renderer("ramify").bridge(history, [MORE], TOOLS[:1])
+    following = renderer("ramify").bridge(history, [FOLLOW_UP], TOOLS[:1])
     assert following.prefix_break is not None
     assert following.prefix_break.reason is BreakReason.TOOLS_CHANGED
     assert following.tools == tuple(TOOLS[:1])
 
 
-def test_a_tool_result_behind_a_closed_group_of_results_is_a_break():
+def test_a_tool_result_after_a_closed_group_of_results_is_a_break():
     calls = tuple(ToolCall(f"call0000{number}", "run", "{}") for number in range(2))
     results = [Message("tool", str(number), tool_call_id=f"call0000{number}") for number in range(2)]
     render = renderer("qwen2.5")
@@ -173,18 +178,18 @@ def test_a_tool_result_behind_a_closed_group_of_results_is_a_break():
     assert following.prefix_break.reason is BreakReason.HISTORY_REWRITTEN
 
 
-def test_a_template_that_looks_at_what_is_said_is_rendered_anew():
+def test_a_template_that_depends_on_texts_renders_the_whole_conversation_again():
     _, history, _ = answer("qwen3", "<think>\nhm\n</think>\n\n4<|im_end|>")
     following = renderer("qwen3").bridge(history, [Message("user", "<tool_response>5</tool_response>")])
     assert following.prefix_break is not None
-    assert oracle_of("qwen3").text(following.messages, generate=True) == decode("qwen3", following.token_ids)
+    assert get_oracle("qwen3").text(following.messages, generate=True) == decode("qwen3", following.token_ids)
 
 
 def test_verbatim_history_is_never_rewritten():
-    render, oracle = renderer("qwen3-no-thinking", "verbatim"), oracle_of("qwen3-no-thinking")
+    render, oracle = renderer("qwen3-no-thinking", "verbatim"), get_oracle("qwen3-no-thinking")
     prompt = render.render([USER])
     sampled = oracle.ids("4<|im_end|>")
-    following = render.bridge(prompt.with_reply(sampled, render.parse(sampled, prompt)), [MORE])
+    following = render.bridge(prompt.with_reply(sampled, render.parse(sampled, prompt)), [FOLLOW_UP])
     assert following.prefix_break is None
     assert decode("qwen3", following.token_ids).count("<think>\n\n</think>\n\n") == 2
 
@@ -195,17 +200,17 @@ def test_verbatim_history_is_never_rewritten():
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_prompt_can_be_continued_from_any_of_its_messages(model):
     tools = TOOLS if model.tools and model.name != "mistral-v3" else []
-    answered = Message("assistant", "Four.")
-    asked = [USER, CALL, RESULT, answered, MORE] if tools else [USER, answered, MORE]
-    render, oracle = renderer(model.name), oracle_of(model.name)
-    full = render.render(asked, tools)
+    reply = Message("assistant", "Four.")
+    messages = [USER, CALL, RESULT, reply, FOLLOW_UP] if tools else [USER, reply, FOLLOW_UP]
+    render, oracle = renderer(model.name), get_oracle(model.name)
+    full = render.render(messages, tools)
     for number, span in enumerate(full.spans, 1):
-        history = TokenHistory.build(asked[:number], tools, full.token_ids[: span.stop])
-        following = render.bridge(history, asked[number:])
-        assert following.token_ids.tolist() == oracle.ids(oracle.text(asked, tools, generate=True))
+        history = TokenHistory.build(messages[:number], tools, full.token_ids[: span.stop])
+        following = render.bridge(history, messages[number:])
+        assert following.token_ids.tolist() == oracle.ids(oracle.text(messages, tools, generate=True))
         assert following.prefix_break is None, (number, following.prefix_break)
         assert following.num_reused == span.stop
-        assert [span.message for span in following.spans] == asked[number:]
+        assert [span.message for span in following.spans] == messages[number:]
 
 
 def test_sampling_again_needs_only_the_generation_prompt():
@@ -217,7 +222,7 @@ def test_sampling_again_needs_only_the_generation_prompt():
     assert again.new_token_ids.tolist() == prompt.generation_prompt_ids.tolist()
 
 
-def test_half_a_surrogate_pair_is_a_question_mark():
+def test_a_lone_surrogate_is_rendered_as_a_question_mark():
     prompt = renderer("chatml").render([Message("user", "a\ud83db é")])
     assert decode("chatml", prompt.token_ids) == "<|im_start|>user\na?b é<|im_end|>\n<|im_start|>assistant\n"
 
@@ -227,7 +232,7 @@ def test_half_a_surrogate_pair_is_a_question_mark():
 
 @pytest.mark.parametrize("name", ["qwen2.5", "ramify", "llama-3.1"])
 def test_a_long_agent_loop_bridges_every_turn(name: str):
-    render, oracle = renderer(name), oracle_of(name)
+    render, oracle = renderer(name), get_oracle(name)
     messages = [Message("system", "Use tools."), USER]
     prompt = render.render(messages, TOOLS)
     for turn in range(40):
@@ -245,27 +250,27 @@ def test_a_long_agent_loop_bridges_every_turn(name: str):
 # -- what cannot be rendered ------------------------------------------------------------------------------------------
 
 
-def test_tools_for_a_template_that_shows_none_are_refused():
+def test_tools_are_refused_by_a_template_without_tool_support():
     with pytest.raises(TemplateRefused, match="does not support tools"):
         renderer("chatml").render([USER], TOOLS)
 
 
-def test_a_templates_own_refusal_is_passed_on():
+def test_errors_of_a_template_are_raised():
     with pytest.raises(TemplateRefused, match="must alternate"):
-        renderer("gemma").render([USER, MORE])
+        renderer("gemma").render([USER, FOLLOW_UP])
     with pytest.raises(TemplateRefused, match="single tool-calls"):
         two = tuple(ToolCall(f"call0000{number}", "run", "{}") for number in range(2))
         renderer("llama-3.1").render([USER, Message("assistant", "", None, two)], TOOLS)
 
 
-def test_call_ids_of_any_form_reach_a_template_that_wants_nine_letters():
+def test_call_ids_are_shortened_for_a_template_that_requires_nine_letters():
     call = Message("assistant", "", None, (ToolCall("toolu_01A09q90qw90lq917835lq9", "run", "{}"),))
     result = Message("tool", "4", tool_call_id="toolu_01A09q90qw90lq917835lq9")
     ids = renderer("mistral-v3").render([USER, call, result], TOOLS).token_ids
     assert decode("mistral-v3", ids).count('id": "') == 2
 
 
-def test_a_conversation_that_crosses_midnight_keeps_its_date(monkeypatch):
+def test_the_date_in_a_prompt_does_not_change_at_midnight(monkeypatch):
     render = load_renderer(directory("llama-3.1"), TemplateRendererConfig())
     before = render.render([USER])
     monkeypatch.setattr(time, "time", lambda: 0.0)

@@ -1,4 +1,4 @@
-"""Hand-written families of the `renderers` library behind the same protocol, on tokenizers built here."""
+"""Families of the `renderers` library, on tokenizers built for the tests."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ FAMILIES = {
     "nemotron-3": QWEN,
 }
 SHOWS_NO_THINKING = KEEPS_THINKING = {"prime-qwen3", "llama-3"}
-USER, MORE = Message("user", "What is 2+2?"), Message("user", "Sure?")
+USER, FOLLOW_UP = Message("user", "What is 2+2?"), Message("user", "Sure?")
 
 
 def renderer(name: str):
@@ -36,14 +36,14 @@ def renderer(name: str):
 
 
 def sampled(name: str, before: list[Message], reply: Message) -> np.ndarray:
-    """What the family writes for a reply behind its prompt, up to its stop token."""
+    """Return the ids that the family renders for a reply, up to its stop token."""
     render = renderer(name)
-    prompt, whole = (
+    prompt, full_ids = (
         render.render(before, TOOLS).token_ids,
         render.render([*before, reply], TOOLS, add_generation_prompt=False).token_ids,
     )
-    start = next((i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))
-    ids = whole[start:]
+    start = next((i for i, (a, b) in enumerate(zip(prompt, full_ids)) if a != b), len(prompt))
+    ids = full_ids[start:]
     stops = [number for number, id in enumerate(ids) if int(id) in render.stop_ids]
     if stops:
         return ids[: stops[0] + 1]
@@ -76,11 +76,11 @@ def test_a_tool_turn_is_bridged_and_equals_the_full_render(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_new_question_breaks_where_the_family_drops_thinking(name: str):
+def test_a_new_question_is_a_break_if_the_family_drops_reasoning(name: str):
     render = renderer(name)
     prompt = render.render([USER], TOOLS)
     ids = sampled(name, [USER], Message("assistant", "Four."))
-    following = render.bridge(prompt.with_reply(ids, render.parse(ids, prompt)), [MORE])
+    following = render.bridge(prompt.with_reply(ids, render.parse(ids, prompt)), [FOLLOW_UP])
     assert (following.prefix_break is None) == (name in KEEPS_THINKING)
     if following.prefix_break is not None:
         assert following.prefix_break.reason is BreakReason.REASONING_DROPPED
@@ -88,8 +88,8 @@ def test_a_new_question_breaks_where_the_family_drops_thinking(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_spans_partition_what_a_family_renders(name: str):
-    messages = [Message("system", "Be brief."), USER, Message("assistant", "Four."), MORE]
+def test_spans_partition_the_prompt_of_a_family(name: str):
+    messages = [Message("system", "Be brief."), USER, Message("assistant", "Four."), FOLLOW_UP]
     prompt = renderer(name).render(messages, TOOLS)
     before = 0
     for span in prompt.spans:
@@ -99,17 +99,17 @@ def test_spans_partition_what_a_family_renders(name: str):
     assert [span.message for span in prompt.spans] == messages
 
 
-def test_other_tools_and_prompt_messages_are_rendered_anew():
+def test_changed_tools_and_prompt_histories_are_rendered_again():
     render = renderer("qwen3")
     prompt = render.render([USER], TOOLS)
     ids = sampled("qwen3", [USER], Message("assistant", "Four."))
     history = prompt.with_reply(ids, render.parse(ids, prompt))
-    following = render.bridge(history, [MORE], TOOLS[:1])
+    following = render.bridge(history, [FOLLOW_UP], TOOLS[:1])
     assert following.prefix_break is not None
     assert following.prefix_break.reason is BreakReason.TOOLS_CHANGED
     (span,) = prompt.spans
-    asked = TokenHistory.build([USER], TOOLS, prompt.token_ids[: span.stop])
-    again = render.bridge(asked, [])
+    history_of_prompt = TokenHistory.build([USER], TOOLS, prompt.token_ids[: span.stop])
+    again = render.bridge(history_of_prompt, [])
     assert again.prefix_break is None
     assert (again.num_reused, again.token_ids.tolist()) == (span.stop, prompt.token_ids.tolist())
 
@@ -125,13 +125,13 @@ def test_a_malformed_call_is_reported():
     assert parsed.problems[0].text in parsed.message.content
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_library_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "renderers", None)
     with pytest.raises(ConfigInvalid, match="extra 'renderers'"):
         load_renderer(directory("qwen3"), FamilyRendererConfig(name="qwen3"))
 
 
-def test_an_unknown_family_or_vocabulary_is_named():
+def test_an_unknown_family_or_vocabulary_is_named_in_the_error():
     with pytest.raises(ConfigInvalid, match="no-such"):
         load_renderer(directory("qwen3"), FamilyRendererConfig(name="no-such"))
     with pytest.raises(ConfigInvalid, match="glm-5"):
@@ -140,6 +140,6 @@ def test_an_unknown_family_or_vocabulary_is_named():
         load_renderer(directory("qwen3"), FamilyRendererConfig(name="qwen3", template_args={"enable_thnking": True}))
 
 
-def test_a_familys_refusal_is_passed_on():
+def test_errors_of_a_family_are_raised():
     with pytest.raises(TemplateRefused, match="qwen3"):
         renderer("qwen3").render([])

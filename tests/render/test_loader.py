@@ -1,4 +1,4 @@
-"""A model directory is all it takes: offline, whatever wrote its files, and without torch."""
+"""A renderer is loaded from a model directory alone: offline, from files of any version, and without torch."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_process_that_rendered_has_no_torch():
+def test_rendering_does_not_import_torch():
     script = f"""
 import sys
 from ramify.render import load_renderer
@@ -41,7 +41,7 @@ print(*sorted({{"torch", "transformers", "renderers", "huggingface_hub"}} & set(
     assert done.stdout.strip() == ""
 
 
-def test_a_family_needs_no_torch_either(tmp_path: Path):
+def test_a_family_does_not_import_torch(tmp_path: Path):
     tokenizer((*TOKENS, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>")).save(
         str(tmp_path / "tokenizer.json")
     )
@@ -56,7 +56,7 @@ print(*sorted({{"torch", "transformers"}} & set(sys.modules)))
     assert done.stdout.strip() == ""
 
 
-def test_the_config_loads_neither_tokenizers_nor_jinja():
+def test_the_config_imports_neither_tokenizers_nor_jinja():
     script = "import sys, ramify.render as r; r.RendererConfig; print({'tokenizers', 'jinja2'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
@@ -65,7 +65,7 @@ def test_the_config_loads_neither_tokenizers_nor_jinja():
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_template_may_stand_in_the_tokenizer_config(model: Path):
+def test_the_template_may_be_in_the_tokenizer_config(model: Path):
     source = (model / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").unlink()
     for form in (source, [{"name": "default", "template": source}, {"name": "tool_use", "template": "{{ tools }}"}]):
@@ -74,7 +74,7 @@ def test_the_template_may_stand_in_the_tokenizer_config(model: Path):
         assert load_renderer(model).render(USER).token_ids.tolist() == expected
 
 
-def test_a_second_template_serves_conversations_with_tools(model: Path):
+def test_a_tool_use_template_renders_conversations_with_tools(model: Path):
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.description }}")
     render = load_renderer(model)
@@ -84,7 +84,7 @@ def test_a_second_template_serves_conversations_with_tools(model: Path):
     assert "Well?" in decode(render.render(USER).token_ids.tolist())
 
 
-def test_eos_ids_come_from_every_file_that_names_one(model: Path):
+def test_eos_ids_are_read_from_all_files(model: Path):
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
     (model / "generation_config.json").unlink()
     ids = {token: tokenizer(TOKENS).token_to_id(token) for token in TOKENS}
@@ -94,7 +94,7 @@ def test_eos_ids_come_from_every_file_that_names_one(model: Path):
     assert load_renderer(model).stop_ids == (ids["<|im_end|>"], ids["<|endoftext|>"])
 
 
-def test_special_tokens_may_stand_in_their_own_map(model: Path):
+def test_special_tokens_may_be_in_special_tokens_map(model: Path):
     (model / "tokenizer_config.json").unlink()
     (model / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|endoftext|>"}}))
     assert ModelFiles.read(model).special_tokens == {"bos_token": "<|endoftext|>"}
@@ -103,19 +103,19 @@ def test_special_tokens_may_stand_in_their_own_map(model: Path):
 @pytest.mark.parametrize(
     ("remove", "words"), [("tokenizer.json", "no tokenizer.json"), ("chat_template.jinja", "no chat template")]
 )
-def test_a_missing_file_is_named(model: Path, remove: str, words: str):
+def test_a_missing_file_is_named_in_the_error(model: Path, remove: str, words: str):
     (model / remove).unlink()
     with pytest.raises(ConfigInvalid, match=words):
         load_renderer(model)
 
 
-def test_a_missing_directory_is_named(tmp_path: Path):
+def test_a_missing_directory_is_named_in_the_error(tmp_path: Path):
     with pytest.raises(ConfigInvalid, match="no directory"):
         load_renderer(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_named(model: Path, file: str):
+def test_a_broken_file_is_named_in_the_error(model: Path, file: str):
     (model / file).write_text("{")
     with pytest.raises(ConfigInvalid, match=file):
         load_renderer(model).render(USER)
@@ -130,7 +130,7 @@ def text_of(model: Path, source: str, messages=USER, **args) -> str:
     return tokenizer(TOKENS).decode(render.render(messages).token_ids.tolist(), skip_special_tokens=False)
 
 
-def test_json_is_written_for_models_not_for_web_pages(model: Path):
+def test_tojson_does_not_escape_html(model: Path):
     assert text_of(model, "{{ {'b': '<é>', 'a': \"it's\"} | tojson }}") == '{"b": "<é>", "a": "it\'s"}'
     assert text_of(model, "{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
     assert text_of(model, "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}") == '{"a": 2, "b": 1}'
@@ -142,13 +142,13 @@ def test_templates_have_loop_controls_and_the_generation_tag(model: Path):
     assert text_of(model, "a{% generation %}b{% endgeneration %}c") == "abc"
 
 
-def test_templates_get_named_tokens_and_arguments(model: Path):
+def test_templates_get_special_tokens_and_arguments(model: Path):
     (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}))
     assert text_of(model, "{{ bos_token }}{{ depth }}{{ eos_token }}", depth=3) == "<|im_start|>3<|im_end|>"
     assert text_of(model, "{{ tools is none }} {{ documents is defined }}") == "True False"
 
 
-def test_a_template_that_wants_parts_gets_parts(model: Path):
+def test_a_template_that_requires_content_parts_gets_them(model: Path):
     source = """
 {%- for message in messages %}{{ '<|im_start|>' + message.role }}
     {%- for part in message.content %}{{ part.text }}{% endfor %}{{ '<|im_end|>' }}
@@ -160,7 +160,7 @@ def test_a_template_that_wants_parts_gets_parts(model: Path):
     )
 
 
-def test_media_is_refused_by_name(model: Path):
+def test_media_is_refused(model: Path):
     with pytest.raises(TemplateRefused, match="media"):
         load_renderer(model).render([Message("user", (TextPart("Look:"), MediaPart("hash")))])
     assert load_renderer(model).render([Message("user", (TextPart("a"), TextPart("b")))]).spans[0].message.text == "ab"
@@ -177,7 +177,7 @@ def test_media_is_refused_by_name(model: Path):
         ("{{ 1 / 0 }}", "refuses"),
     ],
 )
-def test_a_template_that_fails_says_so(model: Path, source: str, words: str):
+def test_errors_inside_a_template_are_raised(model: Path, source: str, words: str):
     with pytest.raises(TemplateRefused, match=words):
         text_of(model, source)
 
@@ -189,7 +189,7 @@ class Run(Config):
     renderer: RendererConfig = TemplateRendererConfig()
 
 
-def test_auto_is_the_template_of_the_model():
+def test_the_default_renderer_is_the_template_of_the_model():
     assert parse(Run, []).renderer == TemplateRendererConfig(type="auto")
     assert parse(Run, ["--renderer.template-args.enable_thinking", "false"]).renderer.template_args == {
         "enable_thinking": False
@@ -198,7 +198,7 @@ def test_auto_is_the_template_of_the_model():
     assert family == FamilyRendererConfig(name="qwen3")
 
 
-def test_keys_of_another_kind_of_renderer_are_errors():
+def test_keys_of_the_other_renderer_type_are_refused():
     family = ["--renderer.type", "family", "--renderer.name", "qwen3"]
     with pytest.raises(ConfigInvalid, match="tool_format"):
         parse(Run, [*family, "--renderer.tool_format", "hermes"])

@@ -1,4 +1,4 @@
-"""Again or not: by blame, by name, by number."""
+"""Which failures are retried, how often, and when group rewards are computed."""
 
 import asyncio
 
@@ -7,36 +7,36 @@ from ramify.env import RolloutContext
 from ramify.errors import ProviderError
 from ramify.rollout import run_rollout, score_group, score_trace
 from ramify.trace import Trace
-from tests.rollout.stage import TASK, OneTask, attempt, environment, names, policy_of
+from tests.rollout.helpers import TASK, OneTask, error_names, load_env, run_one, scripted_policy
 
 
-def rolled(env, script, **options) -> Trace:
-    async def once() -> Trace:
-        return (await run_rollout(env, TASK, policy=policy_of(script), id="r1", **options)).traces[0]
+def run_rollout_sync(env, script, **options) -> Trace:
+    async def run_one() -> Trace:
+        return (await run_rollout(env, TASK, policy=scripted_policy(script), id="r1", **options)).traces[0]
 
-    return asyncio.run(asyncio.wait_for(once(), 20))
+    return asyncio.run(asyncio.wait_for(run_one(), 20))
 
 
 class Failing(OneTask):
-    """Its reward raises `failures` times."""
+    """A taskset whose reward raises `failures` times."""
 
     def __init__(self, config=None) -> None:
         super().__init__(config)
         self.failures = 0
-        self.asked = 0
+        self.num_calls = 0
 
     @rf.reward
     def fickle(self) -> float:
-        self.asked += 1
-        if self.asked <= self.failures:
+        self.num_calls += 1
+        if self.num_calls <= self.failures:
             raise OSError("not yet")
         return 1.0
 
 
-def test_a_reward_that_did_not_run_is_reason_to_run_again():
-    env = environment(Failing)
+def test_missing_reward_is_retried():
+    env = load_env(Failing)
     env.taskset.failures = 1
-    trace = rolled(env, ["a", "b"])
+    trace = run_rollout_sync(env, ["a", "b"])
     assert trace.reward == 1.0
     assert not trace.errors
     assert len(trace.sampled_nodes) == 1  # the trace of the second run, alone
@@ -45,29 +45,29 @@ def test_a_reward_that_did_not_run_is_reason_to_run_again():
     assert "not yet" in trace.info["tries"][0]
 
 
-def test_attempts_end_and_the_last_one_is_the_result():
-    env = environment(Failing, attempts=2)
+def test_last_try_is_the_result():
+    env = load_env(Failing, attempts=2)
     env.taskset.failures = 9
-    trace = rolled(env, ["a", "b", "c"])
-    assert names(trace) == ["EnvironmentFault"]
-    assert env.taskset.asked == 2
-    assert rolled(env, ["a", "b"], max_tries=1).info == {}
+    trace = run_rollout_sync(env, ["a", "b", "c"])
+    assert error_names(trace) == ["EnvironmentFault"]
+    assert env.taskset.num_calls == 2
+    assert run_rollout_sync(env, ["a", "b"], max_tries=1).info == {}
 
 
-def test_a_failure_of_the_system_is_run_again():
-    lost = ProviderError("lost")
-    assert rolled(environment(Failing, model_retries=0), [lost, lost, "a"]).reward == 1.0
+def test_system_failure_is_retried():
+    error = ProviderError("lost")
+    assert run_rollout_sync(load_env(Failing, model_retries=0), [error, error, "a"]).reward == 1.0
 
 
-def test_a_failure_of_the_policy_is_a_result():
-    env = environment(Failing, max_input_tokens=2)
-    trace = rolled(env, ["a", "b"])
-    assert names(trace) == ["BudgetExceeded"]
+def test_policy_failure_is_not_retried():
+    env = load_env(Failing, max_input_tokens=2)
+    trace = run_rollout_sync(env, ["a", "b"])
+    assert error_names(trace) == ["BudgetExceeded"]
     assert trace.reward == 1.0
-    assert env.taskset.asked == 1
+    assert env.taskset.num_calls == 1
 
 
-def test_what_another_try_cannot_change_is_not_tried():
+def test_failure_that_is_not_retryable_is_not_retried():
     class Wordy(OneTask):
         runs = 0
 
@@ -76,16 +76,16 @@ def test_what_another_try_cannot_change_is_not_tried():
             type(self).runs += 1
             return "very good"
 
-    trace = rolled(environment(Wordy), ["a"] * 3)
-    assert names(trace) == ["ValueRefused"]
+    trace = run_rollout_sync(load_env(Wordy), ["a"] * 3)
+    assert error_names(trace) == ["ValueRefused"]
     assert Wordy.runs == 1
 
 
-class Ranked(OneTask):
+class GroupScored(OneTask):
     @rf.group_reward(weight=2.0)
     def shortest(self, traces) -> list[float]:
-        least = min(len(trace.last_reply) for trace in traces)
-        return [float(len(trace.last_reply) == least) for trace in traces]
+        shortest_length = min(len(trace.last_reply) for trace in traces)
+        return [float(len(trace.last_reply) == shortest_length) for trace in traces]
 
     @rf.group_reward
     def odd(self, task, traces, rng) -> list[float]:
@@ -94,24 +94,24 @@ class Ranked(OneTask):
         return [0.5 for _ in traces]
 
 
-def test_group_rewards_are_due_until_the_group_is_scored():
-    env = environment(Ranked)
-    traces = [rolled(env, [text], group="g", attempt=number) for number, text in enumerate(["a", "bb"])]
+def test_group_rewards_are_none_until_the_group_is_scored():
+    env = load_env(GroupScored)
+    traces = [run_rollout_sync(env, [text], group="g", attempt=number) for number, text in enumerate(["a", "bb"])]
     assert [trace.reward for trace in traces] == [None, None]
     assert not any(trace.errors for trace in traces)
     asyncio.run(score_group(env, TASK, traces))
     assert [trace.reward for trace in traces] == [2.5, 0.5]
 
 
-def test_a_group_reward_that_fails_is_named_on_every_trace():
-    env = environment(Ranked)
-    trace = rolled(env, ["a"])
+def test_failed_group_reward_is_recorded_in_every_trace():
+    env = load_env(GroupScored)
+    trace = run_rollout_sync(env, ["a"])
     asyncio.run(score_group(env, TASK, [trace]))
     assert trace.rewards == {"shortest": (1.0, 2.0), "odd": None}
-    assert names(trace) == ["EnvironmentFault"]
+    assert error_names(trace) == ["EnvironmentFault"]
 
 
-def test_a_group_reward_gives_one_number_for_each_trace():
+def test_group_reward_must_return_one_number_per_trace():
     class Short(OneTask):
         @rf.group_reward
         def few(self, traces) -> list[float]:
@@ -121,21 +121,21 @@ def test_a_group_reward_gives_one_number_for_each_trace():
         def wrong(self, traces) -> list[object]:
             return [1.0, "x"]
 
-    env = environment(Short)
-    traces = [rolled(env, ["a"]), rolled(env, ["b"])]
+    env = load_env(Short)
+    traces = [run_rollout_sync(env, ["a"]), run_rollout_sync(env, ["b"])]
     asyncio.run(score_group(env, TASK, traces))
     for trace in traces:
         assert trace.rewards == {"few": None, "wrong": None}
-        assert names(trace) == ["EnvironmentFault", "ValueRefused"]
+        assert error_names(trace) == ["EnvironmentFault", "ValueRefused"]
         assert "1 scores for 2 traces" in trace.errors[0].message
 
 
-def test_a_saved_trace_can_be_scored_again():
+def test_trace_can_be_scored_again():
     class Graded(OneTask):
         @rf.reward
         def length(self, trace) -> float:
             return len(trace.last_reply)
 
-    trace = attempt(environment(OneTask), ["four"])
-    asyncio.run(score_trace(environment(Graded), RolloutContext(TASK, trace)))
+    trace = run_one(load_env(OneTask), ["four"])
+    asyncio.run(score_trace(load_env(Graded), RolloutContext(TASK, trace)))
     assert trace.rewards == {"length": (4.0, 1.0)}

@@ -1,4 +1,4 @@
-"""The state of a rollout, saved: what comes back is equal, type by type, or the reason is said why not."""
+"""A saved state is loaded with equal values and types, or refused with a reason."""
 
 import math
 from types import SimpleNamespace
@@ -26,8 +26,8 @@ VALUES = st.recursive(
 )
 
 
-def carried(state: SimpleNamespace) -> SimpleNamespace:
-    """The state as it comes back from a trace that was stored."""
+def save_and_load(state: SimpleNamespace) -> SimpleNamespace:
+    """Return the state after it was stored in a trace and loaded."""
     trace = Trace(id="t")
     trace.info["state"] = save_state(state)
     return load_state(decode_trace(encode_trace(trace)).info["state"])
@@ -44,16 +44,16 @@ def types(value: object) -> object:
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z]+", fullmatch=True), VALUES, max_size=3))
-def test_a_state_of_plain_values_comes_back_with_the_same_types(values):
-    found = vars(carried(SimpleNamespace(**values)))
-    assert found == values and types(found) == types(values)
+def test_state_of_plain_values_is_loaded_with_the_same_types(values):
+    loaded = vars(save_and_load(SimpleNamespace(**values)))
+    assert loaded == values and types(loaded) == types(values)
 
 
-def test_numbers_that_json_does_not_know_come_back():
-    assert math.isnan(carried(SimpleNamespace(value=math.nan)).value)
+def test_nan_is_saved():
+    assert math.isnan(save_and_load(SimpleNamespace(value=math.nan)).value)
 
 
-class Odd(dict):
+class DictSubclass(dict):
     pass
 
 
@@ -62,16 +62,16 @@ class Odd(dict):
     [
         (object(), r"state.value is a object"),
         ([{"a": object()}], r"state.value\[0\]\['a'\] is a object"),
-        (Odd(), r"state.value is a Odd"),
+        (DictSubclass(), r"state.value is a DictSubclass"),
         ("x" * 2_000_000, r"state is larger than 1,000,000 characters"),
     ],
 )
-def test_what_cannot_be_saved_is_named_with_its_place(value, reason):
+def test_value_that_cannot_be_saved_is_refused_with_its_location(value, reason):
     with pytest.raises(ValueRefused, match=reason):
         save_state(SimpleNamespace(value=value))
 
 
-def test_a_state_that_holds_itself_is_named():
+def test_recursive_state_is_refused():
     value = []
     value.append(value)
     with pytest.raises(ValueRefused, match="nested more than"):

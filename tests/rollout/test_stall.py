@@ -1,4 +1,4 @@
-"""An engine that stands still takes no time from a rollout, and is never blamed on the policy."""
+"""The time of a stalled engine does not count towards the harness timeout and is never blamed on the policy."""
 
 import asyncio
 import os
@@ -20,12 +20,12 @@ from ramify.rollout import run_attempt, run_rollout
 from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace
 from tests.client.fake import Exchange, Fake, hang
-from tests.gateway.engine import TINY, Engine
-from tests.rollout.stage import TASK, OneTask, environment, names
+from tests.gateway.fake_engine import TINY, FakeEngine
+from tests.rollout.helpers import TASK, OneTask, error_names, load_env
 
-QUICK = ClientConfig(health_interval=0.1, health_timeout=0.5, stall_after=0.4, connect_timeout=1.0)
-LIMIT = 1.5  # seconds of harness.timeout
-STOPPED = 2.5  # seconds for which an engine stands still
+QUICK_CLIENT = ClientConfig(health_interval=0.1, health_timeout=0.5, stall_after=0.4, connect_timeout=1.0)
+HARNESS_TIMEOUT = 1.5  # seconds of harness.timeout
+STALL_SECONDS = 2.5  # seconds for which an engine is stalled
 
 
 class Answered(OneTask):
@@ -64,71 +64,75 @@ def server(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @asynccontextmanager
 async def policy_at(url: str) -> AsyncIterator[TokenPolicy]:
-    async with InferenceClient(url, QUICK) as client:
+    async with InferenceClient(url, QUICK_CLIENT) as client:
         yield TokenPolicy(client, TINY, "tiny")
 
 
 async def rollout(policy: TokenPolicy, taskset: type[rf.Taskset] = Answered, **source: Any) -> Trace:
-    env = environment(taskset, **{"harness": {"timeout": LIMIT}, "sampling": {"max_tokens": 4}, **source})
+    env = load_env(taskset, **{"harness": {"timeout": HARNESS_TIMEOUT}, "sampling": {"max_tokens": 4}, **source})
     episode = await run_attempt(env, TASK, policy=policy, id="r1", seed=7, train=True)
     return episode.traces[0]
 
 
-async def interrupted(
-    rolling: Awaitable[Trace], halt: Callable[[], Awaitable[None]], resume: Callable[[], Awaitable[None]]
+async def run_interrupted(
+    rollout_task: Awaitable[Trace], pause: Callable[[], Awaitable[None]], resume: Callable[[], Awaitable[None]]
 ) -> Trace:
-    """The trace of a rollout whose engine stands still for a while from the beginning on."""
-    await halt()
-    task = asyncio.ensure_future(rolling)
+    """Return the trace of a rollout whose engine is stalled for a while from the start."""
+    await pause()
+    task = asyncio.ensure_future(rollout_task)
     try:
-        await asyncio.wait([task], timeout=STOPPED)
+        await asyncio.wait([task], timeout=STALL_SECONDS)
     finally:
         await resume()
     return await asyncio.wait_for(task, 30)
 
 
-async def send(pid: int, sign: signal.Signals) -> None:
-    os.kill(pid, sign)
+async def send_signal(pid: int, signum: signal.Signals) -> None:
+    os.kill(pid, signum)
 
 
-def test_a_stopped_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, server: EngineProcess):
+def test_stopped_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> tuple[Trace, Trace]:
         pid = server.pid
         assert pid is not None
         async with policy_at(server.url) as policy:
             plain = await rollout(policy, harness={"timeout": 60})
-            stopped = await interrupted(
-                rollout(policy, TwoTurns), lambda: send(pid, signal.SIGSTOP), lambda: send(pid, signal.SIGCONT)
+            stopped = await run_interrupted(
+                rollout(policy, TwoTurns),
+                lambda: send_signal(pid, signal.SIGSTOP),
+                lambda: send_signal(pid, signal.SIGCONT),
             )
         return plain, stopped
 
     plain, stopped = runner.run(main())
-    assert names(stopped) == []
+    assert error_names(stopped) == []
     assert len(stopped.sampled_nodes) == 2
     assert (
         stopped.nodes[stopped.sampled_nodes[0]].token_ids.tolist()
         == plain.nodes[plain.sampled_nodes[0]].token_ids.tolist()
     )
-    assert stopped.timing.stalled >= STOPPED - LIMIT
+    assert stopped.timing.stalled >= STALL_SECONDS - HARNESS_TIMEOUT
 
 
-def test_a_paused_engine_takes_no_time_from_the_rollout(runner: asyncio.Runner, server: EngineProcess):
+def test_paused_engine_does_not_use_up_the_harness_timeout(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> Trace:
         async with policy_at(server.url) as policy, InferenceClient(server.url) as control:
-            return await interrupted(rollout(policy), control.pause, control.resume)
+            return await run_interrupted(rollout(policy), control.pause, control.resume)
 
     trace = runner.run(main())
-    assert names(trace) == []
-    assert trace.timing.stalled >= STOPPED - LIMIT
+    assert error_names(trace) == []
+    assert trace.timing.stalled >= STALL_SECONDS - HARNESS_TIMEOUT
 
 
-def test_an_engine_that_never_moves_again_is_a_system_failure(runner: asyncio.Runner, server: EngineProcess):
+def test_engine_that_never_continues_is_a_system_failure(runner: asyncio.Runner, server: EngineProcess):
     async def main() -> Trace:
         pid = server.pid
         assert pid is not None
         async with policy_at(server.url) as policy:
-            rolling = rollout(policy, harness={"timeout": 0.2}, timeouts={"engine_stall": 1.0})
-            return await interrupted(rolling, lambda: send(pid, signal.SIGSTOP), lambda: send(pid, signal.SIGCONT))
+            rollout_task = rollout(policy, harness={"timeout": 0.2}, timeouts={"engine_stall": 1.0})
+            return await run_interrupted(
+                rollout_task, lambda: send_signal(pid, signal.SIGSTOP), lambda: send_signal(pid, signal.SIGCONT)
+            )
 
     trace = runner.run(main())
     (failure,) = trace.errors
@@ -137,8 +141,8 @@ def test_an_engine_that_never_moves_again_is_a_system_failure(runner: asyncio.Ru
     assert trace.rewards == {"letters": None}
 
 
-class Counting(Fake):
-    """Never answers a generation; its counter of steps moves while `works` says so."""
+class CountingEngine(Fake):
+    """Never answers a generation; its step counter increases if `works`."""
 
     def __init__(self, *, works: bool) -> None:
         super().__init__()
@@ -154,51 +158,51 @@ class Counting(Fake):
 
 
 @pytest.mark.parametrize(
-    ("works", "stall_limit", "failure"), [(True, 25.0, "RolloutDeadline"), (False, 1.2, "EngineStalled")]
+    ("works", "stall_timeout", "failure"), [(True, 25.0, "RolloutDeadline"), (False, 1.2, "EngineStalled")]
 )
-def test_work_for_others_is_progress_and_answering_alone_is_not(works: bool, stall_limit: float, failure: str):
+def test_engine_steps_count_as_progress_and_http_responses_do_not(works: bool, stall_timeout: float, failure: str):
     async def main() -> Trace:
-        async with Counting(works=works) as engine, policy_at(engine.url) as policy:
-            return await rollout(policy, harness={"timeout": 0.6}, timeouts={"engine_stall": stall_limit})
+        async with CountingEngine(works=works) as engine, policy_at(engine.url) as policy:
+            return await rollout(policy, harness={"timeout": 0.6}, timeouts={"engine_stall": stall_timeout})
 
-    assert names(asyncio.run(asyncio.wait_for(main(), 30))) == [failure]
+    assert error_names(asyncio.run(asyncio.wait_for(main(), 30))) == [failure]
 
 
-def test_only_the_request_that_was_lost_is_sent_again():
-    """The engine goes away under the second call, for longer than the agent's time; the rollout is not run again."""
+def test_only_the_lost_request_is_sent_again():
+    """The engine stops during the second call, longer than the harness timeout; the rollout is not started again."""
     phases: list[str] = []
 
-    async def main() -> tuple[Trace, Engine]:
-        engine = Engine(["one", "two"])
+    async def main() -> tuple[Trace, FakeEngine]:
+        engine = FakeEngine(["one", "two"])
 
-        def watch(phase: str, _: Trace) -> None:
+        def on_progress(phase: str, _: Trace) -> None:
             phases.append(phase)
             if phase == "turn":
                 engine.gate.clear()  # the next request gets no answer
 
         async with engine, policy_at(engine.url) as policy:
-            env = environment(TwoTurns, harness={"timeout": LIMIT}, sampling={"max_tokens": 64})
-            rolling = asyncio.create_task(
-                run_rollout(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=watch)
+            env = load_env(TwoTurns, harness={"timeout": HARNESS_TIMEOUT}, sampling={"max_tokens": 64})
+            rollout_task = asyncio.create_task(
+                run_rollout(env, TASK, policy=policy, id="r1", seed=7, train=True, on_progress=on_progress)
             )
             while len(engine.asked) < 2:
                 await asyncio.sleep(0.005)
             await engine.__aexit__()
-            await asyncio.wait([rolling], timeout=STOPPED)
+            await asyncio.wait([rollout_task], timeout=STALL_SECONDS)
             await engine.__aenter__()
             engine.gate.set()
-            episode = await asyncio.wait_for(rolling, 30)
+            episode = await asyncio.wait_for(rollout_task, 30)
         return episode.traces[0], engine
 
     trace, engine = asyncio.run(main())
-    assert names(trace) == []
+    assert error_names(trace) == []
     assert phases.count("boot") == 1
     assert len(trace.sampled_nodes) == 2
     first, lost, again = engine.asked
     assert lost == again != first
 
 
-def test_a_slow_tool_is_on_the_clock():
+def test_slow_stop_hook_counts_towards_the_harness_timeout():
     class Slow(Answered):
         @rf.stop
         async def late(self) -> bool:
@@ -206,13 +210,13 @@ def test_a_slow_tool_is_on_the_clock():
             return True
 
     async def main() -> Trace:
-        async with Engine(["one"]) as engine, policy_at(engine.url) as policy:
+        async with FakeEngine(["one"]) as engine, policy_at(engine.url) as policy:
             return await rollout(policy, Slow, harness={"timeout": 0.5})
 
-    assert names(asyncio.run(asyncio.wait_for(main(), 20))) == ["RolloutDeadline"]
+    assert error_names(asyncio.run(asyncio.wait_for(main(), 20))) == ["RolloutDeadline"]
 
 
-def test_a_stall_before_the_agent_begins_is_not_counted(runner: asyncio.Runner):
+def test_stall_before_the_harness_phase_is_not_counted(runner: asyncio.Runner):
     async def main() -> None:
         clock = StallClock()
         with clock.track_request(tolerance=0.05):  # a request of `setup`

@@ -1,4 +1,4 @@
-"""Processes that carry a mark end, whatever they are doing when they are looked for."""
+"""Marked processes are killed, even during `exec`."""
 
 import os
 import subprocess
@@ -11,16 +11,16 @@ from ramify.runtime.process_cleanup import MARKER_VARIABLE, _read_marker, kill_m
 from tests.processes import runs
 
 
-def test_a_process_that_becomes_another_program_all_the_time_is_found(tmp_path):
-    """For a sixth of the time such a process has no environment, so one look in six would not find its mark."""
+def test_process_that_constantly_calls_exec_is_killed(tmp_path):
+    """Such a process has no environment for a sixth of the time, so one check in six would not see its marker."""
     (tmp_path / "becomes").write_text(": > begun; exec sh ./becomes\n")
     for number in range(30):
-        mark = f"becomes-{os.getpid()}-{number}."
-        process = subprocess.Popen(["sh", "./becomes"], cwd=tmp_path, env={**os.environ, MARKER_VARIABLE: mark})
+        marker = f"becomes-{os.getpid()}-{number}."
+        process = subprocess.Popen(["sh", "./becomes"], cwd=tmp_path, env={**os.environ, MARKER_VARIABLE: marker})
         try:
             while not (tmp_path / "begun").exists():
                 time.sleep(0.001)
-            kill_marked_processes(mark)
+            kill_marked_processes(marker)
             assert not runs(process.pid)
         finally:
             process.kill()
@@ -28,10 +28,10 @@ def test_a_process_that_becomes_another_program_all_the_time_is_found(tmp_path):
             (tmp_path / "begun").unlink()
 
 
-@pytest.mark.parametrize(("name", "mark"), [("kthreadd", ""), ("sh", None)])
-def test_process_2_is_looked_at_again_unless_it_is_the_kernels(name, mark):
-    """In a container it may be any program, such as the one that starts all others."""
-    second = SimpleNamespace(
+@pytest.mark.parametrize(("name", "marker"), [("kthreadd", ""), ("sh", None)])
+def test_pid_2_is_checked_again_unless_it_is_a_kernel_thread(name, marker):
+    """In a container, pid 2 may be any program."""
+    process_2 = SimpleNamespace(
         pid=2,
         name=lambda: name,
         parent=lambda: None,
@@ -39,6 +39,6 @@ def test_process_2_is_looked_at_again_unless_it_is_the_kernels(name, mark):
         status=lambda: "running",
         uids=lambda: SimpleNamespace(effective=os.geteuid()),
     )
-    assert _read_marker(second) == mark
-    child = SimpleNamespace(**{**vars(second), "pid": 77, "name": lambda: "worker", "parent": lambda: second})
-    assert _read_marker(child) == mark
+    assert _read_marker(process_2) == marker
+    child = SimpleNamespace(**{**vars(process_2), "pid": 77, "name": lambda: "worker", "parent": lambda: process_2})
+    assert _read_marker(child) == marker

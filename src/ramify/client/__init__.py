@@ -1,8 +1,8 @@
-"""The token-in/token-out client: prompts as ids to one or several inference servers, sampled ids and logprobs back.
+"""The client of inference servers: it sends prompts as token ids and returns sampled ids with their logprobs.
 
-One idea: whoever samples should not know how many servers there are, which engine they run, or which of them has just
-died. The client picks the server, keeps a session where its prefix is cached, sends nothing twice that may have been
-sampled, and knows for every token which weights it came from. Nothing here imports torch.
+One idea: callers need not know how many servers there are, which engine they run, or which of them are down. The client
+chooses the server, keeps a session where its prefix is cached, sends no request twice that may have been sampled, and
+knows for every token which version of the weights it came from. Nothing here imports torch.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""The client: one object that samples from, and controls, all servers of a policy.
+"""The client that samples from, and controls, all inference servers of a policy.
 
-It owns its connections and one watching task per server; `start` and `close` (or `async with`) are their life. Every
-call has a deadline, and a call that is cancelled hangs up, so that the server stops computing.
+It owns its connections and one health-check task per server, from `start` to `close` (or inside `async with`). Every
+call has a timeout, and cancelling a call closes its connection, so that the server stops computing.
 """
 
 import asyncio
@@ -19,73 +19,73 @@ from ramify.client.discovery import detect_engine, sync_weights
 from ramify.client.engine_adapter import EngineAdapter, KVMode, PauseMode, UnknownWeights, WeightUpdate, WeightUpdateAck
 from ramify.client.engine_load import EngineLoad, parse_load, parse_num_steps
 from ramify.client.generate_api import GenerateRequest
-from ramify.client.http_client import ConnectFailed, ResponseLost, ServerBusy, open_client, send_request
+from ramify.client.http_client import (
+    ConnectFailed,
+    HttpClient,
+    RequestFailed,
+    ResponseLost,
+    ServerBusy,
+    send_request,
+)
 from ramify.client.replica_pool import Replica, ReplicaPool, ReplicaState
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError, RamifyError, RequestInvalid, WeightsRefused
 from ramify.model.version import PolicyVersion
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT = 600.0  # seconds for one generation, unless the caller says otherwise
+DEFAULT_TIMEOUT = 600.0  # seconds for one generation
 
 
 class InferenceClient:
-    """A pooled client over one or several servers of the same model.
+    """A client of one or several servers of the same model.
 
-    `version` names the weights that engines without versions of their own (vLLM) start with.
+    `version` names the weights with which engines that report no version (vLLM) were started.
     """
 
     def __init__(
         self, urls: str | Sequence[str], config: ClientConfig | None = None, *, version: PolicyVersion | None = None
     ) -> None:
         self.config = config or ClientConfig()
-        addresses = [urls] if isinstance(urls, str) else list(urls)
-        if not addresses:
+        urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        if not urls:
             raise ProviderError("a client needs the address of at least one inference server")
-        connect, connections = self.config.connect_timeout, self.config.connections
-        self._pool = ReplicaPool(
-            [
-                Replica(
-                    url.rstrip("/"), open_client(url.rstrip("/"), connect_timeout=connect, max_connections=connections)
-                )
-                for url in addresses
-            ]
-        )
+        self._pool = ReplicaPool([Replica(url, self._open_connections(url)) for url in urls])
         self._initial_version = version
-        self._target_update: WeightUpdate | None = (
-            None  # what every server has to serve; None leaves it what it started with
-        )
+        self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
         self._pause_mode: PauseMode | None = None
-        self._control_lock = asyncio.Lock()  # one change at a time: pause, resume, update, a server that joins
+        self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
         self._health_tasks: list[asyncio.Task[None]] = []
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> Self:
-        """Meet the servers. Returns when all are up, or some are and `patience` is over; raises if none is."""
+        """Connect to the servers; wait until all are up, or until `patience` seconds have passed and some are.
+
+        Raises ProviderError if none is up.
+        """
         if self._health_tasks:
-            raise ProviderError("the client is started already")
-        meetings = [asyncio.create_task(self._join_when_ready(replica)) for replica in self._pool.replicas]
+            raise ProviderError("the client is already started")
+        joins = [asyncio.create_task(self._join_when_ready(replica)) for replica in self._pool.replicas]
         try:
-            patience = self.config.patience
-            done, _ = await asyncio.wait(meetings, timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
-            for meeting in done:
-                meeting.result()
+            timeout = self.config.patience
+            done, _ = await asyncio.wait(joins, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            for join in done:
+                join.result()
             if not self._pool.up_replicas:
-                raise ProviderError(f"no inference server came up within {patience:g} s: {self._pool.describe_down()}")
+                raise ProviderError(f"no inference server came up within {timeout:g} s: {self._pool.describe_down()}")
         except BaseException:
             await self.close()
             raise
         finally:
-            await _cancel_all(meetings)
+            await _cancel_all(joins)
         self._health_tasks = [
-            asyncio.create_task(self._monitor_health(replica), name=f"watch {replica.url}")
+            asyncio.create_task(self._monitor_health(replica), name=f"health of {replica.url}")
             for replica in self._pool.replicas
         ]
         return self
 
     async def close(self) -> None:
-        """End the watching tasks and the connections."""
+        """Stop the health checks and close the connections."""
         await _cancel_all(self._health_tasks)
         self._health_tasks = []
         self._pool.is_closed = True
@@ -113,21 +113,21 @@ class InferenceClient:
         resend_if_lost: bool = False,
         clock: StallClock | None = None,
     ) -> Completion:
-        """Take one sample after `prompt`.
+        """Sample one completion of `prompt`.
 
-        Calls with one `session` go to one server while it is up. A lower `priority` goes first. Prompts share cached
-        prefixes only with prompts of the same `cache_salt`. A request whose answer was lost on the way is sent again
-        only with `resample`: it may have been sampled, and another sample is another sample.
+        Calls with the same `session` go to one server while it is up. Requests with a lower `priority` go first.
+        Prompts share cached prefixes only with prompts of the same `cache_salt`. If the response is lost, the request
+        is sent again only with `resend_if_lost`: the server may have sampled, and sampling twice biases the result.
 
         A `clock` measures how long the engine made no progress. A request with a clock waits for a server until its
-        deadline instead of `patience`. If it also has a seed, every server gives the same sample, so it is sent again
-        when its answer was lost, and sent to another server when its own fails its health checks.
+        timeout instead of `patience`. If it also has a seed, every server returns the same sample, so it is sent again
+        if its response is lost, and moved to another server if its own fails the health checks.
         """
-        ask = GenerateRequest(prompt, sampling, priority, cache_salt)
-        resend_if_lost = resend_if_lost or (clock is not None and sampling.seed is not None)
+        request = GenerateRequest(prompt, sampling, priority, cache_salt)
+        may_resend = resend_if_lost or (clock is not None and sampling.seed is not None)
         with contextlib.nullcontext() if clock is None else clock.track_request(self.config.stall_tolerance):
             return await self._send_with_retries(
-                session, timeout, lambda spoken: spoken.generate(ask), may_resend=resend_if_lost, clock=clock
+                session, timeout, lambda adapter: adapter.generate(request), may_resend=may_resend, clock=clock
             )
 
     async def score(
@@ -138,9 +138,9 @@ class InferenceClient:
         timeout: float = DEFAULT_TIMEOUT,
         cache_salt: str | None = None,
     ) -> NDArray[np.float32]:
-        """The logprob of every token given those before it, at temperature 1; NaN for the first."""
+        """Return the logprob of every token given those before it, at temperature 1; NaN for the first."""
         return await self._send_with_retries(
-            session, timeout, lambda spoken: spoken.score(token_ids, cache_salt), may_resend=True
+            session, timeout, lambda adapter: adapter.score(token_ids, cache_salt), may_resend=True
         )
 
     async def _send_with_retries(
@@ -152,93 +152,91 @@ class InferenceClient:
         may_resend: bool,
         clock: StallClock | None = None,
     ) -> T:
-        """Send to one server after another until one answers, as far as sending again is safe."""
-        config, full, resent, last = self.config, set[Replica](), 0, "no server yet"
-        patience = config.patience if clock is None else timeout
-        async with self._timeout(timeout, lambda: f"an answer of {last}"):
+        """Send a request to one server after another until one responds, as far as sending it again is allowed."""
+        config, num_resent, last_url = self.config, 0, "no server yet"
+        busy: set[Replica] = set()
+        replica_timeout = config.patience if clock is None else timeout
+        async with self._timeout(timeout, lambda: f"a response of {last_url}"):
             while True:
-                replica = await self._pool.wait_for_replica(session, full, timeout=patience)
-                last = replica.url
+                replica = await self._pool.wait_for_replica(session, busy, timeout=replica_timeout)
+                last_url = replica.url
+                timed = contextlib.nullcontext() if clock is None else replica.timed_request(clock, movable=may_resend)
                 try:
-                    timed = (
-                        contextlib.nullcontext() if clock is None else replica.timed_request(clock, movable=may_resend)
-                    )
                     with replica.track_request():
                         async with timed:
-                            return await call(replica.require_adapter)
+                            return await call(replica.require_adapter())
                 except ConnectFailed as error:
                     self._pool.eject(replica, str(error))
                     continue
                 except UnknownWeights as error:
-                    self._pool.eject(replica, str(error))  # when it is met again, its weights get a name
+                    self._pool.eject(replica, str(error))  # its weights are labelled when it joins again
                     raise ProviderError(str(error)) from error
                 except ResponseLost as error:
                     replica.check_now.set()
-                    if not may_resend or resent >= config.retries:
-                        raise ProviderError(f"the answer was lost: {error}") from error
+                    if not may_resend or num_resent >= config.retries:
+                        raise ProviderError(f"the response was lost: {error}") from error
                 except ServerBusy as error:
-                    if resent >= config.retries:
+                    if num_resent >= config.retries:
                         raise error.error from None
-                    full.add(replica)
-                    if full.issuperset(self._pool.up_replicas):
-                        full.clear()
-                        await asyncio.sleep(max(error.retry_after or 0.0, config.backoff * 2 ** min(resent, 4)))
-                resent += 1
+                    busy.add(replica)
+                    if busy.issuperset(self._pool.up_replicas):
+                        busy.clear()
+                        await asyncio.sleep(max(error.retry_after or 0.0, config.backoff * 2 ** min(num_resent, 4)))
+                num_resent += 1
         raise AssertionError  # the block above returns or raises
 
     # -- control -------------------------------------------------------------------------------------------------------
 
     @property
     def versions(self) -> dict[str, PolicyVersion]:
-        """What each server that is up serves."""
-        return {replica.url: replica.require_adapter.version for replica in self._pool.up_replicas}
+        """The version of the weights of each server that is up, by URL."""
+        return {replica.url: replica.require_adapter().version for replica in self._pool.up_replicas}
 
     @property
     def down_replicas(self) -> dict[str, str]:
-        """The servers that get no requests, and why."""
+        """The reasons why servers are down, by URL."""
         return {replica.url: replica.reason for replica in self._pool.replicas if replica.state is ReplicaState.DOWN}
 
     async def get_loads(self) -> list[EngineLoad]:
-        """How loaded every server is that is up and answers."""
-        found: list[EngineLoad] = []
+        """Return the load of every server that is up and responds."""
+        loads: list[EngineLoad] = []
         for replica in self._pool.up_replicas:
-            with contextlib.suppress(RamifyError, ConnectFailed, ResponseLost, ServerBusy):
+            with contextlib.suppress(RamifyError, RequestFailed):
                 async with self._timeout(self.config.health_timeout, lambda url=replica.url: f"{url}/metrics"):
-                    found.append(parse_load((await send_request(replica.http, "GET", "/metrics")).decode()))
-        return found
+                    loads.append(parse_load((await send_request(replica.http, "GET", "/metrics")).decode()))
+        return loads
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling on all servers; requests stay where they are (`keep`) or end with finish `abort`."""
-        await self._call_all("pause", lambda spoken: spoken.pause(mode))
+        """Stop sampling on all servers; running requests are kept (`keep`) or end with the finish reason `abort`."""
+        await self._call_all("pause", lambda adapter: adapter.pause(mode))
         self._pause_mode = mode
 
     async def resume(self) -> None:
-        """Go on sampling on all servers."""
+        """Resume sampling on all servers."""
         self._pause_mode = None
-        await self._call_all("resume", lambda spoken: spoken.resume())
+        await self._call_all("resume", lambda adapter: adapter.resume())
 
     async def update_weights(
         self, directory: Path, version: PolicyVersion, kv_mode: KVMode = "recompute"
     ) -> list[WeightUpdateAck]:
-        """Apply a published version on all servers, with requests in flight; who has applied it acknowledges.
+        """Load published weights on all servers; requests in flight continue with them.
 
-        A server that does not is ejected until it does. If none does, its failure is raised and the old weights stay
-        what every server is brought to.
+        Return one acknowledgement per server that applied them. A server that fails is ejected until it has the new
+        weights. If all fail, the first failure is raised and the target stays the old version.
         """
         update = WeightUpdate(directory, version, kv_mode)
 
-        async def apply(spoken: EngineAdapter) -> float:
-            return await spoken.update(update, paused=self._pause_mode is not None)
-
-        seconds = await self._call_all(f"update to {version}", apply)
+        seconds_by_url = await self._call_all(
+            f"update to {version}", lambda adapter: adapter.update(update, paused=self._pause_mode is not None)
+        )
         self._target_update = update
-        return [WeightUpdateAck(url, version, taken) for url, taken in seconds.items()]
+        return [WeightUpdateAck(url, version, seconds) for url, seconds in seconds_by_url.items()]
 
     async def _call_all(self, operation: str, call: Callable[[EngineAdapter], Awaitable[T]]) -> dict[str, T]:
-        """Call all servers that are up, or wait for one as requests do; the first failure is raised if none succeeds.
+        """Call all servers that are up and return the results by URL; if none is up, wait for one as requests do.
 
-        A server that fails where others succeed is ejected, and so is one that fails without having refused: nobody
-        knows what state it is in until it is met again.
+        A server that fails is ejected, because its state is unknown until it joins again. It is kept only if all
+        servers fail and it rejected the weights. If no server succeeds, the first failure is raised.
         """
         await self._pool.wait_for_replica(None, (), timeout=self.config.patience)
         async with self._control_lock:
@@ -247,31 +245,33 @@ class InferenceClient:
                 raise ProviderError(f"{operation}: no inference server is up: {self._pool.describe_down()}")
             calls = (self._call_one(replica, operation, call) for replica in replicas)
             outcomes = dict(zip(replicas, await asyncio.gather(*calls)))
-        done = {replica.url: done[0] for replica, done in outcomes.items() if not isinstance(done, RamifyError)}
-        failed = {replica: error for replica, error in outcomes.items() if isinstance(error, RamifyError)}
-        for replica, error in failed.items():
-            if done or not isinstance(error, WeightsRefused):
+        results = {
+            replica.url: result[0] for replica, result in outcomes.items() if not isinstance(result, RamifyError)
+        }
+        errors = {replica: error for replica, error in outcomes.items() if isinstance(error, RamifyError)}
+        for replica, error in errors.items():
+            if results or not isinstance(error, WeightsRefused):
                 self._pool.eject(replica, f"{operation}: {error.name}: {error.message}")
-        if not done:
-            raise next(iter(failed.values()))
-        return done
+        if not results:
+            raise next(iter(errors.values()))
+        return results
 
     async def _call_one(
         self, replica: Replica, operation: str, call: Callable[[EngineAdapter], Awaitable[T]]
     ) -> tuple[T] | RamifyError:
-        """What one server answered, in a tuple, or how it failed."""
+        """Return the result of one server in a tuple, or its failure."""
         try:
             async with self._timeout(self.config.control_deadline, lambda: f"{replica.url} to {operation}"):
-                return (await call(replica.require_adapter),)
-        except (ConnectFailed, ResponseLost, ServerBusy) as error:
+                return (await call(replica.require_adapter()),)
+        except RequestFailed as error:
             return ProviderError(str(error))
         except RamifyError as error:
             return error
 
-    # -- the servers' health -------------------------------------------------------------------------------------------
+    # -- health --------------------------------------------------------------------------------------------------------
 
     async def _join_when_ready(self, replica: Replica) -> None:
-        """Try until the server is up. What trying again cannot cure is raised."""
+        """Try to join the server until it is up. Raises a failure that is not retryable."""
         while replica.state is ReplicaState.DOWN:
             try:
                 await self._join_replica(replica)
@@ -282,7 +282,7 @@ class InferenceClient:
                 await asyncio.sleep(min(self.config.health_interval, 0.2))
 
     async def _monitor_health(self, replica: Replica) -> None:
-        """Look at one server's health, forever."""
+        """Check the health of one server forever; join it again when it recovers."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.health_interval):
@@ -297,13 +297,13 @@ class InferenceClient:
                     replica.reason = f"{error.name}: {error.message}"
 
     async def _check_health(self, replica: Replica) -> None:
-        """Ask for health; enough failures in a row eject."""
+        """Check the health of one server once; eject it after enough failures in a row. Raises ProviderError."""
         try:
             async with self._timeout(self.config.health_timeout, lambda: f"{replica.url}/health"):
                 await send_request(replica.http, "GET", "/health")
                 if replica.has_timed_requests:
                     await self._record_progress(replica)
-        except (RamifyError, ConnectFailed, ResponseLost, ServerBusy) as error:
+        except (RamifyError, RequestFailed) as error:
             replica.num_failed_checks += 1
             if replica.num_failed_checks >= self.config.eject_after and replica.state is ReplicaState.UP:
                 self._pool.eject(replica, f"{replica.num_failed_checks} health checks failed, the last: {error}")
@@ -313,42 +313,45 @@ class InferenceClient:
         replica.num_failed_checks = 0
 
     async def _record_progress(self, replica: Replica) -> None:
-        """Record progress if the engine's counter of steps has moved, or if it has no such counter that can be read."""
-        steps: float | None = None
-        with contextlib.suppress(ProviderError, RequestInvalid, ValueError):  # no metrics, or none that are numbers
-            steps = parse_num_steps((await send_request(replica.http, "GET", "/metrics")).decode())
-        if steps is None or steps != replica.last_num_steps:
+        """Record progress if the engine's step counter has changed, or cannot be read."""
+        num_steps: float | None = None
+        with contextlib.suppress(ProviderError, RequestInvalid, ValueError):  # no metrics, or not numeric
+            num_steps = parse_num_steps((await send_request(replica.http, "GET", "/metrics")).decode())
+        if num_steps is None or num_steps != replica.last_num_steps:
             replica.record_progress()
-        replica.last_num_steps = steps
+        replica.last_num_steps = num_steps
 
     async def _join_replica(self, replica: Replica) -> None:
-        """Meet a server, bring it to everybody's weights and state, and let it in."""
-        deadline = self._timeout(self.config.control_deadline, lambda: f"{replica.url} to join; is it paused?")
-        async with deadline, self._control_lock:
+        """Detect a server's engine, bring it to the target weights and pause state, and admit it."""
+        timeout = self._timeout(self.config.control_deadline, lambda: f"{replica.url} to join; is it paused?")
+        async with timeout, self._control_lock:
             try:
-                spoken = await detect_engine(replica, self._initial_version)
-                await sync_weights(replica, spoken, self._target_update)
+                adapter = await detect_engine(replica, self._initial_version)
+                await sync_weights(replica, adapter, self._target_update)
                 if self._pause_mode is not None:
-                    await spoken.pause(self._pause_mode)
-            except (ConnectFailed, ResponseLost, ServerBusy) as error:
+                    await adapter.pause(self._pause_mode)
+            except RequestFailed as error:
                 raise ProviderError(str(error)) from error
-            replica.adapter = spoken
+            replica.adapter = adapter
             self._pool.admit(replica)
+
+    def _open_connections(self, url: str) -> HttpClient:
+        return HttpClient(url, connect_timeout=self.config.connect_timeout, max_connections=self.config.connections)
 
     @contextlib.asynccontextmanager
     async def _timeout(self, seconds: float, describe_wait: Callable[[], str]) -> AsyncIterator[None]:
-        """A deadline around a block; what was waited for is named when it passes."""
+        """Raise DeadlineExceeded, with a description of the wait, if the block takes longer than `seconds`."""
         try:
-            async with asyncio.timeout(seconds) as scope:
+            async with asyncio.timeout(seconds) as timeout:
                 yield
         except TimeoutError as error:
-            if not scope.expired():
+            if not timeout.expired():
                 raise
             raise DeadlineExceeded(f"waited {seconds:g} s for {describe_wait()}") from error
 
 
 async def _cancel_all(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Cancel tasks and wait until they are gone."""
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

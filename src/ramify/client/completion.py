@@ -1,4 +1,4 @@
-"""What is asked and what comes back, the same for every engine."""
+"""Sampling parameters and completions, the same for every engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class ClientSampling:
-    """How tokens are chosen. Temperature 0 is greedy; a server's own stop ids hold unless `ignore_eos` is set."""
+    """Sampling parameters. Temperature 0 is greedy. The server's own stop ids apply unless `ignore_eos` is set."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,7 +27,7 @@ class ClientSampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """`sampling_params` of the generate endpoint; what is off is left out."""
+        """Return `sampling_params` of the generate endpoint; parameters that have no effect are omitted."""
         fields: dict[str, Any] = {"temperature": self.temperature, "max_tokens": self.max_tokens, "logprobs": 0}
         if self.top_p < 1:
             fields["top_p"] = self.top_p
@@ -42,13 +42,13 @@ class ClientSampling:
         if self.ignore_eos:
             fields["ignore_eos"] = True
         if self.logit_bias:
-            fields["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+            fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return fields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sample. `versions` are runs over `ids`: a sample may span several weight versions."""
+    """One sample. `version_runs` are runs over `token_ids`: a sample may span several versions of the weights."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -56,3 +56,4 @@ class Completion:
     version_runs: tuple[VersionRun, ...]
     usage: Usage
     server: str
+    """The URL of the server that sampled it."""

@@ -1,4 +1,4 @@
-"""How the client treats its servers."""
+"""Configuration of the inference client."""
 
 from pydantic import Field
 
@@ -6,30 +6,30 @@ from ramify.config import Config
 
 
 class ClientConfig(Config):
-    """Waits and limits. The defaults fit servers on the same host or in the same rack."""
+    """Timeouts and limits. The defaults fit servers on the same host or in the same rack."""
 
     connect_timeout: float = Field(default=5.0, gt=0)
-    """Seconds to open a connection; a server that takes longer is ejected."""
+    """Seconds to open a connection. A server that takes longer is ejected."""
     connections: int = Field(default=1024, ge=1)
-    """Connections to one server; more requests wait for one, within their deadline."""
+    """The maximal number of connections to one server. Further requests wait for one, within their timeout."""
     health_interval: float = Field(default=1.0, gt=0)
-    """Seconds between two looks at a server's health."""
+    """Seconds between two health checks of a server."""
     health_timeout: float = Field(default=5.0, gt=0)
     """Seconds a health check may take."""
     eject_after: int = Field(default=3, ge=1)
-    """Failed health checks in a row that eject a server."""
+    """Failed health checks in a row after which a server is ejected."""
     stall_after: float = Field(default=5.0, gt=0)
     """Seconds without a sign of progress after which an engine counts as stalled; at least twice `health_interval`."""
     patience: float = Field(default=30.0, gt=0)
-    """Seconds a request waits for a healthy server when there is none."""
+    """Seconds that a request waits for a healthy server when there is none."""
     retries: int = Field(default=5, ge=0)
-    """How often a request is sent again after 503 (or after its answer was lost, where the caller allows it)."""
+    """How often a request is sent again after status 503, or after its response was lost if the caller allows it."""
     backoff: float = Field(default=0.5, gt=0)
-    """Seconds before a request is sent again when every server is full; doubled each time, up to 16 times this."""
+    """Seconds before a request is sent again when every server is busy; doubled each time, up to 16 times this."""
     control_deadline: float = Field(default=120.0, gt=0)
-    """Seconds for pausing, resuming, updating and probing a server."""
+    """Seconds for pausing, resuming, updating or probing a server."""
 
     @property
     def stall_tolerance(self) -> float:
-        """Seconds without progress that are no stall: progress is only looked for every `health_interval` seconds."""
+        """Seconds without progress that are not a stall: progress is only checked every `health_interval` seconds."""
         return max(self.stall_after, 2 * self.health_interval)

@@ -1,4 +1,4 @@
-"""The first words with a server: which engine is it, and can it be trained on?"""
+"""The first requests to a server: which engine is it, and can it be trained on?"""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from ramify.client.engine_adapter import EngineAdapter, WeightUpdate
 from ramify.client.generate_api import decode_json
 from ramify.client.http_client import read_body
 from ramify.client.logprob_probe import check_logprobs
-from ramify.client.native_adapter import NativeAdapter, parse_model_card
+from ramify.client.native_adapter import NativeAdapter
 from ramify.client.replica_pool import Replica
 from ramify.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
 from ramify.errors import ProviderError, TokensRequired
@@ -16,48 +16,58 @@ MODELS_PATH = "/v1/models"
 
 
 async def detect_engine(replica: Replica, version: PolicyVersion | None) -> EngineAdapter:
-    """The server's dialect. `version` names the weights of an engine that does not know any."""
-    data = await _get_models(replica)
-    entry = _parse_first_model(data, replica.url)
-    owner = entry.get("owned_by")
-    if "version" not in entry and owner != "vllm":
+    """Return an adapter for the server. `version` names the weights of an engine that reports no version.
+
+    Raises TokensRequired if the server is neither the native engine nor vLLM.
+    """
+    model = _parse_first_model(await _get_models(replica), replica.url)
+    owner = model.get("owned_by")
+    if "version" not in model and owner != "vllm":
         raise _tokens_required_error(replica.url, f"its models are owned by {owner!r}, expected 'ramify' or 'vllm'")
-    card = parse_model_card(data, replica.url)
-    if card.version is not None:
-        return NativeAdapter(replica.url, replica.http, card.version)
-    spoken = VLLMAdapter(replica.url, replica.http, version or PolicyVersion(card.model), model_root=entry.get("root"))
-    await spoken.sync_label()
-    return spoken
+    name, reported_version = _parse_model(model, replica.url)
+    if reported_version is not None:
+        return NativeAdapter(replica.url, replica.http, reported_version)
+    adapter = VLLMAdapter(replica.url, replica.http, version or PolicyVersion(name), model_root=model.get("root"))
+    await adapter.sync_label()
+    return adapter
+
+
+async def sync_weights(replica: Replica, adapter: EngineAdapter, update: WeightUpdate | None) -> None:
+    """Bring a server to the weights that all servers of a client have, and check its logprobs.
+
+    The native engine's logprobs are trusted. vLLM's are probed, because their meaning depends on `--logprobs-mode`.
+    """
+    if update is not None and adapter.version != update.version:
+        await adapter.update(update, paused=False)
+    if isinstance(adapter, VLLMAdapter):
+        if adapter.version.policy == UNDEFINED_LABEL:
+            raise ProviderError(f"a weight update of {replica.url} was interrupted; update or restart the server")
+        await check_logprobs(replica)
 
 
 async def _get_models(replica: Replica) -> bytes:
-    """Return the body of `/v1/models`. A server that answers 404 is no engine, and is not asked again."""
-    answer = await replica.http.request("GET", MODELS_PATH)
-    if answer.status == 404:
+    """Return the body of `/v1/models`. A server without it is not an engine, and is not asked again."""
+    response = await replica.http.request("GET", MODELS_PATH)
+    if response.status == 404:
         raise _tokens_required_error(replica.url, f"it has no list of models at {MODELS_PATH}")
-    return read_body(replica.http, MODELS_PATH, answer)
+    return read_body(replica.http, MODELS_PATH, response)
 
 
 def _parse_first_model(data: bytes, url: str) -> dict[str, Any]:
-    """Return the first entry of the list of models; only its type is checked."""
     models = decode_json(data, dict, url).get("data")
     if not isinstance(models, list) or not models or not isinstance(models[0], dict):
         raise _tokens_required_error(url, f"it lists no model at {MODELS_PATH}")
     return models[0]
 
 
+def _parse_model(model: dict[str, Any], url: str) -> tuple[str, PolicyVersion | None]:
+    """Return the name and, if the engine reports one, the version. Every engine also reports a max_model_len."""
+    try:
+        int(model["max_model_len"])
+        return str(model["id"]), PolicyVersion(**model["version"]) if "version" in model else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProviderError(f"{url}{MODELS_PATH} names no model with a max_model_len: {error!r}") from error
+
+
 def _tokens_required_error(url: str, reason: str) -> TokensRequired:
-    return TokensRequired(f"{url} is no server that gives token ids and logprobs: {reason}")
-
-
-async def sync_weights(replica: Replica, adapter: EngineAdapter, update: WeightUpdate | None) -> None:
-    """Bring a server to the weights that all servers of a client have.
-
-    The native server's logprobs are taken at its word; vLLM's are probed, since what they mean is a flag there.
-    """
-    if update is not None and adapter.version != update.version:
-        await adapter.update(update, paused=False)
-    if isinstance(adapter, VLLMAdapter):
-        if adapter.version.policy == UNDEFINED_LABEL:
-            raise ProviderError(f"{replica.url} was left half-way through a weight update; update or restart it")
-        await check_logprobs(replica)
+    return TokensRequired(f"{url} does not return token ids and logprobs: {reason}")

@@ -1,33 +1,42 @@
-"""What every engine can be told, whatever it calls it: the one interface behind which engines differ."""
+"""The interface every inference engine is driven through; one adapter per engine implements it.
 
+Engines have the same generate endpoint. They differ in how weights are updated, and in how a response says which tokens
+came from which version of the weights.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.client.completion import Completion
-from ramify.client.generate_api import GenerateRequest
+from ramify.client.completion import ClientSampling, Completion
+from ramify.client.generate_api import (
+    GENERATE_PATH,
+    GenerateChoice,
+    GenerateRequest,
+    GenerateResponse,
+    build_usage,
+    decode_json,
+    get_only_choice,
+    get_sampled_tokens,
+    parse_finish_reason,
+    parse_prompt_logprobs,
+)
+from ramify.client.http_client import HttpClient, send_request
 from ramify.model.version import PolicyVersion
+from ramify.trace import VersionRun
 
 KVMode = Literal["recompute", "keep"]
 PauseMode = Literal["keep", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
-    """What a server says about itself. The version is None where the engine does not know it."""
-
-    model: str
-    max_model_len: int
-    version: PolicyVersion | None
-
-
-@dataclass(frozen=True, slots=True)
 class WeightUpdateAck:
-    """A server has applied a version. `seconds` is how long its requests stood still."""
+    """A server's acknowledgement of a weight update. `seconds` is how long its requests were paused."""
 
     server: str
     version: PolicyVersion
@@ -36,7 +45,7 @@ class WeightUpdateAck:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A published directory to be applied. The path is the server's: it must see the same file system."""
+    """A published directory to load. The server reads `directory` itself, so it must see the same file system."""
 
     directory: Path
     version: PolicyVersion
@@ -44,37 +53,58 @@ class WeightUpdate:
 
 
 class UnknownWeights(Exception):
-    """The server sampled from weights whose version nobody knows: it was restarted, or left half-way in an update."""
+    """The server sampled from weights of unknown version: it was restarted, or a weight update was interrupted."""
 
 
-class EngineAdapter(Protocol):
-    """One server, spoken to in its own words. `version` is what its next token will come from."""
+class EngineAdapter(ABC):
+    """One inference server. `version` is the version of the weights that its next token will come from."""
 
-    version: PolicyVersion
-
-    async def describe(self) -> ModelCard:
-        """What the server says about itself now."""
-        ...
+    def __init__(self, url: str, http: HttpClient, version: PolicyVersion) -> None:
+        self.url, self.version = url, version
+        self._http = http
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Take one sample."""
-        ...
+        """Sample one completion."""
+        response = await self._send_generate(self._build_body(request))
+        choice = get_only_choice(response, self.url)
+        token_ids, logprobs = get_sampled_tokens(choice, self.url)
+        return Completion(
+            token_ids=np.array(token_ids, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            version_runs=self._parse_version_runs(choice, len(token_ids)),
+            finish_reason=parse_finish_reason(choice.finish_reason, self.url),
+            usage=build_usage(response, request, len(token_ids)),
+            server=self.url,
+        )
 
     async def score(self, token_ids: Sequence[int], cache_salt: str | None = None) -> NDArray[np.float32]:
-        """The logprob of every token given those before it, at temperature 1; NaN for the first."""
-        ...
+        """Return the logprob of every token given those before it, at temperature 1; NaN for the first."""
+        sampling = ClientSampling(temperature=0.0, max_tokens=1, ignore_eos=True)  # one token must be sampled too
+        body = self._build_body(GenerateRequest(token_ids, sampling, cache_salt=cache_salt))
+        body["sampling_params"]["prompt_logprobs"] = 1
+        return parse_prompt_logprobs(await self._send_generate(body), token_ids, self.url)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; requests stay where they are (`keep`) or end with finish `abort`."""
-        ...
+        """Stop sampling; running requests are kept (`keep`) or end with the finish reason `abort`."""
+        await send_request(self._http, "POST", "/pause", mode=mode)
 
     async def resume(self) -> None:
-        """Go on sampling."""
-        ...
+        """Resume sampling."""
+        await send_request(self._http, "POST", "/resume")
 
+    @abstractmethod
     async def update(self, update: WeightUpdate, *, paused: bool) -> float:
-        """Apply a published version and return the seconds it took; requests in flight go on under it.
+        """Load published weights and return the seconds it took; requests in flight continue with them.
 
-        With `paused` the caller has paused the server and wants it to stay so.
+        With `paused` the caller has paused the server, and it stays paused.
         """
-        ...
+
+    @abstractmethod
+    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionRun, ...]:
+        """Return which version each sampled token came from. Raises ProviderError if that does not cover all tokens."""
+
+    def _build_body(self, request: GenerateRequest) -> dict[str, Any]:
+        return request.to_dict()
+
+    async def _send_generate(self, body: dict[str, Any]) -> GenerateResponse:
+        return decode_json(await send_request(self._http, "POST", GENERATE_PATH, body), GenerateResponse, self.url)

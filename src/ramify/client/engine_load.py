@@ -1,4 +1,4 @@
-"""How loaded an engine is, read from the metrics it publishes, whichever engine it is."""
+"""The load of an engine, parsed from its Prometheus metrics."""
 
 import re
 from typing import NamedTuple
@@ -13,7 +13,7 @@ NUM_STEPS_RE = re.compile(
 
 
 class EngineLoad(NamedTuple):
-    """The share of the cache that is in use, requests that wait, and requests that are worked on."""
+    """The share of the KV cache in use, and the numbers of waiting and running requests."""
 
     kv_usage: float = 0.0
     num_waiting: int = 0
@@ -21,13 +21,13 @@ class EngineLoad(NamedTuple):
 
 
 def parse_load(metrics: str) -> EngineLoad:
-    """What the metrics say; nothing said is nothing in use."""
-    cache = max(map(float, KV_USAGE_RE.findall(metrics)), default=0.0)
-    queued, running = (int(sum(map(float, name.findall(metrics)))) for name in (NUM_WAITING_RE, NUM_RUNNING_RE))
-    return EngineLoad(cache, queued, running)
+    """Parse the load from Prometheus text; a missing metric counts as 0."""
+    kv_usage = max(map(float, KV_USAGE_RE.findall(metrics)), default=0.0)
+    counts = (int(sum(map(float, pattern.findall(metrics)))) for pattern in (NUM_WAITING_RE, NUM_RUNNING_RE))
+    return EngineLoad(kv_usage, *counts)
 
 
 def parse_num_steps(metrics: str) -> float | None:
-    """Return a number that grows with every step of the engine; None if its metrics have no such number."""
+    """Return a counter that grows with every step of the engine; None if its metrics have none."""
     counters = [float(value) for value in NUM_STEPS_RE.findall(metrics)]
     return sum(counters) if counters else None

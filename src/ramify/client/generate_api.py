@@ -1,48 +1,51 @@
-"""The generate endpoint on the wire: the body that is sent, and the part of the answer that is read.
+"""The generate endpoint: the request body, and the part of the response that is read.
 
-Native and vLLM speak the same shape, but each reports the versions of the tokens in its own way. Decoding is typed, so
-a server that answers something else is noticed here, by name, and not as an odd number in a batch.
+The native engine and vLLM share its format, except that each reports the versions of the tokens in its own way.
+Responses are decoded into types, so a server that sends something else fails here, with an error that names it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.client.completion import ClientSampling
+from ramify.client.completion import ClientSampling, FinishReason
 from ramify.errors import ProviderError, TokensRequired
 from ramify.trace import Usage
 
-S = TypeVar("S")
+GENERATE_PATH = "/inference/v1/generate"
 TOKEN_ID_LIMIT = 2**31  # token ids are stored in 32 bits
 MAX_ABS_LOGPROB = float(np.finfo(np.float32).max)  # logprobs are stored and trained as float32
+MAX_EXCERPT_CHARS = 200
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sample to take."""
+    """A request for one sample."""
 
-    prompt: Sequence[int]
+    prompt_ids: Sequence[int]
     sampling: ClientSampling
     priority: int = 0
-    salt: str | None = None
+    cache_salt: str | None = None
 
-    def to_dict(self, **extra_fields: Any) -> dict[str, Any]:
-        """The body of the request."""
-        ids = self.prompt.tolist() if isinstance(self.prompt, np.ndarray) else list(self.prompt)
-        fields: dict[str, Any] = {"token_ids": ids, "sampling_params": self.sampling.to_dict(), **extra_fields}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the body of the request; optional fields with their default are omitted."""
+        token_ids = self.prompt_ids.tolist() if isinstance(self.prompt_ids, np.ndarray) else list(self.prompt_ids)
+        fields: dict[str, Any] = {"token_ids": token_ids, "sampling_params": self.sampling.to_dict()}
         if self.priority:
             fields["priority"] = self.priority
-        if self.salt:
-            fields["cache_salt"] = self.salt
+        if self.cache_salt:
+            fields["cache_salt"] = self.cache_salt
         return fields
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """The logprob of one sampled token, with its rivals if they were asked for."""
+    """The logprob of one sampled token, and those of the most likely tokens if they were requested."""
 
     logprob: float
     top_logprobs: list[dict[str, Any]] = []
@@ -63,7 +66,7 @@ class WeightVersionSpan(msgspec.Struct):
 
 
 class GenerateChoice(msgspec.Struct):
-    """One sample, or a part of it."""
+    """One sample. `policy_versions` is reported by the native engine, `weight_versions` by vLLM."""
 
     token_ids: list[int] | None = None
     finish_reason: str | None = None
@@ -73,13 +76,13 @@ class GenerateChoice(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """How much of the prompt was cached."""
+    """The number of prompt tokens that were in the server's cache."""
 
     cached_tokens: int | None = None
 
 
 class UsageInfo(msgspec.Struct):
-    """Usage as the server reports it."""
+    """The token counts that the server reports."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -87,58 +90,72 @@ class UsageInfo(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct):
-    """The answer, or one event of a streamed one."""
+    """The body of a response."""
 
     choices: list[GenerateChoice]
     usage: UsageInfo | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
-def decode_json(data: bytes | str, body_type: type[S], server: str) -> S:
-    """The body as `kind`, or a ProviderError that shows its beginning."""
+def decode_json(data: bytes | str, body_type: type[T], server: str) -> T:
+    """Decode a body as `body_type`. Raises ProviderError with an excerpt of the body."""
     try:
         return msgspec.json.decode(data, type=body_type)
     except msgspec.DecodeError as error:
-        shown = data[:200] if isinstance(data, str) else data[:200].decode("utf-8", "replace")
-        raise ProviderError(f"{server} answered something unexpected ({error}): {shown}") from error
+        excerpt = data[:MAX_EXCERPT_CHARS]
+        text = excerpt if isinstance(excerpt, str) else excerpt.decode("utf-8", "replace")
+        raise ProviderError(f"{server} sent an unexpected response ({error}): {text}") from error
 
 
 def get_only_choice(response: GenerateResponse, server: str) -> GenerateChoice:
-    """Return the choice of an answer that must have exactly one. Raises ProviderError."""
+    """Return the choice of a response that must have exactly one. Raises ProviderError."""
     if len(response.choices) != 1:
-        raise ProviderError(f"{server} answered {len(response.choices)} choices, one was asked for")
+        raise ProviderError(f"{server} returned {len(response.choices)} choices, expected 1")
     return response.choices[0]
 
 
 def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[list[int], list[float]]:
-    """Token ids and logprobs, one for each; a server that gives no such thing cannot be trained on."""
+    """Return the sampled token ids and their logprobs.
+
+    Raises TokensRequired if the server sends none, and ProviderError if they are not usable for training.
+    """
     if choice.token_ids is None or choice.logprobs is None or choice.logprobs.content is None:
-        raise TokensRequired(f"{server} answered without token ids and logprobs")
+        raise TokensRequired(f"{server} sent a response without token ids and logprobs")
     logprobs = [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != len(choice.token_ids):
-        raise ProviderError(f"{server} answered {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
-    invalid = next((token for token in choice.token_ids if not 0 <= token < TOKEN_ID_LIMIT), None)
+        raise ProviderError(f"{server} returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
+    invalid = next((token_id for token_id in choice.token_ids if not 0 <= token_id < TOKEN_ID_LIMIT), None)
     if invalid is not None:
-        raise ProviderError(f"{server} answered token id {invalid}; expected 0 to {TOKEN_ID_LIMIT - 1}")
-    for at, logprob in enumerate(logprobs):
+        raise ProviderError(f"{server} returned token id {invalid}; expected 0 to {TOKEN_ID_LIMIT - 1}")
+    for index, logprob in enumerate(logprobs):
         if not abs(logprob) <= MAX_ABS_LOGPROB:
-            raise ProviderError(f"{server} answered logprob {logprob:g} for token {at} of its sample: not finite")
+            raise ProviderError(f"{server} returned logprob {logprob:g} for token {index} of its sample: not finite")
     return choice.token_ids, logprobs
 
 
 def build_usage(response: GenerateResponse, request: GenerateRequest, num_sampled: int) -> Usage:
-    """The token counts, with our own where the server reports none."""
+    """Return the token counts; only the number of cached tokens is taken from the server."""
     details = response.usage.prompt_tokens_details if response.usage else None
-    return Usage(len(request.prompt), num_sampled, (details.cached_tokens or 0) if details else 0)
+    return Usage(len(request.prompt_ids), num_sampled, (details.cached_tokens or 0) if details else 0)
+
+
+def parse_finish_reason(reason: str | None, server: str) -> FinishReason:
+    """Return the finish reason. Raises ProviderError if it is unknown."""
+    for known in get_args(FinishReason):
+        if reason == known:
+            return known
+    raise ProviderError(f"{server} returned the finish reason {reason!r}, expected stop, length or abort")
 
 
 def parse_prompt_logprobs(response: GenerateResponse, token_ids: Sequence[int], server: str) -> NDArray[np.float32]:
-    """The logprob of every prompt token given those before it; NaN for the first."""
+    """Return the logprob of every prompt token given those before it; NaN for the first."""
     table = response.prompt_logprobs
     if table is None or len(table) != len(token_ids):
-        raise TokensRequired(f"{server} answered without prompt logprobs")
+        raise TokensRequired(f"{server} sent a response without prompt logprobs")
     try:
-        found = [float((entry or {})[str(int(token))]["logprob"]) for entry, token in zip(table[1:], token_ids[1:])]
+        logprobs = [
+            float((entry or {})[str(int(token_id))]["logprob"]) for entry, token_id in zip(table[1:], token_ids[1:])
+        ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ProviderError(f"{server} answered prompt logprobs without the prompt's own tokens: {error!r}") from error
-    return np.array([np.nan, *found], np.float32)
+        raise ProviderError(f"{server} returned prompt logprobs without the prompt's own tokens: {error!r}") from error
+    return np.array([np.nan, *logprobs], np.float32)

@@ -1,25 +1,22 @@
-"""One HTTP exchange with one server, and what each way to fail means for the request.
+"""HTTP requests to one server, and the errors that a request can end with.
 
-What matters about a failure is whether the server can have begun to sample. If the connection was never made (`Unsent`)
-or the server refused before doing anything (`Busy`), sending the request again is free. If the connection broke later
-(`Lost`), a sample may exist that nobody will see, and drawing another one silently would favour the short ones, which
-are lost less often. Everything else is an answer, and has a name.
+What matters about a failure is whether the server may have started to sample. If the connection was never made
+(`ConnectFailed`) or the server refused the request (`ServerBusy`), it can be sent again. If the connection broke later
+(`ResponseLost`), a sample may exist that is lost, and drawing another one silently would favour short samples, which
+are lost less often. Every other failure is a RamifyError.
 """
 
-import asyncio
 import re
 import socket
 import ssl
-import time
-from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
-from urllib.parse import urlencode, urlsplit
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlencode
 
+import aiohttp
 import msgspec
 
-from ramify.client.http_connection import ConnectionBroken, HttpConnection, HttpResponse
 from ramify.client.loop_pacer import LoopPacer
 from ramify.errors import (
     ContextOverflow,
@@ -32,9 +29,8 @@ from ramify.errors import (
     WeightsRefused,
 )
 
-MAX_EXCERPT_CHARS = 300  # characters of a body that are shown
-# Below uvicorn's 5 s: a connection must not be used at the moment the server closes it for being idle.
-KEEPALIVE_EXPIRY = 2.0
+MAX_EXCERPT_CHARS = 300  # of a body in an error message
+KEEPALIVE_EXPIRY = 2.0  # below uvicorn's 5 s: a connection must not be used while the server closes it for being idle
 FAILURES_BY_NAME: dict[str, type[RamifyError]] = {
     cls.name: cls
     for cls in (ContextOverflow, DeadlineExceeded, OriginRefused, QueueFull, RequestInvalid, WeightsRefused)
@@ -42,170 +38,157 @@ FAILURES_BY_NAME: dict[str, type[RamifyError]] = {
 CONTEXT_OVERFLOW_RE = re.compile(r"maximum (context|model) length|max_model_len|longer than the maximum", re.IGNORECASE)
 
 
-class ConnectFailed(Exception):
+class RequestFailed(Exception):
+    """Base of the failures after which a request may be sent again under some condition."""
+
+
+class ConnectFailed(RequestFailed):
     """The request never reached the server."""
 
 
-class ServerBusy(Exception):
-    """The server refused with 503 before doing anything. `wait` is its Retry-After, `error` what to give up with."""
+class ServerBusy(RequestFailed):
+    """The server refused the request with status 503.
+
+    `retry_after` is its Retry-After header in seconds, `error` the failure to raise when there are no retries left.
+    """
 
     def __init__(self, error: RamifyError, retry_after: float | None) -> None:
         super().__init__(error.message)
         self.error, self.retry_after = error, retry_after
 
 
-class ResponseLost(Exception):
-    """The connection broke after the request was sent; it may have been sampled."""
+class ResponseLost(RequestFailed):
+    """The connection broke after the request was sent; the server may have sampled."""
 
 
-class HttpConnectionPool:
-    """The connections to one server, opened as they are needed inside the loop that asks.
+class HttpResponse(NamedTuple):
+    """A complete response. Header names are case-insensitive."""
 
-    Waiting for an answer has no limit of its own: every caller has a deadline.
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpClient:
+    """The connections to one server, opened on demand in the running event loop.
+
+    Opening a connection may take `connect_timeout` seconds. Waiting for a response is not limited here: every caller
+    has a timeout. A request that is cancelled closes its connection, so that the server stops working on it. `headers`
+    are sent with every request; `pacer` limits how many responses are handled per loop iteration.
     """
 
     def __init__(self, url: str, *, connect_timeout: float, max_connections: int) -> None:
         self.base_url = url
         self.headers: dict[str, str] = {}
         self.pacer = LoopPacer()
-        self._url_parts = urlsplit(url)
-        self._connect_timeout, self._slots = connect_timeout, asyncio.Semaphore(max_connections)
-        self._connections: set[HttpConnection] = set()
-        self._idle: deque[tuple[float, HttpConnection]] = deque()  # since when, the longest first
+        self._connect_timeout, self._max_connections = connect_timeout, max_connections
+        self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
     async def aclose(self) -> None:
-        """End them, for good."""
+        """Close all connections; later requests raise ConnectFailed."""
         self._closed = True
-        for connection in self._connections:
-            connection.close()
-        await asyncio.sleep(0)  # so that those who wait hear of it
+        if self._session is not None:
+            await self._session.close()
 
     async def request(self, method: str, path: str, body: bytes | None = None) -> HttpResponse:
-        """Send one request and wait for its answer; Unsent and Lost say what went wrong on the way."""
-        request = self._encode_request(method, path, body)
-        async with self._slots:
-            connection = self._take_idle() or await self._open_connection()
-            try:
-                answer = await connection.send(request)
-            except ConnectionBroken as error:
-                raise ResponseLost(f"{self.base_url}: {error}") from error
-            finally:
-                self._release(connection)
-        return answer
+        """Send one request and wait for its response. Raises ConnectFailed or ResponseLost."""
+        session = self._open_session()
+        headers = self.headers if body is None else {**self.headers, "Content-Type": "application/json"}
+        try:
+            async with session.request(method, self.base_url + path, data=body, headers=headers) as response:
+                return HttpResponse(response.status, response.headers, await response.read())
+        except aiohttp.ConnectionTimeoutError as error:
+            message = f"{self.base_url} cannot be reached: no connection within {self._connect_timeout:g} s"
+            raise ConnectFailed(message) from error
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise ConnectFailed(f"{self.base_url!r} is not an address; expected http://host:port") from error
+        except aiohttp.ClientConnectorError as error:  # also a certificate that is not trusted
+            raise ConnectFailed(f"{self.base_url} cannot be reached: {error}") from error
+        except aiohttp.ClientError as error:
+            raise ResponseLost(f"{self.base_url}: {error or type(error).__name__}") from error
+        except ValueError as error:
+            message = f"{self.base_url}: a header (perhaps the API key) holds a line break: {error}"
+            raise RequestInvalid(message) from error
 
-    def _encode_request(self, method: str, path: str, body: bytes | None) -> bytes:
-        headers = {"Host": self._url_parts.netloc.rpartition("@")[2], **self.headers}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        if method != "GET":
-            headers["Content-Length"] = str(len(body or b""))
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        if lines.count("\n") != len(headers):
-            raise RequestInvalid(f"{self.base_url}: a header (an API key, perhaps) holds a line break")
-        return f"{method} {self._url_parts.path}{path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + (body or b"")
-
-    def _take_idle(self) -> HttpConnection | None:
-        """A connection that is open already: the one used last, so that those too many get old."""
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
             raise ConnectFailed(f"{self.base_url}: the client is closed")
-        oldest = time.monotonic() - KEEPALIVE_EXPIRY
-        while self._idle and (self._idle[0][0] < oldest or self._idle[0][1].is_closed):
-            _, connection = self._idle.popleft()
-            connection.close()
-            self._connections.discard(connection)
-        while self._idle:
-            _, connection = self._idle.pop()
-            if connection.is_usable():
-                return connection
-            connection.close()
-            self._connections.discard(connection)
-        return None
-
-    def _release(self, connection: HttpConnection) -> None:
-        if connection.is_closed:
-            self._connections.discard(connection)
-        else:
-            self._idle.append((time.monotonic(), connection))
-
-    async def _open_connection(self) -> HttpConnection:
-        host, secure = self._url_parts.hostname, self._url_parts.scheme == "https"
-        if host is None or self._url_parts.scheme not in ("http", "https"):
-            raise ConnectFailed(f"{self.base_url!r} is no address; expected http://host:port")
-        try:
-            async with asyncio.timeout(self._connect_timeout):
-                transport, connection = await asyncio.get_running_loop().create_connection(
-                    HttpConnection,
-                    host,
-                    self._url_parts.port or (443 if secure else 80),
-                    ssl=default_ssl_context() if secure else None,
-                )
-        except TimeoutError as error:
-            raise ConnectFailed(
-                f"{self.base_url} cannot be reached: no connection within {self._connect_timeout:g} s"
-            ) from error
-        except OSError as error:
-            raise ConnectFailed(f"{self.base_url} cannot be reached: {error}") from error
-        _enable_keepalive(transport.get_extra_info("socket"))
-        self._connections.add(connection)
-        return connection
-
-
-def open_client(url: str, *, connect_timeout: float, max_connections: int) -> HttpConnectionPool:
-    """The connections to one server; opening one may take `connect` seconds."""
-    return HttpConnectionPool(url, connect_timeout=connect_timeout, max_connections=max_connections)
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=self._max_connections,
+                keepalive_timeout=KEEPALIVE_EXPIRY,
+                ssl=default_ssl_context() if self.base_url.startswith("https:") else True,
+                socket_factory=_create_socket,
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+            )
+        return self._session
 
 
 @lru_cache(maxsize=1)
 def default_ssl_context() -> ssl.SSLContext:
-    """What an https server must show: read once, it takes a while."""
+    """Return the system's default context, cached because loading its certificates is slow."""
     return ssl.create_default_context()
 
 
-def _enable_keepalive(sock: socket.socket) -> None:
-    """Notice within a minute that the other host is gone; without that a read waits for its deadline."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _create_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Create a socket that detects within a minute that the other host is gone, not when the caller's timeout ends."""
+    family, kind, protocol, _, _ = address
+    created = socket.socket(family, kind, protocol)
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
         if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+            created.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    return created
 
 
-async def send_request(http: HttpConnectionPool, method: str, path: str, body: Any = None, **query: str) -> bytes:
-    """Send one request and return the body of its answer, or raise what went wrong."""
+async def send_request(http: HttpClient, method: str, path: str, body: Any = None, **query: str) -> bytes:
+    """Send one request with a JSON body and return the body of its response.
+
+    Raises RequestFailed, or the RamifyError that a status other than 200 means.
+    """
     content = None if body is None else msgspec.json.encode(body)
-    answer = await http.request(method, f"{path}?{urlencode(query)}" if query else path, content)
-    await http.pacer.wait_turn()  # what follows an answer is work: reading it, recording it, the next prompt
-    return read_body(http, path, answer)
+    response = await http.request(method, f"{path}?{urlencode(query)}" if query else path, content)
+    await http.pacer.wait_turn()  # handling a response takes CPU: decoding, recording, rendering the next prompt
+    return read_body(http, path, response)
 
 
-def read_body(http: HttpConnectionPool, path: str, response: HttpResponse) -> bytes:
-    """Return the body of an answer with status 200; raise what any other status means."""
+def read_body(http: HttpClient, path: str, response: HttpResponse) -> bytes:
+    """Return the body of a response with status 200; raise the failure that any other status means."""
     if response.status != 200:
-        raise error_from_response(
-            http, path, response.status, response.headers, response.body.decode("utf-8", "replace")
-        )
+        raise error_from_response(http, path, response)
     return response.body
 
 
-def error_from_response(
-    http: HttpConnectionPool, path: str, status: int, headers: Mapping[str, str], text: str
-) -> Exception:
-    """What a status other than 200 means."""
-    name, message = _parse_error_body(text)
+def error_from_response(http: HttpClient, path: str, response: HttpResponse) -> Exception:
+    """Return the failure that a response with a status other than 200 means."""
+    name, message = _parse_error_body(response.body.decode("utf-8", "replace"))
+    status = response.status
     error: RamifyError
     if name in FAILURES_BY_NAME:
         error = FAILURES_BY_NAME[name](message)
     elif status == 400 and CONTEXT_OVERFLOW_RE.search(message):
         error = ContextOverflow(message)
     elif status in (400, 422):
-        error = RequestInvalid(f"{http.base_url}{path} answered {status}: {message}")
+        error = RequestInvalid(f"{http.base_url}{path} returned status {status}: {message}")
     else:
-        error = ProviderError(f"{http.base_url}{path} answered {status}: {message}")
-    return ServerBusy(error, _parse_retry_after(headers.get("retry-after"))) if status == 503 else error
+        error = ProviderError(f"{http.base_url}{path} returned status {status}: {message}")
+    return ServerBusy(error, _parse_retry_after(response.headers.get("retry-after"))) if status == 503 else error
 
 
 def _parse_error_body(text: str) -> tuple[str | None, str]:
-    """The name and the message in the body of a refusal, as OpenAI-shaped servers write them."""
+    """Return the failure name and the message in an error body in OpenAI's format."""
     try:
         error = msgspec.json.decode(text)["error"]
         return str(error.get("type")), str(error["message"])
@@ -217,4 +200,4 @@ def _parse_retry_after(text: str | None) -> float | None:
     try:
         return None if text is None else float(text)
     except ValueError:
-        return None  # an HTTP date: our own backoff will do
+        return None  # an HTTP date is ignored

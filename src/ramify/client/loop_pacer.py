@@ -1,7 +1,7 @@
-"""A turnstile: one at a time, so that the event loop comes round in between.
+"""Limits how many waiting tasks continue in one iteration of the event loop.
 
-When a few hundred answers arrive together, everyone who waited goes on in the same round of the loop, and as long as
-that round lasts nothing else happens: no timer fires, no heartbeat is sent. Behind a turnstile one goes on per round.
+When hundreds of responses arrive together, all tasks that wait for them continue in the same iteration of the loop.
+Until it ends, no timer fires and no heartbeat is sent. With a pacer, one task continues per iteration.
 """
 
 import asyncio
@@ -9,19 +9,19 @@ from collections import deque
 
 
 class LoopPacer:
-    """Lets one task through in each round of its loop."""
+    """Lets one task continue in each iteration of the event loop, in order."""
 
-    __slots__ = ("_turning", "_waiting")
+    __slots__ = ("_active_loop", "_waiting")
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._turning: asyncio.AbstractEventLoop | None = None  # a loop that has ended turns nothing any more
+        self._active_loop: asyncio.AbstractEventLoop | None = None  # the loop in which `_release_next` is scheduled
 
     async def wait_turn(self) -> None:
-        """Wait for one's turn; at once if nobody else has had it in this round."""
+        """Wait for this task's turn; return at once if no other task had one in this iteration."""
         loop = asyncio.get_running_loop()
-        if self._turning is not loop:
-            self._turning = loop
+        if self._active_loop is not loop:  # idle, or left over from a loop that has ended
+            self._active_loop = loop
             self._waiting.clear()
             loop.call_soon(self._release_next)
             return
@@ -32,8 +32,8 @@ class LoopPacer:
     def _release_next(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # a task that was cancelled has left the queue
+            if not turn.done():  # done if its task was cancelled
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._release_next)
                 return
-        self._turning = None
+        self._active_loop = None

@@ -1,10 +1,10 @@
-"""The servers behind a client, and the choice among them.
+"""The servers (replicas) of a client, and routing among them.
 
     UP -> DOWN   health checks failed, a connection could not be made, or a weight update was not acknowledged
-    DOWN -> UP   healthy again, and serving the weights that the others serve
+    DOWN -> UP   healthy again, and serving the same weights as the others
 
-A session stays with its server while that is up, because the server has the session's prefix in its cache. Everybody
-else goes where the fewest requests of ours are in flight.
+A session stays with its server while that is up, because the session's prefix is in the server's cache. Other requests
+go to the server with the fewest requests of this client in flight.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ramify.client.engine_adapter import EngineAdapter
-from ramify.client.http_client import HttpConnectionPool, ResponseLost
+from ramify.client.http_client import HttpClient, ResponseLost
 from ramify.client.stall_clock import StallClock
 from ramify.errors import ProviderError
 
-MAX_SESSIONS = 1 << 16  # sessions whose server is remembered
+MAX_SESSIONS = 1 << 16  # beyond it, the least recently used session is forgotten
 
 
 class ReplicaState(Enum):
-    """Whether a server gets requests."""
+    """Whether a server receives requests."""
 
     UP = "up"
     DOWN = "down"
@@ -31,39 +31,43 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedRequest:
-    """A request in flight whose rollout does not count the time in which the engine makes no progress."""
+    """A request in flight whose rollout measures how long the engine makes no progress."""
 
     clock: StallClock
     timeout: asyncio.Timeout | None
-    """Ends the request so that it can be sent to another server; None if it must not be sent twice."""
+    """Expires to end the request, so that it can be sent to another server; None if it must not be sent twice."""
 
 
 class Replica:
-    """One server: its connections, its state, and what is in flight there."""
+    """One server: its connections, its state, and its requests in flight.
 
-    def __init__(self, url: str, http: HttpConnectionPool) -> None:
+    `reason` says why it is down; `adapter` is set when it first comes up; `num_failed_checks` counts failed health
+    checks in a row; setting `check_now` triggers a health check; `last_num_steps` is the engine's step counter at the
+    last health check.
+    """
+
+    def __init__(self, url: str, http: HttpClient) -> None:
         self.url, self.http = url, http
         self.state = ReplicaState.DOWN
-        self.reason = "not reached yet"  # why it is down
-        self.adapter: EngineAdapter | None = None  # known once it has been up
+        self.reason = "not reached yet"
+        self.adapter: EngineAdapter | None = None
         self.num_in_flight = 0
         self.num_served = 0
-        self.num_failed_checks = 0  # health checks in a row
+        self.num_failed_checks = 0
         self.num_ejections = 0
-        self.check_now = asyncio.Event()  # set to have its health looked at now
-        self.last_num_steps: float | None = None  # the engine's counter when it was last read
-        self._timed_requests: set[TimedRequest] = set()  # those in flight
+        self.check_now = asyncio.Event()
+        self.last_num_steps: float | None = None
+        self._timed_requests: set[TimedRequest] = set()
 
-    @property
     def require_adapter(self) -> EngineAdapter:
-        """Its dialect; a server that is up has one."""
+        """Return the adapter, which every server that is up has. Raises ProviderError otherwise."""
         if self.adapter is None:
             raise ProviderError(f"{self.url} was never reached: {self.reason}")
         return self.adapter
 
     @contextlib.contextmanager
     def track_request(self) -> Iterator[None]:
-        """Counts a request while it is in flight."""
+        """Count a request while it is in flight."""
         self.num_in_flight += 1
         try:
             yield
@@ -75,18 +79,18 @@ class Replica:
     async def timed_request(self, clock: StallClock, *, movable: bool) -> AsyncIterator[None]:
         """Record the engine's progress in `clock` while a request is in flight.
 
-        A `movable` request may be sent to another server: it ends with Lost when `release_requests` is called.
+        A `movable` request may be sent to another server: `interrupt_movable_requests` ends it with ResponseLost.
         """
         try:
-            async with asyncio.timeout(None) as scope:
-                request = TimedRequest(clock, scope if movable else None)
+            async with asyncio.timeout(None) as timeout:
+                request = TimedRequest(clock, timeout if movable else None)
                 self._timed_requests.add(request)
                 try:
                     yield
                 finally:
                     self._timed_requests.remove(request)
         except TimeoutError as error:
-            if not scope.expired():
+            if not timeout.expired():
                 raise
             raise ResponseLost(f"{self.url} failed its health checks, and another server is up") from error
 
@@ -102,13 +106,13 @@ class Replica:
                 request.timeout.reschedule(asyncio.get_running_loop().time())
 
     def record_progress(self) -> None:
-        """Tell the clocks of all requests in flight that the engine makes progress."""
+        """Record in the clocks of all requests in flight that the engine makes progress."""
         for request in self._timed_requests:
             request.clock.record_progress()
 
 
 class ReplicaPool:
-    """All servers of a client."""
+    """All servers of a client. `is_closed` makes waiting requests fail."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = list(replicas)
@@ -118,11 +122,11 @@ class ReplicaPool:
 
     @property
     def up_replicas(self) -> list[Replica]:
-        """The servers that get requests."""
+        """The servers that receive requests."""
         return [replica for replica in self.replicas if replica.state is ReplicaState.UP]
 
     def eject(self, replica: Replica, reason: str) -> None:
-        """Send a server nothing more until it is healthy again."""
+        """Stop sending requests to a server until it is admitted again."""
         if replica.state is ReplicaState.UP:
             replica.num_ejections += 1
         replica.state, replica.reason = ReplicaState.DOWN, reason
@@ -131,30 +135,33 @@ class ReplicaPool:
             self._any_up.clear()
 
     def admit(self, replica: Replica) -> None:
-        """Send a server requests."""
+        """Start sending requests to a server."""
         replica.state, replica.reason, replica.num_failed_checks = ReplicaState.UP, "", 0
         self._any_up.set()
 
     def pick(self, session: str | None, avoid: Collection[Replica] = ()) -> Replica | None:
-        """The server for a request: not one of `avoid` if there is another; None if none is up."""
+        """Return the server for a request: not one of `avoid` if there is another; None if none is up."""
         up = self.up_replicas
         candidates = [replica for replica in up if replica not in avoid] or up
         if not candidates:
             return None
-        home = self._session_replicas.get(session) if session is not None else None
-        if home in candidates:
+        assigned = self._session_replicas.get(session) if session is not None else None
+        if assigned in candidates:
             assert session is not None
             self._session_replicas.move_to_end(session)
-            return home
+            return assigned
         chosen = min(candidates, key=lambda replica: (replica.num_in_flight, replica.num_served))
-        if session is not None and home not in up:
+        if session is not None and assigned not in up:
             self._session_replicas[session] = chosen
             if len(self._session_replicas) > MAX_SESSIONS:
                 self._session_replicas.popitem(last=False)
         return chosen
 
     async def wait_for_replica(self, session: str | None, avoid: Collection[Replica], *, timeout: float) -> Replica:
-        """As `pick`, but waits for a server to come up; after `patience` seconds the failure names them all."""
+        """Return the server that `pick` chooses; if none is up, wait up to `timeout` seconds for one.
+
+        Raises ProviderError with the reason of each server if none came up.
+        """
         while (replica := self.pick(session, avoid)) is None:
             if self.is_closed:
                 raise ProviderError("the client is closed")
@@ -166,5 +173,5 @@ class ReplicaPool:
         return replica
 
     def describe_down(self) -> str:
-        """Why each server that is down is down."""
+        """Return the URL and the reason of each server that is down."""
         return "; ".join(f"{replica.url}: {replica.reason}" for replica in self.replicas if replica.reason)

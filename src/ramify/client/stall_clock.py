@@ -1,11 +1,11 @@
-"""How long a rollout waited for an engine that made no progress.
+"""A clock that measures how long a rollout waited for an engine that made no progress.
 
 An engine makes progress when its counter of steps moves, for this request or any other, or when it answers a request of
 the rollout. An engine that is stopped, paused, hung or unreachable does neither, even if it still answers health
 checks. The client reads the counter every `health_interval` seconds, so progress is seen with a delay. If more than
 `stall_after` seconds pass without progress, all of them are a stall; if fewer pass, the engine worked all the time.
 
-A request that waits in the queue of an engine which works for others is not stalled: its waiting counts as time.
+A request in the queue of an engine that works on other requests is not stalled.
 """
 
 import time
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 
 class StallClock:
-    """Measures the stalls of one rollout: times without progress while at least one of its requests was in flight."""
+    """Measures the stalls of one rollout: times without progress while at least one of its requests is in flight."""
 
     def __init__(self) -> None:
-        self._num_requests = 0  # in flight
-        self._last_progress = 0.0  # when progress was last seen, or when the first of these requests began
+        self._num_requests = 0
+        self._last_progress = 0.0  # when progress was last seen, or the first of the requests in flight started
         self._tolerance = 0.0  # seconds without progress that are no stall
         self._ended_seconds = 0.0
 
@@ -36,7 +36,7 @@ class StallClock:
             self._num_requests -= 1
 
     def record_progress(self) -> None:
-        """Note that the engine makes progress now, which ends a stall."""
+        """Record that the engine makes progress now, which ends a stall."""
         now = time.monotonic()
         if self._num_requests and now - self._last_progress > self._tolerance:
             self._ended_seconds += now - self._last_progress
@@ -50,7 +50,7 @@ class StallClock:
 
     @property
     def known_until(self) -> float:
-        """The monotonic time up to which stalls are known. Whether a later second is one, the next progress decides."""
+        """The monotonic time up to which stalls are known; the next progress decides about the time after it."""
         return self._last_progress if self._num_requests else time.monotonic()
 
     @property

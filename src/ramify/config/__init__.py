@@ -1,7 +1,7 @@
 """Configuration: typed models, filled from defaults, then `@ file.toml` from left to right, then flags.
 
-One idea: all three are layers of one plain table, and everything is judged once, when the table is complete. So a flag
-reaches whatever a file reaches (entries of lists, variants, plugin tables), and one message lists every problem.
+One idea: all three are layers of one plain table, which is validated once, when it is complete. So a flag can set
+whatever a file can set (entries of lists, variants, plugin tables), and one error lists every problem.
 """
 
 from ramify.config.base import Config, RunName

@@ -1,8 +1,9 @@
-"""The command line as a list of files and flags, and the words of a flag as a value.
+"""The command line as a list of files and flags, and the values of a flag as the value of its key.
 
-What a flag's words mean depends on what its key takes: `--tags a b` is a list, `--compile` a switch, `--name 7` the
-text "7". Everything typed is left as text for the model to judge; only where the schema leaves the type open (plugin
-tables, `Any`, whole lists and sections) is a word read as JSON, and as text if it is not JSON.
+The meaning of a flag's values depends on the type of its key: `--tags a b` is a list, `--compile` a switch, `--name 7`
+the text "7". Values of a definite type are passed to the model as text. Where the schema does not determine the type
+(plugin tables, `Any`, lists and sections given as one value), a value is parsed as JSON, or taken as text if it is not
+JSON.
 """
 
 import json
@@ -15,7 +16,7 @@ from ramify.config.schema import child_options, element_options, is_container, i
 
 
 class ArgumentProblem(Exception):
-    """A file or flag that cannot become part of the configuration, under the key it was meant for."""
+    """A file or flag that cannot be used, with the key it was meant for."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(key, reason)
@@ -32,7 +33,7 @@ class FileArgument:
 
 @dataclass(frozen=True, slots=True)
 class FlagArgument:
-    """`--path.to.key words`."""
+    """`--path.to.key value ...`."""
 
     path: tuple[str, ...]
     values: tuple[str, ...]
@@ -47,40 +48,40 @@ Argument = FileArgument | FlagArgument | ArgumentProblem
 
 
 def split_arguments(cls: type, args: Sequence[str]) -> list[Argument]:
-    """The arguments in order. A word that starts with `--` or `@` ends a flag; `--key=word` takes any word."""
-    found: list[Argument] = []
-    rest = list(args)
-    while rest:
-        token = rest.pop(0)
+    """Return the arguments in order. A word that starts with `--` or `@` ends a flag; `--key=value` takes any value."""
+    arguments: list[Argument] = []
+    remaining = list(args)
+    while remaining:
+        token = remaining.pop(0)
         if token.startswith("@"):
-            found.append(_file_argument((), token, rest))
+            arguments.append(_file_argument((), token, remaining))
         elif is_short_flag(token):
-            while rest and not rest[0].startswith(("--", "@")):
-                rest.pop(0)
-            found.append(ArgumentProblem("", f"unknown flag {token}; --help lists the flags"))
+            while remaining and not remaining[0].startswith(("--", "@")):
+                remaining.pop(0)
+            arguments.append(ArgumentProblem("", f"unknown flag {token}; --help lists the flags"))
         elif token == "--" or not token.startswith("--"):
-            found.append(
+            arguments.append(
                 ArgumentProblem("", f"unexpected argument {token!r}: a file is '@ FILE', a flag '--key value'")
             )
         else:
-            name, equals, word = token[2:].partition("=")
+            name, equals, value = token[2:].partition("=")
             path = tuple(name.split("."))
-            words = [word] if equals else []
-            kinds = options_at(cls, path)
-            takes_many = not kinds or any(map(is_list_type, kinds))
-            while not equals and rest and not rest[0].startswith(("--", "@")):
-                if words and not takes_many and is_short_flag(rest[0]):
+            values = [value] if equals else []
+            options = options_at(cls, path)
+            takes_many = not options or any(map(is_list_type, options))
+            while not equals and remaining and not remaining[0].startswith(("--", "@")):
+                if values and not takes_many and is_short_flag(remaining[0]):
                     break
-                words.append(rest.pop(0))
-            if not words and not equals and rest and rest[0].startswith("@") and not is_switch(kinds):
-                found.append(_file_argument(path, rest.pop(0), rest))
+                values.append(remaining.pop(0))
+            if not values and not equals and remaining and remaining[0].startswith("@") and not is_switch(options):
+                arguments.append(_file_argument(path, remaining.pop(0), remaining))
             else:
-                found.append(FlagArgument(path, tuple(words)))
-    return found
+                arguments.append(FlagArgument(path, tuple(values)))
+    return arguments
 
 
 def is_short_flag(word: str) -> bool:
-    """Whether a word looks like `-z`; -1 and -.5 are numbers."""
+    """Return whether a word looks like `-z`; -1 and -.5 are numbers."""
     return len(word) > 1 and word[0] == "-" and word[1].isalpha()
 
 
@@ -93,39 +94,39 @@ def _file_argument(section: tuple[str, ...], token: str, remaining: list[str]) -
 
 
 def options_at(cls: type, path: Sequence[str]) -> list[Any]:
-    """What the schema allows at a path as written in a flag."""
-    kinds: list[Any] = [cls]
+    """Return the options at the path of a flag."""
+    options: list[Any] = [cls]
     for part in path:
-        kinds = child_options(kinds, normalize_key(kinds, part))
-    return kinds
+        options = child_options(options, normalize_key(options, part))
+    return options
 
 
 def normalize_key(options: Sequence[Any], part: str) -> str:
-    """A part of a flag as a key: `max-steps` is `max_steps` in a section, and itself in a free table."""
+    """Return a part of a flag as a key: `max-steps` is `max_steps` in a section, and unchanged in other tables."""
     return part.replace("-", "_") if any(map(is_model_type, options)) else part
 
 
 def is_switch(options: Sequence[Any]) -> bool:
-    """Whether the key is turned on by its bare flag."""
+    """Return whether the key is boolean, so that its flag needs no value."""
     return bool in options and set(options) <= {bool, NoneType}
 
 
 def parse_value(key: str, options: Sequence[Any], values: Sequence[str]) -> Any:
-    """The words of a flag as a value for a key of these kinds."""
-    options = [kind for kind in options if kind is not NoneType] if NoneType in options else options
-    lists = [kind for kind in options if is_list_type(kind)]
+    """Return the values of a flag as the value of a key with these options. Raises ArgumentProblem."""
+    options = [option for option in options if option is not NoneType] if NoneType in options else options
+    lists = [option for option in options if is_list_type(option)]
     if not values:
         if is_switch(options) or not options:
             return True
-        if any(is_model_type(kind) for kind in options):
+        if any(is_model_type(option) for option in options):
             return {}  # `--wandb`: the section with its defaults
         raise ArgumentProblem(key, "needs a value" + (f" (an empty list is --{key}=[])" if lists else ""))
     if lists:
-        whole = _json_or_text(values[0]) if len(values) == 1 else None
-        if is_list(whole):
-            return whole
+        parsed = _json_or_text(values[0]) if len(values) == 1 else None
+        if is_list(parsed):
+            return parsed
         if len(values) > 1 or len(lists) == len(options):
-            return [parse_value(key, element_options(lists[0]), [word]) for word in values]
+            return [parse_value(key, element_options(lists[0]), [value]) for value in values]
     if len(values) > 1 and options:
         raise ArgumentProblem(key, f"takes one value, got {' '.join(map(repr, values))}")
     if not options:
@@ -134,12 +135,12 @@ def parse_value(key: str, options: Sequence[Any], values: Sequence[str]) -> Any:
 
 
 def _is_ambiguous(options: Sequence[Any]) -> bool:
-    """Whether text alone does not tell the model which type is meant."""
+    """Return whether the model could not infer the type from text alone."""
     return (str in options and len(options) > 1) or any(map(is_container, options))
 
 
-def _json_or_text(word: str) -> Any:
+def _json_or_text(value: str) -> Any:
     try:
-        return json.loads(word, parse_constant=str)  # NaN and Infinity are not JSON: they stay words
+        return json.loads(value, parse_constant=str)  # NaN and Infinity are not JSON and stay text
     except ValueError:
-        return word
+        return value

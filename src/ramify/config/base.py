@@ -1,8 +1,9 @@
-"""The base of every configuration model: unknown keys are errors, and a default is a layer like any other.
+"""The base class of every configuration model: unknown keys are errors, and input is merged over defaults.
 
-Pydantic takes a section either whole from its default or whole from the input. With `optim: Optim = Optim(lr=3e-4)` a
-file that sets only `optim.warmup_steps` would silently put `lr` back to the default of the class. Here the input lies
-*over* the default, as it lies over an earlier file: what the default set explicitly stays unless it is set again.
+Pydantic takes a section either entirely from its default or entirely from the input. With `optim: Optim =
+Optim(lr=3e-4)`, a file that sets only `optim.warmup_steps` would silently reset `lr` to the default of the class. Here
+the input is merged over the default, as it is merged over an earlier file: keys that the default sets explicitly stay
+unless the input sets them.
 """
 
 import copy
@@ -15,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from ramify.config.schema import annotation_options, is_dict, model_tag_key
 
-NONE_LITERAL = "None"  # how a TOML file, which has no null, says None
+NONE_LITERAL = "None"  # None in a TOML file, which has no null
 
 
 def _run_name_stays_below_output(name: str) -> str:
@@ -26,13 +27,13 @@ def _run_name_stays_below_output(name: str) -> str:
 
 
 RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
-"""The name of a run's directory, or nothing where it has a default."""
+"""The name of a run's directory below `output`; "" where the command has a default name."""
 
 
 class Config(BaseModel):
     """A section of the configuration."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # a wait for ever is none that has a deadline
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)  # infinite timeouts are not allowed
 
     @model_validator(mode="before")
     @classmethod
@@ -44,16 +45,16 @@ class Config(BaseModel):
 
 
 def merge_tables(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `under`, table by table; both are left as they are."""
+    """Return `base` with the keys of `override` on top, recursively; neither argument is changed."""
     merged = copy.deepcopy(base)
     for key, value in override.items():
-        below = merged.get(key)
-        merged[key] = merge_tables(below, value) if is_dict(below) and is_dict(value) else copy.deepcopy(value)
+        old = merged.get(key)
+        merged[key] = merge_tables(old, value) if is_dict(old) and is_dict(value) else copy.deepcopy(value)
     return merged
 
 
 def _fill_from_default(field: FieldInfo, value: Any) -> Any:
-    """`value` with what the field's default says where the value is silent."""
+    """Return `value` with the keys that only the field's default sets."""
     if value == NONE_LITERAL and {NoneType, Any, object} & set(annotation_options(field.annotation)):
         return None
     if not is_dict(value) or field.default_factory_takes_validated_data:
@@ -64,5 +65,5 @@ def _fill_from_default(field: FieldInfo, value: Any) -> Any:
     key = model_tag_key(type(default))
     tag = {key: getattr(default, key)} if key in type(default).model_fields else {}
     if value.get(key, tag.get(key)) != tag.get(key):
-        return value  # another variant: the default has nothing to say about it
+        return value  # another variant: the default does not apply
     return merge_tables({**default.model_dump(exclude_unset=True), **tag}, value)

@@ -1,7 +1,7 @@
-"""A command that is one part of a larger one reads the larger one's file too, and takes what is its own.
+"""Parse the configuration of a component command, such as `trainer`, which also accepts the file of the full run.
 
-The file is the whole's as soon as it says something that the part has no key for and the whole has: it is then judged
-as the whole's, all of it, and what the part takes lies below the flags, which are always the part's own.
+If a file has a key that only the full run's configuration has, the files are validated as that configuration. The
+component's section is then extracted from it, and flags, which are always the component's own, apply on top.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,31 +12,34 @@ from ramify.config.base import Config
 from ramify.config.layers import ConfigLayers
 from ramify.config.parser import build_config, parse_arguments
 
+C = TypeVar("C", bound=Config)
 P = TypeVar("P", bound=Config)
-W = TypeVar("W", bound=Config)
 
 
 def parse_component(
-    cls: type[P],
+    cls: type[C],
     args: Sequence[str],
-    parent_cls: type[W],
-    extract: Callable[[W], Mapping[str, Any]],
+    parent_cls: type[P],
+    extract: Callable[[P], Mapping[str, Any]],
     *,
     prog: str | None = None,
     command_flags: Sequence[str] = (),
-) -> tuple[P, W | None]:
-    """As `parse`, with the whole that the files were of, or None. `take` gives the part's share of it, as a table."""
+) -> tuple[C, P | None]:
+    """Return what `parse` returns, and the full run's configuration if the files are of it, else None.
+
+    `extract` returns the component's table of the full run's configuration.
+    """
     arguments = parse_arguments(cls, args, prog=prog)
     files = [argument for argument in arguments if isinstance(argument, FileArgument) and not argument.section]
     if not (_top_level_keys(files) - set(cls.model_fields)) & set(parent_cls.model_fields):
         return build_config(cls, arguments, command_flags=command_flags), None
-    found = build_config(parent_cls, files)
-    rest = [argument for argument in arguments if argument not in files]
-    return build_config(cls, rest, extract(found), command_flags=command_flags), found
+    parent = build_config(parent_cls, files)
+    others = [argument for argument in arguments if argument not in files]
+    return build_config(cls, others, extract(parent), command_flags=command_flags), parent
 
 
 def _top_level_keys(files: Sequence[FileArgument]) -> set[str]:
-    """The keys at the top of the files; those of a file that cannot be read are named when it is read again."""
+    """Return the top-level keys of the files; an empty set if one cannot be read, which is reported later."""
     layers = ConfigLayers(Config)
     for file in files:
         try:

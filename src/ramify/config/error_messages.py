@@ -1,8 +1,8 @@
-"""From pydantic's findings to sentences a person can act on.
+"""Pydantic's validation errors as one message per key.
 
-Pydantic reports where its validators were, labels of union arms included; people know keys. So each finding is led back
-to the key as it stands in the data, and says what was expected, what was found, who set it, and for a key that does not
-exist, which one was probably meant.
+Pydantic reports the location of its validators, including labels of union members; users know keys. So each error is
+mapped to its key in the data. The message says what was expected, what was given, which file or flag set it, and for an
+unknown key which one was probably meant.
 """
 
 import difflib
@@ -27,49 +27,48 @@ from ramify.config.schema import (
     variant_tags,
 )
 
-MAX_VALUE_CHARS = 80  # characters of a value that are shown
+MAX_VALUE_CHARS = 80  # of a value in a message
 
 
 def explain_errors(error: ValidationError, layers: ConfigLayers, command_flags: Sequence[str] = ()) -> dict[str, str]:
-    """Key to problem, one per key: the arms of a union complain separately about one value.
+    """Return one message per key; the errors that the members of a union report for one value are joined.
 
-    `command_flags` are flags of the command that are not keys; an unknown flag may be a misspelling of one of them.
+    `command_flags` are flags of the command that are not keys; they are suggested for misspelt flags.
     """
-    expected: dict[KeyPath, list[str]] = {}
-    found: dict[KeyPath, str] = {}
-    for finding in error.errors(include_url=False):
-        key = _locate_key(finding["loc"], layers.data, missing=finding["type"] == "missing")
-        match finding["type"]:
+    expectations: dict[KeyPath, list[str]] = {}
+    given: dict[KeyPath, str] = {}
+    for details in error.errors(include_url=False):
+        key = _locate_key(details["loc"], layers.data, missing=details["type"] == "missing")
+        match details["type"]:
             case "extra_forbidden":
                 expectation = f"unknown {_describe_unknown(key, layers)}; {_suggest_key(key, layers, command_flags)}"
             case "missing":
                 expectation = "required, but not given"
             case "union_tag_invalid" | "union_tag_not_found":
-                kinds, table = _options_and_data(key, layers)
-                expectation = "expected " + " or ".join(map(repr, variant_tags(kinds)))
-                key = (*key, union_tag_key(kinds))
-                found[key] = _format_value(table.get(key[-1]))
+                options, table = _options_and_data(key, layers)
+                expectation = "expected " + " or ".join(map(repr, variant_tags(options)))
+                key = (*key, union_tag_key(options))
+                given[key] = _format_value(table.get(key[-1]))
             case "value_error":
-                expectation = str(finding.get("ctx", {}).get("error", finding["msg"]))
+                expectation = str(details.get("ctx", {}).get("error", details["msg"]))
             case "model_type" | "model_attributes_type" | "dict_type":
-                expectation, found[key] = "expected a section", _format_value(finding["input"])
+                expectation, given[key] = "expected a section", _format_value(details["input"])
             case _:
-                expectation = finding["msg"].replace("Input should be", "expected").split(", unable to parse")[0]
-                found[key] = _format_value(finding["input"])
-        expected.setdefault(key, [])
-        if expectation not in expected[key]:
-            expected[key].append(expectation)
+                expectation = details["msg"].replace("Input should be", "expected").split(", unable to parse")[0]
+                given[key] = _format_value(details["input"])
+        expectations.setdefault(key, [])
+        if expectation not in expectations[key]:
+            expectations[key].append(expectation)
     return {
-        format_key(key): _format_problem(parts, found.get(key), _find_origin(key, parts, layers))
-        for key, parts in expected.items()
+        format_key(key): _format_problem(parts, given.get(key), _find_origin(key, parts, layers))
+        for key, parts in expectations.items()
     }
 
 
 def _describe_unknown(key: KeyPath, layers: ConfigLayers) -> str:
-    """Return what an unknown key is called: its flag, if a flag set it and no variant of the section has that key."""
-    return (
-        f"flag {layers.find_origin(key)}" if _is_flag(key, layers) and not _belongs_to_variant(key, layers) else "key"
-    )
+    """Return "flag --x" for an unknown key that a flag set and that no variant of the section has; else "key"."""
+    is_unknown_flag = _is_flag(key, layers) and not _belongs_to_variant(key, layers)
+    return f"flag {layers.find_origin(key)}" if is_unknown_flag else "key"
 
 
 def _belongs_to_variant(key: KeyPath, layers: ConfigLayers) -> bool:
@@ -81,17 +80,17 @@ def _is_flag(key: KeyPath, layers: ConfigLayers) -> bool:
 
 
 def _find_origin(key: KeyPath, expectations: list[str], layers: ConfigLayers) -> str | None:
-    """Return what set the value; None if the problem names the flag already."""
+    """Return the file or flag that set the value; None if the message already names the flag."""
     return None if expectations[0].startswith("unknown flag") else layers.find_origin(key)
 
 
-def _format_problem(expectations: list[str], found: str | None, origin: str | None) -> str:
-    said = expectations[0] + "".join(f" or {part.removeprefix('expected ')}" for part in expectations[1:])
-    return said + (f", got {found}" if found else "") + (f" ({origin})" if origin else "")
+def _format_problem(expectations: list[str], given: str | None, origin: str | None) -> str:
+    message = expectations[0] + "".join(f" or {part.removeprefix('expected ')}" for part in expectations[1:])
+    return message + (f", got {given}" if given else "") + (f" ({origin})" if origin else "")
 
 
 def _locate_key(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyPath:
-    """The key in the data. What is not in the data is a label of pydantic's, or the key that is missing."""
+    """Return the key in the data. Parts that are not in the data are pydantic's labels, or the missing key."""
     key: KeyPath = ()
     for position, part in enumerate(location):
         if has_key(data, part):
@@ -102,34 +101,35 @@ def _locate_key(location: Sequence[str | int], data: Any, *, missing: bool) -> K
 
 
 def _options_and_data(key: KeyPath, layers: ConfigLayers) -> tuple[list[Any], Any]:
-    """The options the schema has at `key`, as the data chose among them, and the data there."""
-    kinds: list[Any] = [layers.cls]
+    """Return the options at `key`, narrowed to the variant that the data selects, and the data there."""
+    options: list[Any] = [layers.cls]
     node: Any = layers.data
     for part in key:
-        kinds, node = child_options(kinds, part), node[part]
-        kinds = select_variant(kinds, node)
-    return kinds, node
+        options, node = child_options(options, part), node[part]
+        options = select_variant(options, node)
+    return options, node
 
 
 def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str]) -> str:
-    """The key probably meant: alike in the same section, or else of that name elsewhere."""
+    """Return a hint: a similar key in the same section, or else one elsewhere, or else the valid keys."""
     *section, name = key
-    kinds, table = _options_and_data(tuple(section), layers)
-    here = section_keys(kinds)
+    options, table = _options_and_data(tuple(section), layers)
+    valid_keys = section_keys(options)
     if _belongs_to_variant(key, layers):  # some variant has this key, but not the chosen one
-        tag = union_tag_key(kinds)
-        if tag not in table:  # the variant was left to the default
-            owners = variant_tags([kind for kind in kinds if child_options([kind], name)])
+        tag = union_tag_key(options)
+        if tag not in table:  # the default variant
+            owners = variant_tags([option for option in options if child_options([option], name)])
             return f"it needs {format_key((*section, tag))} = {' or '.join(map(repr, owners))}"
-        return f"{format_key(section)} with {tag} = {table[tag]!r} has {', '.join(here)}"
+        return f"{format_key(section)} with {tag} = {table[tag]!r} has {', '.join(valid_keys)}"
     dashes = "--" if _is_flag(key, layers) else ""
-    switches = [flag.removeprefix("--") for flag in command_flags] if dashes and not section else []
-    if alike := difflib.get_close_matches(str(name), [*switches, *here], n=1, cutoff=0.6):
-        return f"did you mean {dashes}{format_key((*section, alike[0]))}?"
+    if dashes and not section:
+        valid_keys = [*(flag.removeprefix("--") for flag in command_flags), *valid_keys]
+    if similar := difflib.get_close_matches(str(name), valid_keys, n=1, cutoff=0.6):
+        return f"did you mean {dashes}{format_key((*section, similar[0]))}?"
     elsewhere = {str(other[-1]): other for other in reversed(list(iter_keys(layers.cls)))}
-    if alike := difflib.get_close_matches(str(name), elsewhere, n=1, cutoff=0.8):
-        return f"did you mean {dashes}{format_key(elsewhere[alike[0]])}?"
-    return f"valid here: {', '.join([*switches, *here])}"
+    if similar := difflib.get_close_matches(str(name), elsewhere, n=1, cutoff=0.8):
+        return f"did you mean {dashes}{format_key(elsewhere[similar[0]])}?"
+    return f"valid here: {', '.join(valid_keys)}"
 
 
 def _format_value(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""The one table that files and flags are laid into, and the memory of who set what.
+"""The table that files and flags are merged into, with the origin of each key.
 
-Files are merged in their order, flags come after all files. A list is replaced as a whole by a file, but a flag may
-reach into it by index, so the list it reaches into has to be there: from a file, or else copied from the default.
+Files are merged in order, and flags after all files. A file replaces a list completely. A flag may set an entry of a
+list by its index; if no file sets the list, it is copied from the default first.
 """
 
 import copy
@@ -41,7 +41,7 @@ TomlTable = dict[str, Any]
 
 
 class ConfigLayers:
-    """What has been said so far, `under` first, on top of the defaults of `cls`."""
+    """The merged input of a configuration of class `cls`, starting from the table `base`. `data` is the result."""
 
     def __init__(self, cls: type[BaseModel], base: Mapping[str, Any] | None = None) -> None:
         self.cls = cls
@@ -49,28 +49,28 @@ class ConfigLayers:
         self._origins: dict[KeyPath, str] = {}
 
     def find_origin(self, key: KeyPath) -> str | None:
-        """The file or flag that set the value at `key`; of a section, if one alone set all that is said in it."""
-        known = (self._origins.get(key[:length]) for length in range(len(key), -1, -1))
-        above = next((origin for origin in known if origin is not None), None)
-        below = {origin for at, origin in self._origins.items() if at[: len(key)] == key}
-        return above or (below.pop() if len(below) == 1 else None)
+        """Return the file or flag that set the value at `key`; for a section, only if a single one set all of it."""
+        prefixes = (key[:length] for length in range(len(key), -1, -1))
+        outer = next((self._origins[prefix] for prefix in prefixes if prefix in self._origins), None)
+        inner = {origin for other, origin in self._origins.items() if other[: len(key)] == key}
+        return outer or (inner.pop() if len(inner) == 1 else None)
 
     def add_file(self, file: FileArgument) -> None:
-        """Merge a TOML file into the section it was given for."""
+        """Merge a TOML file into its section. Raises ArgumentProblem."""
         table = _read_toml(file.filename)
         if not file.section:
             self.data = merge_tables(self.data, table)
             self._record_origins((), table, file.filename)
             return
-        key, holder = self._resolve(file.section)
-        under = holder[key[-1]] if has_key(holder, key[-1]) else None
-        holder[key[-1]] = merge_tables(under if is_dict(under) else {}, table)
+        key, container = self._resolve(file.section)
+        base = container[key[-1]] if has_key(container, key[-1]) else None
+        container[key[-1]] = merge_tables(base if is_dict(base) else {}, table)
         self._record_origins(key, table, file.filename)
 
     def add_flag(self, flag: FlagArgument) -> None:
-        """Set the key a flag names."""
-        path, kinds = flag.path, options_at(self.cls, flag.path)
-        if not kinds and not flag.values and path[0].startswith("no-"):
+        """Set the key of a flag. Raises ArgumentProblem."""
+        path, options = flag.path, options_at(self.cls, flag.path)
+        if not options and not flag.values and path[0].startswith("no-"):
             path = (path[0].removeprefix("no-"), *path[1:])
             positive = options_at(self.cls, path)
             if not is_switch(positive) and type(None) not in positive:
@@ -78,11 +78,11 @@ class ConfigLayers:
                     format_key(flag.path), f"only a switch or an optional key can be negated ({flag.text})"
                 )
             value: Any = False if is_switch(positive) else None
-            key, holder = self._resolve(path)
+            key, container = self._resolve(path)
         else:
-            key, holder = self._resolve(path)
-            value = parse_value(format_key(key), kinds, flag.values)
-        holder[key[-1]] = value
+            key, container = self._resolve(path)
+            value = parse_value(format_key(key), options, flag.values)
+        container[key[-1]] = value
         self._set_origin(key, flag.text)
 
     def _record_origins(self, key: KeyPath, value: Any, origin: str) -> None:
@@ -93,24 +93,24 @@ class ConfigLayers:
             self._set_origin(key, origin)
 
     def _set_origin(self, key: KeyPath, origin: str) -> None:
-        self._origins = {at: other for at, other in self._origins.items() if at[: len(key)] != key}
+        self._origins = {other: origin for other, origin in self._origins.items() if other[: len(key)] != key}
         self._origins[key] = origin
 
     def _resolve(self, path: Sequence[str]) -> tuple[KeyPath, Any]:
-        """The key a path means, and the table or list that holds (or will hold) its value."""
+        """Return the key of a flag's path, and the table or list that holds (or will hold) its value."""
         key: KeyPath = ()
         node: Any = self.data
-        kinds: list[Any] = [self.cls]
-        standing: Any = None  # the default that holds where the data is silent
+        options: list[Any] = [self.cls]
+        default: Any = None  # the default value at `key`
         for depth, part in enumerate(path):
             if is_list(node):
-                name, standing = _parse_index(key, part, len(node)), None
+                name, default = _parse_index(key, part, len(node)), None
             else:
-                name = normalize_key(kinds, part)
-                standing = _default_at(standing, select_variant(kinds, node), node, name)
-            key, kinds = (*key, name), child_options(kinds, name)
+                name = normalize_key(options, part)
+                default = _default_at(default, select_variant(options, node), node, name)
+            key, options = (*key, name), child_options(options, name)
             if depth + 1 < len(path):
-                node = _descend(node, key, kinds, standing, part=path[depth + 1])
+                node = _descend(node, key, options, default, part=path[depth + 1])
         return key, node
 
 
@@ -136,25 +136,25 @@ def _parse_index(key: KeyPath, part: str, size: int) -> int:
 
 
 def _descend(container: Any, key: KeyPath, options: Sequence[Any], default: Any, *, part: str) -> Any:
-    """The table or list at `key`, made on the way if nobody has said anything there yet."""
-    inside = container[key[-1]] if has_key(container, key[-1]) else None
-    if (inside is None or inside == NONE_LITERAL) and (not options or any(map(is_container, options))):
-        fresh: list[Any] | TomlTable = _copy_list(default) if any(map(is_list_type, options)) else {}
-        container[key[-1]] = inside = fresh
-    if not is_dict(inside) and not is_list(inside):
+    """Return the table or list at `key`, and create it if it is not set. Raises ArgumentProblem for other values."""
+    child: Any = container[key[-1]] if has_key(container, key[-1]) else None
+    if (child is None or child == NONE_LITERAL) and (not options or any(map(is_container, options))):
+        child = _copy_list(default) if any(map(is_list_type, options)) else {}
+        container[key[-1]] = child
+    if not is_dict(child) and not is_list(child):
         raise ArgumentProblem(f"{format_key(key)}.{part}", f"{format_key(key)} is a value, not a section")
-    return inside
+    return child
 
 
 def _default_at(section_default: Any, options: Sequence[Any], table: Any, name: str) -> Any:
-    """What `name` is by default: as the default of its section says, else as the class of the section says."""
+    """Return the default of key `name`: that of the section's default, or else that of the section's class."""
     if isinstance(section_default, BaseModel):
         key = model_tag_key(type(section_default))
         tag = getattr(section_default, key, None)
         if table.get(key, tag) == tag:
             return getattr(section_default, name, None)
-    for kind in options:
-        field = kind.model_fields.get(name) if is_model_type(kind) else None
+    for option in options:
+        field = option.model_fields.get(name) if is_model_type(option) else None
         if field is not None and not field.default_factory_takes_validated_data:
             return field.get_default(call_default_factory=True, validated_data=None)
     return None

@@ -1,8 +1,8 @@
-"""What a configuration model allows at a key, read from its annotations alone.
+"""What a configuration model allows at a key, derived from its annotations.
 
-An annotation is seen as its list of *options*: unions are flattened, so `Elastic | Static | None` is three options and
-an `int` is one. Walking a key maps options to options. This serves two readers: flags need to know what kind of value
-a key takes before there is a value, and errors need to know which keys would have been right.
+An annotation is represented by its list of *options*: unions are flattened, so `Elastic | Static | None` has three
+options and `int` has one. `child_options` maps the options of a section to those of a key in it. Flags use this to find
+the type of a key before there is a value; error messages use it to suggest valid keys.
 """
 
 from collections import deque
@@ -12,134 +12,134 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 
 from pydantic import BaseModel
 
-TAG_KEYS = ("type", "engine")  # the keys that pick a variant of a closed union
+TAG_KEYS = ("type", "engine")  # the keys that select a variant of a discriminated union
 
 KeyPath = tuple[str | int, ...]
 
 
 def format_key(key: Iterable[str | int]) -> str:
-    """The key as people write it: `train.0.pool.min`."""
+    """Return the key in dotted form, such as `train.0.pool.min`."""
     return ".".join(map(str, key))
 
 
 def is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a value is a table."""
+    """Return whether a value is a table."""
     return isinstance(value, dict)
 
 
 def is_list(value: Any) -> TypeGuard[list[Any]]:
-    """Whether a value is a list."""
+    """Return whether a value is a list."""
     return isinstance(value, list)
 
 
 def is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
-    """Whether a value is a tuple, as a default may be."""
+    """Return whether a value is a tuple, as a default may be."""
     return isinstance(value, tuple)
 
 
 def has_key(container: Any, key: str | int) -> bool:
-    """Whether a table or list holds something at `key`; a plain value holds nothing."""
+    """Return whether `container` is a table or list that has an entry at `key`."""
     if is_list(container):
         return isinstance(key, int) and key < len(container)
     return is_dict(container) and key in container
 
 
 def annotation_options(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation."""
+    """Return the options of an annotation: the members of a union, or the annotation itself."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return annotation_options(get_args(annotation)[0])
     if origin in (Union, UnionType):
-        return [option for arm in get_args(annotation) for option in annotation_options(arm)]
+        return [option for member in get_args(annotation) for option in annotation_options(member)]
     return [NoneType if annotation is None else annotation]
 
 
 def is_model_type(option: Any) -> TypeGuard[type[BaseModel]]:
-    """Whether the option is a section."""
+    """Return whether the option is a section."""
     return isinstance(option, type) and issubclass(option, BaseModel)
 
 
 def is_list_type(option: Any) -> bool:
-    """Whether the option is a list; a tuple is written as one."""
+    """Return whether the option is a list or a tuple, which TOML writes as a list."""
     return (get_origin(option) or option) in (list, tuple)
 
 
 def is_dict_type(option: Any) -> bool:
-    """Whether the option is a free table, of keys the schema does not know."""
+    """Return whether the option is a table with arbitrary keys."""
     return (get_origin(option) or option) is dict
 
 
 def accepts_anything(option: Any) -> bool:
-    """Whether anything is allowed."""
+    """Return whether the option allows any value."""
     return option is Any or option is object
 
 
 def is_container(option: Any) -> bool:
-    """Whether something can lie below the option."""
+    """Return whether a value of the option can have keys or entries."""
     return is_model_type(option) or is_list_type(option) or is_dict_type(option) or accepts_anything(option)
 
 
 def element_options(option: Any) -> list[Any]:
-    """The options of an entry of this list, or of a value of this free table."""
+    """Return the options of an entry of a list type, or of a value of a dict type."""
     arguments = [argument for argument in get_args(option) if argument is not ...]
     return annotation_options(arguments[-1]) if arguments else [Any]
 
 
 def child_options(options: Sequence[Any], key: str | int) -> list[Any]:
-    """The options of what lies under `key`; none if nothing is allowed there."""
-    found: list[Any] = []
-    for kind in options:
-        if is_model_type(kind):
-            field = kind.model_fields.get(str(key))
+    """Return the options at `key` of a section, table or list; an empty list if the schema has no such key."""
+    children: list[Any] = []
+    for option in options:
+        if is_model_type(option):
+            field = option.model_fields.get(str(key))
             if field is not None:
-                found += annotation_options(field.annotation)
-            elif kind.model_config.get("extra") == "allow":
-                found.append(Any)
-        elif is_list_type(kind) or is_dict_type(kind):
-            found += element_options(kind)
-        elif accepts_anything(kind):
-            found.append(Any)
-    return found
+                children += annotation_options(field.annotation)
+            elif option.model_config.get("extra") == "allow":
+                children.append(Any)
+        elif is_list_type(option) or is_dict_type(option):
+            children += element_options(option)
+        elif accepts_anything(option):
+            children.append(Any)
+    return children
 
 
 def select_variant(options: Sequence[Any], table: Any) -> list[Any]:
-    """The options that remain once the table has named its variant; all of them while it has not."""
-    named: dict[str, Any] = table if is_dict(table) else {}
-    chosen = [kind for kind in options if is_model_type(kind) and named.get(model_tag_key(kind)) in _model_tags(kind)]
-    return chosen or list(options)
+    """Return the options that match the variant which the table names; all of them if it names none."""
+    data: dict[str, Any] = table if is_dict(table) else {}
+    models = (option for option in options if is_model_type(option))
+    return [model for model in models if data.get(model_tag_key(model)) in _model_tags(model)] or list(options)
 
 
 def section_keys(options: Sequence[Any]) -> list[str]:
-    """The keys that a section of these kinds may have."""
-    return list(dict.fromkeys(name for kind in options if is_model_type(kind) for name in kind.model_fields))
+    """Return the keys of the sections among the options."""
+    return list(dict.fromkeys(name for option in options if is_model_type(option) for name in option.model_fields))
 
 
 def variant_tags(options: Sequence[Any]) -> list[Any]:
-    """The variants a closed union offers, by their tag."""
-    return [tag for kind in options if is_model_type(kind) for tag in _model_tags(kind)]
+    """Return the tags of the variants among the options."""
+    return [tag for option in options if is_model_type(option) for tag in _model_tags(option)]
 
 
 def iter_keys(cls: type[BaseModel]) -> Iterator[KeyPath]:
-    """All keys of the schema, the shallow ones first; an entry of a list is shown as entry 0."""
+    """Yield all keys of the schema, breadth first; an entry of a list has index 0."""
     queue: deque[tuple[KeyPath, list[Any], tuple[Any, ...]]] = deque([((), [cls], ())])
     while queue:
-        key, kinds, above = queue.popleft()
-        for kind in kinds:
-            if is_list_type(kind):
-                queue.append(((*key, 0), element_options(kind), above))
-            elif is_model_type(kind) and kind not in above:
-                for name, field in kind.model_fields.items():
+        key, options, ancestors = queue.popleft()
+        for option in options:
+            if is_list_type(option):
+                queue.append(((*key, 0), element_options(option), ancestors))
+            elif is_model_type(option) and option not in ancestors:
+                for name, field in option.model_fields.items():
                     yield (*key, name)
-                    queue.append(((*key, name), annotation_options(field.annotation), (*above, kind)))
+                    queue.append(((*key, name), annotation_options(field.annotation), (*ancestors, option)))
 
 
 def union_tag_key(options: Sequence[Any]) -> str:
-    """The key by which a closed union tells its variants apart."""
-    return next((model_tag_key(kind) for kind in options if is_model_type(kind)), TAG_KEYS[0])
+    """Return the key that selects a variant among the options."""
+    return next((model_tag_key(option) for option in options if is_model_type(option)), TAG_KEYS[0])
 
 
 def model_tag_key(model: type[BaseModel]) -> str:
-    """The key that tells this variant from the others."""
+    """Return the key whose value identifies this variant of a union."""
     return next((key for key in TAG_KEYS if _literal_values(model, key)), TAG_KEYS[0])
 
 

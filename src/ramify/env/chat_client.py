@@ -6,10 +6,8 @@ connection would need an owner that closes it.
 
 import asyncio
 import os
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,9 +18,10 @@ from ramify.errors import ConfigInvalid, ProviderError
 from ramify.trace import Trace, Usage
 
 if TYPE_CHECKING:
-    import httpx
+    from ramify.client.http_client import HttpClient
 
 EXCERPT_CHARS = 300  # of a response, in error messages
+COMPLETIONS_PATH = "/chat/completions"
 RETRYABLE_STATUS_CODES = (408, 409, 429, 500, 502, 503, 504)
 INITIAL_BACKOFF = 0.5  # seconds before the first retry, doubled for each further one
 
@@ -63,36 +62,35 @@ class ChatClient:
 
     async def complete(self, messages: Sequence[Mapping[str, Any]]) -> ChatCompletion:
         """Return the model's reply. Raises ProviderError if all retries fail or the timeout passes."""
-        import httpx  # takes a third of the time to load an environment, and few environments need it
+        from ramify.client.http_client import HttpClient  # takes long to load, and few environments need it
 
-        config, url = self.config, f"{self.config.base_url.rstrip('/')}/chat/completions"
+        config = self.config
         body = {"model": config.model, "messages": list(messages)}
         body |= {name: v for name in ("temperature", "max_tokens") if (v := getattr(config, name)) is not None}
-        verify = _ssl_context() if url.startswith("https:") else False
         try:
             async with (
                 asyncio.timeout(config.timeout),
-                httpx.AsyncClient(headers=self._headers, verify=verify, timeout=None, trust_env=False) as http_client,
+                HttpClient(config.base_url.rstrip("/"), connect_timeout=config.timeout, max_connections=1) as http,
             ):
-                return _parse_completion(url, await self._post_with_retries(http_client, url, body))
+                http.headers |= self._headers
+                return await self._post_with_retries(http, msgspec.json.encode(body))
         except TimeoutError:
-            raise ProviderError(f"{url} did not answer within {config.timeout:g} s") from None
+            raise ProviderError(f"{config.base_url} did not answer within {config.timeout:g} s") from None
 
-    async def _post_with_retries(
-        self, http_client: "httpx.AsyncClient", url: str, body: dict[str, Any]
-    ) -> "httpx.Response":
-        """Return the response, after retries of transient failures."""
-        import httpx
+    async def _post_with_retries(self, http: "HttpClient", body: bytes) -> ChatCompletion:
+        """Return the completion, after retries of transient failures."""
+        from ramify.client.http_client import RequestFailed
 
+        url = f"{http.base_url}{COMPLETIONS_PATH}"
         for retry in range(self.config.retries + 1):
             try:
-                response = await http_client.post(url, json=body)
-                if response.status_code == 200:
-                    return response
-                problem = f"status {response.status_code}: {response.text[:EXCERPT_CHARS]}"
-                is_transient = response.status_code in RETRYABLE_STATUS_CODES
-            except httpx.TransportError as error:
-                problem, is_transient = f"{type(error).__name__}: {error}", True
+                response = await http.request("POST", COMPLETIONS_PATH, body)
+                if response.status == 200:
+                    return _parse_completion(url, response.body)
+                problem = f"status {response.status}: {_excerpt(response.body)}"
+                is_transient = response.status in RETRYABLE_STATUS_CODES
+            except RequestFailed as error:
+                problem, is_transient = str(error), True
             if not is_transient or retry == self.config.retries:
                 raise ProviderError(f"{url}: {problem}")
             await asyncio.sleep(INITIAL_BACKOFF * 2**retry)
@@ -106,17 +104,15 @@ def add_usage(trace: Trace, role: str, usage: Usage) -> None:
     trace.info[role] = {**totals, **{name: totals.get(name, 0) + count for name, count in counts.items()}}
 
 
-def _parse_completion(url: str, response: "httpx.Response") -> ChatCompletion:
+def _parse_completion(url: str, content: bytes) -> ChatCompletion:
     try:
-        body = msgspec.json.decode(response.content)
+        body = msgspec.json.decode(content)
         text, usage = body["choices"][0]["message"]["content"], body.get("usage") or {}
         parsed_usage = Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ProviderError(f"{url}: not a chat completion: {response.text[:EXCERPT_CHARS]}") from error
+        raise ProviderError(f"{url}: not a chat completion: {_excerpt(content)}") from error
     return ChatCompletion(text or "", parsed_usage)
 
 
-@cache
-def _ssl_context() -> ssl.SSLContext:
-    """Return a shared context: loading the certificates takes longer than a call to a local server."""
-    return ssl.create_default_context()
+def _excerpt(content: bytes) -> str:
+    return content.decode("utf-8", "replace")[:EXCERPT_CHARS]

@@ -60,7 +60,7 @@ def run_worker(spec: bytes, report_fd: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
-    for noisy in ("httpx", "httpcore", "asyncio", "uvicorn"):
+    for noisy in ("aiohttp", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(0.001)  # so that hook threads do not delay heartbeats
     asyncio.run(_serve(msgspec.json.decode(spec, type=WorkerSpec), report_fd))

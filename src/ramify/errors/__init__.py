@@ -1,8 +1,7 @@
-"""The failure taxonomy: every way a run can go wrong has one name, the same in code, logs, ledger and docs.
+"""The failure classes: every failure of a run has one name, the same in code, logs, ledger and docs.
 
-A name is worth more than a message: `blame` decides whether a rollout is data or has to be run again, `retryable`
-whether doing so can help, and both are properties of the name, so no code path decides them for itself. This package
-is the ground under every floor. It imports nothing of ours.
+`blame` decides whether a rollout counts as data or is run again, and `retryable` whether running it again can help.
+Both belong to the class, so that no caller decides them itself. This package imports nothing else of ramify.
 """
 
 from ramify.errors.base import Blame, RamifyError, failure_classes

@@ -1,8 +1,8 @@
-"""What every failure declares, enforced where the class is written.
+"""The base class of all failures, which checks the declarations of its subclasses.
 
-A subclass that forgets whom to blame would be discovered in the one run that hits it. So the class statement itself
-asks (`class WorkerDied(RamifyError, blame="system", retryable=True)`) and refuses an answer that is missing, or a
-name that is taken: the name is what travels between processes, so it can only mean one thing.
+A subclass must declare its blame and whether it is retryable, such as `class WorkerDied(RamifyError, blame="system",
+retryable=True)`. A missing declaration or a duplicate name raises when the class is defined, not in the first run that
+hits it. Names are unique, because they identify the failure in other processes.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,20 @@ _failure_classes: dict[str, type["RamifyError"]] = {}
 
 
 def failure_classes() -> Mapping[str, type["RamifyError"]]:
-    """Every failure class defined so far, by name (read only)."""
+    """Return a read-only view of all failure classes defined so far, by name."""
     return MappingProxyType(_failure_classes)
 
 
 class RamifyError(Exception):
-    """A failure with a name. Constructed from its message alone, so that any process can build it again."""
+    """A failure with a name. It is constructed from its message alone, so that any process can rebuild it.
+
+    `remote_traceback` is the traceback in the process that raised it, if that is another one.
+    """
 
     name: str = "RamifyError"
     blame: Blame
     retryable: bool
-    remote_traceback: str | None = None  # where another process raised it, when it came over the wire
+    remote_traceback: str | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -41,8 +44,8 @@ class RamifyError(Exception):
         blame = getattr(cls, "blame", None) if blame is None else blame
         retryable = getattr(cls, "retryable", None) if retryable is None else retryable
         if blame is None or blame not in get_args(Blame):
-            raise TypeError(f"failure {name} must declare blame='policy' or blame='system', found {blame!r}")
+            raise TypeError(f"failure {name} must declare blame='policy' or blame='system', got {blame!r}")
         if not isinstance(retryable, bool):
-            raise TypeError(f"failure {name} must declare retryable=True or retryable=False, found {retryable!r}")
+            raise TypeError(f"failure {name} must declare retryable=True or retryable=False, got {retryable!r}")
         cls.name, cls.blame, cls.retryable = name, blame, retryable
         _failure_classes[name] = cls

@@ -1,9 +1,8 @@
-"""The wire form of a failure: plain data that turns back into the exception it came from.
+"""The serialized form of a failure, which can be turned back into an exception in another process.
 
-An exception dies with its process, and pickling it would need the sender's code on the other side. A `Failure` is what
-remains true elsewhere: the name with its blame, the message, the traceback where code raised it, and the causes.
-`Failure.of` runs while something is already going wrong, so it never raises: causes are bounded and may loop,
-messages may be unprintable or not unicode, stacks may be a thousand frames deep.
+Unpickling an exception would need the sender's code in the receiver. A `Failure` is plain data: the name with its
+blame, the message, the traceback, and the causes. `Failure.from_exception` runs while an error is handled, so it must
+not raise: chains of causes may be cyclic, messages may be unprintable or not unicode, stacks may be very deep.
 """
 
 import traceback
@@ -13,15 +12,15 @@ import msgspec
 from ramify.errors.base import Blame, RamifyError, failure_classes
 from ramify.errors.taxonomy import UnknownFailure
 
-MAX_CAUSES = 16  # failure and causes together
-MAX_FRAMES = 32  # the innermost ones are kept: they are where it was raised
+MAX_CAUSES = 16  # including the failure itself
+MAX_FRAMES = 32  # the innermost frames are kept
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One failure and, through `cause`, what led to it.
+    """A failure and, in `cause`, the failure that led to it.
 
-    The name of an exception that is not ours is its full one (`builtins.ValueError`). Names of ours have no dot, so the
-    two cannot be confused.
+    The name of an exception that is not a RamifyError is its qualified name (`builtins.ValueError`). Names of
+    RamifyErrors have no dot, so the two cannot be confused.
     """
 
     name: str
@@ -33,28 +32,28 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
     @classmethod
     def from_exception(cls, exc: BaseException, *, wrap_as: type[RamifyError] | None = None) -> "Failure":
-        """The wire form of `exc` and its causes.
+        """Convert `exc` and its causes.
 
-        An exception that is not ours says nothing about blame; only the caller knows whose code was running. With
-        `default` (an env server says `EnvironmentFault` around hooks) it becomes the cause of such a failure. Without,
-        it is reported under its own full name, blamed on the system and not retried.
+        An exception that is not a RamifyError has no blame; only the caller knows whose code was running. With
+        `wrap_as` (an env server uses `EnvironmentFault` for hooks) it becomes the cause of a failure of that class.
+        Otherwise it has its qualified name, is blamed on the system and is not retryable.
         """
         failure: Failure | None = None
-        for link in reversed(_cause_chain(exc)):
-            failure = _convert(link, failure)
-        assert failure is not None  # a chain holds at least `exc`
+        for error in reversed(_cause_chain(exc)):
+            failure = _convert(error, failure)
+        assert failure is not None  # the chain contains `exc`
         if wrap_as is None or isinstance(exc, RamifyError):
             return failure
         message = f"{type(exc).__name__}: {failure.message}"
         return Failure(wrap_as.name, message, wrap_as.blame, wrap_as.retryable, cause=failure)
 
     def to_exception(self) -> RamifyError:
-        """The exception again, of the class that bears the name, or an `UnknownFailure` that keeps the name."""
-        known = failure_classes().get(self.name)
-        if known is None or known is UnknownFailure:
+        """Return an exception of the class with this name, or an `UnknownFailure` that keeps the name."""
+        cls = failure_classes().get(self.name)
+        if cls is None or cls is UnknownFailure:
             error = UnknownFailure(self.message, name=self.name, blame=self.blame, retryable=self.retryable)
         else:
-            error = known(self.message)
+            error = cls(self.message)
         error.__cause__ = None if self.cause is None else self.cause.to_exception()
         if self.traceback is not None:
             error.remote_traceback = self.traceback
@@ -63,25 +62,23 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 def _cause_chain(exc: BaseException) -> list[BaseException]:
-    """`exc` and its causes, outermost first, as Python itself would print them."""
+    """Return `exc` and its causes, outermost first, as Python would print them."""
     chain: list[BaseException] = []
-    link: BaseException | None = exc
-    while link is not None and len(chain) < MAX_CAUSES and not any(link is seen for seen in chain):
-        chain.append(link)
-        implied = None if link.__suppress_context__ else link.__context__
-        link = implied if link.__cause__ is None else link.__cause__
+    error: BaseException | None = exc
+    while error is not None and len(chain) < MAX_CAUSES and not any(error is seen for seen in chain):
+        chain.append(error)
+        context = None if error.__suppress_context__ else error.__context__
+        error = context if error.__cause__ is None else error.__cause__
     return chain
 
 
 def _convert(exc: BaseException, cause: Failure | None) -> Failure:
     if isinstance(exc, RamifyError):
-        # The first raise tells more than the place where a received failure was raised again.
-        where = exc.remote_traceback or _format_traceback(exc)
-        return Failure(exc.name, safe_message(exc), exc.blame, exc.retryable, where, cause)
-    kind = type(exc)
-    return Failure(
-        f"{kind.__module__}.{kind.__qualname__}", safe_message(exc), "system", False, _format_traceback(exc), cause
-    )
+        # The traceback of the original raise is more useful than that of raising a received failure again.
+        text = exc.remote_traceback or _format_traceback(exc)
+        return Failure(exc.name, safe_message(exc), exc.blame, exc.retryable, text, cause)
+    name = f"{type(exc).__module__}.{type(exc).__qualname__}"
+    return Failure(name, safe_message(exc), "system", False, _format_traceback(exc), cause)
 
 
 def _format_traceback(exc: BaseException) -> str | None:
@@ -94,13 +91,13 @@ def _format_traceback(exc: BaseException) -> str | None:
 
 
 def safe_message(exc: BaseException) -> str:
-    """Return the text of an exception; never raises, whatever its `__str__` does."""
+    """Return the message of an exception; never raises, whatever its `__str__` does."""
     try:
         return _escape_surrogates(str(exc.message if isinstance(exc, RamifyError) else exc))
-    except Exception as broken:  # noqa: BLE001 - the exception's own __str__ may do anything
-        return f"<{type(exc).__name__} that cannot print itself: {type(broken).__name__}>"
+    except Exception as error:  # noqa: BLE001 - the exception's own __str__ may raise anything
+        return f"<{type(exc).__name__} whose message cannot be printed: {type(error).__name__}>"
 
 
 def _escape_surrogates(text: str) -> str:
-    """`text` without lone surrogates (from undecodable file names), which no encoder accepts."""
+    """Escape lone surrogates (from undecodable file names), which cannot be encoded."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

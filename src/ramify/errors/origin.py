@@ -1,7 +1,7 @@
-"""Where user code raised an exception, in one line: file, line number and the text of that line.
+"""The line of user code that raised an exception: file, line number and source text.
 
-The traceback of a hook begins in Ramify's own modules and may end deep inside a library. The author of the hook needs
-the innermost line of their own code: the package, or the directory, that the hook is in.
+The traceback of a hook starts in Ramify's own modules and may end deep inside a library. The author of the hook needs
+the innermost line of their own code, which is the package or the directory that the hook is in.
 """
 
 import sysconfig
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from ramify.errors.failure import safe_message
 
-MAX_LINE_CHARS = 160  # characters of a source line that are shown
+MAX_LINE_CHARS = 160  # of a source line in a message
 
 _RAMIFY_DIR = Path(__file__).resolve().parent.parent
-_TASKSETS_DIR = _RAMIFY_DIR / "tasksets"  # part of Ramify, but environments like any other
+_TASKSETS_DIR = _RAMIFY_DIR / "tasksets"  # counts as user code, because it holds environments
 _STDLIB_DIR = Path(sysconfig.get_path("stdlib"))
 _INSTALL_DIR_NAMES = ("site-packages", "dist-packages")
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return the type and the message of an exception, and at the end of the first line where user code raised it."""
+    """Return the type and message of an exception, with its origin in user code at the end of the first line."""
     first, *others = f"{type(error).__name__}: {safe_message(error)}".removesuffix(": ").split("\n")
     origin = describe_origin(error)
     return "\n".join([f"{first} ({origin})" if origin else first, *others])
@@ -28,11 +28,11 @@ def describe_exception(error: BaseException) -> str:
 def describe_origin(error: BaseException) -> str:
     """Return `file:line in function: text` of the innermost frame of user code; empty if there is no such frame.
 
-    Code that called Ramify does not count: if the stack has frames of Ramify, only frames after the first of them do.
+    If the stack has frames of Ramify, only the frames after the first of them count, because earlier ones called it.
     """
     stack = list(traceback.extract_tb(error.__traceback__))
-    entry = next((number for number, frame in enumerate(stack) if _is_ramify_code(Path(frame.filename))), 0)
-    frames = [frame for frame in stack[entry:] if _is_user_code(frame.filename)]
+    first_index = next((index for index, frame in enumerate(stack) if _is_ramify_code(Path(frame.filename))), 0)
+    frames = [frame for frame in stack[first_index:] if _is_user_code(frame.filename)]
     if not frames:
         return ""
     root = _find_code_root(Path(frames[0].filename))
@@ -44,7 +44,7 @@ def describe_origin(error: BaseException) -> str:
 
 def _is_user_code(filename: str) -> bool:
     file = Path(filename)
-    if filename.startswith("<"):  # frozen modules, and code without a file
+    if filename.startswith("<"):  # frozen modules and code without a file
         return False
     if _is_ramify_code(file):
         return False
@@ -56,7 +56,7 @@ def _is_ramify_code(file: Path) -> bool:
 
 
 def _find_code_root(file: Path) -> Path:
-    """Return the package that a file is in; the directory of a file that is in none; an installed module by itself."""
+    """Return the top-level package of a file; its directory if it is in none; the file if it is an installed module."""
     folder = file.parent
     while (folder / "__init__.py").is_file():
         file, folder = folder, folder.parent
@@ -65,8 +65,8 @@ def _find_code_root(file: Path) -> Path:
 
 def _shorten_path(filename: str) -> str:
     try:
-        here = Path.cwd()
-    except OSError:  # the working directory is gone
+        directory = Path.cwd()
+    except OSError:  # the working directory was removed
         return filename
     file = Path(filename)
-    return str(file.relative_to(here)) if file.is_relative_to(here) else filename
+    return str(file.relative_to(directory)) if file.is_relative_to(directory) else filename

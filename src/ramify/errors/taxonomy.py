@@ -1,8 +1,8 @@
-"""The names. Each docstring says what happened and, after a blank line, what to do; `docs/errors.md` repeats both.
+"""All failure classes. Each docstring says what happened and, after a blank line, what to do.
 
-*Policy* failures are things the agent did: the rollout is finished, scored and trained on. *System* failures are things
-that happened to it: the attempt says nothing about the policy, so it is run again or leaves its group. `retryable` says
-whether doing the same thing once more can succeed.
+`docs/errors.md` repeats the docstrings. *Policy* failures are caused by the agent: the rollout is finished, scored and
+trained on. *System* failures are not: the attempt says nothing about the policy, so it is retried or dropped from its
+group. `retryable` says whether the same operation can succeed when it is repeated.
 """
 
 from ramify.errors.base import Blame, RamifyError
@@ -23,9 +23,9 @@ class BudgetExceeded(RamifyError, blame="policy", retryable=False):
 
 
 class RolloutDeadline(RamifyError, blame="policy", retryable=False):
-    """The rollout took longer than its task or harness allows, not counting the time its engine stood still.
+    """The rollout took longer than its task or harness allows, not counting the stalls of its engine.
 
-    Raise the harness timeout if agents are slow but right; look at the timing of the trace first.
+    Raise the harness timeout if agents are slow but correct; look at the timing of the trace first.
     """
 
 
@@ -37,63 +37,63 @@ class MalformedCall(RamifyError, blame="policy", retryable=False):
 
 
 class AgentExit(RamifyError, blame="policy", retryable=False):
-    """The agent program ended with an error of its own.
+    """The agent program exited with an error.
 
     Read the exit code and the end of its output in the message; run the harness alone to reproduce it.
     """
 
 
 class ProviderError(RamifyError, blame="system", retryable=True):
-    """A model server answered with an error, or not at all.
+    """A model server returned an error, or did not respond.
 
-    Check the server's health and log; the attempt is run again.
+    Check the server's health and log; the attempt is retried.
     """
 
 
 class EngineStalled(RamifyError, blame="system", retryable=True):
     """The inference engine made no progress for longer than a rollout may wait for it.
 
-    Look at the engine's process and log: it is stopped, paused, hung or away; the attempt is run again.
+    Look at the engine's process and log: it is stopped, paused, hung or unreachable; the attempt is retried.
     """
 
 
 class WorkerDied(RamifyError, blame="system", retryable=True):
     """A worker process exited or hung while it held the attempt.
 
-    Look for its exit code and stack in the log, often memory; the attempt is run again elsewhere.
+    Look for its exit code and stack in the log, often out of memory; the attempt is retried elsewhere.
     """
 
 
 class SandboxError(RamifyError, blame="system", retryable=True):
-    """The runtime could not start, reach or keep the box an agent runs in.
+    """The runtime could not start or reach the sandbox of an agent, or lost it.
 
-    Run `ramify doctor`, and check image, resources and free disk; the attempt is run again.
+    Run `ramify doctor`, and check image, resources and free disk; the attempt is retried.
     """
 
 
 class JudgeError(RamifyError, blame="system", retryable=True):
-    """A judge could not be reached, or its verdict could not be read, so a reward is missing.
+    """A judge could not be reached, or its verdict could not be parsed, so a reward is missing.
 
-    Check the judge's endpoint and its prompt; the attempt is run again.
+    Check the judge's endpoint and its prompt; the attempt is retried.
     """
 
 
 class EnvironmentFault(RamifyError, blame="system", retryable=True):
-    """Code of the environment raised: a reward, a tool, a setup or another hook.
+    """Code of the environment raised an exception: a reward, a tool, a setup or another hook.
 
     Fix the code at the file and line that the message shows; `ramify validate` runs it without a model.
     """
 
 
 class DeadlineExceeded(RamifyError, blame="system", retryable=True):
-    """A wait of ours passed its deadline.
+    """An operation did not finish before its deadline.
 
-    The message names what was waited for and its owner; look there, not here.
+    The message names what was waited for; look for the cause there.
     """
 
 
 class TokensRequired(RamifyError, blame="system", retryable=False):
-    """A source is trained on, but its endpoint gives no token ids and logprobs.
+    """A source is trained on, but its endpoint does not return token ids and logprobs.
 
     Serve the policy with an engine that does, or use the endpoint for evals only.
     """
@@ -102,140 +102,140 @@ class TokensRequired(RamifyError, blame="system", retryable=False):
 class LogprobMismatch(RamifyError, blame="system", retryable=False):
     """A server's logprobs are not those of the distribution it samples from, so they cannot be trained on.
 
-    Start it so that logprobs come after temperature; for vLLM that is `--logprobs-mode processed_logprobs`.
+    Start it so that logprobs are computed after temperature; for vLLM use `--logprobs-mode processed_logprobs`.
     """
 
 
 class TokenizerMismatch(RamifyError, blame="system", retryable=False):
-    """Two parts that must share one tokenizer have different ones.
+    """Two components that must share one tokenizer have different ones.
 
     Point trainer, engine and renderer at the same model.
     """
 
 
 class ModelNotFound(RamifyError, blame="system", retryable=False):
-    """A model's name leads to no directory with a model in it.
+    """No model was found under this name.
 
-    Give a directory, a packaged model, or a Hugging Face id; the message says what was tried and how to get it.
+    Use a directory, a packaged model, or a Hugging Face id; the message says what was tried and how to download it.
     """
 
 
 class ModelUnsupported(RamifyError, blame="system", retryable=False):
-    """A model uses something the native engine or the trainer does not know.
+    """A model uses a feature that the native engine or the trainer does not support.
 
     The message names it; serve this model with vLLM, or train another.
     """
 
 
 class WeightsRefused(RamifyError, blame="system", retryable=False):
-    """A published set of weights is incomplete, changed, or made for another model; the old weights stay.
+    """Published weights are incomplete, changed, or of another model; the old weights stay in use.
 
     Publish again; the message names the first file or tensor that is wrong.
     """
 
 
 class RequestInvalid(RamifyError, blame="system", retryable=False):
-    """A request to a server has a field that cannot be used.
+    """A request to a server has an invalid field.
 
-    Fix the caller: the message names the field, what was expected and what was found.
+    Fix the caller: the message names the field, what was expected and what was given.
     """
 
 
 class RequestCancelled(RamifyError, blame="system", retryable=False):
-    """A request was taken back, or whoever made it is gone.
+    """A request was cancelled, or its sender is gone.
 
-    Nothing if you took it back; otherwise the message says who did.
+    Nothing if you cancelled it; otherwise the message says why it was cancelled.
     """
 
 
 class PeerLost(RamifyError, blame="system", retryable=True):
-    """The process at the other end of a connection is silent, closing, or was started again and has forgotten.
+    """The peer of a connection does not respond, is closing, or was restarted and lost the request.
 
-    Look at its log; ask again once it is back, the connection is made again by itself.
+    Look at its log; send the request again once it is back: the connection is restored automatically.
     """
 
 
 class PeerRefused(RamifyError, blame="system", retryable=False):
-    """The process at the other end of a connection wants nothing to do with this one.
+    """The peer rejected the connection.
 
-    The message says why: another version of the wire, another secret, or frames that make no sense.
+    The message says why: another protocol version, another secret, or malformed frames.
     """
 
 
 class SecretUnknown(RamifyError, blame="system", retryable=False):
-    """A request to the gateway bears no secret, or that of no rollout that is running.
+    """A request to the gateway has no secret, or one that belongs to no running rollout.
 
-    Give the client the `api_key` of the rollout's endpoint; a rollout that has ended answers nobody.
+    Use the `api_key` of the rollout's endpoint; after the rollout has ended, requests are refused.
     """
 
 
 class OriginRefused(RamifyError, blame="system", retryable=False):
-    """A control request came from a web page, or under a host name that the server does not know.
+    """A control request came from a web page, or was sent to a host name that the server does not know.
 
-    Use a program instead of a page; a name that leads to the server goes into `allowed_hosts`, as the message says.
+    Use a program instead of a page; add the host name of the server to `allowed_hosts`, as the message says.
     """
 
 
 class QueueFull(RamifyError, blame="system", retryable=True):
-    """A server has as many waiting requests as it may hold.
+    """The request queue of a server is full.
 
-    Send it again later or elsewhere; raise the server's `queue`, or lower the concurrency, if it happens often.
+    Send the request again later or elsewhere; if it happens often, raise the server's `queue` or lower the concurrency.
     """
 
 
 class ConfigInvalid(RamifyError, blame="system", retryable=False):
-    """The configuration has keys or values that cannot be used; commands exit with code 2.
+    """The configuration has invalid keys or values; commands exit with code 2.
 
-    The message lists every problem with its key, and the nearest valid key; fix them and start again.
+    The message lists every problem with its key, and suggests a valid key; fix them and start again.
     """
 
 
 class EnvironmentChanged(ConfigInvalid):
-    """The code, configuration or tasks of an environment are not those that a run's stored rollouts came from.
+    """The code, configuration or tasks of an environment differ from those of the run's stored rollouts.
 
-    The message lists what differs: bring it back, begin anew with `--fresh`, or go on with `--accept-changes`.
+    The message lists what differs: restore it, start a new run with `--fresh`, or resume with `--accept-changes`.
     """
 
 
 class TemplateRefused(RamifyError, blame="system", retryable=False):
-    """The model's chat template cannot be run, or refuses the conversation it was given.
+    """The model's chat template fails, or refuses the conversation.
 
-    Read its own words in the message; reorder the messages, or give `renderer` other `template_args` or a family.
+    Read the template's error in the message; reorder the messages, or set `template_args` or a family in `renderer`.
     """
 
 
 class TraceInvalid(RamifyError, blame="system", retryable=False):
     """An operation would break the message graph.
 
-    Fix the caller: the message names the rule, what was expected and what was found.
+    Fix the caller: the message names the rule, what was expected and what was given.
     """
 
 
 class ValueNotFinite(TraceInvalid):
-    """A token would be trained with an advantage, weight or logprob that is no finite float32; its group is dropped.
+    """A token has an advantage, weight or logprob that is not a finite float32; its group is dropped.
 
-    Bound the reward, or look for what is wrong with the engine: the message names the token, the ledger the rewards.
+    Bound the reward, or look for a fault of the engine: the message names the token, the ledger has the rewards.
     """
 
 
 class TraceCorrupt(RamifyError, blame="system", retryable=False):
-    """Bytes that should be an encoded trace are cut short, changed, or something else.
+    """An encoded trace is truncated, changed, or not a trace.
 
-    Read the trace from another copy; if there is none, the attempt has to be run again.
+    Read the trace from another copy; if there is none, the attempt must be run again.
     """
 
 
 class BatchCorrupt(RamifyError, blame="system", retryable=True):
-    """Bytes that should be a batch for the trainer are cut short, changed, or something else.
+    """An encoded batch is truncated, changed, or not a batch.
 
-    The trainer asks again; if it happens to a recorded batch, record it anew.
+    The trainer requests it again; if it is a batch that was saved to a file, save it again.
     """
 
 
 class CheckpointRefused(RamifyError, blame="system", retryable=False):
     """A checkpoint cannot be loaded: it is missing, damaged, or of another model or optimizer.
 
-    If it is damaged, run the `ramify rollback` of the message; otherwise use the configuration that wrote it.
+    If it is damaged, run the `ramify rollback` command in the message; otherwise use the configuration that wrote it.
     """
 
 
@@ -247,100 +247,100 @@ class SchemaUnsupported(RamifyError, blame="system", retryable=False):
 
 
 class ValueRefused(RamifyError, blame="system", retryable=False):
-    """A value was set on a trace that cannot be encoded.
+    """A value that cannot be encoded was set on a trace.
 
-    The message names key and type; store plain data there: numbers, text, lists, tables.
+    The message names the key and the type; use plain data: numbers, text, lists, tables.
     """
 
 
 class CallConflict(RamifyError, blame="system", retryable=False):
-    """One call id came with two different contents.
+    """Two different model calls have the same call id.
 
-    Fix the sender: a repeat must be equal, and a new sample needs a new call id.
+    Fix the sender: a repeated call must be equal, and a new sample needs a new call id.
     """
 
 
 class DeltaLost(RamifyError, blame="system", retryable=True):
-    """A part of a growing trace never arrived, or arrived before the one it follows.
+    """A delta of a trace is missing, or arrived before an earlier one.
 
-    Ask the sender for the whole trace again.
+    Request the complete trace again.
     """
 
 
 class DeltaRepeated(RamifyError, blame="system", retryable=False):
-    """A part of a growing trace arrived a second time.
+    """A delta of a trace arrived twice.
 
-    Drop it: it was already applied. Many of them mean that acknowledgements get lost.
+    Ignore it: it was already applied. If it happens often, acknowledgements are lost.
     """
 
 
 class StorageFull(RamifyError, blame="system", retryable=False):
-    """The disk that holds the run has no room left, or lets us have no more of it.
+    """The disk of the run, or the quota of this user, is full.
 
-    Free some space and give the same command again: what was finished is kept, the rest is run.
+    Free some space and repeat the command: what was finished is kept.
     """
 
 
 class StorageFailed(RamifyError, blame="system", retryable=False):
     """The run directory could not be read or written.
 
-    Read the reason in the message; check permissions, mounts and the disk itself, then give the same command again.
+    Read the reason in the message; check permissions, mounts and the disk, then repeat the command.
     """
 
 
 class RunDamaged(RamifyError, blame="system", retryable=False):
     """A run's directory holds traces, checkpoints or weights, but its index is missing, damaged or empty.
 
-    Nothing was changed: restore `run.sqlite` from a copy, or begin anew with `--fresh`, which deletes nothing.
+    Nothing was changed: restore `run.sqlite` from a copy, or start a new run with `--fresh`, which deletes nothing.
     """
 
 
 class RunBusy(RamifyError, blame="system", retryable=True):
-    """The run directory is held by another process.
+    """Another process uses the run directory.
 
     Wait for that process, stop it, or choose another run; the message says which process it is.
     """
 
 
 class ProcessDied(RamifyError, blame="system", retryable=True):
-    """A process of a run ended again and again, more often than `launch.restarts` allows.
+    """A process of a run exited more often than `launch.restarts` allows.
 
-    Read the end of its log in the message; the same command continues the run.
+    Read the end of its log in the message; the same command resumes the run.
     """
 
 
 class PortTaken(RamifyError, blame="system", retryable=True):
     """A port that a process of the run should listen on is in use.
 
-    End whoever holds it, or choose another `launch.base_port`; 0 takes any that are free.
+    End the process that uses it, or choose another `launch.base_port`; 0 takes free ports.
     """
 
 
 class TransitionRefused(RamifyError, blame="system", retryable=False):
-    """The ledger was told that a group, attempt or batch is in a state that cannot follow the one it is in.
+    """A change of the ledger is not allowed in the current state of the group, attempt or batch.
 
-    Fix the caller: the message names the group, its state and what was asked; the ledger is unchanged.
+    Fix the caller: the message names the group, its state and the requested change; the ledger is unchanged.
     """
 
 
 class RunStalled(RamifyError, blame="system", retryable=False):
-    """A run made no progress for longer than it may, or its tasks ended before its first step.
+    """A run made no progress for longer than allowed, or its tasks ended before its first step.
 
-    The message says who waits for whom, and so does `stalled.txt` in the run; look at the last of them first.
+    The message and `stalled.txt` in the run say which process waits for which; look at the last one first.
     """
 
 
 class NoTrainableGroups(RamifyError, blame="system", retryable=False):
     """A run dropped `orchestrator.patience` groups in a row and could train on none of them.
 
-    Compare the replies with the reward: equal rewards teach nothing, so give partial credit or easier tasks.
+    Compare the replies with the reward: equal rewards give no advantage, so use partial credit or easier tasks.
     """
 
 
 class UnknownFailure(RamifyError, blame="system", retryable=False):
-    """A failure without a class here: a name from another version, or an exception that is not ours.
+    """A failure whose name has no class in this version, or an exception that is not a RamifyError.
 
-    Its `name`, blame and retryable are those it was sent with; upgrade the older side, or read the traceback.
+    It keeps the `name`, `blame` and `retryable` it was sent with; upgrade the older side, or read the traceback.
     """
 
     def __init__(

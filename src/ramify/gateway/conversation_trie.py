@@ -16,9 +16,9 @@ from hashlib import blake2b
 
 from ramify.gateway.canonical import has_same_reasoning, message_key
 from ramify.render import TokenHistory, ToolSchema
+from ramify.render.outline import SYSTEM_ROLES
 from ramify.trace import Message
 
-SYSTEM_ROLES = ("system", "developer")
 MAX_CACHED_HISTORIES = 4  # replies whose history is cached; older histories are rebuilt from the trace
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ramify.render.outline import SYSTEM_ROLES
 from ramify.trace import Message, TextPart
 
-SYSTEM_ROLES = ("system", "developer")
 HOOK_REASON = "made by a hook of the environment, not by the agent"
 ENDPOINT_REASON = "made over the endpoint, beside the harness's own conversation"
 NO_TOOLS_REASON = "offers no tools, unlike other conversations of the agent"

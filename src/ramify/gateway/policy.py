@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.client import ClientSampling, Completion
-from ramify.client.http_client import ConnectFailed, ResponseLost, ServerBusy, open_client, send_request
+from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.client.stall_clock import StallClock
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.gateway.budget import NO_TOKEN_LIMIT
@@ -71,7 +71,9 @@ class Policy(Protocol):
     """A model that samples replies."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The model name that replies are recorded with."""
+        ...
 
     @property
     def trainable(self) -> bool:
@@ -130,7 +132,9 @@ class TokenGenerator(Protocol):
         session: str | None = None,
         timeout: float = 600.0,
         clock: StallClock | None = None,
-    ) -> Completion: ...
+    ) -> Completion:
+        """Sample tokens after `prompt` within `timeout` seconds."""
+        ...
 
 
 class ParsedSample(NamedTuple):
@@ -297,7 +301,7 @@ class ChatPolicy(MessagePolicy):
         connect_timeout: float = 5.0,
     ) -> None:
         self.name, self.max_model_len = model, max_model_len
-        self._http = open_client(base_url.rstrip("/"), connect_timeout=connect_timeout, max_connections=1024)
+        self._http = HttpClient(base_url.rstrip("/"), connect_timeout=connect_timeout, max_connections=1024)
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.client import InferenceClient
-from ramify.client.http_client import ConnectFailed, ResponseLost, ServerBusy, open_client, send_request
+from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.errors import ConfigInvalid, LogprobMismatch, ModelNotFound, ProviderError, RequestInvalid, TokensRequired
 from ramify.gateway.policy import ChatPolicy, Policy, TokenPolicy
 from ramify.model.resolve import resolve_model_path
@@ -45,20 +45,21 @@ async def connect_policy(
     if reason is None:
         try:
             client = await stack.enter_async_context(InferenceClient(urls))
-            length = cards[0][0].get("max_model_len")
-            max_model_len = length if isinstance(length, int) else None
-            path = resolve_model_path(model)
-            vocabulary = _read_vocab_size(path)
+            path, max_model_len = resolve_model_path(model), cards[0][0].get("max_model_len")
             return TokenPolicy(
-                client, load_renderer(path, renderer), model, max_model_len=max_model_len, vocab_size=vocabulary
+                client,
+                load_renderer(path, renderer),
+                model,
+                max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+                vocab_size=_read_vocab_size(path),
             )
         except (TokensRequired, LogprobMismatch) as error:
             reason = error.message
     if client_mode == "tokens":
         raise ConfigInvalid(f"client: 'tokens' is not possible: {reason}")
     if len(urls) > 1:
-        raise ConfigInvalid(f"inference.base_url: several servers need token ids ({reason}); give one address")
-    log(f"asking {urls[0]} as a chat endpoint, without token ids: {reason}")
+        raise ConfigInvalid(f"inference.base_url: several servers require token ids ({reason}); use one address")
+    log(f"using {urls[0]} as a chat endpoint, without token ids: {reason}")
     model_ids = [str(card.get("id")) for card in cards[0]]
     if model_ids and model not in model_ids:
         log(f"{urls[0]} lists {', '.join(model_ids[:5])}, not {model}")
@@ -98,7 +99,7 @@ async def _list_models(url: str, api_key: str) -> list[dict[str, Any]]:
 
     Raises ProviderError, which is retryable, if the server cannot be reached.
     """
-    http = open_client(url, connect_timeout=PROBE_TIMEOUT, max_connections=1)
+    http = HttpClient(url, connect_timeout=PROBE_TIMEOUT, max_connections=1)
     if api_key:
         http.headers["Authorization"] = f"Bearer {api_key}"
     try:

@@ -46,6 +46,7 @@ class Gateway:
 
     @property
     def address(self) -> str:
+        """The URL of the server, without a path."""
         return self._server.address
 
     async def start(self) -> Self:

@@ -155,10 +155,12 @@ class RolloutSession:
 
     @property
     def input_tokens(self) -> int:
+        """Number of context tokens in the trace; each counts once."""
         return self._budget.input_tokens
 
     @property
     def output_tokens(self) -> int:
+        """Number of sampled tokens in the trace."""
         return self._budget.output_tokens
 
     @property

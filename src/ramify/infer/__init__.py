@@ -1,6 +1,6 @@
-"""Inference: an engine on plain PyTorch and Hugging Face models with an HTTP server in front of it, or vLLM as a child.
+"""Inference: a native engine for Hugging Face models with an HTTP server, or vLLM as a child process.
 
-`config` describes both without torch; `engine` runs the model in a thread of its own; `server` speaks HTTP.
+`config` describes both without torch; `engine` runs the model in a thread of its own; `server` is the HTTP server.
 """
 
 import lazy_loader

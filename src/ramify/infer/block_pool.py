@@ -1,12 +1,12 @@
-"""The blocks of the cache: who holds them, and which tokens they are known for.
+"""The blocks of the KV cache: which requests hold them, and which tokens they are cached for.
 
-Blocks form a tree. A child continues its parent's tokens, so the path from a root spells a prefix, and a new request
-walks down the tree to find how much of its prompt is there already. There is one root for each scope (weight version
-and `cache_salt`): what another version computed, or another tenant's tokens, cannot be reached from here.
+Cached blocks form a tree. A child continues its parent's tokens, so the path from a root is a prefix, and a new request
+walks down the tree to find how much of its prompt is cached. There is one root for each scope (weight version and
+`cache_salt`): what another version has computed, or another tenant's tokens, cannot be reached from it.
 
-A block that nobody holds stays in the tree until its memory is needed. `idle` lists such blocks in the order in which
-they will be taken: least recently released first, and children before parents, because a request lets go of its last
-block first. A taken block leaves the tree; children it may still have can no longer be reached and are taken in turn.
+A block that no request holds stays in the tree until its memory is needed. `free_blocks` lists such blocks in the order
+of eviction: least recently freed first, and children before parents, because a request frees its last block first. An
+evicted block leaves the tree; its remaining children can no longer be reached and are evicted in turn.
 """
 
 from collections import OrderedDict
@@ -15,22 +15,24 @@ from collections.abc import Hashable, Sequence
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 
+ROOT_ID = -1
+
 
 class Block:
-    """One block: its number, how many requests hold it, and its place in the tree."""
+    """One block: its id, the number of requests that hold it, and its place in the tree."""
 
-    __slots__ = ("children", "holders", "key", "number", "parent")
+    __slots__ = ("block_id", "children", "parent", "ref_count", "token_key")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.holders = 0
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
         self.parent: Block | None = None
-        self.key: Hashable = None
+        self.token_key: Hashable = None
         self.children: dict[Hashable, Block] = {}
 
 
 class BlockPool:
-    """All blocks. Number 0 is kept back: padding writes there."""
+    """All blocks. Block 0 is reserved: padding is written there."""
 
     def __init__(
         self, num_blocks: int, block_size: int, counters: EngineCounters, *, enable_prefix_cache: bool = True
@@ -41,62 +43,61 @@ class BlockPool:
         self.counters = counters
         self.roots: dict[Hashable, Block] = {}
         self.free_blocks: OrderedDict[int, Block] = OrderedDict(
-            (number, Block(number)) for number in range(1, num_blocks)
+            (block_id, Block(block_id)) for block_id in range(1, num_blocks)
         )
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """The number of blocks that no request holds."""
         return len(self.free_blocks)
 
     def allocate(self, request: EngineRequest, scope: Hashable, *, reserved_blocks: int, token_budget: int) -> bool:
-        """Give a waiting request the blocks of its cached prefix and of its first chunk; False if they do not fit.
+        """Give a waiting request the blocks of its cached prefix and first chunk; return False if they do not fit.
 
-        One token at least is left to compute, since the next token comes from the last one's logits.
+        At least one token is left to compute, since the next token is sampled from the last one's logits.
         """
-        path = (
-            self._match_prefix(scope, request.token_ids[:-1])
-            if self.enable_prefix_cache and not _needs_prompt_logprobs(request)
-            else []
-        )
+        use_cache = self.enable_prefix_cache and not request.needs_prompt_logprobs
+        path = self._match_prefix(scope, request.token_ids[:-1]) if use_cache else []
         start = len(path) * self.block_size
-        needed = self._num_blocks_for(min(start + token_budget, len(request.token_ids))) - len(path)
-        if needed + sum(block.holders == 0 for block in path) + reserved_blocks > self.num_free_blocks:
+        stop = min(start + token_budget, len(request.token_ids))
+        num_new = self._num_blocks_for(stop) - len(path)
+        if num_new + sum(block.ref_count == 0 for block in path) + reserved_blocks > self.num_free_blocks:
             return False
         for block in path:
-            if block.holders == 0:
-                del self.free_blocks[block.number]
-            block.holders += 1
+            if block.ref_count == 0:
+                del self.free_blocks[block.block_id]
+            block.ref_count += 1
         request.blocks = path
         request.num_computed_tokens = start
         request.num_shared_blocks = len(path)
-        request.cache_node = (
-            (path[-1] if path else self._get_or_create_root(scope)) if self.enable_prefix_cache else None
-        )
+        request.cache_node = None
+        if self.enable_prefix_cache:
+            request.cache_node = path[-1] if path else self._get_or_create_root(scope)
         self.counters.prefix_query_tokens += len(request.token_ids)
         self.counters.prefix_hit_tokens += start
-        self.allocate_slots(request, start + min(token_budget, len(request.token_ids) - start))
+        self.allocate_slots(request, stop)
         return True
 
     def allocate_slots(self, request: EngineRequest, num_tokens: int) -> bool:
-        """Make room for the first `length` tokens of a running request; False, and nothing taken, if it cannot."""
-        missing = self._num_blocks_for(num_tokens) - len(request.blocks)
-        if missing > len(self.free_blocks):
+        """Allocate blocks for the first `num_tokens` tokens of a running request; return False, and change nothing, if
+        there are too few."""
+        num_new = self._num_blocks_for(num_tokens) - len(request.blocks)
+        if num_new > len(self.free_blocks):
             return False
-        for _ in range(missing):
+        for _ in range(num_new):
             request.blocks.append(self._pop_free_block())
         return True
 
     def cache_full_blocks(self, request: EngineRequest, num_tokens: int) -> None:
-        """Enter the full blocks among the first `length` tokens into the tree.
+        """Enter the full blocks among the first `num_tokens` tokens into the tree.
 
         This happens when they are scheduled, before they are computed: a layer writes all keys and values of a step
-        before it reads any, so a request admitted to the same step may already build on them. Where another request
-        was first with the same tokens, this one shares no further: what it does not hold it cannot build on.
+        before it reads any, so a request admitted to the same step may already use them. If another request already
+        cached the same tokens, stop caching for this one: its later blocks would hang under a block it does not hold.
         """
         size, node = self.block_size, request.cache_node
-        if node is not None and node.number == -1:
-            node = self.roots.setdefault(node.key, node)  # it may have been dropped, or be another by now
+        if node is not None and node.block_id == ROOT_ID:
+            node = self.roots.setdefault(node.token_key, node)  # the root may have been dropped or replaced
         for index in range(request.num_shared_blocks, num_tokens // size):
             if node is None:
                 break
@@ -105,19 +106,19 @@ class BlockPool:
                 node = None
             else:
                 block = request.blocks[index]
-                block.parent, block.key = node, key
+                block.parent, block.token_key = node, key
                 node.children[key] = node = block
         request.cache_node = node
         request.num_shared_blocks = max(request.num_shared_blocks, num_tokens // size)
 
     def free(self, request: EngineRequest) -> None:
-        """Let go of everything a request holds; what it shared stays in the tree until its memory is needed."""
+        """Free all blocks of a request; those in the tree stay there until their memory is needed."""
         for block in reversed(request.blocks):
-            block.holders -= 1
-            if block.holders == 0:
-                self.free_blocks[block.number] = block
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_blocks[block.block_id] = block
                 if block.parent is None:
-                    self.free_blocks.move_to_end(block.number, last=False)  # known for nothing: take it first
+                    self.free_blocks.move_to_end(block.block_id, last=False)  # not cached: evict it first
         if request.cache_node is not None:
             self._drop_empty_root(request.cache_node)
         request.blocks = []
@@ -125,7 +126,7 @@ class BlockPool:
         request.cache_node = None
 
     def reset_prefix_cache(self, running_requests: Sequence[EngineRequest]) -> None:
-        """Empty the tree: the weights have changed. Blocks stay with `holders`, which share no more."""
+        """Empty the tree: the weights have changed. `running_requests` keep their blocks, but share no more."""
         for root in self.roots.values():
             pending = [root]
             while pending:
@@ -150,25 +151,25 @@ class BlockPool:
 
     def _get_or_create_root(self, scope: Hashable) -> Block:
         if scope not in self.roots:
-            self.roots[scope] = Block(-1)
-            self.roots[scope].key = scope
+            self.roots[scope] = Block(ROOT_ID)
+            self.roots[scope].token_key = scope
         return self.roots[scope]
 
     def _drop_empty_root(self, root: Block) -> None:
-        """Forget a root that leads nowhere: there may be a scope for every request."""
-        if root.number == -1 and not root.children and self.roots.get(root.key) is root:
-            del self.roots[root.key]
+        """Remove a root without children: there may be a scope for every request."""
+        if root.block_id == ROOT_ID and not root.children and self.roots.get(root.token_key) is root:
+            del self.roots[root.token_key]
 
     def _pop_free_block(self) -> Block:
         _, block = self.free_blocks.popitem(last=False)
         if block.parent is not None:
             self.counters.evictions += 1
             parent = block.parent
-            if parent.children.get(block.key) is block:
-                del parent.children[block.key]
+            if parent.children.get(block.token_key) is block:
+                del parent.children[block.token_key]
             self._drop_empty_root(parent)
         self._detach(block)
-        block.holders = 1
+        block.ref_count = 1
         return block
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -176,8 +177,4 @@ class BlockPool:
 
     @staticmethod
     def _detach(block: Block) -> None:
-        block.parent, block.key, block.children = None, None, {}
-
-
-def _needs_prompt_logprobs(request: EngineRequest) -> bool:
-    return request.sampling_params.prompt_logprobs and len(request.prompt_logprobs) < len(request.prompt_token_ids)
+        block.parent, block.token_key, block.children = None, None, {}

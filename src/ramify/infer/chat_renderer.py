@@ -1,7 +1,7 @@
-"""What the server needs to know about text: a narrow door to the package that renders.
+"""The interface of the server to `ramify.render`.
 
-The engine speaks token ids only. Chat and text prompts need something that turns messages into ids and ids back into
-messages; the server takes anything of this shape, or nothing, and then serves token ids alone.
+The engine only takes token ids. Chat and text prompts need a renderer that turns messages into ids and ids back into
+messages. Without one the server only serves token ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation. `source` is the renderer's own, for `parse` to look at."""
+    """A rendered conversation. `rendered` is the renderer's own object, which `parse` needs."""
 
     token_ids: list[int]
     rendered: object = None
 
 
 class ChatRenderer(Protocol):
-    """Messages, tools and text to token ids, and back. Messages are of the OpenAI chat form."""
+    """Converts messages, tools and text to token ids, and back. Messages are in the OpenAI chat format."""
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -26,26 +26,26 @@ class ChatRenderer(Protocol):
         ...
 
     @property
-    def longest_token(self) -> int:
-        """Characters of the longest token: a text of n characters has at least n / this many tokens."""
+    def max_token_chars(self) -> int:
+        """The number of characters of the longest token: a text of n characters has at least n / this many tokens."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:
-        """The prompt for the next assistant turn."""
+        """Return the prompt for the next assistant turn."""
         ...
 
     def parse(self, token_ids: Sequence[int], prompt: ChatPrompt) -> dict[str, Any]:
-        """Sampled ids as an assistant message: `content`, and `tool_calls` or `reasoning_content` if there are any."""
+        """Parse sampled ids into a message with `content`, and if present `tool_calls` and `reasoning_content`."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Plain text as token ids, special tokens recognised."""
+        """Return the token ids of a text; special tokens in it are recognized."""
         ...
 
     def decode_token(self, token_id: int) -> str:
-        """Return the text of one token, also of a special one."""
+        """Return the text of one token, which may be special."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Token ids as text, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         ...

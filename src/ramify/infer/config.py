@@ -1,4 +1,4 @@
-"""How the engine and its server are set up. Importable without torch."""
+"""The config of the engine and its server. Importable without torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,70 +22,72 @@ class EngineConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the matrix products; None leaves torch's own choice."""
+    """CPU threads for matrix products; None leaves the choice to torch."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt and reply together; None is what the model allows and the cache can hold."""
+    """Maximum tokens of prompt and reply together; None is what the model allows and the cache can hold."""
     max_running: int = Field(default=64, ge=1)
-    """Requests that decode together; the others wait."""
+    """Maximum number of requests that run at the same time; the others wait."""
     max_batch_tokens: int = Field(default=1024, ge=1)
-    """Tokens of one step, decoding and prefill together."""
+    """Maximum tokens of one step, decoding and prefill together."""
     queue: int = Field(default=1024, ge=1)
-    """Requests that may wait; one more is refused."""
+    """Maximum number of waiting requests; further requests are rejected."""
     block_size: int = Field(default=16, ge=1)
-    """Tokens in a block of the cache, the unit of prefix sharing."""
+    """Tokens per block of the KV cache, the unit of prefix caching."""
     kv_tokens: int | None = Field(default=None, ge=1)
-    """Tokens the cache holds; None takes what `max_running` full requests need, within `memory`."""
+    """Tokens that the KV cache holds; None is what `max_running` requests of full length need, limited by `memory`."""
     memory: float = Field(default=0.4, gt=0, lt=1)
-    """Share of the device's free memory that the cache may take."""
+    """Fraction of the device's free memory that the KV cache may take."""
     prefix_cache: bool = True
     batch_invariant: bool = False
-    """Fixed shapes: the same request gives the same bits whatever runs beside it. Slower."""
+    """Use fixed shapes: a request then gets the same bits whatever else is in the batch. Slower."""
     fused: bool = True
-    """Run models of the Llama family with fused operators, after checking them against the model's own code. On a CPU
-    some of them are compiled at the start, where there is a C compiler."""
+    """Run Llama-like models with fused operators, after checking them against the model's own code. On a CPU some of
+    them are compiled at the start if there is a C compiler."""
 
     @model_validator(mode="after")
     def _batch_tokens_cover_max_running(self) -> "EngineConfig":
         if self.max_batch_tokens < self.max_running:
-            found = f"{self.max_batch_tokens} < {self.max_running}"
-            raise ValueError(f"max_batch_tokens must be at least max_running, so that every request advances ({found})")
+            values = f"{self.max_batch_tokens} < {self.max_running}"
+            raise ValueError(
+                f"max_batch_tokens must be at least max_running, so that every request advances ({values})"
+            )
         return self
 
 
 class VLLMConfig(Config):
-    """A stock vLLM server, started from an environment of its own."""
+    """A stock vLLM server, started from its own Python environment."""
 
     engine: Literal["vllm"] = "vllm"
     python: str = "python"
-    """The interpreter of the environment that has vLLM."""
+    """The Python interpreter of the environment with vLLM."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt and reply together; None is vLLM's own choice."""
+    """Maximum tokens of prompt and reply together; None leaves the choice to vLLM."""
     max_running: int | None = Field(default=None, ge=1)
-    """Requests that decode together; None is vLLM's own choice."""
+    """Maximum number of requests that run at the same time; None leaves the choice to vLLM."""
     memory: float = Field(default=0.4, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM takes in all."""
+    """Fraction of a GPU's memory that vLLM takes in total."""
     cpu_cache: int = Field(default=1, ge=1)
-    """GiB of keys and values, where vLLM runs on a CPU."""
+    """Size of the KV cache in GiB if vLLM runs on a CPU."""
     prefix_cache: bool = True
     eager: bool = False
-    """Do not compile: up sooner, slower afterwards."""
+    """Do not compile: faster start, slower decoding."""
     args: list[str] = []
-    """More arguments of `vllm serve`, as they are."""
+    """Additional arguments of `vllm serve`."""
     env: dict[str, str] = {}
-    """More variables of its environment."""
+    """Additional environment variables."""
     log: str = "vllm.log"
-    """The file its output goes to."""
+    """The file for its output."""
     start_deadline: float = Field(default=600.0, gt=0)
-    """Seconds until it has to answer."""
+    """Seconds within which it must be ready."""
 
 
 class ExternalConfig(Config):
-    """Servers that run already, of either engine: they are sampled from and given weights, never started or stopped."""
+    """Servers that run already, of either engine. Ramify uses them and updates their weights, but never stops them."""
 
     engine: Literal["external"] = "external"
     base_url: list[str] = Field(min_length=1)
-    """Their addresses, such as `http://10.0.0.1:8000`, all serving the same model."""
+    """Addresses of the servers, such as `http://10.0.0.1:8000`; all serve the same model."""
 
     @field_validator("base_url")
     @classmethod
@@ -108,16 +110,16 @@ class ServerConfig(Config):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 lets the system choose; the address is printed."""
+    """0 lets the operating system choose; the address is printed."""
     model_name: str | None = None
-    """What clients call the model; by default as `model.name` does."""
+    """The name of the model for clients; `model.name` by default."""
     allowed_hosts: list[str] = []
-    """Further names that the `Host` header of a request to `/pause`, `/resume` or `/update_weights` may hold; `host`,
-    addresses, names without a dot and this machine's own name are always accepted."""
+    """Additional host names that are accepted in the `Host` header of requests to `/pause`, `/resume` and
+    `/update_weights`. `host`, addresses, names without a dot and this machine's name are always accepted."""
     timeout: float = Field(default=3600.0, gt=0)
-    """Seconds a request may take in all, waiting included."""
+    """Maximum seconds for a request, including the time in the queue."""
     shutdown: float = Field(default=10.0, gt=0)
-    """Seconds that requests in flight get to finish when the server stops."""
+    """Seconds that running requests get to finish when the server stops."""
 
 
 class ServeConfig(Config):
@@ -131,16 +133,16 @@ class ServeConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _inference_is_not_external(cls, data: Any) -> Any:
-        """A run's own file may name servers that run already; such a run needs no `ramify serve`."""
+        """The config of a run may name servers that run already; such a run needs no `ramify serve`."""
         inference = data.get("inference") if isinstance(data, dict) else None
         if isinstance(inference, dict) and (inference.get("engine") == "external" or "base_url" in inference):
-            said = "inference.base_url names servers that run already: there is nothing to serve"
-            raise ValueError(f"{said}; leave it out, with inference.engine = 'native' or 'vllm'")
+            problem = "inference.base_url names servers that run already: there is nothing to serve"
+            raise ValueError(f"{problem}; leave it out, with inference.engine = 'native' or 'vllm'")
         return data
 
     @model_validator(mode="after")
     def _vllm_rejects_native_options(self) -> "ServeConfig":
-        """What vLLM does by itself cannot be set here; a key that does nothing is an error."""
+        """Options of the native engine cannot be set for vLLM; a key without effect is an error."""
         if self.inference.engine == "vllm":
             if self.server.timeout != ServerConfig().timeout:
                 raise ValueError("server.timeout needs inference.engine = 'native'; vLLM's clients bring deadlines")

@@ -1,10 +1,10 @@
-"""The engine: a core in a thread of its own, spoken to from asyncio.
+"""The engine: a core in a thread of its own, used from asyncio.
 
-The thread is the only one that touches the core. Requests are left at its door and taken in between two steps. Whatever
-else others want from it is a command: a function and a future, carried out then as well. What it has for others is
-news: after a step it wakes the streams that have some, one call into each event loop per step, and they read their
-requests. Requests are only ever appended to, so a reader needs no lock. Nothing here waits without an end: commands
-have deadlines, requests have deadlines, and a thread that dies takes every stream with it by name.
+Only the thread uses the core. New requests are put in a queue, which the thread reads between two steps. Everything
+else that others want from it is a command: a function and a future, which the thread runs between two steps as well.
+After a step the thread notifies the streams that have new tokens, with one call into each event loop, and they read
+their requests. Requests are only ever appended to, so a reader needs no lock. Nothing waits forever: commands have
+timeouts, requests have deadlines, and if the thread dies every stream fails with its error.
 """
 
 import asyncio
@@ -30,11 +30,14 @@ from ramify.model.weights import stage_weights
 
 T = TypeVar("T")
 COMMAND_TIMEOUT = 120.0  # seconds; a command waits for one step at most
-IDLE_WAIT_SECONDS = 0.2  # seconds after which an idle thread looks at the deadlines
+IDLE_WAIT_SECONDS = 0.2  # after which an idle thread checks the deadlines
 
 
 class RequestStream:
-    """A request seen from an event loop: its tokens as they come, or all of them at the end."""
+    """The outputs of a request in an event loop: incrementally, or all of them at the end.
+
+    `updated` is set when there is something to read.
+    """
 
     def __init__(self, engine: "Engine", request: EngineRequest, *, incremental: bool) -> None:
         self.request = request
@@ -45,41 +48,41 @@ class RequestStream:
         self._num_read = 0
 
     async def iter_outputs(self) -> AsyncIterator[RequestOutput]:
-        """New tokens whenever there are some; the last part has a finish reason."""
+        """Yield new tokens when there are some; the last output has a finish reason."""
         while True:
             await self.updated.wait()
             self.updated.clear()
-            part = self._read_output()
-            if part.token_ids or part.finish_reason:
-                yield part
-            if part.finish_reason:
+            output = self._read_output()
+            if output.token_ids or output.finish_reason:
+                yield output
+            if output.finish_reason:
                 return
 
     async def result(self) -> RequestOutput:
-        """Everything, when it has finished."""
+        """Wait until the request has finished and return everything."""
         while self.request.finish_reason is None:
             await self.updated.wait()
             self.updated.clear()
         return self._read_output()
 
     def cancel(self) -> None:
-        """Stop computing; nothing happens if it has finished."""
+        """Stop the request, unless it has finished."""
         if self.request.finish_reason is None:
             self._engine.cancel(self.request)
 
     def _read_output(self) -> RequestOutput:
         request, start = self.request, self._num_read
-        finish, error = request.finish_reason, request.error  # first: what follows is then complete
+        finish_reason, error = request.finish_reason, request.error  # first: what is read after them is complete
         stop = len(request.logprobs)
         if error is not None:
             raise error
         self._num_read = stop
-        begin = len(request.prompt_token_ids)
+        prompt_length = len(request.prompt_token_ids)
         return RequestOutput(
-            token_ids=request.token_ids[begin + start : begin + stop],
+            token_ids=request.token_ids[prompt_length + start : prompt_length + stop],
             logprobs=request.logprobs[start:stop],
             version_runs=_version_runs(request.version_starts, start, stop),
-            finish_reason=finish,
+            finish_reason=finish_reason,
             top_logprobs=request.top_logprobs[start:stop],
             prompt_logprobs=request.prompt_logprobs if start == 0 else [],
             prompt_top_logprobs=request.prompt_top_logprobs if start == 0 else [],
@@ -88,13 +91,16 @@ class RequestStream:
 
 
 class Engine:
-    """Owns the thread and the core in it. Start it once, close it once."""
+    """Owns the thread and the core in it. Start it once, close it once.
+
+    `failure` is set when the thread has ended; `swap_seconds` is how long the last weight swap delayed decoding.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.paused = False
         self.failure: ProviderError | None = None
-        self.swap_seconds = 0.0  # how long the last weight swap held up decoding
+        self.swap_seconds = 0.0
         self._new_requests: deque[EngineRequest] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
@@ -105,12 +111,12 @@ class Engine:
 
     @classmethod
     def load(cls, name: str, config: EngineConfig) -> "Engine":
-        """An engine for the model `name`, not yet started."""
+        """Load the model `name` and return an engine that is not yet started."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         path = resolve_model_path(name)
-        published = (path / MANIFEST_FILE).is_file()
-        version = verify_weights(path).version if published else PolicyVersion(Path(name).name)
+        is_published = (path / MANIFEST_FILE).is_file()
+        version = verify_weights(path).version if is_published else PolicyVersion(Path(name).name)
 
         def build_core() -> EngineCore:
             return EngineCore(load_model(path, dtype=config.dtype, device=config.device), config, version)
@@ -123,7 +129,7 @@ class Engine:
         return self
 
     def close(self, timeout: float = 30.0) -> None:
-        """End the thread; streams that have not finished fail by name."""
+        """End the thread; unfinished streams fail with ProviderError. Raises DeadlineExceeded."""
         with self._wakeup:
             self._closing = True
             self._wakeup.notify()
@@ -131,7 +137,7 @@ class Engine:
         if self._thread.is_alive():
             raise DeadlineExceeded(f"the engine thread did not end within {timeout:.0f} s; a step is still running")
 
-    # -- what others ask ---------------------------------------------------------------------------------------------
+    # -- calls from other threads ------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -143,7 +149,10 @@ class Engine:
         timeout: float | None = None,
         incremental: bool = False,
     ) -> RequestStream:
-        """Queue a request. Raises at once what is wrong with it, or QueueFull. To be called from an event loop."""
+        """Queue a request and return its stream. Call it in an event loop.
+
+        Raises RequestInvalid, ContextOverflow, QueueFull, or ProviderError if the engine has ended.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         request = self.core.create_request(
             prompt_token_ids, sampling_params, cache_salt=cache_salt, priority=priority, deadline=deadline
@@ -160,7 +169,7 @@ class Engine:
         return stream
 
     def cancel(self, request: EngineRequest) -> None:
-        """Stop a request; its stream ends with the finish reason `abort`. Safe from any thread."""
+        """Stop a request; its stream ends with the finish reason `abort`. Thread-safe."""
 
         def cancel_and_notify() -> None:
             if request in self._streams:
@@ -170,20 +179,20 @@ class Engine:
         self._enqueue_command(cancel_and_notify)
 
     async def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
-        """Stop stepping. Requests stay where they are (`keep`) or are cancelled (`abort`); new ones wait."""
+        """Stop stepping. Requests keep their state (`keep`) or are cancelled (`abort`); new ones wait."""
 
         def set_paused() -> None:
             self.paused = True
             if mode == "abort":
-                everyone = self.core.list_unfinished_requests()
-                for request in everyone:
+                unfinished = self.core.list_unfinished_requests()
+                for request in unfinished:
                     self.core.cancel(request)
-                self._notify_streams(everyone)
+                self._notify_streams(unfinished)
 
         await self._run_command(set_paused)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue stepping."""
 
         def clear_paused() -> None:
             self.paused = False
@@ -191,7 +200,7 @@ class Engine:
         await self._run_command(clear_paused)
 
     async def update_weights(self, directory: Path, kv_mode: KVSwapMode = "recompute") -> PolicyVersion:
-        """Verify the published weights beside the running engine, then swap them in between two steps."""
+        """Verify published weights while the engine runs, then swap them in between two steps."""
 
         def stage() -> Any:
             with self._staging_lock:
@@ -212,7 +221,7 @@ class Engine:
         return staged.version
 
     def format_metrics(self) -> str:
-        """Counters and gauges, as Prometheus reads them."""
+        """Return counters and gauges in the Prometheus text format."""
         gauges = {**self.core.gauges(), "paused": float(self.paused), "last_swap_seconds": self.swap_seconds}
         return self.core.counters.to_prometheus(gauges)
 
@@ -250,62 +259,63 @@ class Engine:
                         if not self._new_requests and not self._commands and not self._closing:
                             self._wakeup.wait(IDLE_WAIT_SECONDS)
             self._fail_all(ProviderError("the engine was closed"))
-        except Exception as error:  # noqa: BLE001 - whatever it was, every stream has to hear of it
+        except Exception as error:  # noqa: BLE001 - every stream has to get the error, whatever it is
             failure = ProviderError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail_all(failure)
 
     def _drain_queues(self) -> None:
-        """Take what has arrived, then do as told: a command is about requests that were there before it."""
-        commands = len(self._commands)
+        """Enqueue new requests, then run the commands that were pending before that, so that a command sees every
+        request submitted before it."""
+        num_commands = len(self._commands)
         while self._new_requests:
             self.core.enqueue(self._new_requests.popleft())
-        for _ in range(commands):
+        for _ in range(num_commands):
             function, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            except Exception as error:  # noqa: BLE001 - it is raised in the caller of the command
                 future.set_exception(error)
 
     def _notify_streams(self, requests: Sequence[EngineRequest]) -> None:
-        """Wake the streams of these requests, with one call into each event loop."""
-        awake: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
+        """Notify the streams of these requests, with one call into each event loop."""
+        streams_by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         for request in requests:
             stream = self._streams.get(request)
             if stream is None or not (stream.incremental or request.finish_reason):
                 continue
             if request.finish_reason:
                 del self._streams[request]
-            awake.setdefault(stream.loop, []).append(stream)
-        for loop, streams in awake.items():
+            streams_by_loop.setdefault(stream.loop, []).append(stream)
+        for loop, streams in streams_by_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_set_updated, streams)
 
     def _fail_all(self, failure: ProviderError) -> None:
         with self._wakeup:
             self.failure = failure
-            pending = list(self._commands)
+            pending_commands = list(self._commands)
             self._commands.clear()
-        for _, future in pending:
+        for _, future in pending_commands:
             if future.set_running_or_notify_cancel():
                 future.set_exception(failure)
-        orphans = list(self._streams)
-        for request in orphans:
+        unfinished = list(self._streams)
+        for request in unfinished:
             request.error = failure
             request.finish_reason = request.finish_reason or "abort"
-        self._notify_streams(orphans)
+        self._notify_streams(unfinished)
 
 
-def _run_in_new_thread(work: Callable[[], T]) -> "Future[T]":
-    """Work in a thread that ends with it.
+def _run_in_new_thread(function: Callable[[], T]) -> "Future[T]":
+    """Run a function in a thread that ends with it.
 
-    Torch keeps helpers for every thread it has computed in. Where there are more of them than cores they no longer wait
-    for work but go to sleep, and each product of the engine would have to wake its own.
+    Torch keeps worker threads for every thread that has computed. If there are more of them than cores, idle workers no
+    longer spin but sleep, and each product of the engine would have to wake its own.
     """
     executor = ThreadPoolExecutor(1)
-    future = executor.submit(work)
+    future = executor.submit(function)
     executor.shutdown(wait=False)
     return future
 
@@ -318,9 +328,9 @@ def _set_updated(streams: list[RequestStream]) -> None:
 def _version_runs(
     version_starts: list[tuple[PolicyVersion, int]], start: int, stop: int
 ) -> list[tuple[PolicyVersion, int]]:
-    """How many of the sampled tokens [start, stop) each version is for."""
-    ends = [begin for _, begin in version_starts[1:]]
+    """Return the versions that sampled tokens [start, stop), each with its number of tokens."""
+    ends = [first for _, first in version_starts[1:]]
     runs = [
-        (version, min(end, stop) - max(begin, start)) for (version, begin), end in zip(version_starts, [*ends, stop])
+        (version, min(end, stop) - max(first, start)) for (version, first), end in zip(version_starts, [*ends, stop])
     ]
     return [(version, count) for version, count in runs if count > 0]

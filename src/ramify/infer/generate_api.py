@@ -1,7 +1,7 @@
-"""`POST /inference/v1/generate`: token ids in, token ids with logprobs and versions out, in vLLM's shape.
+"""`POST /inference/v1/generate`: token ids in, token ids with logprobs and versions out, in vLLM's format.
 
-This is the door Ramify itself uses. Nothing is tokenized here, so what is sampled is what will be trained. Beyond
-vLLM's fields a choice has `policy_versions`: runs of (policy, incarnation, step, count) over its tokens.
+Ramify itself uses this endpoint. Nothing is tokenized here, so what is sampled is what will be trained. Beyond vLLM's
+fields a choice has `policy_versions`: runs of (policy, incarnation, step, count) over its tokens.
 """
 
 import random
@@ -28,48 +28,47 @@ from ramify.infer.streaming import (
 
 
 async def generate(http: HttpRequest, engine: Engine, *, timeout: float) -> Response:
-    """Answer one request."""
+    """Respond to one request."""
     body = parse_body(await http.body(), GenerateBody)
-    knobs = body.sampling_params
-    if knobs.stop_strings:
-        raise RequestInvalid("stop: this endpoint knows no text; give stop_token_ids")
-    limit = 16 if knobs.max_tokens is None else knobs.max_tokens
-    eos, top = engine.core.model.eos_ids, knobs.logprobs or 0
-    jobs = [
+    params = body.sampling_params
+    if params.stop_strings:
+        raise RequestInvalid("stop: this endpoint has no tokenizer; give stop_token_ids")
+    max_tokens = 16 if params.max_tokens is None else params.max_tokens
+    num_top_logprobs = 0 if params.logprobs in (None, 1) else params.logprobs
+    sample_requests = [
         SampleRequest(
             body.token_ids,
-            knobs.to_sampling_params(
-                eos_ids=eos, max_tokens=limit, top_logprobs=0 if top == 1 else top, sample_index=copy
+            params.to_sampling_params(
+                eos_ids=engine.core.model.eos_ids,
+                max_tokens=max_tokens,
+                top_logprobs=num_top_logprobs,
+                sample_index=sample_index,
             ),
             body.cache_salt or "",
             body.priority,
         )
-        for copy in range(knobs.num_samples)
+        for sample_index in range(params.num_samples)
     ]
-    name = body.request_id or f"generate-{random.getrandbits(64):016x}"  # asking the kernel would give up the GIL
-    streams = submit_all(engine, jobs, timeout=timeout, incremental=body.stream)
+    # uuid4 makes a system call, which would release the GIL
+    request_id = body.request_id or f"generate-{random.getrandbits(64):016x}"
+    streams = submit_all(engine, sample_requests, timeout=timeout, incremental=body.stream)
     if body.stream:
-        return StreamingResponse(_stream_events(name, streams, body), media_type="text/event-stream")
+        return StreamingResponse(_stream_events(request_id, streams, body), media_type="text/event-stream")
     results = await gather_results(http, streams)
-    wanted = knobs.logprobs is not None
-    answer: dict[str, Any] = {
-        "request_id": name,
-        "choices": [format_choice(index, result, with_logprobs=wanted) for index, result in enumerate(results)],
+    with_logprobs = params.logprobs is not None
+    response: dict[str, Any] = {
+        "request_id": request_id,
+        "choices": [format_choice(index, result, with_logprobs=with_logprobs) for index, result in enumerate(results)],
     }
-    if knobs.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = format_prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
-    usage = sum(len(result.token_ids) for result in results)
-    answer["usage"] = {
-        "prompt_tokens": len(body.token_ids),
-        "completion_tokens": usage,
-        "total_tokens": len(body.token_ids) + usage,
-        "prompt_tokens_details": {"cached_tokens": results[0].num_cached_tokens},
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    if params.prompt_logprobs is not None:
+        response["prompt_logprobs"] = format_prompt_logprobs(body.token_ids, results[0].prompt_logprobs)
+    num_sampled = sum(len(result.token_ids) for result in results)
+    response["usage"] = format_usage(len(body.token_ids), num_sampled, results[0].num_cached_tokens)
+    return Response(msgspec.json.encode(response), media_type="application/json")
 
 
 def format_choice(index: int, output: RequestOutput, *, with_logprobs: bool) -> dict[str, Any]:
-    """One sample, or a part of it."""
+    """Return one sample, or a part of it, as a choice."""
     return {
         "index": index,
         "token_ids": output.token_ids,
@@ -80,30 +79,41 @@ def format_choice(index: int, output: RequestOutput, *, with_logprobs: bool) -> 
 
 
 def format_logprobs(output: RequestOutput) -> list[dict[str, Any]]:
-    """Logprobs in the chat form; a token is spelled by its id, since this endpoint knows no text."""
-    written: list[dict[str, Any]] = [
+    """Return logprobs in the chat format; a token is given by its id, since this endpoint has no tokenizer."""
+    formatted: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
         for token, logprob in zip(output.token_ids, output.logprobs)
     ]
-    for entry, top in zip(written, output.top_logprobs):
-        entry["top_logprobs"] = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in top]
-    return written
+    for token_fields, alternatives in zip(formatted, output.top_logprobs):
+        token_fields["top_logprobs"] = [
+            {"token": f"token_id:{token}", "logprob": logprob} for token, logprob in alternatives
+        ]
+    return formatted
 
 
 def format_prompt_logprobs(token_ids: list[int], logprobs: list[float | None]) -> list[dict[str, Any] | None]:
-    """As vLLM spells them: a table from token id to logprob for each position, none for the first."""
+    """Return prompt logprobs as vLLM does: for each position a table from token id to logprob, None for the first."""
     return [
         None if logprob is None else {str(token): {"logprob": logprob}} for token, logprob in zip(token_ids, logprobs)
     ]
 
 
+def format_usage(num_prompt_tokens: int, num_sampled_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Return the `usage` field."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_sampled_tokens,
+        "total_tokens": num_prompt_tokens + num_sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
 async def _stream_events(request_id: str, streams: list[RequestStream], body: GenerateBody) -> AsyncIterator[bytes]:
-    wanted = body.sampling_params.logprobs is not None
+    with_logprobs = body.sampling_params.logprobs is not None
     try:
-        async for index, part in merge_streams(streams):
-            yield format_sse_event(
-                {"request_id": request_id, "choices": [format_choice(index, part, with_logprobs=wanted)]}
-            )
-    except RamifyError as error:  # the status is sent already; the stream has to say it
+        async for index, output in merge_streams(streams):
+            choice = format_choice(index, output, with_logprobs=with_logprobs)
+            yield format_sse_event({"request_id": request_id, "choices": [choice]})
+    except RamifyError as error:  # the status is sent already, so the error is an event
         yield format_sse_event(build_error_body(error))
     yield SSE_DONE

@@ -1,7 +1,7 @@
-"""From a run's `[inference]` section to the client that samples from it.
+"""The client for a run's `[inference]` section.
 
-Whoever samples need not know whether the servers were started for this run or have been running for days: both are
-addresses. Only who starts and stops them differs, and that is not decided here.
+The caller need not know whether the servers were started for this run or have been running for days: both are
+addresses. Starting and stopping servers is done elsewhere.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ def build_inference_client(
     *,
     version: PolicyVersion | None = None,
 ) -> InferenceClient:
-    """A client, not yet started, over `base_url`, or over the addresses of the servers that were started for the run.
+    """Return a client, not yet started, for `inference.base_url` or for the servers that were started for the run.
 
-    `version` names the weights that engines without versions of their own (vLLM) start with.
+    `version` names the initial weights of engines without versions of their own (vLLM).
     """
     if isinstance(inference, ExternalConfig):
         if server_urls:

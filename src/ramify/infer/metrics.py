@@ -1,11 +1,11 @@
-"""What the engine has done, counted. One flat object, written by the engine's thread and read by anyone."""
+"""Counters of the engine: one flat object, written by the engine's thread and read by any thread."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start."""
+    """Totals since the start. The field names are part of the Prometheus names."""
 
     requests: int = 0
     finished: int = 0
@@ -25,11 +25,11 @@ class EngineCounters:
     evictions: int = 0
     swaps: int = 0
     swaps_refused: int = 0
-    recomputes: int = 0  # requests sent back by a swap
-    kept: int = 0  # requests that went on with older keys and values
+    recomputes: int = 0  # requests that a weight swap put back in the queue
+    kept: int = 0  # requests that kept their keys and values in a weight swap
 
     def to_prometheus(self, gauges: dict[str, float]) -> str:
-        """The counters and `gauges` in the format Prometheus reads."""
+        """Return the counters and `gauges` in the Prometheus text format."""
         lines: list[str] = []
         for item in fields(self):
             name = f"ramify_{item.name}_total"

@@ -1,12 +1,12 @@
-"""From scheduled chunks to logits: one flat forward.
+"""Running scheduled chunks: from their tokens to logits, in one flat forward.
 
-Tokens of all chunks lie in one row, sorted so that those which can share a tile lie side by side. Two chunks share a
-tile if neither their new tokens nor their blocks differ by more than a factor of two, so padding at most doubles the
-work of the smallest, and the number of tiles grows only with the logarithm of the lengths.
+The tokens of all chunks are one row, sorted so that chunks which can share a tile are adjacent. Two chunks share a tile
+if neither their new tokens nor their blocks differ by more than a factor of two, so padding at most doubles the work of
+the smallest, and the number of tiles grows only with the logarithm of the lengths.
 
-In `batch_invariant` mode nothing may depend on the company a token is in. Every token, of a prompt or not, is a tile
-row of its own, the number of rows is fixed, and keys are padded to a multiple of a fixed length: each operator then has
-the same shapes in every step, and a row's result is the same bits wherever it lies.
+In `batch_invariant` mode the result of a token must not depend on the other tokens of the batch. Every token, of a
+prompt or not, is a tile row of its own, the number of rows is fixed, and keys are padded to a multiple of a fixed
+length: each operator then has the same shapes in every step, and a row has the same bits wherever it is.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ from ramify.model.logprob_check import (
 )
 from ramify.model.paged_attention import AttentionMetadata, AttentionTile, KVPool
 
-MIN_TILE_BLOCKS = 8  # sequences shorter than this many blocks always share a tile
-MAX_KV_BUFFER_BYTES = 512 << 20  # gathered keys and values that decoding requests may hold from step to step
+MIN_TILE_BLOCKS = 8  # sequences of at most this many blocks can always share a tile
+MAX_KV_BUFFER_BYTES = 512 << 20  # gathered keys and values that tiles may keep from step to step
 INVARIANT_KEY_MULTIPLE = 512  # keys are padded to a multiple of this in batch-invariant mode
 
 
@@ -43,11 +43,11 @@ INVARIANT_KEY_MULTIPLE = 512  # keys are padded to a multiple of this in batch-i
 class InputBatch:
     """The tensors of one step."""
 
-    chunk_order: list[int]  # of the chunks, by row
-    decoding_requests: list[EngineRequest]  # those of the chunks, if each is one token and wants its logits
+    chunk_order: list[int]  # index of each row's chunk
+    decoding_requests: list[EngineRequest]  # if every chunk is one token and needs logits; in order of the chunks
     starts: list[int]
     host_inputs: np.ndarray  # [3, rows]: ids, positions and slots
-    device_inputs: Tensor  # the same where the model is; on a CPU the same memory
+    device_inputs: Tensor  # the same on the model's device; on a CPU the same memory
     input_ids: Tensor
     positions: Tensor
     attn_metadata: AttentionMetadata
@@ -55,7 +55,10 @@ class InputBatch:
 
 
 class ModelRunner:
-    """Owns the model's key-value memory and runs steps."""
+    """Owns the model's KV pool and runs steps.
+
+    `compiled_ops` are the operators in C, if they are used; `ops_description` names the operators for the log.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class ModelRunner:
         fixed_rows: int | None = None,
     ) -> None:
         self.model, self.counters = model, counters
-        self.has_device_memory = model.device.type != "cpu"  # whether the model has memory of its own
+        self.has_device_memory = model.device.type != "cpu"
         self.block_size = block_size
         self.fixed_rows = fixed_rows and -(-fixed_rows // ROWS_PER_CHUNK) * ROWS_PER_CHUNK
         shape = model.shape
@@ -77,122 +80,116 @@ class ModelRunner:
         )
         self.fused_model = build_fused_model(model.module) if fused else None
         self.forward = self.fused_model or build_hf_forward(model.module)
-        operators = self.fused_model.ops if self.fused_model else None
-        self.ops_description = operators.description if operators else "the model's own code"
-        self.compiled_ops = operators if isinstance(operators, CompiledDecoderOps) else None
-        self.kv_buffer_bytes = (
-            0 if self.compiled_ops else MAX_KV_BUFFER_BYTES
-        )  # compiled attention reads the pool itself
-        self.cuda_graphs = (
-            CudaGraphRunner(self.fused_model, self.pool) if self.fused_model and model.device.type == "cuda" else None
-        )
+        ops = self.fused_model.ops if self.fused_model else None
+        self.ops_description = ops.description if ops else "the model's own code"
+        self.compiled_ops = ops if isinstance(ops, CompiledDecoderOps) else None
+        self.kv_buffer_bytes = 0 if self.compiled_ops else MAX_KV_BUFFER_BYTES  # attention in C reads the pool itself
+        on_cuda = model.device.type == "cuda"
+        self.cuda_graphs = CudaGraphRunner(self.fused_model, self.pool) if self.fused_model and on_cuda else None
         self._last_batch: InputBatch | None = None
-        if self.fused_model is None:  # otherwise `fuse` has recognized the code of a known family
+        if self.fused_model is None:  # `build_fused_model` has checked a fused one
             self._check_model(min(NUM_CHECK_TOKENS, num_blocks * block_size, shape.max_positions))
 
     @torch.no_grad()
     def _check_model(self, num_tokens: int) -> None:
         """Raise ModelUnsupported unless a few tokens through the paged cache get the logprobs of the model itself."""
-        module, ids = self.model.module, build_check_ids(self.model.module.config, num_tokens)
-        place = torch.arange(num_tokens, device=self.model.device)
-        blocks = torch.arange(-(-num_tokens // self.block_size), device=self.model.device)
-        step = AttentionMetadata(
-            self.pool, place, [AttentionTile(0, num_tokens, 1, num_tokens, blocks, place.unsqueeze(0))]
-        )
-        ids = ids.to(self.model.device)
+        module, device = self.model.module, self.model.device
+        ids = build_check_ids(module.config, num_tokens).to(device)
+        positions = torch.arange(num_tokens, device=device)
+        block_table = torch.arange(-(-num_tokens // self.block_size), device=device)
+        tile = AttentionTile(0, num_tokens, 1, num_tokens, block_table, positions.unsqueeze(0))
+        metadata = AttentionMetadata(self.pool, positions, [tile])
         try:
-            logits = self.forward(ids, place, step, place)
+            logits = self.forward(ids, positions, metadata, positions)
         except (RamifyError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a model that is put together in another way fails anywhere
+        except Exception as error:  # a model with another structure may fail anywhere
             raise unsupported_error("engine", module, error) from error
-        if step.last_layer < len(self.pool.layers) - 1:
+        if metadata.last_layer < len(self.pool.layers) - 1:
             raise ModelUnsupported(
-                f"{type(module).__name__} computes attention by itself, so it cannot read the paged cache"
+                f"{type(module).__name__} does not call its attention function, so it cannot read the paged cache"
             )
         if num_tokens > 1:
-            expected, actual = (
-                compute_reference_logprobs(module, ids, ATTENTION_NAME),
-                compute_logprobs(logits[:-1], ids[1:]),
-            )
-            check_logprobs("engine", module, expected, actual)
+            expected = compute_reference_logprobs(module, ids, ATTENTION_NAME)
+            check_logprobs("engine", module, expected, compute_logprobs(logits[:-1], ids[1:]))
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
-        """Compute the chunks. Returns them in the order of their rows, and the logits of the rows asked for.
+        """Compute the chunks; return them in the order of their rows, and the logits.
 
-        A chunk that asks for prompt logprobs has logits for every token, one that samples for its last, others none.
+        A chunk that needs prompt logprobs has logits for every token, one that samples for its last, others none.
         """
         if self.fixed_rows is not None:
             return self._run_fixed(chunks, self.fixed_rows)
-        if (
-            self.cuda_graphs
-            and _is_decode_only(chunks)
-            and self.cuda_graphs.can_replay(len(chunks), max(chunk.stop for chunk in chunks))
-        ):
-            return list(chunks), self._replay_graph(self.cuda_graphs, chunks)
+        graphs = self.cuda_graphs
+        if graphs and _is_decode_only(chunks) and graphs.can_replay(len(chunks), max(chunk.stop for chunk in chunks)):
+            return list(chunks), self._replay_graph(graphs, chunks)
         batch = self._last_batch = self._advance_batch(chunks) or self._prepare_inputs(chunks)
-        ordered = [chunks[place] for place in batch.chunk_order]
-        return ordered, self.forward(batch.input_ids, batch.positions, batch.attn_metadata, batch.logit_rows)
+        chunks_by_row = [chunks[index] for index in batch.chunk_order]
+        return chunks_by_row, self.forward(batch.input_ids, batch.positions, batch.attn_metadata, batch.logit_rows)
 
     def _replay_graph(self, graphs: CudaGraphRunner, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """The logits of a step in which each request brings one token, by a recorded graph."""
+        """Return the logits of a step with one token per request, by a captured graph."""
         self.counters.replayed_steps += 1
         size = self.block_size
-        starts = np.array([chunk.start for chunk in chunks])
+        positions = np.array([chunk.start for chunk in chunks])
         ids = np.array([chunk.request.token_ids[chunk.start] for chunk in chunks])
-        tables = [self._block_table(chunk) for chunk in chunks]
-        blocks = np.array([table[chunk.start // size] for table, chunk in zip(tables, chunks)])
-        return graphs.replay(ids, starts, blocks * size + starts % size, tables)
+        block_tables = [self._block_table(chunk) for chunk in chunks]
+        blocks = np.array([table[chunk.start // size] for table, chunk in zip(block_tables, chunks)])
+        return graphs.replay(ids, positions, blocks * size + positions % size, block_tables)
 
     def _prepare_inputs(self, chunks: Sequence[ScheduledChunk]) -> "InputBatch":
-        order = sorted(range(len(chunks)), key=lambda place: (chunks[place].num_tokens, chunks[place].stop))
-        ordered = [chunks[place] for place in order]
-        host = np.array(self._token_inputs(ordered))
-        given = self._to_device(host)
-        ids, positions, slots = given
-        step = AttentionMetadata(self.pool, slots, self._build_tiles(ordered))
-        rows: list[int] = []
-        end = 0
-        for chunk in ordered:
-            end += chunk.num_tokens
-            rows += range(end - count_logit_rows(chunk), end)
-        decoding = [chunk.request for chunk in chunks] if len(rows) == end == len(chunks) else []
+        order = sorted(range(len(chunks)), key=lambda index: (chunks[index].num_tokens, chunks[index].stop))
+        chunks_by_row = [chunks[index] for index in order]
+        host_inputs = np.array(self._token_inputs(chunks_by_row))
+        device_inputs = self._to_device(host_inputs)
+        ids, positions, slots = device_inputs
+        metadata = AttentionMetadata(self.pool, slots, self._build_tiles(chunks_by_row))
+        logit_rows, num_rows = _list_logit_rows(chunks_by_row)
+        decoding = [chunk.request for chunk in chunks] if len(logit_rows) == num_rows == len(chunks) else []
         if decoding:
-            for tile in step.tiles:
+            for tile in metadata.tiles:
                 tile.query_positions = positions[tile.start : tile.stop].unsqueeze(1)
-        starts = [chunk.start for chunk in ordered]
-        return InputBatch(order, decoding, starts, host, given, ids, positions, step, self._to_device(rows))
+        return InputBatch(
+            chunk_order=order,
+            decoding_requests=decoding,
+            starts=[chunk.start for chunk in chunks_by_row],
+            host_inputs=host_inputs,
+            device_inputs=device_inputs,
+            input_ids=ids,
+            positions=positions,
+            attn_metadata=metadata,
+            logit_rows=self._to_device(logit_rows),
+        )
 
     def _advance_batch(self, chunks: Sequence[ScheduledChunk]) -> "InputBatch | None":
-        """The last batch moved on by one token, if the same requests go on decoding. Most steps do."""
+        """Return the last batch advanced by one token if the same requests keep decoding, as in most steps."""
         last = self._last_batch
         if last is None or [chunk.request for chunk in chunks] != last.decoding_requests:
             return None
-        ordered = [chunks[place] for place in last.chunk_order]
-        starts = [chunk.start for chunk in ordered]
-        if starts != [start + 1 for start in last.starts] or not all(
-            chunk.request.block_table_len for chunk in ordered
-        ):
+        chunks_by_row = [chunks[index] for index in last.chunk_order]
+        starts = [chunk.start for chunk in chunks_by_row]
+        was_advanced = starts == [start + 1 for start in last.starts]
+        if not was_advanced or not all(chunk.request.block_table_len for chunk in chunks_by_row):
             return None
         size = self.block_size
-        crossed = 0 in [start % size for start in starts]
+        needs_new_block = 0 in [start % size for start in starts]
         last.starts = starts
-        last.host_inputs[0] = [chunk.request.token_ids[chunk.start] for chunk in ordered]
+        last.host_inputs[0] = [chunk.request.token_ids[chunk.start] for chunk in chunks_by_row]
         last.host_inputs[1:] += 1
-        if crossed:
-            blocks = [self._block_table(chunk)[chunk.start // size] for chunk in ordered]
+        if needs_new_block:
+            blocks = [self._block_table(chunk)[chunk.start // size] for chunk in chunks_by_row]
             last.host_inputs[2] = [block * size + start % size for block, start in zip(blocks, starts)]
         if self.has_device_memory:
             last.device_inputs.copy_(torch.from_numpy(last.host_inputs))
         for tile in last.attn_metadata.tiles:
             if not tile.advance(starts[tile.stop - 1] + 1, self.pool, self.kv_buffer_bytes):
                 return None
-            if crossed and not tile.kv_buffers:
-                tile.block_table = self._stack_block_tables(ordered[tile.start : tile.stop])
+            if needs_new_block and not tile.kv_buffers:
+                tile.block_table = self._stack_block_tables(chunks_by_row[tile.start : tile.stop])
         return last
 
     def _token_inputs(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int], list[int]]:
-        """Token id, position and slot of every new token."""
+        """Return token id, position and slot of every new token."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -202,95 +199,96 @@ class ModelRunner:
             for position in range(chunk.start, chunk.stop):
                 ids.append(request.token_ids[position])
                 positions.append(position)
-                slots.append(request.blocks[position // size].number * size + position % size)
+                slots.append(request.blocks[position // size].block_id * size + position % size)
         return ids, positions, slots
 
     def _build_tiles(self, chunks: Sequence[ScheduledChunk]) -> list[AttentionTile]:
         tiles: list[AttentionTile] = []
         row, first = 0, 0
         for index, chunk in enumerate(chunks):
-            nearest = chunks[first]
-            if not self._can_share_tile(nearest, chunk):
+            if not self._can_share_tile(chunks[first], chunk):
                 tiles.append(self._build_tile(chunks[first:index], row))
                 row, first = tiles[-1].stop, index
         tiles.append(self._build_tile(chunks[first:], row))
         return tiles
 
     def _can_share_tile(self, small: ScheduledChunk, large: ScheduledChunk) -> bool:
-        new, more = small.num_tokens, large.num_tokens
-        size = self.block_size
-        few, many = sorted((-(-small.stop // size), -(-large.stop // size)))
-        return (new > 1 or more == 1) and more <= 2 * new and many <= max(2 * few, MIN_TILE_BLOCKS)
+        fewer_tokens, more_tokens = small.num_tokens, large.num_tokens
+        fewer_blocks, more_blocks = sorted(-(-chunk.stop // self.block_size) for chunk in (small, large))
+        return (
+            (fewer_tokens > 1 or more_tokens == 1)
+            and more_tokens <= 2 * fewer_tokens
+            and more_blocks <= max(2 * fewer_blocks, MIN_TILE_BLOCKS)
+        )
 
     def _build_tile(self, chunks: Sequence[ScheduledChunk], start: int) -> AttentionTile:
         counts = [chunk.num_tokens for chunk in chunks]
         queries = max(counts)
         offsets = np.arange(queries)
         lengths = np.array(counts)[:, None]
-        within = np.minimum(offsets, lengths - 1)  # padding repeats the last token of its sequence
-        positions = np.array([chunk.start for chunk in chunks])[:, None] + within
-        spread = pack = None
+        padded_offsets = np.minimum(offsets, lengths - 1)  # padding repeats the last token of its sequence
+        positions = np.array([chunk.start for chunk in chunks])[:, None] + padded_offsets
+        pad_index = unpad_index = None
         if min(counts) < queries:
-            begins = np.concatenate(([0], np.cumsum(counts)[:-1]))[:, None]
-            spread = self._to_device((begins + within).ravel())
-            pack = self._to_device(np.flatnonzero((offsets < lengths).ravel()))
-        stop = start + sum(counts)
+            row_starts = np.concatenate(([0], np.cumsum(counts)[:-1]))[:, None]
+            pad_index = self._to_device((row_starts + padded_offsets).ravel())
+            unpad_index = self._to_device(np.flatnonzero((offsets < lengths).ravel()))
         return AttentionTile(
             start,
-            stop,
+            start + sum(counts),
             len(chunks),
             queries,
             self._stack_block_tables(chunks),
             self._to_device(positions),
-            spread,
-            pack,
+            pad_index,
+            unpad_index,
         )
 
     def _stack_block_tables(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """The block numbers of the chunks' requests side by side, padded with block 0."""
-        blocks = -(-max(chunk.stop for chunk in chunks) // self.block_size)
-        table = np.zeros((len(chunks), blocks), dtype=np.int64)
+        """Return the block tables of the chunks' requests side by side, padded with block 0."""
+        num_blocks = -(-max(chunk.stop for chunk in chunks) // self.block_size)
+        stacked = np.zeros((len(chunks), num_blocks), dtype=np.int64)
         for row, chunk in enumerate(chunks):
-            known = self._block_table(chunk)[:blocks]
-            table[row, : len(known)] = known
-        return self._to_device(table.ravel())
+            block_table = self._block_table(chunk)[:num_blocks]
+            stacked[row, : len(block_table)] = block_table
+        return self._to_device(stacked.ravel())
 
     def _block_table(self, chunk: ScheduledChunk) -> np.ndarray:
-        """The block numbers of a request, written down once as they come."""
+        """Return the block ids of a request; the array is extended as the request gets blocks."""
         request = chunk.request
-        have = len(request.blocks)
-        if request.block_table is None or have > len(request.block_table):
-            grown = np.zeros(max(16, 2 * have), dtype=np.int64)
+        num_blocks = len(request.blocks)
+        if request.block_table is None or num_blocks > len(request.block_table):
+            grown = np.zeros(max(16, 2 * num_blocks), dtype=np.int64)
             if request.block_table is not None:
                 grown[: len(request.block_table)] = request.block_table
             request.block_table = grown
-        if request.block_table_len < have:
-            request.block_table[request.block_table_len : have] = [
-                block.number for block in request.blocks[request.block_table_len :]
-            ]
-            request.block_table_len = have
-        return request.block_table[:have]
+        if request.block_table_len < num_blocks:
+            new_blocks = request.blocks[request.block_table_len :]
+            request.block_table[request.block_table_len : num_blocks] = [block.block_id for block in new_blocks]
+            request.block_table_len = num_blocks
+        return request.block_table[:num_blocks]
 
     def _run_fixed(self, chunks: Sequence[ScheduledChunk], num_rows: int) -> tuple[list[ScheduledChunk], Tensor]:
+        """Run in batch-invariant mode, with `num_rows` rows of which some are padding."""
         ids, positions, slots = self._token_inputs(chunks)
-        used, size = len(ids), self.block_size
-        longest = max(chunk.stop for chunk in chunks)
-        blocks = -(-(-(-longest // INVARIANT_KEY_MULTIPLE) * INVARIANT_KEY_MULTIPLE) // size)
-        table = np.zeros((num_rows, blocks), dtype=np.int64)
+        max_keys = max(chunk.stop for chunk in chunks)
+        padded_keys = -(-max_keys // INVARIANT_KEY_MULTIPLE) * INVARIANT_KEY_MULTIPLE
+        num_blocks = -(-padded_keys // self.block_size)
+        row_tables = np.zeros((num_rows, num_blocks), dtype=np.int64)
         row = 0
-        rows: list[int] = []
         for chunk in chunks:
-            known = self._block_table(chunk)[:blocks]
-            end = row + chunk.num_tokens
-            table[row:end, : len(known)] = known
-            rows += range(end - count_logit_rows(chunk), end)
-            row = end
-        padding = [0] * (num_rows - used)
-        where = self._to_device([*positions, *padding])
-        tile = AttentionTile(0, num_rows, num_rows, 1, self._to_device(table.ravel()), where.unsqueeze(1))
-        step = AttentionMetadata(self.pool, self._to_device([*slots, *padding]), [tile])
-        logits = self.forward(self._to_device([*ids, *padding]), where, step, self._to_device(range(num_rows)))
-        return list(chunks), logits.index_select(0, self._to_device(rows))
+            block_table = self._block_table(chunk)[:num_blocks]
+            row_tables[row : row + chunk.num_tokens, : len(block_table)] = block_table
+            row += chunk.num_tokens
+        padding = [0] * (num_rows - len(ids))
+        padded_positions = self._to_device([*positions, *padding])
+        block_table = self._to_device(row_tables.ravel())
+        tile = AttentionTile(0, num_rows, num_rows, 1, block_table, padded_positions.unsqueeze(1))
+        metadata = AttentionMetadata(self.pool, self._to_device([*slots, *padding]), [tile])
+        padded_ids, all_rows = self._to_device([*ids, *padding]), self._to_device(range(num_rows))
+        logits = self.forward(padded_ids, padded_positions, metadata, all_rows)
+        logit_rows, _ = _list_logit_rows(chunks)
+        return list(chunks), logits.index_select(0, self._to_device(logit_rows))
 
     def _to_device(self, values: Sequence[int] | np.ndarray | range) -> Tensor:
         if not isinstance(values, np.ndarray):
@@ -298,19 +296,23 @@ class ModelRunner:
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
 
 
+def _list_logit_rows(chunks: Sequence[ScheduledChunk]) -> tuple[list[int], int]:
+    """Return the rows that need logits, and the number of all rows."""
+    logit_rows: list[int] = []
+    end = 0
+    for chunk in chunks:
+        end += chunk.num_tokens
+        logit_rows += range(end - count_logit_rows(chunk), end)
+    return logit_rows, end
+
+
 def _is_decode_only(chunks: Sequence[ScheduledChunk]) -> bool:
-    """Whether each chunk is one token, and its logits are wanted."""
+    """Return whether each chunk is one token that needs logits."""
     return all(chunk.num_tokens == count_logit_rows(chunk) == 1 for chunk in chunks)
 
 
 def count_logit_rows(chunk: ScheduledChunk) -> int:
-    """How many of a chunk's last rows need logits."""
-    if needs_prompt_logprobs(chunk):
+    """Return how many of a chunk's last rows need logits."""
+    if chunk.request.needs_prompt_logprobs:
         return chunk.num_tokens
     return 1 if chunk.samples_next else 0
-
-
-def needs_prompt_logprobs(chunk: ScheduledChunk) -> bool:
-    """Whether prompt logprobs come from this chunk."""
-    request = chunk.request
-    return request.sampling_params.prompt_logprobs and len(request.prompt_logprobs) < len(request.prompt_token_ids)

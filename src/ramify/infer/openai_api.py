@@ -1,7 +1,7 @@
-"""`/v1/completions` and `/v1/chat/completions` for people and tools, in OpenAI's shape.
+"""`/v1/completions` and `/v1/chat/completions`, in OpenAI's format.
 
-Both are the same work: prompts become jobs, each sample's tokens become text up to a stop string, and the answer is
-built once, or in parts while it grows. An endpoint only reads its own fields, and picks the form of the answer.
+Both do the same work: prompts become sample requests, each sample's tokens become text up to a stop string, and the
+response is built once, or streamed while it grows. An endpoint only reads its own fields and chooses the formatter.
 """
 
 import time
@@ -18,7 +18,7 @@ from ramify.errors import RamifyError, RequestInvalid
 from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine, RequestStream
-from ramify.infer.generate_api import format_prompt_logprobs
+from ramify.infer.generate_api import format_prompt_logprobs, format_usage
 from ramify.infer.prompts import encode_prompts, render_chat
 from ramify.infer.request import RequestOutput
 from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody, parse_body
@@ -45,7 +45,7 @@ from ramify.render.offload import OFFLOAD_MIN_TOKENS, offload
 
 @dataclass(frozen=True, slots=True)
 class OpenAICall:
-    """What one HTTP request asks for, and how its answer is written."""
+    """One HTTP request: its body, its samples, and the formatter of the response."""
 
     id: str
     model: str
@@ -57,7 +57,7 @@ class OpenAICall:
 
     @property
     def is_large(self) -> bool:
-        """Whether the choices show so many tokens that building them would hold up the event loop."""
+        """Whether the choices show so many tokens that building them would block the event loop for long."""
         shows_prompt = self.body.echo or self.body.prompt_logprobs is not None
         lengths = (
             len(sample.token_ids) + (len(sample.prompt_token_ids) if shows_prompt else 0) for sample in self.samples
@@ -69,35 +69,27 @@ class OpenAICall:
         return [self.format_choice(index) for index in range(len(self.samples))]
 
     def format_choice(self, index: int) -> dict[str, Any]:
-        """A choice that has finished."""
-        sample = self.samples[index]
-        ids = sample.token_ids[: self.formatter.count_shown_samples(sample)]
-        written = {
-            "index": index,
-            **self.formatter.format_choice(sample),
-            **self._token_fields(self.formatter.select_shown_tokens(sample), ids),
-        }
-        if self.body.prompt_logprobs is not None and self.formatter.prompt_logprobs_in_choice:
-            written["prompt_logprobs"] = format_prompt_logprobs(sample.prompt_token_ids, sample.prompt_logprobs)
-        return {**written, "prompt_token_ids": sample.prompt_token_ids} if self.body.return_token_ids else written
+        """Return the choice of a finished sample."""
+        sample, formatter = self.samples[index], self.formatter
+        shown_ids = sample.token_ids[: formatter.count_shown_samples(sample)]
+        token_fields = self._token_fields(formatter.select_shown_tokens(sample), shown_ids)
+        choice = {"index": index, **formatter.format_choice(sample), **token_fields}
+        if self.body.prompt_logprobs is not None and formatter.prompt_logprobs_in_choice:
+            choice["prompt_logprobs"] = format_prompt_logprobs(sample.prompt_token_ids, sample.prompt_logprobs)
+        return {**choice, "prompt_token_ids": sample.prompt_token_ids} if self.body.return_token_ids else choice
 
     def format_delta(self, index: int, new_text: str, output: RequestOutput) -> dict[str, Any]:
-        """What a choice has grown by."""
+        """Return the choice for an event of a stream."""
         sample = self.samples[index]
-        first = len(sample.token_ids) == len(output.token_ids)
-        return {
-            "index": index,
-            **self.formatter.format_delta(sample, new_text, is_first=first),
-            **self._token_fields(output, output.token_ids),
-        }
+        is_first = len(sample.token_ids) == len(output.token_ids)
+        delta = self.formatter.format_delta(sample, new_text, is_first=is_first)
+        return {"index": index, **delta, **self._token_fields(output, output.token_ids)}
 
     def _token_fields(self, shown: ShownTokens | RequestOutput, token_ids: list[int]) -> dict[str, Any]:
-        spelled = (
-            self.formatter.format_logprobs(shown.token_ids, shown.logprobs, shown.top_logprobs)
-            if self.with_logprobs
-            else None
-        )
-        return {"logprobs": spelled, "token_ids": token_ids} if self.body.return_token_ids else {"logprobs": spelled}
+        fields: dict[str, Any] = {"logprobs": None}
+        if self.with_logprobs:
+            fields["logprobs"] = self.formatter.format_logprobs(shown.token_ids, shown.logprobs, shown.top_logprobs)
+        return {**fields, "token_ids": token_ids} if self.body.return_token_ids else fields
 
 
 async def create_completion(
@@ -106,18 +98,18 @@ async def create_completion(
     """Continue text or token ids."""
     body = parse_body(await http.body(), CompletionBody)
     prompts = await encode_prompts(body.prompt, engine, renderer)
-    limit = 16 if body.max_tokens is None else body.max_tokens
-    only_prompt = body.echo and limit == 0  # the engine samples at least one token; it is left out of the answer
-    form = CompletionFormatter(_get_decoder(renderer, body.stop_strings), body.echo, only_prompt)
-    eos = _get_stop_token_ids(engine, renderer)
-    talk = _build_call(engine, body, form, prompts, eos, 1 if only_prompt else limit, body.logprobs)
-    return await _respond(http, engine, talk, timeout)
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    only_prompt = body.echo and max_tokens == 0  # the engine samples at least one token; it is left out of the answer
+    formatter = CompletionFormatter(_get_decoder(renderer, body.stop_strings), body.echo, only_prompt)
+    stop_ids = _get_stop_token_ids(engine, renderer)
+    call = _build_call(engine, body, formatter, prompts, stop_ids, 1 if only_prompt else max_tokens, body.logprobs)
+    return await _respond(http, engine, call, timeout)
 
 
 async def create_chat_completion(
     http: HttpRequest, engine: Engine, renderer: ChatRenderer | None, *, timeout: float
 ) -> Response:
-    """The next assistant turn of a conversation."""
+    """Generate the next assistant turn of a conversation."""
     body = parse_body(await http.body(), ChatBody)
     if renderer is None:
         raise RequestInvalid("this server has no renderer for its model, so it cannot chat; send token ids instead")
@@ -125,11 +117,13 @@ async def create_chat_completion(
         raise RequestInvalid(f"tool_choice: only auto and none are supported, got {body.tool_choice!r}")
     tools = None if body.tool_choice == "none" else body.tools
     prompt = await render_chat(body.messages, tools, engine, renderer)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    limit = asked if asked is not None else max(1, engine.core.max_model_len - len(prompt.token_ids))
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    form, eos = ChatFormatter(renderer, prompt, bool(tools)), _get_stop_token_ids(engine, renderer)
-    return await _respond(http, engine, _build_call(engine, body, form, [prompt.token_ids], eos, limit, top), timeout)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = max(1, engine.core.max_model_len - len(prompt.token_ids))
+    num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    formatter, stop_ids = ChatFormatter(renderer, prompt, bool(tools)), _get_stop_token_ids(engine, renderer)
+    call = _build_call(engine, body, formatter, [prompt.token_ids], stop_ids, max_tokens, num_top_logprobs)
+    return await _respond(http, engine, call, timeout)
 
 
 def _build_call(
@@ -141,58 +135,63 @@ def _build_call(
     max_tokens: int,
     num_top_logprobs: int | None,
 ) -> OpenAICall:
-    """All samples that are asked for; with logprobs, and those of `top` rivals, unless that is None."""
-    copies = range(body.num_samples)
-    samplings = [
+    """Build the sample requests of a body. If `num_top_logprobs` is None, no logprobs are returned."""
+    params = [
         body.to_sampling_params(
-            eos_ids=stop_token_ids, max_tokens=max_tokens, top_logprobs=num_top_logprobs or 0, sample_index=copy
+            eos_ids=stop_token_ids, max_tokens=max_tokens, top_logprobs=num_top_logprobs or 0, sample_index=index
         )
-        for copy in copies
+        for index in range(body.num_samples)
     ]
     if body.echo and num_top_logprobs is not None:
-        samplings = [
-            replace(sampling, prompt_logprobs=True, prompt_top_logprobs=num_top_logprobs) for sampling in samplings
-        ]
-    salt = body.cache_salt or ""
-    jobs = [SampleRequest(prompt, sampling, salt, body.priority) for prompt in prompts for sampling in samplings]
-    samples = [
-        StreamedSample(job.prompt_token_ids, IncrementalDetokenizer(formatter.decode, body.stop_strings))
-        for job in jobs
+        params = [replace(sampling, prompt_logprobs=True, prompt_top_logprobs=num_top_logprobs) for sampling in params]
+    cache_salt = body.cache_salt or ""
+    sample_requests = [
+        SampleRequest(prompt, sampling, cache_salt, body.priority) for prompt in prompts for sampling in params
     ]
-    model = body.model or engine.core.version.policy
+    samples = [
+        StreamedSample(request.prompt_token_ids, IncrementalDetokenizer(formatter.decode, body.stop_strings))
+        for request in sample_requests
+    ]
     return OpenAICall(
-        f"{formatter.id_prefix}-{uuid4().hex}", model, body, formatter, jobs, samples, num_top_logprobs is not None
+        id=f"{formatter.id_prefix}-{uuid4().hex}",
+        model=body.model or engine.core.version.policy,
+        body=body,
+        formatter=formatter,
+        sample_requests=sample_requests,
+        samples=samples,
+        with_logprobs=num_top_logprobs is not None,
     )
 
 
 async def _respond(http: HttpRequest, engine: Engine, call: OpenAICall, timeout: float) -> Response:
-    stops = any(sample.detokenizer.has_stop_strings for sample in call.samples)
-    streams = submit_all(engine, call.sample_requests, timeout=timeout, incremental=call.body.stream or stops)
+    has_stop_strings = any(sample.detokenizer.has_stop_strings for sample in call.samples)
+    incremental = call.body.stream or has_stop_strings
+    streams = submit_all(engine, call.sample_requests, timeout=timeout, incremental=incremental)
     if call.body.stream:
         return StreamingResponse(_stream_events(streams, call), media_type="text/event-stream")
-    if stops:  # watch the text as it grows, so that nothing is computed after a stop string
+    if has_stop_strings:  # decode the text as it grows, so that nothing is computed after a stop string
         await cancel_on_disconnect(http, _collect_until_stop(streams, call.samples), streams)
-        for index, sample in enumerate(call.samples):
-            sample.finish_reason = sample.finish_reason or streams[index].request.finish_reason
+        for sample, stream in zip(call.samples, streams):
+            sample.finish_reason = sample.finish_reason or stream.request.finish_reason
     else:
         for sample, result in zip(call.samples, await gather_results(http, streams)):
             sample.append(result)
     choices = await offload(call.is_large, call.format_choices)
-    answer = {
+    response = {
         **_build_envelope(call, call.formatter.object_type),
         "choices": choices,
         "usage": _count_usage(call, streams),
     }
     if call.body.prompt_logprobs is not None and not call.formatter.prompt_logprobs_in_choice:
         first = call.samples[0]
-        answer["prompt_logprobs"] = format_prompt_logprobs(first.prompt_token_ids, first.prompt_logprobs)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+        response["prompt_logprobs"] = format_prompt_logprobs(first.prompt_token_ids, first.prompt_logprobs)
+    return Response(msgspec.json.encode(response), media_type="application/json")
 
 
 async def _collect_until_stop(streams: list[RequestStream], samples: list[StreamedSample]) -> None:
-    async for index, piece in merge_streams(streams):
+    async for index, output in merge_streams(streams):
         if samples[index].finish_reason is None:
-            samples[index].append(piece)
+            samples[index].append(output)
             if samples[index].detokenizer.stopped:
                 streams[index].cancel()
 
@@ -200,19 +199,19 @@ async def _collect_until_stop(streams: list[RequestStream], samples: list[Stream
 async def _stream_events(streams: list[RequestStream], call: OpenAICall) -> AsyncIterator[bytes]:
     envelope = _build_envelope(call, call.formatter.chunk_object_type)
     try:
-        async for index, piece in merge_streams(streams):
+        async for index, output in merge_streams(streams):
             sample = call.samples[index]
             if sample.finish_reason is not None:
-                continue  # the tail of a sample that a stop string has ended
-            new = sample.append(piece)
+                continue  # tokens after a stop string
+            new_text = sample.append(output)
             if sample.detokenizer.stopped:
                 streams[index].cancel()
-            large = sample.finish_reason is not None and len(sample.token_ids) >= OFFLOAD_MIN_TOKENS
-            part = await offload(large, call.format_delta, index, new, piece)
-            yield format_sse_event({**envelope, "choices": [part]})
+            is_large = sample.finish_reason is not None and len(sample.token_ids) >= OFFLOAD_MIN_TOKENS
+            choice = await offload(is_large, call.format_delta, index, new_text, output)
+            yield format_sse_event({**envelope, "choices": [choice]})
         if call.body.wants_usage:
             yield format_sse_event({**envelope, "choices": [], "usage": _count_usage(call, streams)})
-    except RamifyError as error:  # the status is sent already; the stream has to say it
+    except RamifyError as error:  # the status is sent already, so the error is an event
         yield format_sse_event(build_error_body(error))
     yield SSE_DONE
 
@@ -222,18 +221,12 @@ def _build_envelope(call: OpenAICall, object_type: str) -> dict[str, Any]:
 
 
 def _count_usage(call: OpenAICall, streams: list[RequestStream]) -> dict[str, Any]:
-    prompt = sum(
-        len(prompt)
-        for prompt in {id(job.prompt_token_ids): job.prompt_token_ids for job in call.sample_requests}.values()
+    prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in call.sample_requests}
+    return format_usage(
+        sum(map(len, prompts.values())),
+        sum(call.formatter.count_shown_samples(sample) for sample in call.samples),
+        max((stream.request.num_cached_tokens for stream in streams), default=0),
     )
-    sampled = sum(call.formatter.count_shown_samples(sample) for sample in call.samples)
-    cached = {"cached_tokens": max((stream.request.num_cached_tokens for stream in streams), default=0)}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": cached,
-    }
 
 
 def _get_stop_token_ids(engine: Engine, renderer: ChatRenderer | None) -> frozenset[int]:

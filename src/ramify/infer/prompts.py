@@ -1,4 +1,4 @@
-"""Turn text and conversations into token ids. What cannot fit is refused; what is large is encoded in a thread."""
+"""Encoding of texts and conversations. Those that cannot fit are rejected; large ones are encoded in a thread."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ async def encode_text(text: str, engine: Engine, renderer: ChatRenderer) -> list
 
 async def encode_prompts(prompt: Any, engine: Engine, renderer: ChatRenderer | None) -> list[list[int]]:
     """Return the prompts of `/v1/completions` as token ids: one text or list of token ids, or a list of either."""
-    if isinstance(prompt, str) or (prompt and all(isinstance(entry, int) for entry in prompt)):
+    if isinstance(prompt, str) or (prompt and all(isinstance(item, int) for item in prompt)):
         prompt = [prompt]
     prompts: list[list[int]] = []
-    for entry in prompt:
-        if isinstance(entry, str):
+    for item in prompt:
+        if isinstance(item, str):
             if renderer is None:
                 raise RequestInvalid("prompt: this server has no tokenizer for its model; send token ids instead")
-            prompts.append(await encode_text(entry, engine, renderer))
-        elif isinstance(entry, list):
-            prompts.append(entry)
+            prompts.append(await encode_text(item, engine, renderer))
+        elif isinstance(item, list):
+            prompts.append(item)
         else:
             raise RequestInvalid("prompt: expected text, token ids, or a list of either")
     if not prompts:
@@ -63,8 +63,8 @@ def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
 def _check_length(characters: int, engine: Engine, renderer: ChatRenderer) -> None:
     """Raise ContextOverflow if the text is too long even if every token is the longest one.
 
-    This is checked before rendering, which may take longer than any answer.
+    This is checked before rendering, because rendering such a text may take very long.
     """
-    fewest, limit = characters // renderer.longest_token, engine.core.max_model_len
-    if fewest >= limit:
-        raise context_overflow_error(f"at least {fewest}", limit)
+    min_tokens, limit = characters // renderer.max_token_chars, engine.core.max_model_len
+    if min_tokens >= limit:
+        raise context_overflow_error(f"at least {min_tokens}", limit)

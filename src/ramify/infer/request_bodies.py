@@ -1,7 +1,7 @@
-"""The bodies the server accepts, and what they mean to the engine.
+"""The HTTP bodies that the server accepts, and their conversion to engine requests.
 
-Unknown fields are ignored, as every OpenAI-shaped server does: clients send many. A field that would change the answer
-and is not supported is refused by name, never ignored.
+Unknown fields are ignored, as in every OpenAI-compatible server: clients send many. A known field that would change the
+answer and is not supported is rejected, never ignored.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ CONSTRAINT_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_gra
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What all ways to ask for tokens have in common."""
+    """The sampling fields that all endpoints have in common."""
 
     can_echo: ClassVar[bool] = False
 
@@ -33,7 +33,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
-    # Known, and refused unless they are off.
+    # Known, and rejected unless they are off.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -50,26 +50,26 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> list[str]:
-        """The stop strings."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if any(not stop for stop in stops):
+        """The stop strings. Raises RequestInvalid."""
+        stop_strings = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if any(not stop for stop in stop_strings):
             raise RequestInvalid("stop: an empty string would stop at once")
-        return stops
+        return stop_strings
 
     @property
     def num_samples(self) -> int:
-        """How many samples are asked for."""
-        copies = 1 if self.n is None else self.n
-        if not 1 <= copies <= 128:
-            raise RequestInvalid(f"n: expected 1 to 128, got {copies}")
-        return copies
+        """The number of samples. Raises RequestInvalid."""
+        num_samples = 1 if self.n is None else self.n
+        if not 1 <= num_samples <= 128:
+            raise RequestInvalid(f"n: expected 1 to 128, got {num_samples}")
+        return num_samples
 
     def to_sampling_params(
         self, *, eos_ids: Iterable[int], max_tokens: int, top_logprobs: int = 0, sample_index: int = 0
     ) -> SamplingParams:
-        """The engine's form of it; `copy` tells the samples of one request apart."""
+        """Return the engine's sampling parameters; `sample_index` gives each sample of a request its own seed."""
         self._reject_unsupported()
-        ids = frozenset(self.stop_token_ids or ()) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
+        stop_ids = frozenset(self.stop_token_ids or ()) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -77,7 +77,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             min_p=0.0 if self.min_p is None else self.min_p,
             seed=None if self.seed is None else self.seed + 0x9E3779B97F4A7C15 * sample_index,
             max_tokens=max_tokens,
-            stop_ids=ids,
+            stop_ids=stop_ids,
             logit_bias=tuple((_parse_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
             top_logprobs=top_logprobs,
             prompt_logprobs=self.prompt_logprobs is not None,
@@ -102,7 +102,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class GenerateSamplingFields(SamplingFields, kw_only=True):
-    """`sampling_params` of the generate endpoint."""
+    """The `sampling_params` of the generate endpoint."""
 
     logprobs: int | None = None
 
@@ -120,7 +120,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class OpenAIBody(SamplingFields, kw_only=True):
-    """What both endpoints for people have in common."""
+    """The fields that both OpenAI endpoints have in common."""
 
     model: str | None = None
     stream: bool = False
@@ -137,7 +137,7 @@ class OpenAIBody(SamplingFields, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """Whether a stream ends with an event that holds the usage."""
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
 
@@ -183,14 +183,14 @@ class PauseBody(msgspec.Struct):
 
 
 class UpdateWeightsBody(msgspec.Struct):
-    """`POST /update_weights`: a published directory, and what becomes of the running requests' keys and values."""
+    """`POST /update_weights`: a published directory, and whether running requests keep their keys and values."""
 
     path: str
     kv: str = "recompute"
 
 
 def parse_body(data: bytes, body_type: type[B]) -> B:
-    """The body as `kind`, or what is wrong with it."""
+    """Parse a body as `body_type`. Raises RequestInvalid."""
     try:
         return msgspec.json.decode(data or b"{}", type=body_type)
     except RecursionError as error:

@@ -1,6 +1,6 @@
-"""How a sample is written down for people: as a text, or as a message of a conversation, whole or in parts.
+"""Formatting of samples as OpenAI choices: completions or chat messages, complete or as deltas of a stream.
 
-This is all that the two endpoints in OpenAI's shape differ in. Everything else is done once, in `openai`.
+This is all that the two OpenAI endpoints differ in. Everything else is shared, in `openai_api`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,10 +9,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from ramify.infer.chat_renderer import ChatPrompt, ChatRenderer
 from ramify.infer.detokenizer import IncrementalDetokenizer
-from ramify.infer.request import RequestOutput
+from ramify.infer.request import RequestOutput, TopLogprobs
 
 DecodeFn = Callable[[Sequence[int]], str]
-TopLogprobs = list[list[tuple[int, float]]]
 
 
 class ShownTokens(NamedTuple):
@@ -37,19 +36,23 @@ class StreamedSample:
     finish_reason: str | None = None
 
     def append(self, output: RequestOutput) -> str:
-        """Add a part; the text it is certain to add. A stop string ends the sample."""
+        """Add an output; return the text that is certain to follow. A stop string ends the sample."""
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.top_logprobs += output.top_logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self.prompt_top_logprobs += output.prompt_top_logprobs
-        new = self.detokenizer.decode_new(output.token_ids, is_last=output.finish_reason is not None)
+        new_text = self.detokenizer.decode_new(output.token_ids, is_last=output.finish_reason is not None)
         self.finish_reason = "stop" if self.detokenizer.stopped else output.finish_reason
-        return new
+        return new_text
 
 
 class ResponseFormatter(Protocol):
-    """One way to write samples down. An answer is an `object`, its parts are `chunk`s."""
+    """The format of one endpoint.
+
+    Ids of responses begin with `id_prefix`; the `object` field is `object_type`, or `chunk_object_type` in a stream.
+    `prompt_logprobs_in_choice` says whether prompt logprobs are part of a choice or of the response.
+    """
 
     id_prefix: ClassVar[str]
     object_type: ClassVar[str]
@@ -58,15 +61,15 @@ class ResponseFormatter(Protocol):
 
     @property
     def decode(self) -> DecodeFn:
-        """Token ids as text."""
+        """The function that turns token ids into text."""
         ...
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
-        """A sample that has finished, with its finish reason."""
+        """Return the fields of a finished sample, with its finish reason."""
         ...
 
     def format_delta(self, sample: StreamedSample, new_text: str, *, is_first: bool) -> dict[str, Any]:
-        """What a sample has grown by."""
+        """Return the fields for an event of a stream."""
         ...
 
     def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
@@ -80,13 +83,13 @@ class ResponseFormatter(Protocol):
     def format_logprobs(
         self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
     ) -> dict[str, Any]:
-        """The logprobs of some of its tokens."""
+        """Return the `logprobs` field for some tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionFormatter:
-    """`/v1/completions`."""
+    """The format of `/v1/completions`."""
 
     id_prefix: ClassVar[str] = "cmpl"
     object_type: ClassVar[str] = "text_completion"
@@ -97,7 +100,7 @@ class CompletionFormatter:
     echo: bool = False
     """Whether the answer begins with the prompt."""
     only_prompt: bool = False
-    """Whether the answer is nothing but the prompt: the sampled token is left out."""
+    """Whether the answer is only the prompt: the sampled token is left out."""
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
         prompt = self.decode(sample.prompt_token_ids) if self.echo else ""
@@ -106,11 +109,9 @@ class CompletionFormatter:
         return {"text": prompt + sample.detokenizer.text, "finish_reason": sample.finish_reason}
 
     def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
-        sampled = (
-            ShownTokens([], [], [])
-            if self.only_prompt
-            else ShownTokens(sample.token_ids, sample.logprobs, sample.top_logprobs)
-        )
+        sampled = ShownTokens(sample.token_ids, sample.logprobs, sample.top_logprobs)
+        if self.only_prompt:
+            sampled = ShownTokens([], [], [])
         if not self.echo:
             return sampled
         return ShownTokens(
@@ -128,11 +129,10 @@ class CompletionFormatter:
     def format_logprobs(
         self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
     ) -> dict[str, Any]:
-        spelled = [self._format_alternatives(*row) for row in zip(token_ids, logprobs, top_logprobs)]
         return {
-            "tokens": [self.decode([token]) for token in token_ids],
+            "tokens": [self.decode([token_id]) for token_id in token_ids],
             "token_logprobs": logprobs,
-            "top_logprobs": spelled,
+            "top_logprobs": [self._format_alternatives(*row) for row in zip(token_ids, logprobs, top_logprobs)],
         }
 
     def _format_alternatives(
@@ -141,15 +141,15 @@ class CompletionFormatter:
         """Return logprobs by text: of the likeliest tokens, and of the token itself. Of equal texts the first wins."""
         if logprob is None:
             return None
-        rivals: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for other, value in [*alternatives, (token_id, logprob)]:
-            rivals.setdefault(self.decode([other]), value)
-        return rivals
+            by_text.setdefault(self.decode([other]), value)
+        return by_text
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormatter:
-    """`/v1/chat/completions`."""
+    """The format of `/v1/chat/completions`."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
     object_type: ClassVar[str] = "chat.completion"
@@ -165,26 +165,24 @@ class ChatFormatter:
         return self.renderer.decode
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
-        if sample.detokenizer.stopped:
-            said: dict[str, Any] = {"content": sample.detokenizer.text}
-        else:
-            said = self.renderer.parse(sample.token_ids, self.prompt)
-        finish = "tool_calls" if said.get("tool_calls") and sample.finish_reason == "stop" else sample.finish_reason
-        return {"message": {"role": "assistant", **said}, "finish_reason": finish}
+        message: dict[str, Any] = {"content": sample.detokenizer.text}
+        if not sample.detokenizer.stopped:
+            message = self.renderer.parse(sample.token_ids, self.prompt)
+        called_tools = message.get("tool_calls") and sample.finish_reason == "stop"
+        finish_reason = "tool_calls" if called_tools else sample.finish_reason
+        return {"message": {"role": "assistant", **message}, "finish_reason": finish_reason}
 
     def format_delta(self, sample: StreamedSample, new_text: str, *, is_first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if not self.has_tools:
             return {"delta": {**delta, "content": new_text}, "finish_reason": sample.finish_reason}
-        if (
-            sample.finish_reason is None
-        ):  # a call can only be read when it is whole, so a turn with tools comes in one part
+        if sample.finish_reason is None:  # only a complete call can be parsed, so a turn with tools is one delta
             return {"delta": delta, "finish_reason": None}
-        whole = self.format_choice(sample)
-        delta |= {key: value for key, value in whole["message"].items() if value}
-        for number, call in enumerate(delta.get("tool_calls", [])):
-            call.setdefault("index", number)
-        return {"delta": delta, "finish_reason": whole["finish_reason"]}
+        choice = self.format_choice(sample)
+        delta |= {key: value for key, value in choice["message"].items() if value}
+        for index, call in enumerate(delta.get("tool_calls", [])):
+            call.setdefault("index", index)
+        return {"delta": delta, "finish_reason": choice["finish_reason"]}
 
     def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
         return ShownTokens(sample.token_ids, sample.logprobs, sample.top_logprobs)
@@ -197,8 +195,11 @@ class ChatFormatter:
     ) -> dict[str, Any]:
         return {
             "content": [
-                {**self._format_token(token, logprob), "top_logprobs": [self._format_token(*other) for other in row]}
-                for token, logprob, row in zip(token_ids, logprobs, top_logprobs or [[]] * len(token_ids))
+                {
+                    **self._format_token(token_id, logprob),
+                    "top_logprobs": [self._format_token(*other) for other in alternatives],
+                }
+                for token_id, logprob, alternatives in zip(token_ids, logprobs, top_logprobs or [[]] * len(token_ids))
             ]
         }
 

@@ -1,10 +1,10 @@
-"""Who advances in the next step, and by how many tokens.
+"""Which requests advance in the next step, and by how many tokens.
 
-Every step is one forward over a flat row of tokens, at most `max_batch_tokens`. Requests that decode come first, with
-one token each, so that a long prompt never makes the others wait; what is left of the budget goes to prefill, cut into
-chunks where it does not fit. Blocks are taken as tokens come. When none are left, the request that would be served last
-gives up its blocks and waits again (it is computed anew later, with the tokens it has); so the first one always
-advances, and it fits, because no request may be longer than the whole cache.
+Every step is one forward over a flat row of at most `max_batch_tokens` tokens. Requests that decode come first, with
+one token each, so that a long prompt never delays the others; the rest of the budget goes to prefill, in chunks if it
+does not fit. Blocks are allocated as tokens come. When none are left, the request that is last in order gives up its
+blocks and waits again (it is recomputed later, with the tokens it has). So the first request always advances, and it
+fits, because no request may be longer than the whole cache.
 """
 
 import bisect
@@ -24,16 +24,16 @@ class ScheduledChunk:
     request: EngineRequest
     start: int
     stop: int
-    samples_next: bool  # whether the next token is sampled from it
+    samples_next: bool  # whether the next token is sampled from the last one's logits
 
     @property
     def num_tokens(self) -> int:
-        """How many they are."""
+        """The number of tokens in the chunk."""
         return self.stop - self.start
 
 
 class Scheduler:
-    """The queue and the running requests."""
+    """The queue of waiting requests, a heap, and the running requests, in order of priority and arrival."""
 
     def __init__(self, pool: BlockPool, counters: EngineCounters, *, max_running: int, max_batch_tokens: int) -> None:
         self.pool = pool
@@ -41,9 +41,9 @@ class Scheduler:
         self.max_running, self.max_batch_tokens = max_running, max_batch_tokens
         self.version: Hashable = None
         self.waiting: list[tuple[tuple[int, int], EngineRequest]] = []
-        self.running: list[EngineRequest] = []  # in order
+        self.running: list[EngineRequest] = []
         self._chunks: list[ScheduledChunk] = []
-        self._decode_only = False  # whether all that run have sampled since, and nobody has come or gone
+        self._decode_only = False  # whether every running request decodes and the set is unchanged
 
     def add_request(self, request: EngineRequest) -> None:
         """Put a request in the queue, by priority and arrival."""
@@ -51,15 +51,15 @@ class Scheduler:
         heapq.heappush(self.waiting, (request.scheduling_key, request))
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step."""
+        """Return the chunks of the next step."""
         if not self._decode_only or not self._advance_decodes():
             self._chunks = self._schedule_step()
-            decoding = len(self._chunks) == len(self.running) and all(chunk.samples_next for chunk in self._chunks)
-            self._decode_only = decoding and not self.waiting
+            all_decode = len(self._chunks) == len(self.running) and all(chunk.samples_next for chunk in self._chunks)
+            self._decode_only = all_decode and not self.waiting
         return self._chunks
 
     def _advance_decodes(self) -> bool:
-        """Move the last step's chunks on by a token, which is all there is to do in most steps; False without room."""
+        """Move the last step's chunks on by a token, which suffices in most steps; return False without free blocks."""
         size = self.pool.block_size
         for chunk in self._chunks:
             chunk.start, chunk.stop = chunk.stop, chunk.stop + 1
@@ -72,22 +72,23 @@ class Scheduler:
         return True
 
     def _schedule_step(self) -> list[ScheduledChunk]:
-        """Decoding first, then prefill under way, then new requests."""
-        decoding = [request for request in self.running if len(request.token_ids) - request.num_computed_tokens == 1]
-        prefilling = [request for request in self.running if len(request.token_ids) - request.num_computed_tokens > 1]
+        """Schedule decoding first, then prefill that has begun, then new requests."""
+        remaining = [(len(request.token_ids) - request.num_computed_tokens, request) for request in self.running]
+        decoding = [request for num_tokens, request in remaining if num_tokens == 1]
+        prefilling = [request for num_tokens, request in remaining if num_tokens > 1]
         chunks: dict[int, ScheduledChunk] = {}
-        budget, size = self.max_batch_tokens, self.pool.block_size
+        token_budget, size = self.max_batch_tokens, self.pool.block_size
         for request in [*decoding, *prefilling]:
-            if request.status is not RequestStatus.RUNNING or not budget:
+            if request.status is not RequestStatus.RUNNING or not token_budget:
                 continue
-            stop = min(request.num_computed_tokens + budget, len(request.token_ids))
-            if stop <= len(request.blocks) * size or self._allocate_or_preempt(request, stop, chunks):
-                chunks[request.arrival_index] = _next_chunk(request, budget)
-                budget -= stop - request.num_computed_tokens
+            chunk = _next_chunk(request, token_budget)
+            if chunk.stop <= len(request.blocks) * size or self._allocate_or_preempt(request, chunk.stop, chunks):
+                chunks[request.arrival_index] = chunk
+                token_budget -= chunk.num_tokens
         for chunk in chunks.values():
             if chunk.stop >= (chunk.request.num_shared_blocks + 1) * size:
                 self.pool.cache_full_blocks(chunk.request, chunk.stop)
-        return [*chunks.values(), *self._admit_waiting(budget)]
+        return [*chunks.values(), *self._admit_waiting(token_budget)]
 
     def _allocate_or_preempt(self, request: EngineRequest, num_tokens: int, chunks: dict[int, ScheduledChunk]) -> bool:
         while not self.pool.allocate_slots(request, num_tokens):
@@ -102,30 +103,29 @@ class Scheduler:
     def _admit_waiting(self, token_budget: int) -> Iterable[ScheduledChunk]:
         while self.waiting and token_budget and len(self.running) < self.max_running:
             request = self.waiting[0][1]
-            reserve = len(self.running)  # a block each for those that run, or they would be preempted at once
+            reserved = len(self.running)  # one block for each running request, or it would be preempted at once
             scope = (self.version, request.cache_salt)
-            if not self.pool.allocate(request, scope, reserved_blocks=reserve, token_budget=token_budget):
+            if not self.pool.allocate(request, scope, reserved_blocks=reserved, token_budget=token_budget):
                 return
             heapq.heappop(self.waiting)
             request.set_status(RequestStatus.RUNNING)
             if not request.logprobs:
                 request.num_cached_tokens = request.num_computed_tokens
-            bisect.insort(self.running, request, key=lambda each: each.scheduling_key)
+            bisect.insort(self.running, request, key=lambda running: running.scheduling_key)
             chunk = _next_chunk(request, token_budget)
             self.pool.cache_full_blocks(request, chunk.stop)
             token_budget -= chunk.num_tokens
             yield chunk
 
     def requeue(self, request: EngineRequest) -> None:
-        """Take a running request's blocks and let it wait again, with the tokens it has."""
+        """Free a running request's blocks and let it wait again, with the tokens it has."""
         self.pool.free(request)
         self.running.remove(request)
         request.set_status(RequestStatus.WAITING)
-        request.kv_runs.clear()
         self.add_request(request)
 
     def finish_request(self, request: EngineRequest) -> None:
-        """Take a request out, wherever it is."""
+        """Remove a waiting or running request."""
         self._decode_only = False
         if request.status is RequestStatus.RUNNING:
             self.pool.free(request)
@@ -137,7 +137,7 @@ class Scheduler:
 
 
 def _next_chunk(request: EngineRequest, token_budget: int) -> ScheduledChunk:
-    """The next tokens of a request, as many as there are or may be."""
+    """Return the next tokens of a request, at most `token_budget`."""
     length = len(request.token_ids)
     stop = min(request.num_computed_tokens + token_budget, length)
     return ScheduledChunk(request, request.num_computed_tokens, stop, stop == length)

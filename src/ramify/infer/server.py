@@ -1,7 +1,7 @@
-"""The HTTP server: routes, failures as status codes, and the life of the engine around them.
+"""The HTTP server: routes, error handlers, and starting and closing the engine.
 
-A failure has a name, and the name decides the status: what the caller did wrong is 400, a full queue 503, a deadline
-504, weights that do not fit 409; anything else is 500 with the name in the body.
+The type of an error decides the status: an invalid request is 400, a full queue 503, a deadline 504, weights that do
+not fit 409; any other error is 500. The body holds its name.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None, timeout: float = 3600.0) -> Starlette:
-    """The application around a started engine."""
+    """Build the application for a started engine."""
     started = int(time.time())
 
     async def health(_: HttpRequest) -> Response:
@@ -46,7 +46,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
             return JSONResponse({"status": "failed", "reason": engine.failure.message}, 503)
         return JSONResponse({"status": "paused" if engine.paused else "ok"})
 
-    def card() -> dict[str, Any]:
+    def model_card() -> dict[str, Any]:
         policy, incarnation, step = engine.core.version
         version = {"policy": policy, "incarnation": incarnation, "step": step}
         length, operators = engine.core.max_model_len, engine.core.runner.ops_description
@@ -54,12 +54,12 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         return {**model, "version": version, "operators": operators}
 
     async def models(_: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [card()]})
+        return JSONResponse({"object": "list", "data": [model_card()]})
 
     async def model(http: HttpRequest) -> Response:
         if http.path_params["name"] != name:
             raise HTTPException(404, f"this server has one model, {name}")
-        return JSONResponse(card())
+        return JSONResponse(model_card())
 
     async def version(_: HttpRequest) -> Response:
         return JSONResponse({"version": __version__})
@@ -95,7 +95,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         version = {"policy": policy, "incarnation": incarnation, "step": step}
         return JSONResponse({"version": version, "seconds": engine.swap_seconds})
 
-    async def generate_(http: HttpRequest) -> Response:
+    async def handle_generate(http: HttpRequest) -> Response:
         return await generate(http, engine, timeout=timeout)
 
     async def completions(http: HttpRequest) -> Response:
@@ -104,7 +104,7 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
     async def chat(http: HttpRequest) -> Response:
         return await openai_api.create_chat_completion(http, engine, renderer, timeout=timeout)
 
-    gets: dict[str, Handler] = {
+    get_routes: dict[str, Handler] = {
         "/health": health,
         "/v1/models": models,
         "/v1/models/{name:path}": model,
@@ -112,8 +112,8 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         "/version": version,
         "/tokenizer_info": tokenizer_info,
     }
-    posts: dict[str, Handler] = {
-        "/inference/v1/generate": generate_,
+    post_routes: dict[str, Handler] = {
+        "/inference/v1/generate": handle_generate,
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
         "/tokenize": tokenize,
@@ -122,8 +122,8 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         "/resume": resume,
         "/update_weights": update_weights,
     }
-    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]  # most wanted first
-    routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in post_routes.items()]  # most used first
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in get_routes.items()]
     handlers: dict[Any, Any] = {
         RamifyError: _handle_ramify_error,
         ClientDisconnected: _handle_disconnect,
@@ -144,14 +144,14 @@ async def _handle_disconnect(_: HttpRequest, __: ClientDisconnected | ClientDisc
 
 
 async def _handle_http_exception(http: HttpRequest, error: HTTPException) -> Response:
-    """Answer for an unknown path, method or model."""
-    kind = ERROR_TYPES.get(error.status_code, "invalid_request_error")
-    body = {"message": f"{http.method} {http.url.path}: {error.detail}", "type": kind, "code": error.status_code}
+    """Respond to an unknown path, method or model."""
+    error_type = ERROR_TYPES.get(error.status_code, "invalid_request_error")
+    body = {"message": f"{http.method} {http.url.path}: {error.detail}", "type": error_type, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, headers=error.headers)
 
 
 async def _handle_unexpected(http: HttpRequest, error: Exception) -> Response:
-    """Answer for an unexpected exception. Starlette raises it again for the log, and uvicorn closes the connection."""
+    """Respond to an unexpected exception. Starlette raises it again for the log, and uvicorn closes the connection."""
     reason = f"{type(error).__name__}: {error}; the server's log has the traceback"
     message = f"{http.method} {http.url.path} failed: {reason}"
     return JSONResponse(
@@ -161,7 +161,7 @@ async def _handle_unexpected(http: HttpRequest, error: Exception) -> Response:
 
 @contextlib.asynccontextmanager
 async def run_http_server(app: Starlette, config: ServerConfig) -> AsyncIterator[HttpServer]:
-    """The server while it answers. A port that is taken is one that cannot be used: ConfigInvalid."""
+    """Run the server. Raises ConfigInvalid if the port is taken."""
     hosts = [config.host, *config.allowed_hosts]
     guarded = BrowserGuard(app, paths=CONTROL_PATHS, hosts=hosts, config_key="server.allowed_hosts")
     server = HttpServer(guarded, config.host, config.port, name="server.port", shutdown_timeout=config.shutdown)
@@ -176,12 +176,12 @@ async def run_http_server(app: Starlette, config: ServerConfig) -> AsyncIterator
 
 
 async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: ChatRenderer | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; then requests in flight get `shutdown` seconds."""
+    """Serve until SIGINT or SIGTERM; then requests in flight get `config.shutdown` seconds to finish."""
     stop = asyncio.Event()
-    for sign in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(sign, stop.set)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     gc.collect()
-    gc.freeze()  # model and modules are here to stay; looking through them again takes tenths of a second
+    gc.freeze()  # the model and the modules stay; scanning them again would take tenths of a second
     engine.start()
     try:
         app = build_app(engine, name=name, renderer=renderer, timeout=config.timeout)
@@ -189,9 +189,9 @@ async def serve(engine: Engine, *, name: str, config: ServerConfig, renderer: Ch
             print(f"dtype: {engine.core.model.dtype_choice}")
             print(f"operators: {engine.core.runner.ops_description}")
             print(f"serving {name} ({engine.core.version}) at {server.address}", flush=True)
-            waits = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait())]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            tasks = [asyncio.create_task(server.wait()), asyncio.create_task(stop.wait())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
     finally:
         await asyncio.to_thread(engine.close)

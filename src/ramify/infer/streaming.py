@@ -1,8 +1,8 @@
-"""One HTTP request, one or several streams of the engine: submit, wait, and let go if the client does.
+"""One HTTP request and its streams of the engine: submit, wait, and cancel when the client disconnects.
 
-Whoever asks through HTTP may hang up at any moment; tokens nobody reads are the most expensive ones. So a request is
-always watched from both sides, and cancelled in the engine when its client is gone. A failure is written down in one
-way, be it the body of an answer or, when parts were sent already, the last event of a stream.
+A client may disconnect at any moment, and tokens that nobody reads are wasted. So while a request is computed its
+connection is watched, and the request is cancelled in the engine if the client is gone. An error has one format,
+whether it is the body of a response or the last event of a stream that has already begun.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One sample to take."""
+    """One sample to generate."""
 
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
@@ -39,21 +39,21 @@ class SampleRequest:
 
 
 class ClientDisconnected(Exception):
-    """The client hung up; there is nobody to answer."""
+    """The client has disconnected; nobody reads the response."""
 
 
 def submit_all(
     engine: Engine, sample_requests: Sequence[SampleRequest], *, timeout: float, incremental: bool
 ) -> list[RequestStream]:
-    """All jobs in the queue, or none."""
+    """Submit all requests to the engine, or none: if one is rejected, the others are cancelled."""
     streams: list[RequestStream] = []
     try:
-        for job in sample_requests:
+        for sample in sample_requests:
             stream = engine.submit(
-                job.prompt_token_ids,
-                job.sampling_params,
-                cache_salt=job.cache_salt,
-                priority=job.priority,
+                sample.prompt_token_ids,
+                sample.sampling_params,
+                cache_salt=sample.cache_salt,
+                priority=sample.priority,
                 timeout=timeout,
                 incremental=incremental,
             )
@@ -65,21 +65,24 @@ def submit_all(
 
 
 async def gather_results(http: HttpRequest, streams: Sequence[RequestStream]) -> list[RequestOutput]:
-    """The results of all streams."""
+    """Wait for the results of all streams. Raises ClientDisconnected."""
     return await cancel_on_disconnect(http, _collect_results(streams), streams)
 
 
 async def cancel_on_disconnect(http: HttpRequest, work: Coroutine[Any, Any, T], streams: Sequence[RequestStream]) -> T:
-    """The outcome of `work`, which ends with the streams; they are cancelled if the client hangs up: ClientGone."""
-    gone = asyncio.ensure_future(_wait_for_disconnect(http, streams))
+    """Return the result of `work`, which reads the streams.
+
+    If the client disconnects, the streams are cancelled, which ends `work`, and ClientDisconnected is raised.
+    """
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(http, streams))
     try:
-        outcome = await work
+        result = await work
     finally:
-        gone.cancel()
+        disconnect_task.cancel()
         cancel_all(streams)
-    if gone.done():
+    if disconnect_task.done():
         raise ClientDisconnected
-    return outcome
+    return result
 
 
 async def _wait_for_disconnect(http: HttpRequest, streams: Sequence[RequestStream]) -> None:
@@ -93,48 +96,51 @@ async def _collect_results(streams: Sequence[RequestStream]) -> list[RequestOutp
 
 
 async def merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The parts of all streams as they come, with the stream's number; all are cancelled when the reader stops."""
+    """Yield the outputs of all streams as they come, with the stream's index.
+
+    All streams are cancelled when the reader stops.
+    """
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException]] = asyncio.Queue()
 
-    async def forward_outputs(number: int, stream: RequestStream) -> None:
+    async def forward_outputs(index: int, stream: RequestStream) -> None:
         try:
-            async for part in stream.iter_outputs():
-                queue.put_nowait((number, part))
-        except Exception as error:  # noqa: BLE001 - raised again where the parts are read
-            queue.put_nowait((number, error))
+            async for output in stream.iter_outputs():
+                queue.put_nowait((index, output))
+        except Exception as error:  # noqa: BLE001 - raised again where the outputs are read
+            queue.put_nowait((index, error))
 
-    pumps = [asyncio.ensure_future(forward_outputs(number, stream)) for number, stream in enumerate(streams)]
+    tasks = [asyncio.ensure_future(forward_outputs(index, stream)) for index, stream in enumerate(streams)]
     try:
-        left = len(streams)
-        while left:
-            number, part = await queue.get()
-            if isinstance(part, BaseException):
-                raise part
-            yield number, part
-            left -= part.finish_reason is not None
+        num_open = len(streams)
+        while num_open:
+            index, output = await queue.get()
+            if isinstance(output, BaseException):
+                raise output
+            yield index, output
+            num_open -= output.finish_reason is not None
     finally:
-        for task in pumps:
+        for task in tasks:
             task.cancel()
         cancel_all(streams)
 
 
 def cancel_all(streams: Sequence[RequestStream]) -> None:
-    """Stop what has not finished."""
+    """Cancel the streams that have not finished."""
     for stream in streams:
         stream.cancel()
 
 
 def format_sse_event(data: dict[str, Any]) -> bytes:
-    """A part of a streamed answer."""
+    """Return one server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def get_http_status(error: RamifyError) -> int:
-    """Return the HTTP status of a failure."""
+    """Return the HTTP status of an error."""
     return HTTP_STATUS.get(type(error), 500)
 
 
 def build_error_body(error: RamifyError) -> dict[str, Any]:
-    """Return the body for a failure. Its code is the status, or OpenAI's word for a prompt that is too long."""
+    """Return the body for an error. Its code is the status, or OpenAI's word for a prompt that is too long."""
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else get_http_status(error)
     return {"error": {"message": error.message, "type": error.name, "code": code}}

@@ -1,4 +1,4 @@
-"""Chat for the server: messages of the OpenAI form through `ramify.render`, and back."""
+"""The server's `ChatRenderer` on top of `ramify.render`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class TemplateChatRenderer:
-    """The server's `ChatRenderer` over any `ramify.render.Renderer`."""
+    """A `ChatRenderer` that uses any `ramify.render.Renderer`."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self.stop_ids = frozenset(renderer.stop_ids)
-        self.longest_token = renderer.tokenizer.max_token_chars
+        self.max_token_chars = renderer.tokenizer.max_token_chars
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:
-        found = [_parse_message(number, message) for number, message in enumerate(messages)]
+        parsed = [_parse_message(index, message) for index, message in enumerate(messages)]
         try:
-            rendered = self._renderer.render(found, tools or ())
+            rendered = self._renderer.render(parsed, tools or ())
         except TemplateRefused as error:
             raise RequestInvalid(f"messages: {error.message}") from error
         except RecursionError as error:
@@ -34,15 +34,15 @@ class TemplateChatRenderer:
     def parse(self, token_ids: Sequence[int], prompt: ChatPrompt) -> dict[str, Any]:
         assert isinstance(prompt.rendered, RenderedPrompt)
         message = self._renderer.parse(list(token_ids), prompt.rendered).message
-        said: dict[str, Any] = {"content": message.text}
+        fields: dict[str, Any] = {"content": message.text}
         if message.reasoning is not None:
-            said["reasoning_content"] = message.reasoning
+            fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            said["tool_calls"] = [
+            fields["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in message.tool_calls
             ]
-        return said
+        return fields
 
     def encode(self, text: str) -> list[int]:
         return self._renderer.tokenizer.encode(text).ids.tolist()
@@ -78,7 +78,7 @@ def _check_string(key: str, value: Any) -> str | None:
 
 
 def _parse_text(key: str, content: Any) -> str:
-    """Content as text; parts that are not text are refused, since this server shows the model no images."""
+    """Return the text of a content field; parts that are not text are rejected, since this server has no images."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -88,9 +88,9 @@ def _parse_text(key: str, content: Any) -> str:
 
 def _parse_tool_call(key: str, raw: Any) -> ToolCall:
     try:
-        found: list[Any] = [raw.get("id") or "", raw["function"]["name"], raw["function"].get("arguments", "{}")]
+        fields: list[Any] = [raw.get("id") or "", raw["function"]["name"], raw["function"].get("arguments", "{}")]
     except (TypeError, KeyError, AttributeError):
-        found = [None]
-    if not all(isinstance(each, str) for each in found):
+        fields = [None]
+    if not all(isinstance(value, str) for value in fields):
         raise RequestInvalid(f"{key}: expected {{id, function: {{name, arguments}}}}, all of them strings, got {raw!r}")
-    return ToolCall(*found)
+    return ToolCall(*fields)

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's format: how the other endpoints tokenize text.
+"""`/tokenize`, `/detokenize` and `/tokenizer_info` in vLLM's format. They tokenize as the other endpoints do.
 
 No special tokens are added to a text, because `/v1/completions` adds none.
 """
@@ -51,8 +51,8 @@ async def detokenize(http: HttpRequest, renderer: ChatRenderer | None) -> Respon
 async def tokenizer_info(engine: Engine, renderer: ChatRenderer | None) -> Response:
     """Return the token that ends a text; evaluation tools ask for it."""
     tokenizer = _require_renderer(renderer)
-    ends = sorted(engine.core.model.eos_ids) or sorted(tokenizer.stop_ids)
-    return _json_response({"eos_token": tokenizer.decode_token(ends[0]) if ends else None})
+    eos_ids = sorted(engine.core.model.eos_ids) or sorted(tokenizer.stop_ids)
+    return _json_response({"eos_token": tokenizer.decode_token(eos_ids[0]) if eos_ids else None})
 
 
 def _decode_each(token_ids: list[int], renderer: ChatRenderer) -> list[str]:

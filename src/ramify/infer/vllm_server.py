@@ -1,11 +1,12 @@
-"""A stock `vllm serve` as a child: started, watched, stopped. No patches; what Ramify needs from it are flags.
+"""A stock `vllm serve` as a child process. Ramify does not patch it; it only sets flags.
 
     NEW -> STARTING -> READY -> STOPPED
                |                  ^
-               +------------------+   it exited, or was not ready in time: the end of its log says why
+               +------------------+   it exited, or was not ready in time: the error shows the end of its log
 
-vLLM runs from an interpreter of its own, so that its pins do not meet ours. Its processes form one group, which ends as
-a whole. Afterwards everything goes through HTTP: `ramify.client` samples from it and gives it weights.
+vLLM runs in its own Python environment, so that its dependencies do not conflict with ours. Its processes form one
+process group, which is ended as a whole. Once it runs, everything goes through HTTP: `ramify.client` samples from it
+and updates its weights.
 """
 
 import asyncio
@@ -20,20 +21,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
-import httpx
-
+from ramify.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.errors import DeadlineExceeded, ProviderError
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.model.resolve import resolve_model_path
 from ramify.model.version import PolicyVersion
 
-LOG_TAIL_LINES = 30  # lines of the log that a failure shows
-POLL_INTERVAL = 0.25  # seconds between two looks
+LOG_TAIL_LINES = 30  # lines of the log that an error shows
+POLL_INTERVAL = 0.25  # seconds
+RESPONSE_TIMEOUT = 5.0  # seconds for a response of the starting server
 
 
 class VLLMServerState(Enum):
-    """Where the server is in its life."""
+    """Where the server is in its life cycle."""
 
     NEW = "new"
     STARTING = "starting"
@@ -42,13 +43,13 @@ class VLLMServerState(Enum):
 
 
 class VLLMServer:
-    """One vLLM server. Start it once, stop it once."""
+    """One vLLM server. Start it once, stop it once. `log_path` is the file of its output."""
 
     def __init__(self, model: str, config: VLLMConfig, server: ServerConfig) -> None:
         self.model_name, self.config, self.server = model, config, server
         self.path = resolve_model_path(model)
-        published = (self.path / MANIFEST_FILE).is_file()
-        self.version = Manifest.read(self.path).version if published else PolicyVersion(Path(model).name)
+        is_published = (self.path / MANIFEST_FILE).is_file()
+        self.version = Manifest.read(self.path).version if is_published else PolicyVersion(Path(model).name)
         self.port = server.port or _find_free_port(server.host)
         self.log_path = Path(config.log)
         self.state = VLLMServerState.NEW
@@ -56,44 +57,44 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The address of the server."""
         return f"http://{self.server.host}:{self.port}"
 
     def build_command(self) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         config = self.config
-        words = [str(Path(config.python).expanduser()), "-m", "vllm.entrypoints.cli.main", "serve", str(self.path)]
-        words += ["--served-model-name", self.server.model_name or self.model_name]
-        words += ["--host", self.server.host, "--port", str(self.port)]
-        words += ["--enable-scale-out"]  # the generate endpoint
-        words += ["--logprobs-mode", "processed_logprobs"]  # after temperature; the default is before
-        words += ["--generation-config", "vllm"]  # the model's own defaults must not change what is sampled
-        words += ["--scheduling-policy", "priority"]  # without it a priority is an error
-        words += ["--enable-prompt-tokens-details"]  # how much of a prompt was cached
-        words += ["--dtype", config.dtype, "--gpu-memory-utilization", str(config.memory)]
-        words += ["--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching"]
+        args = [str(Path(config.python).expanduser()), "-m", "vllm.entrypoints.cli.main", "serve", str(self.path)]
+        args += ["--served-model-name", self.server.model_name or self.model_name]
+        args += ["--host", self.server.host, "--port", str(self.port)]
+        args += ["--enable-scale-out"]  # the generate endpoint
+        args += ["--logprobs-mode", "processed_logprobs"]  # after temperature; the default is before
+        args += ["--generation-config", "vllm"]  # the model's own defaults must not change what is sampled
+        args += ["--scheduling-policy", "priority"]  # without it a priority is an error
+        args += ["--enable-prompt-tokens-details"]  # how much of a prompt was cached
+        args += ["--dtype", config.dtype, "--gpu-memory-utilization", str(config.memory)]
+        args += ["--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching"]
         if config.max_model_len is not None:
-            words += ["--max-model-len", str(config.max_model_len)]
+            args += ["--max-model-len", str(config.max_model_len)]
         if config.max_running is not None:
-            words += ["--max-num-seqs", str(config.max_running)]
+            args += ["--max-num-seqs", str(config.max_running)]
         if config.eager:
-            words += ["--enforce-eager"]
+            args += ["--enforce-eager"]
         if not (self.path / "tokenizer.json").is_file():
-            words += ["--skip-tokenizer-init"]  # token ids need none
-        return [*words, *config.args]
+            args += ["--skip-tokenizer-init"]  # token ids need none
+        return [*args, *config.args]
 
     def build_environment(self) -> dict[str, str]:
-        """The variables it runs with."""
-        ours = {
-            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weights, cache: endpoints of the development mode
+        """Return the environment variables of the process."""
+        ramify_env = {
+            "VLLM_SERVER_DEV_MODE": "1",  # enables the endpoints for pause, resume, weights and cache
             "VLLM_CPU_KVCACHE_SPACE": str(self.config.cpu_cache),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return {**os.environ, **ours, **self.config.env}
+        return {**os.environ, **ramify_env, **self.config.env}
 
     async def start(self) -> Self:
-        """Start it and wait until it answers and its weights have a name."""
+        """Start the process; wait until it is healthy and has the version of its weights."""
         if self.state is not VLLMServerState.NEW:
             raise ProviderError(f"a vLLM server starts once; this one is {self.state.value}")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +109,8 @@ class VLLMServer:
                     start_new_session=True,
                 )
             except OSError as error:
-                said = f"inference.python = {self.config.python!r} cannot be started: {error.strerror}"
-                raise ProviderError(said) from error
+                message = f"inference.python = {self.config.python!r} cannot be started: {error.strerror}"
+                raise ProviderError(message) from error
         self.state = VLLMServerState.STARTING
         try:
             await self._wait_until_ready()
@@ -120,23 +121,23 @@ class VLLMServer:
         return self
 
     async def wait(self) -> None:
-        """Return when it has been stopped; raise if it ends by itself."""
+        """Return when the server was stopped; raise ProviderError if it exits by itself."""
         while self.state is VLLMServerState.READY:
             self._raise_if_exited()
             await asyncio.sleep(POLL_INTERVAL)
 
     async def stop(self) -> None:
-        """End the whole group: asked first, killed after `server.shutdown` seconds."""
+        """End the process group: by SIGTERM, and after `server.shutdown` seconds by SIGKILL."""
         process, self.state = self._process, VLLMServerState.STOPPED
         if process is None:
             return
         self._signal_group(process, signal.SIGTERM)
-        end = time.monotonic() + self.server.shutdown
+        deadline = time.monotonic() + self.server.shutdown
         try:
-            while process.poll() is None and time.monotonic() < end:
+            while process.poll() is None and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
-        finally:  # even if we are told to hurry
-            self._signal_group(process, signal.SIGKILL)  # also what the first process has left behind
+        finally:  # even if this is cancelled
+            self._signal_group(process, signal.SIGKILL)  # also processes that the first one left behind
             process.wait()
 
     async def __aenter__(self) -> Self:
@@ -146,27 +147,28 @@ class VLLMServer:
         await self.stop()
 
     def read_log_tail(self) -> str:
-        """The end of its log."""
+        """Return the last lines of the log."""
         with contextlib.suppress(OSError), self.log_path.open(errors="replace") as log:
             return "".join(deque(log, LOG_TAIL_LINES))
         return "(no log)"
 
     async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.config.start_deadline
-        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as http:
+        async with HttpClient(self.url, connect_timeout=RESPONSE_TIMEOUT, max_connections=1) as http:
             while not await self._is_healthy(http):
                 self._raise_if_exited()
                 if time.monotonic() > deadline:
-                    said = f"vLLM did not answer within {self.config.start_deadline:g} s"
-                    raise DeadlineExceeded(f"{said}; the end of {self.log_path}:\n{self.read_log_tail()}")
+                    message = f"vLLM did not answer within {self.config.start_deadline:g} s"
+                    raise DeadlineExceeded(f"{message}; the end of {self.log_path}:\n{self.read_log_tail()}")
                 await asyncio.sleep(POLL_INTERVAL)
-            label = {"new_version": str(self.version)}
-            (await http.post("/update_weight_version", json=label)).raise_for_status()
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                await send_request(http, "POST", "/update_weight_version", {"new_version": str(self.version)})
 
-    async def _is_healthy(self, http: httpx.AsyncClient) -> bool:
+    async def _is_healthy(self, http: HttpClient) -> bool:
         try:
-            return (await http.get("/health")).status_code == 200
-        except httpx.HTTPError:
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                return (await http.request("GET", "/health")).status == 200
+        except (RequestFailed, TimeoutError):
             return False
 
     def _raise_if_exited(self) -> None:
@@ -183,6 +185,6 @@ class VLLMServer:
 
 
 def _find_free_port(host: str) -> int:
-    """A port nobody listens on now; vLLM binds it a moment later."""
+    """Return a port that is free now; vLLM binds it a moment later."""
     with socket.create_server((host, 0)) as listener:
         return listener.getsockname()[1]

@@ -1,41 +1,44 @@
-"""How a run is, asked of the run itself. Only its orchestrator opens the run's database while it lives."""
+"""The status of a run, asked of the run itself: while it lives, only its orchestrator opens the run's database."""
 
+import asyncio
 from typing import Any
+from urllib.parse import urlencode
 
-import httpx
+import msgspec
 
+from ramify.client.http_client import HttpClient, RequestFailed
 from ramify.errors import ProviderError
+from ramify.interactive import run_coroutine
 
-DEFAULT_TIMEOUT = 5.0  # seconds for an answer
+DEFAULT_TIMEOUT = 5.0  # seconds for a response
 
 
 class StatusClient:
-    """Asks one run. Every call ends within `patience` seconds, with an answer or with ProviderError."""
+    """Asks one run. Every call ends within `timeout` seconds, with a response or with ProviderError."""
 
     def __init__(self, address: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        self.address = address
-        self._options: dict[str, Any] = {"timeout": timeout, "trust_env": False, "verify": False}
+        self.address, self._timeout = address, timeout
 
     def get(self, path: str, **query: str) -> Any:
-        """What the run answers."""
-        try:
-            return self._parse_json(httpx.get(f"{self.address}{path}", params=query, **self._options), path)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable_error(path, error) from error
+        """Return the run's response to a request, decoded from JSON."""
+        return run_coroutine(self.get_async(path, **query))
 
-    async def get_async(self, path: str = "/status") -> Any:
-        """The same, for a loop that must not stand still."""
+    async def get_async(self, path: str = "/status", **query: str) -> Any:
+        """Do the same without blocking the event loop."""
+        target = f"{path}?{urlencode(query)}" if query else path
         try:
-            async with httpx.AsyncClient(**self._options) as http:
-                return self._parse_json(await http.get(f"{self.address}{path}"), path)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable_error(path, error) from error
-
-    def _parse_json(self, response: httpx.Response, path: str) -> Any:
+            async with (
+                asyncio.timeout(self._timeout),
+                HttpClient(self.address, connect_timeout=self._timeout, max_connections=1) as http,
+            ):
+                response = await http.request("GET", target)
+        except TimeoutError as error:
+            raise ProviderError(f"{self.address}{path} did not respond within {self._timeout:g} s") from error
+        except RequestFailed as error:
+            raise ProviderError(f"{self.address}{path} does not respond: {error}") from error
+        if response.status != 200:
+            raise ProviderError(f"{self.address}{path} does not respond: status {response.status}")
         try:
-            return response.raise_for_status().json()
-        except ValueError as error:
-            raise ProviderError(f"{self.address}{path} answered with something else than JSON") from error
-
-    def _unreachable_error(self, path: str, error: Exception) -> ProviderError:
-        return ProviderError(f"{self.address}{path} does not answer: {str(error) or type(error).__name__}")
+            return msgspec.json.decode(response.body)
+        except msgspec.DecodeError as error:
+            raise ProviderError(f"{self.address}{path} responded with something other than JSON") from error

@@ -108,6 +108,7 @@ class RenderedPrompt:
 
     @property
     def new_token_ids(self) -> Int32Array:
+        """The tokens after those of the history."""
         return self.token_ids[self.num_reused :]
 
     @property

@@ -35,6 +35,7 @@ class ReplyParser:
         self._surrounding_whitespace = surrounding_whitespace
 
     def parse(self, sampled_ids: Int32Array, prompt: RenderedPrompt) -> ParsedReply:
+        """Parse the ids sampled after `prompt` into a message."""
         stop = len(sampled_ids) - (len(sampled_ids) > 0 and int(sampled_ids[-1]) in self._stop_ids)
         before, after = self._surrounding_whitespace
         text = self._tokenizer.decode(sampled_ids[:stop]).removeprefix(before).removesuffix(after)

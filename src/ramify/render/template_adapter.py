@@ -49,6 +49,7 @@ class TemplateAdapter:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
     ) -> str:
+        """Render messages with the template. Raises TemplateRefused if it fails."""
         return self._template.render(self._to_dicts(messages), tools, add_generation_prompt)
 
     @cached_property

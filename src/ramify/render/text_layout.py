@@ -54,6 +54,7 @@ class MessageLocator:
     text_extents: Mapping[int, tuple[int, int]]
 
     def extents(self, first: int) -> tuple[MessageExtent, ...]:
+        """Return the extents of `messages[first:]`."""
         extents: list[MessageExtent] = []
         previous_stop = max(
             (self.text_extents[index][1] for index in range(first) if index in self.text_extents), default=0

@@ -45,6 +45,7 @@ class Tokenizer:
 
     @cached_property
     def backend(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the `tokenizers` library. Raises ConfigInvalid if its file cannot be read."""
         import tokenizers
 
         try:

@@ -1,4 +1,4 @@
-"""What agent programs send that plain clients do not: namespaced tools, images of tools, system entries in between."""
+"""Requests that only agent programs send: namespaced tools, images of tool results, late system messages."""
 
 import json
 from typing import Any
@@ -8,32 +8,32 @@ from rich.console import Console
 
 from ramify.evals.trace_view import render_trace_tree
 from ramify.trace import decode_trace, encode_trace
-from tests.gateway.engine import TINY, check_tokens
-from tests.gateway.stage import Stage
+from tests.gateway.fake_engine import TINY, check_tokens
+from tests.gateway.scenario import Scenario
 from tests.render.models import renderer
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="  # 1 x 1
 
 
-def prompts(stage: Stage) -> list[str]:
-    """What the model saw at each call."""
-    return [stage.engine.renderer.tokenizer.decode(prompt) for prompt, _, _ in stage.engine.seen]
+def prompts(scenario: Scenario) -> list[str]:
+    """Return the text of the prompt of each call."""
+    return [scenario.engine.renderer.tokenizer.decode(prompt) for prompt, _, _ in scenario.engine.seen]
 
 
-def unbroken(stage: Stage) -> None:
-    """The conversation is one branch, and every token is the engine's own."""
-    assert len(stage.trace.leaves) == 1
-    assert "forks" not in stage.trace.info
-    assert not [name for name in stage.trace.metrics if name.startswith("render/breaks")]
-    check_tokens(stage.trace, stage.engine)
+def check_one_branch(scenario: Scenario) -> None:
+    """Check that the conversation is one branch with exactly the tokens of the engine."""
+    assert len(scenario.trace.leaves) == 1
+    assert "forks" not in scenario.trace.info
+    assert not [name for name in scenario.trace.metrics if name.startswith("render/breaks")]
+    check_tokens(scenario.trace, scenario.engine)
 
 
 # -- namespaced tools -------------------------------------------------------------------------------------------------
 
 
-def tool(name: str, **more: Any) -> dict[str, Any]:
+def tool(name: str, **fields: Any) -> dict[str, Any]:
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
-    return {"type": "function", "name": name, "description": f"To {name}.", "parameters": schema, **more}
+    return {"type": "function", "name": name, "description": f"To {name}.", "parameters": schema, **fields}
 
 
 TOOLS = [
@@ -43,26 +43,26 @@ TOOLS = [
 ]
 
 
-def sampled(name: str, **arguments: Any) -> str:
+def call_text(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_namespaced_tool_is_called_by_its_namespace_and_its_name(play, stream: bool):
-    async def ask(stage: Stage, items: list[Any]) -> list[dict[str, Any]]:
-        answer = await stage.post("/responses", {"model": "m", "input": items, "tools": TOOLS, "stream": stream})
+def test_a_call_of_a_namespaced_tool_has_namespace_and_name(run_scenario, stream: bool):
+    async def ask(scenario: Scenario, items: list[Any]) -> list[dict[str, Any]]:
+        answer = await scenario.post("/responses", {"model": "m", "input": items, "tools": TOOLS, "stream": stream})
         assert answer.status_code == 200, answer.text
         if not stream:
             return answer.json()["output"]
         events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
         return events[-1]["response"]["output"]
 
-    async def act(stage: Stage) -> None:
+    async def check(scenario: Scenario) -> None:
         items: list[Any] = [{"type": "message", "role": "user", "content": "plan"}]
         for result in ("added", "listed", "written"):
-            (item,) = await ask(stage, items)
+            (item,) = await ask(scenario, items)
             items += [item, {"type": item["type"] + "_output", "call_id": item["call_id"], "output": result}]
-        (last,) = await ask(stage, items)
+        (last,) = await ask(scenario, items)
         assert last["content"][0]["text"] == "done"
         calls = [item for item in items if "call_id" in item and "output" not in item]
         assert [(call["type"], call.get("namespace"), call["name"]) for call in calls] == [
@@ -72,67 +72,71 @@ def test_a_namespaced_tool_is_called_by_its_namespace_and_its_name(play, stream:
         ]
         assert calls[2]["input"] == "remember"
         assert "namespace" not in calls[1]
-        assert "mcp__calendar__add" in prompts(stage)[0] and "mcp__calendar__list" in prompts(stage)[0]
-        unbroken(stage)
+        assert "mcp__calendar__add" in prompts(scenario)[0] and "mcp__calendar__list" in prompts(scenario)[0]
+        check_one_branch(scenario)
 
-    script = [sampled("mcp__calendar__add", title="tea"), sampled("list"), sampled("notes__write", input="remember")]
-    play([*script, "done"], act)
+    script = [
+        call_text("mcp__calendar__add", title="tea"),
+        call_text("list"),
+        call_text("notes__write", input="remember"),
+    ]
+    run_scenario([*script, "done"], check)
 
 
-def test_two_tools_that_would_get_one_name_are_refused(play):
-    async def act(stage: Stage) -> None:
+def test_tools_with_equal_flat_names_are_refused(run_scenario):
+    async def check(scenario: Scenario) -> None:
         tools = [tool("a__b"), {"type": "namespace", "name": "a", "tools": [tool("b")]}]
-        answer = await stage.post("/responses", {"input": "hi", "tools": tools})
+        answer = await scenario.post("/responses", {"input": "hi", "tools": tools})
         assert answer.status_code == 400
         assert "a__b" in answer.json()["error"]["message"]
 
-    play([], act)
+    run_scenario([], check)
 
 
 # -- images that tools return -----------------------------------------------------------------------------------------
 
 
 def chat_body() -> tuple[str, dict[str, Any]]:
-    called = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    tool_call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
     result = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "seen: "}, image]}
-    said = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [called]}, result]
-    return "/chat/completions", {"messages": said}
+    messages = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [tool_call]}, result]
+    return "/chat/completions", {"messages": messages}
 
 
 def responses_body() -> tuple[str, dict[str, Any]]:
-    called = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
-    shown = [
+    tool_call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    parts = [
         {"type": "input_text", "text": "seen: "},
         {"type": "input_image", "image_url": f"data:image/png;base64,{PIXEL}"},
     ]
-    result = {"type": "function_call_output", "call_id": "c1", "output": shown}
-    return "/responses", {"input": [{"role": "user", "content": "look"}, called, result]}
+    result = {"type": "function_call_output", "call_id": "c1", "output": parts}
+    return "/responses", {"input": [{"role": "user", "content": "look"}, tool_call, result]}
 
 
 def messages_body() -> tuple[str, dict[str, Any]]:
     source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
-    shown = [{"type": "text", "text": "seen: "}, {"type": "image", "source": source}]
+    parts = [{"type": "text", "text": "seen: "}, {"type": "image", "source": source}]
     use = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "c1", "content": shown}
-    said = [
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": parts}
+    messages = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": [use]},
         {"role": "user", "content": [result]},
     ]
-    return "/messages", {"messages": said, "max_tokens": 64}
+    return "/messages", {"messages": messages, "max_tokens": 64}
 
 
 @pytest.mark.parametrize("body", [chat_body, responses_body, messages_body])
-def test_an_image_that_a_tool_returns_is_described_to_a_model_without_eyes(play, body):
-    async def act(stage: Stage) -> None:
-        answer = await stage.post(*body())
+def test_an_image_of_a_tool_result_is_described_to_a_text_only_model(run_scenario, body):
+    async def check(scenario: Scenario) -> None:
+        answer = await scenario.post(*body())
         assert answer.status_code == 200, answer.text
-        (prompt,) = prompts(stage)
+        (prompt,) = prompts(scenario)
         assert "seen: [an image: image/png, 1 x 1 pixels, 70 bytes; you cannot see images]" in prompt
-        unbroken(stage)
+        check_one_branch(scenario)
 
-    play(["ok"], act)
+    run_scenario(["ok"], check)
 
 
 # -- system entries inside the messages -------------------------------------------------------------------------------
@@ -143,35 +147,37 @@ WITHOUT_TOOLS = ("gemma", "phi-3", "zephyr", "mistral-v1")
 
 
 @pytest.mark.parametrize("name", ["tiny", *WITHOUT_TOOLS, "qwen2.5", "qwen3", "qwen3-coder", "llama-3.1"])
-def test_system_entries_inside_the_messages_do_not_break_the_conversation(play, name: str):
-    """As Claude Code sends them: behind the user's words, and behind the result of a tool."""
+def test_late_system_messages_do_not_fork_the_conversation(run_scenario, name: str):
+    """Claude Code sends them after the user's message and after tool results."""
     tools = {} if name in WITHOUT_TOOLS else {"tools": [TOOL]}
     system = {} if name in ("gemma", "mistral-v1") else {"system": "You are an agent."}
 
-    async def ask(stage: Stage, messages: list[Any]) -> None:
+    async def ask(scenario: Scenario, messages: list[Any]) -> None:
         body = {"model": "m", "max_tokens": 64, "messages": messages, **tools, **system}
-        answer = await stage.post("/messages", body)
+        answer = await scenario.post("/messages", body)
         assert answer.status_code == 200, answer.text
         messages.append({"role": "assistant", "content": answer.json()["content"]})
 
-    async def act(stage: Stage) -> None:
+    async def check(scenario: Scenario) -> None:
         messages: list[Any] = [{"role": "user", "content": "go"}, {"role": "system", "content": NOTES[0]}]
-        await ask(stage, messages)
+        await ask(scenario, messages)
         calls = [block for block in messages[-1]["content"] if block["type"] == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "ran"} for block in calls]
         messages.append({"role": "user", "content": results or "and then?"})
         messages.append({"role": "system", "content": [{"type": "text", "text": NOTES[1]}]})
-        await ask(stage, messages)
+        await ask(scenario, messages)
         messages += [{"role": "system", "content": NOTES[2]}, {"role": "user", "content": "finish"}]
-        await ask(stage, messages)
-        prompt = prompts(stage)[-1]
-        places = [prompt.index(note) for note in NOTES]
-        assert places == sorted(places)
+        await ask(scenario, messages)
+        prompt = prompts(scenario)[-1]
+        positions = [prompt.index(note) for note in NOTES]
+        assert positions == sorted(positions)
         assert [prompt.count(note) for note in NOTES] == [1, 1, 1]
-        unbroken(stage)
+        check_one_branch(scenario)
 
-    called = CALLED.get(name, sampled("bash"))
-    play([called if tools else "first", "second", "third"], act, renderer=TINY if name == "tiny" else renderer(name))
+    tool_call = CALLED.get(name, call_text("bash"))
+    run_scenario(
+        [tool_call if tools else "first", "second", "third"], check, renderer=TINY if name == "tiny" else renderer(name)
+    )
 
 
 CALLED = {
@@ -183,26 +189,26 @@ CALLED = {
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_gateway_refuses_stands_in_the_trace_and_in_show(play):
-    async def act(stage: Stage) -> None:
+def test_refusals_are_recorded_in_the_trace_and_shown(run_scenario):
+    async def check(scenario: Scenario) -> None:
         for _ in range(3):
-            assert (await stage.post("/messages", {"messages": [{"role": "robot"}]})).status_code == 400
-        assert (await stage.post("/chat/completions", b"not json")).status_code == 400
-        assert (await stage.post("/embeddings", {"input": "hi"})).status_code == 404
+            assert (await scenario.post("/messages", {"messages": [{"role": "robot"}]})).status_code == 400
+        assert (await scenario.post("/chat/completions", b"not json")).status_code == 400
+        assert (await scenario.post("/embeddings", {"input": "hi"})).status_code == 404
         assert (
-            await stage.post("/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+            await scenario.post("/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         ).status_code == 502
-        refusals = stage.trace.info["refusals"]
-        assert [(entry["path"], entry["status"], entry["name"], entry["count"]) for entry in refusals] == [
+        refusals = scenario.trace.info["refusals"]
+        assert [(refusal["path"], refusal["status"], refusal["name"], refusal["count"]) for refusal in refusals] == [
             ("/v1/messages", 400, "RequestInvalid", 3),
             ("/v1/chat/completions", 400, "RequestInvalid", 1),
             ("/v1/embeddings", 404, "not_found_error", 1),
             ("/v1/chat/completions", 502, "ProviderError", 1),
         ]
-        assert decode_trace(encode_trace(stage.trace)).info["refusals"] == refusals
+        assert decode_trace(encode_trace(scenario.trace)).info["refusals"] == refusals
         console = Console(width=200, no_color=True)
         with console.capture() as captured:
-            console.print(render_trace_tree(stage.trace))
+            console.print(render_trace_tree(scenario.trace))
         text = captured.get()
         assert (
             "400 RequestInvalid: messages.0.role: expected user, assistant or system, found 'robot' (3 times)" in text
@@ -211,13 +217,13 @@ def test_what_the_gateway_refuses_stands_in_the_trace_and_in_show(play):
     def fail(_: str) -> str:
         raise ConnectionResetError
 
-    play(fail, act, max_retries=0)
+    run_scenario(fail, check, max_retries=0)
 
 
-def test_a_program_that_is_refused_for_ever_does_not_fill_the_trace(play):
-    async def act(stage: Stage) -> None:
+def test_the_number_of_recorded_refusals_is_limited(run_scenario):
+    async def check(scenario: Scenario) -> None:
         for number in range(60):
-            await stage.post("/messages", {"messages": [{"role": f"robot {number}"}]})
-        assert len(stage.trace.info["refusals"]) == 50
+            await scenario.post("/messages", {"messages": [{"role": f"robot {number}"}]})
+        assert len(scenario.trace.info["refusals"]) == 50
 
-    play([], act)
+    run_scenario([], check)

@@ -1,4 +1,4 @@
-"""The page on rendering says of every template whether a next turn keeps its tokens; here it is measured."""
+"""docs/rendering.md says for every template whether the next turn reuses its tokens; the tests measure it."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from ramify.render import Renderer
 from ramify.trace import Message, ToolCall
 from tests.render.models import MODELS, TOOLS, renderer
-from tests.render.oracle import oracle_of
+from tests.render.oracle import get_oracle
 from tests.render.test_family_renderer import FAMILIES, SHOWS_NO_THINKING
 from tests.render.test_family_renderer import renderer as family
 from tests.render.test_family_renderer import sampled as family_reply
@@ -19,7 +19,7 @@ USER = Message("user", "What is 2+2?")
 
 
 def outcome(render: Renderer, sampled, tools, *, results: bool) -> str:
-    """What becomes of a reply's tokens when a question, or the results of its calls, follow."""
+    """Return whether a reply's tokens are reused before a question or tool results: `kept`, or the break reason."""
     prompt = render.render([USER], tools)
     parsed = render.parse(sampled, prompt)
     new = [Message("tool", "4", tool_call_id=call.id) for call in parsed.message.tool_calls]
@@ -28,11 +28,11 @@ def outcome(render: Renderer, sampled, tools, *, results: bool) -> str:
     return "kept" if following.prefix_break is None else following.prefix_break.reason.value
 
 
-def measured() -> dict[str, tuple[str, str]]:
+def measure_outcomes() -> dict[str, tuple[str, str]]:
     rows: dict[str, tuple[str, str]] = {}
     call = (ToolCall("call00000", "run", '{"code": "2+2"}'),)
     for model in MODELS:
-        render, oracle, tools = renderer(model.name), oracle_of(model.name), TOOLS if model.tools else []
+        render, oracle, tools = renderer(model.name), get_oracle(model.name), TOOLS if model.tools else []
         thought = "Two and two." if model.reasoning else None
         replies = [Message("assistant", "4", thought), Message("assistant", "", thought, call)]
         ids = [oracle.reply([USER], reply, tools) for reply in replies[: 2 if tools else 1]]
@@ -47,10 +47,10 @@ def measured() -> dict[str, tuple[str, str]]:
     return rows
 
 
-def test_the_page_tells_what_every_template_keeps():
-    found = measured()
-    for name, (question, results) in found.items():
+def test_the_docs_list_what_every_template_preserves():
+    measured = measure_outcomes()
+    for name, (question, results) in measured.items():
         print(f"{name:24} next question: {question:28} tool results: {results}")
-    assert len(found) >= 12
-    told = {name: (question, results) for name, question, results in ROW.findall(PAGE)}
-    assert told == found
+    assert len(measured) >= 12
+    documented = {name: (question, results) for name, question, results in ROW.findall(PAGE)}
+    assert documented == measured

@@ -1,4 +1,4 @@
-"""A chat endpoint on a real socket that answers what a test tells it to."""
+"""A chat endpoint on a real socket whose answers a test defines."""
 
 import contextlib
 import threading
@@ -15,31 +15,31 @@ Answer = Callable[[dict[str, Any]], "str | Response"]
 
 
 class ChatServer:
-    """Answers chat completions with `answer(body)`, and remembers what it was asked."""
+    """Answers chat completions with `answer(body)`, and records the requests."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.answer: Answer = lambda body: "hello"
         self.url = ""
 
     async def complete(self, request: Request) -> Response:
         body = await request.json()
-        self.asked.append(body)
+        self.requests.append(body)
         self.keys.append(request.headers.get("Authorization"))
-        said = self.answer(body)
-        if isinstance(said, Response):
-            return said
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+        reply = self.answer(body)
+        if isinstance(reply, Response):
+            return reply
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
         return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 3}})
 
     def reset(self, answer: Answer) -> None:
-        self.asked, self.keys, self.answer = [], [], answer
+        self.requests, self.keys, self.answer = [], [], answer
 
 
 @contextlib.contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """The address of an ASGI app while it is served."""
+    """Serve an ASGI app and yield its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     started = threading.Event()
     startup = server.startup

@@ -1,36 +1,26 @@
-"""One exchange over real sockets, with servers that answer in all the ways servers do."""
+"""HTTP requests over real sockets, with every kind of valid and broken response."""
 
 import asyncio
 import contextlib
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 
-import httptools
 import pytest
 
-from ramify.client import h11_parser, http_client, http_connection
-from ramify.client.http_client import ConnectFailed, HttpConnectionPool, ResponseLost, open_client, send_request
+from ramify.client import http_client
+from ramify.client.http_client import ConnectFailed, HttpClient, ResponseLost, send_request
 from ramify.errors import RequestInvalid
-
-Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@pytest.fixture(params=[httptools, h11_parser], ids=["httptools", "h11"], autouse=True)
-def parser(request, monkeypatch):
-    """Both ways to read an answer."""
-    for name in ("HttpParserError", "HttpResponseParser"):
-        monkeypatch.setattr(http_connection, name, getattr(request.param, name))
 
 
 class Server:
-    """Answers with the bytes it was given, and counts its connections."""
+    """Sends the given bytes as the response to each request, and counts its connections."""
 
-    def __init__(self, *answers: bytes, hang_up: bool = False) -> None:
-        self.answers, self.hang_up = answers, hang_up
+    def __init__(self, *parts: bytes, close: bool = False) -> None:
+        self.parts, self.close = parts, close
         self.connections, self.requests = 0, []
-        self.gone = asyncio.Event()
+        self.client_gone = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -40,32 +30,32 @@ class Server:
                 head = await reader.readuntil(b"\r\n\r\n")
                 size = next((int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length:")), 0)
                 self.requests.append(head + await reader.readexactly(size))
-                for part in self.answers:
+                for part in self.parts:
                     writer.write(part)
                     await writer.drain()
-                if self.hang_up:
+                if self.close:
                     break
-        self.gone.set()
+        self.client_gone.set()
         writer.close()
 
 
 @contextlib.asynccontextmanager
 async def serving(
     server: Server, *, connections: int = 8, secure: ssl.SSLContext | None = None
-) -> AsyncIterator[HttpConnectionPool]:
-    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=secure)
+) -> AsyncIterator[HttpClient]:
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=secure)
     scheme = "https" if secure else "http"
-    address = f"{scheme}://localhost:{listening.sockets[0].getsockname()[1]}/v1"
-    opened = open_client(address, connect_timeout=5.0, max_connections=connections)
+    address = f"{scheme}://localhost:{listener.sockets[0].getsockname()[1]}/v1"
+    client = HttpClient(address, connect_timeout=5.0, max_connections=connections)
     try:
-        yield opened
+        yield client
     finally:
-        await opened.aclose()
-        listening.close()
+        await client.aclose()
+        listener.close()
 
 
-async def unanswered(server: Server, client: HttpConnectionPool) -> "asyncio.Task[bytes]":
-    """A call that has come to a server which says nothing."""
+async def start_request(server: Server, client: HttpClient) -> "asyncio.Task[bytes]":
+    """Start a request and wait until the server, which never responds, has received it."""
     call = asyncio.create_task(send_request(client, "POST", "/sample", {}))
     while not server.requests:
         await asyncio.sleep(0.001)
@@ -73,27 +63,27 @@ async def unanswered(server: Server, client: HttpConnectionPool) -> "asyncio.Tas
 
 
 def run(test: Awaitable[None]) -> None:
-    async def within() -> None:
+    async def with_timeout() -> None:
         async with asyncio.timeout(20):
             await test
 
-    asyncio.run(within())
+    asyncio.run(with_timeout())
 
 
-WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody"
+COMPLETE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody"
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        (WHOLE,),
-        (WHOLE[:9], WHOLE[9:30], WHOLE[30:]),
+        (COMPLETE,),
+        (COMPLETE[:9], COMPLETE[9:30], COMPLETE[30:]),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nbo\r\n", b"2\r\ndy\r\n0\r\n\r\n"),
-        (b"HTTP/1.1 100 Continue\r\n\r\n", WHOLE),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", COMPLETE),
     ],
-    ids=["whole", "in pieces", "chunked", "continue first"],
+    ids=["complete", "in parts", "chunked", "continue first"],
 )
-def test_an_answer_is_read_and_its_connection_used_again(parts):
+def test_a_response_is_parsed_and_its_connection_reused(parts):
     async def test():
         server = Server(*parts)
         async with serving(server) as client:
@@ -105,17 +95,17 @@ def test_an_answer_is_read_and_its_connection_used_again(parts):
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
         b"HTTP/1.1 200 OK\r\n\r\nbody",
         b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nbody",
         b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 4\r\n\r\nbody",
     ],
-    ids=["ends with the connection", "old", "closed"],
+    ids=["no length", "HTTP/1.0", "connection: close"],
 )
-def test_a_server_that_hangs_up_after_its_answer_is_dialled_again(answer):
+def test_a_connection_closed_after_the_response_is_opened_again(response):
     async def test():
-        server = Server(answer, hang_up=True)
+        server = Server(response, close=True)
         async with serving(server) as client:
             for _ in range(2):
                 assert await send_request(client, "GET", "/health") == b"body"
@@ -124,33 +114,47 @@ def test_a_server_that_hangs_up_after_its_answer_is_dialled_again(answer):
     run(test())
 
 
-def test_a_server_that_hung_up_a_moment_ago_is_dialled_again():
-    """The kernel knows, the loop has not heard of it: a request sent there would count as lost."""
+def test_a_get_on_a_connection_closed_just_now_is_sent_again():
+    """The kernel has seen the close, the event loop has not."""
 
     async def test():
-        server = Server(WHOLE)
+        server = Server(COMPLETE)
         async with serving(server) as client:
             await send_request(client, "GET", "/health")
-            server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # at once, without a turn of the loop
+            server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # without a loop iteration
             assert await send_request(client, "GET", "/health") == b"body"
         assert server.connections == 2
 
     run(test())
 
 
-@pytest.mark.parametrize("answer", [b"", WHOLE[:-1], b"what?\r\n\r\n"], ids=["nothing", "half", "not HTTP"])
-def test_an_answer_that_does_not_come_is_lost(answer):
+def test_a_connection_closed_while_idle_is_not_used():
     async def test():
-        async with serving(Server(answer, hang_up=True)) as client:
+        server = Server(COMPLETE)
+        async with serving(server) as client:
+            await send_request(client, "POST", "/sample", {})
+            server.writer.close()
+            await server.writer.wait_closed()
+            await asyncio.sleep(0.01)  # the loop sees the close
+            assert await send_request(client, "POST", "/sample", {}) == b"body"
+        assert server.connections == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize("response", [b"", COMPLETE[:-1], b"what?\r\n\r\n"], ids=["empty", "incomplete", "not HTTP"])
+def test_an_incomplete_response_is_lost(response):
+    async def test():
+        async with serving(Server(response, close=True)) as client:
             with pytest.raises(ResponseLost, match=client.base_url):
                 await send_request(client, "POST", "/sample", {})
 
     run(test())
 
 
-def test_what_is_sent_names_the_host_the_path_and_the_size():
+def test_requests_have_host_path_and_content_length():
     async def test():
-        server = Server(WHOLE)
+        server = Server(COMPLETE)
         async with serving(server) as client:
             client.headers["Authorization"] = "Bearer x"
             await send_request(client, "POST", "/pause", mode="keep it")
@@ -164,33 +168,33 @@ def test_what_is_sent_names_the_host_the_path_and_the_size():
     run(test())
 
 
-def test_a_call_that_is_cancelled_hangs_up():
+def test_cancelling_a_request_closes_its_connection():
     async def test():
         server = Server()
         async with serving(server) as client:
-            call = await unanswered(server, client)
+            call = await start_request(server, client)
             call.cancel()
-            await server.gone.wait()
+            await server.client_gone.wait()
 
     run(test())
 
 
-def test_no_more_connections_than_allowed():
+def test_the_number_of_connections_is_limited():
     async def test():
-        server = Server(WHOLE)
+        server = Server(COMPLETE)
         async with serving(server, connections=2) as client:
-            found = await asyncio.gather(*(send_request(client, "POST", "/sample", {}) for _ in range(20)))
-        assert found == [b"body"] * 20
+            bodies = await asyncio.gather(*(send_request(client, "POST", "/sample", {}) for _ in range(20)))
+        assert bodies == [b"body"] * 20
         assert server.connections <= 2
 
     run(test())
 
 
-def test_closing_ends_the_calls_that_wait():
+def test_closing_fails_requests_in_flight():
     async def test():
         server = Server()
         async with serving(server) as client:
-            call = await unanswered(server, client)
+            call = await start_request(server, client)
             await client.aclose()
             with pytest.raises(ResponseLost):
                 await call
@@ -201,10 +205,10 @@ def test_closing_ends_the_calls_that_wait():
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "http://"])
-def test_a_request_that_reaches_nobody_was_not_sent(url):
+def test_an_unreachable_server_raises_connect_failed(url):
     async def test():
-        client = open_client(url, connect_timeout=5.0, max_connections=1)
-        with pytest.raises(ConnectFailed, match=r"cannot be reached|no address"):
+        client = HttpClient(url, connect_timeout=5.0, max_connections=1)
+        with pytest.raises(ConnectFailed, match=r"cannot be reached|not an address"):
             await send_request(client, "GET", "/health")
 
     run(test())
@@ -212,7 +216,7 @@ def test_a_request_that_reaches_nobody_was_not_sent(url):
 
 def test_a_header_with_a_line_break_is_refused():
     async def test():
-        async with serving(Server(WHOLE)) as client:
+        async with serving(Server(COMPLETE)) as client:
             client.headers["Authorization"] = "Bearer x\n"
             with pytest.raises(RequestInvalid, match="line break"):
                 await send_request(client, "GET", "/health")
@@ -221,28 +225,29 @@ def test_a_header_with_a_line_break_is_refused():
 
 
 @pytest.fixture
-def certified(tmp_path):
-    """What a server needs to show that it is localhost, and the file that vouches for it."""
+def tls_certificate(tmp_path):
+    """Return an SSL context for a server at localhost, and the file of its self-signed certificate."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     with contextlib.suppress(FileNotFoundError):
-        subprocess.run(make, check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
         return context, certificate
-    pytest.skip("openssl is not there")
+    pytest.skip("openssl is not installed")
 
 
-def test_a_server_is_asked_over_tls_if_somebody_vouches_for_it(certified, monkeypatch):
-    context, certificate = certified
+def test_tls_requires_a_trusted_certificate(tls_certificate, monkeypatch):
+    context, certificate = tls_certificate
 
     async def test():
-        async with serving(Server(WHOLE), secure=context) as client:
+        async with serving(Server(COMPLETE), secure=context) as client:
             with pytest.raises(ConnectFailed, match="certificate"):
                 await send_request(client, "GET", "/health")
-            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-            http_client.default_ssl_context.cache_clear()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        http_client.default_ssl_context.cache_clear()
+        async with serving(Server(COMPLETE), secure=context) as client:
             for _ in range(2):
                 assert await send_request(client, "GET", "/health") == b"body"
 

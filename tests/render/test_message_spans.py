@@ -1,4 +1,4 @@
-"""Every token of a prompt belongs to one message or to the generation prompt, and bodies say what the messages say."""
+"""Every token of a prompt belongs to one message or to the generation prompt, and content spans hold the texts."""
 
 import msgspec
 import numpy as np
@@ -10,10 +10,14 @@ from ramify.render import RenderedPrompt, TokenHistory
 from ramify.trace import Message, ModelCall, ToolCall, Trace, TraceBuilder, Turn
 from tests.render.conversations import conversations
 from tests.render.models import MODELS, TOOLS, Model, renderer
-from tests.render.oracle import oracle_of
+from tests.render.oracle import get_oracle
 
 EXAMPLES = min(400, max(6, settings.default.max_examples // 8)) if settings.default else 6
-MOVES_SYSTEM = ("mistral-v3", "llama-3.1", "granite")  # where a system message is not the first text, or not text alone
+MOVES_SYSTEM = (
+    "mistral-v3",
+    "llama-3.1",
+    "granite",
+)  # the system message is not first, or not alone
 
 
 def check_partition(prompt: RenderedPrompt, messages: list[Message]) -> None:
@@ -28,9 +32,9 @@ def check_partition(prompt: RenderedPrompt, messages: list[Message]) -> None:
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
-def test_spans_partition_the_prompt_and_bodies_are_what_is_said(model: Model, data: st.DataObject):
+def test_spans_partition_the_prompt_and_contain_the_texts(model: Model, data: st.DataObject):
     conversation = data.draw(conversations(model))
-    oracle = oracle_of(model.name)
+    oracle = get_oracle(model.name)
     messages = [m for turn in conversation.turns for m in (*turn.messages, turn.reply)] + list(conversation.last)
     prompt = renderer(model.name).render(messages, conversation.tools)
     check_partition(prompt, messages)
@@ -50,22 +54,22 @@ def test_spans_partition_the_prompt_and_bodies_are_what_is_said(model: Model, da
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_the_generation_prompt_is_what_stands_behind_the_last_message(model: Model):
-    oracle = oracle_of(model.name)
-    asked = [Message("user", "Well?")]
-    prompt = renderer(model.name).render(asked)
-    # Phi-3 ends its text where it writes no generation prompt.
-    closed = oracle.text(asked, generate=False).removesuffix("<|end|>" if model.name == "phi-3" else "")
+def test_the_generation_prompt_follows_the_last_message(model: Model):
+    oracle = get_oracle(model.name)
+    question = [Message("user", "Well?")]
+    prompt = renderer(model.name).render(question)
+    # Without a generation prompt, Phi-3 writes an end token.
+    closed = oracle.text(question, generate=False).removesuffix("<|end|>" if model.name == "phi-3" else "")
     assert (
         prompt.generation_prompt_ids.tolist()
-        == oracle.ids(oracle.text(asked, generate=True))[len(oracle.ids(closed)) :]
+        == oracle.ids(oracle.text(question, generate=True))[len(oracle.ids(closed)) :]
     )
-    whole = renderer(model.name).render(asked, add_generation_prompt=False)
-    assert whole.token_ids.tolist() == oracle.ids(oracle.text(asked, generate=False))
+    full_prompt = renderer(model.name).render(question, add_generation_prompt=False)
+    assert full_prompt.token_ids.tolist() == oracle.ids(oracle.text(question, generate=False))
 
 
-def test_spans_of_a_bridge_start_behind_the_history():
-    render, oracle = renderer("qwen2.5"), oracle_of("qwen2.5")
+def test_spans_of_a_bridge_start_after_the_history():
+    render, oracle = renderer("qwen2.5"), get_oracle("qwen2.5")
     prompt = render.render([Message("user", "Well?")], TOOLS)
     calls = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>' * 2
     sampled = oracle.ids(f"{calls}<|im_end|>")
@@ -85,26 +89,26 @@ def test_spans_of_a_bridge_start_behind_the_history():
 @pytest.mark.parametrize(
     "text", ["user", "assistant", "<|im_start|>", "zq0cz", "word 0", "", " ", "a\n", "<|im_end|>\n"]
 )
-def test_texts_that_look_like_scaffold_are_still_found(text: str):
+def test_texts_that_look_like_template_text_are_located(text: str):
     messages = [Message("system", text), Message("user", text), Message("assistant", text), Message("user", text)]
-    prompt, oracle = renderer("chatml").render(messages), oracle_of("chatml")
+    prompt, oracle = renderer("chatml").render(messages), get_oracle("chatml")
     assert prompt.token_ids.tolist() == oracle.ids(oracle.text(messages, generate=True))
     bodies = [oracle.decode(prompt.token_ids[slice(*span.content_span)]) for span in prompt.spans]
     assert [body.strip() for body in bodies] == [text.strip()] * 4
 
 
-def test_an_empty_system_prompt_that_a_template_leaves_out_has_no_tokens():
+def test_an_omitted_empty_system_prompt_has_no_tokens():
     messages = [Message("system", ""), Message("user", "Well?"), Message("assistant", "Yes."), Message("user", "Ah.")]
-    prompt, oracle = renderer("phi-3").render(messages), oracle_of("phi-3")
+    prompt, oracle = renderer("phi-3").render(messages), get_oracle("phi-3")
     assert prompt.spans[0].stop == 0
     texts = [oracle.decode(prompt.token_ids[slice(*span.content_span)]) for span in prompt.spans]
     assert texts == ["", "Well?", "Yes.", "Ah."]
 
 
-def test_messages_that_a_template_reads_are_still_told_apart():
-    thought = "<think>\nhm\n</think>\n\nFour."  # in the content, where Qwen3 looks for it and takes it out
+def test_messages_are_located_if_the_template_depends_on_their_text():
+    thought = "<think>\nhm\n</think>\n\nFour."  # Qwen3 removes reasoning tags from the content
     messages = [Message("user", "2+2?"), Message("assistant", thought), Message("user", "Sure?")]
-    prompt, oracle = renderer("qwen3").render(messages), oracle_of("qwen3")
+    prompt, oracle = renderer("qwen3").render(messages), get_oracle("qwen3")
     texts = [oracle.decode(prompt.token_ids[slice(*span.content_span)]) for span in prompt.spans]
     assert texts == ["2+2?", "Four.", "Sure?"]
 
@@ -126,8 +130,8 @@ def turn(prompt: RenderedPrompt, sampled: list[int], parsed, call: int, after: i
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-v3", "ramify", "glm-4", "vicuna"])
-def test_a_rollout_becomes_a_trace_whose_branch_is_what_the_engine_saw(name: str):
-    render, oracle = renderer(name), oracle_of(name)
+def test_the_branch_of_a_rollout_equals_the_tokens_of_the_engine(name: str):
+    render, oracle = renderer(name), get_oracle(name)
     trace = Trace(id=name)
     builder = TraceBuilder(trace)
     tools = TOOLS if oracle.model.tools else []
@@ -137,27 +141,27 @@ def test_a_rollout_becomes_a_trace_whose_branch_is_what_the_engine_saw(name: str
         thought = "hm" if oracle.model.reasoning else None
         reply = Message("assistant", f"Reply {number}.", thought)
         if tools and number % 2 == 0:
-            called = (ToolCall(f"call0000{number}", "run", "{}"),)
-            reply = msgspec.structs.replace(reply, content="", tool_calls=called)
+            tool_calls = (ToolCall(f"call0000{number}", "run", "{}"),)
+            reply = msgspec.structs.replace(reply, content="", tool_calls=tool_calls)
         sampled = oracle.reply(messages, reply, tools)
         parsed = render.parse(sampled, prompt)
         node = builder.add_turn(turn(prompt, sampled, parsed, number, node))
         history = prompt.with_reply(sampled, parsed)
         branch = trace.branches[-1]
         assert branch.token_ids.tolist() == history.token_ids.tolist()
-        # A gateway that keeps no handles builds the same history from the trace.
+        # The history built from the trace is the same.
         last = trace.nodes[node]
-        again = TokenHistory.build(
+        rebuilt = TokenHistory.build(
             list(branch.messages),
             tools,
             branch.token_ids,
             num_sampled=last.sampled_span[1] - last.sampled_span[0],
         )
-        new = [Message("user", f"And {number}?")]
+        new_messages = [Message("user", f"And {number}?")]
         if parsed.message.tool_calls:
-            new = [Message("tool", "done", tool_call_id=parsed.message.tool_calls[0].id)]
-        prompt = render.bridge(history, new)
-        assert render.bridge(again, new).token_ids.tolist() == prompt.token_ids.tolist()
+            new_messages = [Message("tool", "done", tool_call_id=parsed.message.tool_calls[0].id)]
+        prompt = render.bridge(history, new_messages)
+        assert render.bridge(rebuilt, new_messages).token_ids.tolist() == prompt.token_ids.tolist()
         forks += prompt.prefix_break is not None
         messages = list(prompt.messages)
     assert (forks > 0) == oracle.model.rewrites

@@ -1,4 +1,4 @@
-"""Sampled ids become messages: what a template wrote is read back, and what a model wrote badly is reported."""
+"""Replies that a template wrote are parsed back, and malformed replies are reported."""
 
 import json
 import sys
@@ -16,23 +16,23 @@ from ramify.render.tool_parsers.base import MAX_PROBLEMS
 from ramify.trace import Message
 from tests.render.conversations import replies
 from tests.render.models import BY_NAME, MODELS, TOOLS, Model, directory, renderer
-from tests.render.oracle import oracle_of
+from tests.render.oracle import get_oracle
 
 EXAMPLES = min(400, max(10, settings.default.max_examples // 5)) if settings.default else 10
-ASKED = [Message("user", "Well?")]
+QUESTION = [Message("user", "Well?")]
 
 
-def said(message: Message):
-    """What a message says; call ids are the reader's own."""
+def message_content(message: Message):
+    """Return the fields of a message to compare; call ids are left out."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return message.role, message.content, message.reasoning or None, calls
 
 
 def parse(name: str, text: str, *, tools=TOOLS, stop: bool = True) -> ParsedReply:
-    """The reply `text` of a model, with or without its stop token."""
-    render, oracle = renderer(name), oracle_of(name)
+    """Parse the reply `text` of a model, with or without its stop token."""
+    render, oracle = renderer(name), get_oracle(name)
     ids = oracle.ids(text + (oracle.model.stops[0] if stop else ""))
-    return render.parse(ids, render.render(ASKED, tools if oracle.model.tools else []))
+    return render.parse(ids, render.render(QUESTION, tools if oracle.model.tools else []))
 
 
 # -- round trips ------------------------------------------------------------------------------------------------------
@@ -41,27 +41,27 @@ def parse(name: str, text: str, *, tools=TOOLS, stop: bool = True) -> ParsedRepl
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
-def test_what_a_template_writes_is_read_back(model: Model, data: st.DataObject):
+def test_replies_round_trip_through_the_template(model: Model, data: st.DataObject):
     reply = data.draw(replies(model, with_calls=model.tools and data.draw(st.booleans())))
     tools = TOOLS if model.tools else []
-    prompt = renderer(model.name).render(ASKED, tools)
-    parsed = renderer(model.name).parse(oracle_of(model.name).reply(ASKED, reply, tools), prompt)
-    assert said(parsed.message) == said(reply)
+    prompt = renderer(model.name).render(QUESTION, tools)
+    parsed = renderer(model.name).parse(get_oracle(model.name).reply(QUESTION, reply, tools), prompt)
+    assert message_content(parsed.message) == message_content(reply)
     assert parsed.problems == ()
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_the_format_is_told_from_the_template(model: Model):
+def test_the_tool_format_is_detected_from_the_template(model: Model):
     assert renderer(model.name).tool_format == model.format  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_stop_ids_are_those_of_the_model(model: Model):
-    oracle = oracle_of(model.name)
+    oracle = get_oracle(model.name)
     assert set(renderer(model.name).stop_ids) == {oracle.tokenizer.token_to_id(stop) for stop in model.stops}
 
 
-def test_the_stop_token_is_not_part_of_the_body():
+def test_the_stop_token_is_not_part_of_the_content_span():
     assert parse("ramify", "hi").content_span == (0, 2) or parse("ramify", "hi").content_span == (0, 1)
     closed, cut = parse("ramify", "hello"), parse("ramify", "hello", stop=False)
     assert closed.content_span == cut.content_span
@@ -80,37 +80,37 @@ def test_call_ids_are_nine_letters_and_differ():
     assert all(len(id) == 9 and id.isalnum() for id in ids)
 
 
-def test_arguments_stay_as_the_model_wrote_them():
-    written = '{"query":"caf\\u00e9",  "limit" : 1.0}'
-    parsed = parse("ramify", f'<tool_call>{{"arguments": {written}, "name": "search"}}</tool_call>')
-    assert parsed.message.tool_calls[0].arguments == written
+def test_arguments_keep_their_source_text():
+    source_text = '{"query":"caf\\u00e9",  "limit" : 1.0}'
+    parsed = parse("ramify", f'<tool_call>{{"arguments": {source_text}, "name": "search"}}</tool_call>')
+    assert parsed.message.tool_calls[0].arguments == source_text
 
 
 # -- reasoning --------------------------------------------------------------------------------------------------------
 
 
-def test_reasoning_is_kept_apart():
+def test_reasoning_is_split_from_content():
     parsed = parse("qwen3", "<think>\nLet me see.\n</think>\n\nFour.")
     assert parsed.message == Message("assistant", "Four.", "Let me see.")
 
 
-def test_reasoning_that_the_prompt_opened_is_reasoning():
+def test_reasoning_may_be_opened_by_the_prompt():
     parsed = parse("deepseek-r1", "Let me see.\n</think>\n\nFour.")
     assert parsed.message == Message("assistant", "Four.", "Let me see.")
 
 
-def test_reasoning_that_the_prompt_opened_and_closed_is_not_taken_from_the_reply():
+def test_a_reply_has_no_reasoning_if_the_prompt_closed_it():
     assert parse("qwen3-no-thinking", "Four.").message == Message("assistant", "Four.")
 
 
-def test_a_call_in_the_reasoning_is_only_a_thought():
+def test_a_call_inside_reasoning_is_not_parsed():
     call = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
     parsed = parse("qwen3", f"<think>\nI could {call}\n</think>\n\n{call}")
     assert len(parsed.message.tool_calls) == 1
     assert call in (parsed.message.reasoning or "")
 
 
-def test_reasoning_that_never_ends_is_reported():
+def test_unclosed_reasoning_is_reported():
     parsed = parse("qwen3", "<think>\nLet me see", stop=False)
     assert parsed.message == Message("assistant", "", "Let me see")
     assert [problem.kind for problem in parsed.problems] == [ParseProblemKind.UNCLOSED_REASONING]
@@ -163,14 +163,14 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("format", "text", "kind"), MALFORMED, ids=lambda value: str(value)[:40])
 def test_a_malformed_call_is_reported_and_stays_in_the_content(format: str, text: str, kind: ParseProblemKind):
-    reading = TOOL_PARSERS[format](text, TOOLS)
-    assert reading.calls == []
-    assert reading.content == text
-    assert [(problem.kind, problem.text) for problem in reading.problems] == [(kind, text)]
+    result = TOOL_PARSERS[format](text, TOOLS)
+    assert result.calls == []
+    assert result.content == text
+    assert [(problem.kind, problem.text) for problem in result.problems] == [(kind, text)]
 
 
 @pytest.mark.parametrize("format", ["hermes", "qwen-coder", "llama-3", "mistral"])
-def test_a_call_is_read_or_reported_however_deep_its_values_go(format: str):
+def test_deeply_nested_calls_are_parsed_or_reported(format: str):
     forms = {
         "hermes": '<tool_call>{{"name": "run", "arguments": {{"x": {}}}}}</tool_call>',
         "qwen-coder": "<tool_call><function=run><parameter=x>{}</parameter></function></tool_call>",
@@ -178,12 +178,12 @@ def test_a_call_is_read_or_reported_however_deep_its_values_go(format: str):
         "mistral": '[TOOL_CALLS] [{{"name": "run", "arguments": {{"x": {}}}}}]',
     }
     limit = sys.getrecursionlimit()
-    for depth in range(limit - 300, limit + 1):  # where it is too deep depends on how deep we are ourselves
-        reading = TOOL_PARSERS[format](forms[format].format("[" * depth + "]" * depth), TOOLS)
-        assert len(reading.calls) + len(reading.problems) == 1
+    for depth in range(limit - 300, limit + 1):  # the limit depends on the depth of the current stack
+        result = TOOL_PARSERS[format](forms[format].format("[" * depth + "]" * depth), TOOLS)
+        assert len(result.calls) + len(result.problems) == 1
 
 
-def test_one_bad_call_does_not_hide_the_good_ones():
+def test_a_malformed_call_does_not_affect_valid_calls():
     good = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
     bad = '<tool_call>{"name": "run"</tool_call>'
     parsed = parse("ramify", f"Look:\n{good}{bad}{good}")
@@ -200,11 +200,11 @@ PIECES = [
 
 @pytest.mark.parametrize("format", sorted(TOOL_PARSERS))
 @given(text=st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
-def test_no_text_makes_a_reader_fail_or_lose_anything(format: str, text: str):
-    reading = TOOL_PARSERS[format](text, TOOLS)
-    if not reading.calls:
-        assert reading.content == text
-    assert all(problem.text in text for problem in reading.problems)
+def test_parsers_neither_fail_nor_lose_text(format: str, text: str):
+    result = TOOL_PARSERS[format](text, TOOLS)
+    if not result.calls:
+        assert result.content == text
+    assert all(problem.text in text for problem in result.problems)
 
 
 ENDLESS = {
@@ -232,32 +232,32 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-def test_a_reply_that_repeats_itself_is_read_in_linear_time(case: str):
+def test_repetitive_replies_are_parsed_in_linear_time(case: str):
     format, frame, piece, count = ENDLESS[case]
     text = frame.format(piece.replace("{{", "{") * count)
     start = time.thread_time()
-    reading = TOOL_PARSERS[format](text, TOOLS)
-    assert time.thread_time() - start < 5  # it needs tenths of a second; in quadratic time it was 20 and more
-    assert reading.content == text
-    assert 1 <= len(reading.problems) <= MAX_PROBLEMS
-    assert "".join(problem.text for problem in reading.problems) == text
+    result = TOOL_PARSERS[format](text, TOOLS)
+    assert time.thread_time() - start < 5  # takes tenths of a second; quadratic time took over 20 s
+    assert result.content == text
+    assert 1 <= len(result.problems) <= MAX_PROBLEMS
+    assert "".join(problem.text for problem in result.problems) == text
 
 
-def test_calls_before_too_many_malformed_ones_are_read():
+def test_calls_before_the_problem_limit_are_parsed():
     good, bad = '<tool_call>{"name": "run", "arguments": {}}</tool_call>', "<tool_call>{</tool_call>"
-    reading = TOOL_PARSERS["hermes"](good + bad * (MAX_PROBLEMS - 1) + good + bad + good + bad, TOOLS)
-    assert len(reading.calls) == 2
-    assert len(reading.problems) == MAX_PROBLEMS
-    assert reading.problems[-1].text == bad + good + bad
-    assert "what follows is not read" in reading.problems[-1].detail
+    result = TOOL_PARSERS["hermes"](good + bad * (MAX_PROBLEMS - 1) + good + bad + good + bad, TOOLS)
+    assert len(result.calls) == 2
+    assert len(result.problems) == MAX_PROBLEMS
+    assert result.problems[-1].text == bad + good + bad
+    assert "what follows is not read" in result.problems[-1].detail
 
 
-def test_ids_of_many_calls_cost_the_length_of_the_reply_once():
+def test_call_ids_are_made_in_linear_time():
     sampled = np.arange(1_000_000, dtype=np.int32)
     start = time.thread_time()
     ids = CallIdGenerator(sampled, 3)
     assert len({ids.make_id(number) for number in range(10_000)}) == 10_000
-    assert time.thread_time() - start < 10  # digested for every call, the reply is 40 GB
+    assert time.thread_time() - start < 10  # digesting the reply for every call would process 40 GB
     assert ids.make_id(0) != CallIdGenerator(sampled, 4).make_id(0)
 
 
@@ -265,8 +265,8 @@ def test_ids_of_many_calls_cost_the_length_of_the_reply_once():
 
 
 def xml(**arguments: str) -> str:
-    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function=run>\n{written}</function>\n</tool_call>"
+    source_text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function=run>\n{source_text}</function>\n</tool_call>"
 
 
 WRITTEN = [
@@ -293,36 +293,36 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("format", "text", "arguments"), WRITTEN, ids=lambda value: str(value)[:40])
-def test_calls_are_read_in_every_form_models_write(format: str, text: str, arguments: dict):
-    reading = TOOL_PARSERS[format](text, TOOLS)
-    assert reading.problems == []
-    assert [(call.name, json.loads(call.arguments)) for call in reading.calls] == [("run", arguments)]
-    assert reading.content.strip() == ""
-    assert all(call.id in (None, "abcdefghi") for call in reading.calls)
+def test_calls_are_parsed_in_all_known_forms(format: str, text: str, arguments: dict):
+    result = TOOL_PARSERS[format](text, TOOLS)
+    assert result.problems == []
+    assert [(call.name, json.loads(call.arguments)) for call in result.calls] == [("run", arguments)]
+    assert result.content.strip() == ""
+    assert all(call.id in (None, "abcdefghi") for call in result.calls)
 
 
-def test_several_calls_in_one_reply():
+def test_several_calls_in_one_reply_are_parsed():
     two = '{"name": "run", "parameters": {}}; {"name": "search", "parameters": {}}'
     assert [call.name for call in TOOL_PARSERS["llama-3"](two, TOOLS).calls] == ["run", "search"]
     two = "[TOOL_CALLS]run[ARGS]{}[TOOL_CALLS]search[ARGS]{}"
     assert [call.name for call in TOOL_PARSERS["mistral"](two, TOOLS).calls] == ["run", "search"]
 
 
-def test_json_is_just_text_where_no_tools_were_offered():
+def test_json_is_text_if_no_tools_were_offered():
     text = '{"name": "Ada", "parameters": {}}'
-    reading = TOOL_PARSERS["llama-3"](text, [])
-    assert (reading.content, reading.calls, reading.problems) == (text, [], [])
+    result = TOOL_PARSERS["llama-3"](text, [])
+    assert (result.content, result.calls, result.problems) == (text, [], [])
 
 
-def test_json_without_a_name_is_just_text():
-    reading = TOOL_PARSERS["llama-3"]('{"answer": 4}', TOOLS)
-    assert (reading.content, reading.calls, reading.problems) == ('{"answer": 4}', [], [])
+def test_json_without_a_name_is_text():
+    result = TOOL_PARSERS["llama-3"]('{"answer": 4}', TOOLS)
+    assert (result.content, result.calls, result.problems) == ('{"answer": 4}', [], [])
 
 
-def test_the_format_can_be_set():
+def test_the_tool_format_can_be_configured():
     render = load_renderer(directory("chatml"), TemplateRendererConfig(tool_format="hermes"))
-    ids = oracle_of("chatml").ids('<tool_call>{"name": "run", "arguments": {}}</tool_call><|im_end|>')
-    assert render.parse(np.array(ids), render.render(ASKED)).message.tool_calls[0].name == "run"
+    ids = get_oracle("chatml").ids('<tool_call>{"name": "run", "arguments": {}}</tool_call><|im_end|>')
+    assert render.parse(np.array(ids), render.render(QUESTION)).message.tool_calls[0].name == "run"
 
 
 def test_every_model_with_tools_is_listed_with_its_format():

@@ -1,6 +1,6 @@
-"""A rollout's surroundings, all real: engine, client, policy, session and gateway.
+"""Run tests of a gateway with a real client, policy and session, and a fake engine.
 
-Engine, client, gateway and SDKs are opened once and shared; every test gets a session and a trace of its own.
+Engine, client, gateway and SDKs are opened once and shared; every test gets its own session and trace.
 """
 
 import asyncio
@@ -18,27 +18,29 @@ from ramify.client import ClientConfig, InferenceClient
 from ramify.env import Endpoint
 from ramify.gateway import Gateway, Policy, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
-from tests.gateway.engine import TINY, Engine
+from tests.gateway.fake_engine import TINY, FakeEngine
 
 CONFIG = ClientConfig(health_interval=5, backoff=0.01, retries=0)
 
 
 @dataclass
-class House:
-    """What all tests share. The second gateway has no patience: a stream that waits says so at once."""
+class SharedServers:
+    """The servers and clients that all tests share. `quick_keepalive` is a gateway with a very short interval."""
 
-    engine: Engine
+    engine: FakeEngine
     client: InferenceClient
     gateway: Gateway
-    hasty: Gateway
+    quick_keepalive: Gateway
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic
     http: httpx.AsyncClient
 
 
 @dataclass
-class Stage:
-    house: House
+class Scenario:
+    """The session and the servers of one test."""
+
+    servers: SharedServers
     policy: Policy
     trace: Trace
     session: RolloutSession
@@ -46,80 +48,81 @@ class Stage:
     endpoint: Endpoint
 
     @property
-    def engine(self) -> Engine:
-        return self.house.engine
+    def engine(self) -> FakeEngine:
+        return self.servers.engine
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
-        return self.house.openai.with_options(**self._address(options))
+        return self.servers.openai.with_options(**self._address(options))
 
     def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
-        return self.house.anthropic.with_options(**self._address(options))
+        return self.servers.anthropic.with_options(**self._address(options))
 
     def _address(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"base_url": self.endpoint.base_url, "api_key": self.endpoint.api_key, "timeout": 20, **options}
 
-    async def chat(self, *said: str, **options: Any):
-        """Ask with the openai SDK: user and assistant in turns."""
-        roles = ["user", "assistant"] * len(said)
-        messages = [{"role": role, "content": text} for role, text in zip(roles, said)]
+    async def chat(self, *texts: str, **options: Any):
+        """Send a conversation of alternating user and assistant texts with the openai SDK."""
+        roles = ["user", "assistant"] * len(texts)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
         return await self.openai(max_retries=0).chat.completions.create(model="any", messages=messages, **options)
 
     async def post(self, path: str, body: Any, *, timeout: float = 20, **headers: str) -> httpx.Response:
-        """Send a body as it is, without any SDK."""
+        """Send a body unchanged, without an SDK."""
         bearer = {"authorization": f"Bearer {self.endpoint.api_key}"} | headers
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = self.endpoint.base_url + path
-        return await self.house.http.post(url, content=data, headers=bearer, timeout=timeout)
+        return await self.servers.http.post(url, content=data, headers=bearer, timeout=timeout)
 
     @property
     def reasons(self) -> list[str]:
+        """The reasons of all forks in the trace."""
         return [fork["reason"] for fork in self.trace.info.get("forks", [])]
 
 
 @contextlib.asynccontextmanager
-async def _house() -> AsyncIterator[House]:
+async def _open_servers() -> AsyncIterator[SharedServers]:
     async with (
-        Engine([]) as engine,
+        FakeEngine([]) as engine,
         InferenceClient(engine.url, CONFIG) as client,
         Gateway() as gateway,
-        Gateway(keepalive_interval=0.02) as hasty,
-        openai.AsyncOpenAI(api_key="none") as ours,
-        anthropic.AsyncAnthropic(api_key="none") as theirs,
+        Gateway(keepalive_interval=0.02) as quick_keepalive,
+        openai.AsyncOpenAI(api_key="none") as openai_client,
+        anthropic.AsyncAnthropic(api_key="none") as anthropic_client,
         httpx.AsyncClient(timeout=20) as http,
     ):
-        yield House(engine, client, gateway, hasty, ours, theirs, http)
+        yield SharedServers(engine, client, gateway, quick_keepalive, openai_client, anthropic_client, http)
 
 
-class Player:
-    """Runs acts one after another in one event loop."""
+class ScenarioRunner:
+    """Runs the scenarios of tests in one event loop."""
 
-    def __init__(self, runner: asyncio.Runner, house: House) -> None:
-        self._runner, self._house = runner, house
+    def __init__(self, runner: asyncio.Runner, servers: SharedServers) -> None:
+        self._runner, self._servers = runner, servers
 
     def __call__(
         self,
         script: list[str] | Callable[[str], str],
-        act: Callable[[Stage], Awaitable[None]],
+        check: Callable[[Scenario], Awaitable[None]],
         *,
         renderer=TINY,
-        hasty: bool = False,
+        quick_keepalive: bool = False,
         limits: RolloutLimits | None = None,
         **options: Any,
     ) -> None:
-        """Run `act` with an engine that plays `script`."""
+        """Run `check` with an engine that replays `script`."""
 
         async def main() -> None:
-            house = self._house
-            house.engine.reset(script, renderer)
-            policy, trace = TokenPolicy(house.client, renderer, "tiny"), Trace(id="t1")
+            servers = self._servers
+            servers.engine.reset(script, renderer)
+            policy, trace = TokenPolicy(servers.client, renderer, "tiny"), Trace(id="t1")
             session = RolloutSession(
                 trace, policy, sampling=SamplingConfig(), limits=limits or RolloutLimits(), **options
             )
-            gateway = house.hasty if hasty else house.gateway
+            gateway = servers.quick_keepalive if quick_keepalive else servers.gateway
             endpoint = gateway.register(session)
             try:
                 async with asyncio.timeout(30):
-                    await act(Stage(house, policy, trace, session, gateway, endpoint))
+                    await check(Scenario(servers, policy, trace, session, gateway, endpoint))
             finally:
                 gateway.unregister(session)
 
@@ -127,9 +130,10 @@ class Player:
 
 
 @contextlib.contextmanager
-def player() -> Iterator[Player]:
+def open_scenario_runner() -> Iterator[ScenarioRunner]:
+    """Open the shared servers and yield a runner."""
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        house = runner.run(stack.enter_async_context(_house()))
-        yield Player(runner, house)
+        servers = runner.run(stack.enter_async_context(_open_servers()))
+        yield ScenarioRunner(runner, servers)
         runner.run(stack.aclose())

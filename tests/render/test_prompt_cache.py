@@ -12,7 +12,7 @@ def prompt(text: str) -> list[Message]:
     return [Message("system", "be brief"), Message("user", text)]
 
 
-def test_an_equal_prompt_is_the_same_object_and_others_are_not():
+def test_equal_prompts_are_cached():
     renderer = load_renderer(resolve_model_path("tiny"))
     first = renderer.render(prompt("hi"))
     assert renderer.render(prompt("hi")) is first
@@ -22,7 +22,7 @@ def test_an_equal_prompt_is_the_same_object_and_others_are_not():
     assert renderer.render(prompt("hi"), add_generation_prompt=False).token_ids.tolist() != first.token_ids.tolist()
 
 
-def test_only_the_latest_prompts_are_remembered():
+def test_the_cache_of_prompts_is_bounded():
     renderer = load_renderer(resolve_model_path("tiny"))
     first = renderer.render(prompt("0"))
     for number in range(1, MAX_CACHED_PROMPTS + 1):

@@ -1,4 +1,4 @@
-"""The token client's interface without a network: it says what it is told to, and remembers what it was asked."""
+"""A fake token client without a network: it replays a script and records its requests."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,11 +10,14 @@ from ramify.client import ClientSampling, Completion
 from ramify.client.stall_clock import StallClock
 from ramify.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Message, Trace, Usage, VersionRun
-from tests.gateway.engine import TINY
+from tests.gateway.fake_engine import TINY
 
 
-class Sampler:
-    """Answers with the next text of `script`; an exception in it is raised."""
+class FakeTokenClient:
+    """Samples the next text of `script`, or raises the next exception.
+
+    `seen` has the prompt, sample and logprobs of each call, `asked` its sampling parameters; `gate` holds back replies.
+    """
 
     def __init__(self, script: Sequence[str | Exception] | Callable[[str], str], renderer=TINY) -> None:
         self.script = script if callable(script) else list(script)
@@ -39,33 +42,33 @@ class Sampler:
         text = self.script(tokenizer.decode(prompt)) if callable(self.script) else self.script.pop(0)
         if isinstance(text, Exception):
             raise text
-        whole = [*tokenizer.encode(text, continues_text=True).ids.tolist(), self.renderer.stop_ids[0]]
-        ids = whole[: sampling.max_tokens]
-        logprobs = [-0.125 * (1 + (7 * at + len(prompt)) % 13) for at in range(len(ids))]
+        full_ids = [*tokenizer.encode(text, continues_text=True).ids.tolist(), self.renderer.stop_ids[0]]
+        ids = full_ids[: sampling.max_tokens]
+        logprobs = [-0.125 * (1 + (7 * index + len(prompt)) % 13) for index in range(len(ids))]
         self.seen.append((list(prompt), ids, logprobs))
         half = len(ids) // 2
         runs = [VersionRun("tiny", 0, 1, half), VersionRun("tiny", 0, 2, len(ids) - half)]
         return Completion(
             np.array(ids, np.int32),
             np.array(logprobs, np.float32),
-            "stop" if len(ids) == len(whole) else "length",
+            "stop" if len(ids) == len(full_ids) else "length",
             tuple(run for run in runs if run.count),
             Usage(len(prompt), len(ids)),
             "here",
         )
 
 
-def session_of(
+def make_session(
     script, *, renderer=TINY, limits: dict[str, int] | None = None, **options: Any
-) -> tuple[RolloutSession, Sampler]:
-    sampler = Sampler(script, renderer)
+) -> tuple[RolloutSession, FakeTokenClient]:
+    token_client = FakeTokenClient(script, renderer)
     sampling = options.pop("sampling", SamplingConfig())
-    policy = TokenPolicy(sampler, renderer, "tiny", max_model_len=options.pop("max_model_len", None))
+    policy = TokenPolicy(token_client, renderer, "tiny", max_model_len=options.pop("max_model_len", None))
     session = RolloutSession(
         Trace(id="t1"), policy, sampling=sampling, limits=RolloutLimits(**(limits or {})), **options
     )
-    return session, sampler
+    return session, token_client
 
 
-def user(text: str, **more: Any) -> ModelRequest:
-    return ModelRequest((Message("user", text),), **more)
+def user_request(text: str, **fields: Any) -> ModelRequest:
+    return ModelRequest((Message("user", text),), **fields)

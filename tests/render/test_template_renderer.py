@@ -1,4 +1,4 @@
-"""Turn by turn gives the tokens of the template's own full render, wherever the template is append-only.
+"""Rendering turn by turn gives the tokens of a full rendering, if the template is append-only.
 
 The oracle renders everything with Jinja and encodes all of the text. Its texts also decide whether the template is
 append-only at a turn: what it writes for the longer conversation begins with the prompt and the reply, or it does not.
@@ -15,27 +15,30 @@ from hypothesis import strategies as st
 from ramify.render import RenderedPrompt
 from tests.render.conversations import Conversation, conversations, wild
 from tests.render.models import MODELS, Model, renderer
-from tests.render.oracle import oracle_of
+from tests.render.oracle import get_oracle
 
 EXAMPLES = min(400, max(8, settings.default.max_examples // 6)) if settings.default else 8
 
 
 def converse(model: Model, conversation: Conversation) -> list[RenderedPrompt]:
-    """The prompts of a rollout. Each is checked against the oracle's text, and so is whether it broke."""
-    render, oracle = renderer(model.name), oracle_of(model.name)
+    """Return the prompts of a rollout, after checking their text and their breaks against the oracle."""
+    render, oracle = renderer(model.name), get_oracle(model.name)
     tools, prompts, messages = conversation.tools, [], []
     history, expected = None, ""
-    for new, reply in [*((turn.messages, turn.reply) for turn in conversation.turns), (conversation.last, None)]:
-        prompt = render.render(new, tools) if history is None else render.bridge(history, new)
+    for new_messages, reply in [
+        *((turn.messages, turn.reply) for turn in conversation.turns),
+        (conversation.last, None),
+    ]:
+        prompt = render.render(new_messages, tools) if history is None else render.bridge(history, new_messages)
         prompts.append(prompt)
-        messages += new
+        messages += new_messages
         text = oracle.text(messages, tools, generate=True)
         assert oracle.decode(prompt.token_ids) == oracle.decode(oracle.ids(text))
         assert (prompt.prefix_break is None) == text.startswith(expected), prompt.prefix_break
         if reply is not None:
             sampled = oracle.reply(messages, reply, tools)
             parsed = render.parse(sampled, prompt)
-            if reply.reasoning is None and parsed.message.reasoning == "":  # the template itself thinks for a moment
+            if reply.reasoning is None and parsed.message.reasoning == "":  # the template writes empty reasoning
                 reply = msgspec.structs.replace(reply, reasoning="")
             expected = text + oracle.reply_text(messages, reply, tools)
             history = prompt.with_reply(sampled, replace(parsed, message=reply))
@@ -46,9 +49,9 @@ def converse(model: Model, conversation: Conversation) -> list[RenderedPrompt]:
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
-def test_every_turn_is_the_templates_own_full_render(model: Model, data: st.DataObject):
+def test_every_turn_equals_the_full_rendering_of_the_template(model: Model, data: st.DataObject):
     conversation = data.draw(conversations(model))
-    oracle = oracle_of(model.name)
+    oracle = get_oracle(model.name)
     for prompt in converse(model, conversation):
         text = oracle.text(prompt.messages, conversation.tools, generate=True)
         assert prompt.token_ids.tolist() == oracle.ids(text)
@@ -59,5 +62,5 @@ def test_every_turn_is_the_templates_own_full_render(model: Model, data: st.Data
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
-def test_texts_with_any_space_or_script_give_the_templates_text(model: Model, data: st.DataObject):
+def test_texts_with_any_whitespace_or_script_equal_the_text_of_the_template(model: Model, data: st.DataObject):
     converse(model, data.draw(conversations(model, wild)))

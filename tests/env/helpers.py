@@ -1,4 +1,4 @@
-"""A context as a rollout would make it, and a way to run one test's coroutine."""
+"""A rollout context for tests, and a way to run a test's coroutine."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,7 +8,7 @@ from ramify.env import RolloutContext, Task
 from ramify.trace import Message, Trace
 
 
-def context(task: Task | None = None, *replies: str, **more: Any) -> RolloutContext:
+def make_context(task: Task | None = None, *replies: str, **more: Any) -> RolloutContext:
     trace = Trace(id="trace-1")
     parent = trace.add_node(-1, Message("user", "question"))
     for reply in replies:

@@ -1,4 +1,4 @@
-"""A real model behind it all: `ramify serve -m tiny`, asked through the gateway by the openai SDK; in `test-full`."""
+"""The gateway with a real engine, `ramify serve -m tiny`, and the openai SDK; runs in `test-full`."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ import pytest
 from ramify.client import InferenceClient
 from ramify.gateway import Gateway, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
 from ramify.trace import Trace
-from tests.gateway.engine import TINY
+from tests.gateway.fake_engine import TINY
 
 pytestmark = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="starts an engine")
 
@@ -38,24 +38,24 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"at (http://\S+)", log.read_text()):
-            return found[1]
+        if match := re.search(r"at (http://\S+)", log.read_text()):
+            return match[1]
         time.sleep(0.05)
     raise AssertionError(f"the server did not start: {log.read_text()}")
 
 
-def test_the_engine_gives_every_recorded_token_the_logprob_it_was_recorded_with(address):
-    async def act() -> None:
+def test_recorded_logprobs_equal_those_that_the_engine_scores(address):
+    async def main() -> None:
         async with InferenceClient(address) as client, Gateway() as gateway:
             policy, trace = TokenPolicy(client, TINY, "tiny", max_model_len=2048), Trace(id="t1")
             session = RolloutSession(
                 trace, policy, sampling=SamplingConfig(max_tokens=40), limits=RolloutLimits(), seed=1, is_training=True
             )
             end = gateway.register(session)
-            async with openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as asking:
+            async with openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as client:
                 history = [{"role": "user", "content": "Reverse this text: abc"}]
                 for turn in range(3):
-                    answer = await asking.chat.completions.create(model="gpt-x", messages=history)
+                    answer = await client.chat.completions.create(model="gpt-x", messages=history)
                     history += [{"role": "assistant", "content": answer.choices[0].message.content}]
                     history += [{"role": "user", "content": f"And this one: {turn}"}]
             (branch,) = trace.branches
@@ -64,4 +64,4 @@ def test_the_engine_gives_every_recorded_token_the_logprob_it_was_recorded_with(
             assert mask.sum() == session.output_tokens and "forks" not in trace.info
             np.testing.assert_allclose(branch.logprobs[mask], scored[mask], atol=0.05)
 
-    asyncio.run(act())
+    asyncio.run(main())

@@ -1,0 +1,61 @@
+"""Environments defined in tests and loaded like a user's, and attempts with a scripted model."""
+
+import asyncio
+import json
+from typing import Any
+
+import ramify as rf
+from ramify.gateway import TokenPolicy
+from ramify.rollout import Environment, SourceConfig, run_attempt
+from ramify.trace import Trace
+from tests.gateway.fake_client import FakeTokenClient
+from tests.gateway.fake_engine import TINY
+
+TASK = rf.Task(prompt="go", answer="42", system="Be brief.")
+
+
+class OneTask(rf.Taskset):
+    """A taskset with one task; tests add hooks."""
+
+    def load(self):
+        yield TASK
+
+
+def load_env(taskset: type[rf.Taskset], **source: Any) -> Environment:
+    """Load the environment of a class in the same way as a plugin."""
+    import sys
+
+    module = sys.modules[taskset.__module__]
+    name = f"{taskset.__name__}_{id(taskset)}"
+    setattr(module, name, taskset)  # a class defined inside a test is not an attribute of its module
+    return Environment.load(SourceConfig(**{"taskset": {"id": f"{module.__name__}:{name}"}, **source}))
+
+
+def scripted_policy(script) -> TokenPolicy:
+    return TokenPolicy(FakeTokenClient(script), TINY, "tiny")
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    """Return a tool call as the tiny model writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def run_one_async(env: Environment, script, task: rf.Task = TASK, **options: Any) -> Trace:
+    """Run one attempt and return its trace."""
+    episode = await run_attempt(env, task, policy=scripted_policy(script), id="r1", **options)
+    (trace,) = episode.traces
+    return trace
+
+
+def run_one(env: Environment, script, task: rf.Task = TASK, **options: Any) -> Trace:
+    """Run one attempt in a new event loop and return its trace."""
+    return asyncio.run(asyncio.wait_for(run_one_async(env, script, task, **options), 20))
+
+
+def list_messages(trace: Trace) -> list[tuple[str, str]]:
+    """Return role and text of every message in order."""
+    return [(node.message.role, node.message.text) for node in trace.nodes]
+
+
+def error_names(trace: Trace) -> list[str]:
+    return [error.name for error in trace.errors]
