@@ -1,6 +1,6 @@
-"""A chat model without weights, and the long conversations it is asked to render: the same for both sides.
+"""A chat model without weights and a long conversation, for the comparison of renderers.
 
-The tokenizer is a byte-level BPE trained on the repository's own pages, the template is Qwen2.5's as the tests have it.
+The tokenizer is a byte-level BPE trained on the pages of docs/, the template is that of Qwen2.5 in the tests.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def tokenizer() -> Tokenizer:
 
 
 def save(directory: Path) -> None:
-    """The model as a directory."""
+    """Save the model as a directory."""
     tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (directory / "chat_template.jinja").write_text(template())
 
 
 def conversation(turns: int = TURNS) -> list[dict[str, str]]:
-    """A system prompt, then questions and answers in turn, the last question open."""
+    """Return a system prompt, then alternating questions and answers; the last message is a question."""
     words = [word for word in corpus().split() if word.isalnum()]  # the pages also show control tokens
     messages = [{"role": "system", "content": "Answer the question."}]
     for number in range(2 * turns - 1):

@@ -1,4 +1,4 @@
-"""What the `renderers` library takes for the same conversation: its generic renderer, and its hand-written Qwen3.
+"""The time of the `renderers` library for the same conversation: its generic renderer, and its hand-written Qwen3.
 
 Run by `render.py` in an interpreter that has the library; prints one JSON object.
 """
@@ -16,8 +16,8 @@ import renderers
 from _chat import conversation, template, tokenizer
 
 
-class Dress:
-    """As much of a Hugging Face tokenizer as the library looks at."""
+class TokenizerAdapter:
+    """The part of a Hugging Face tokenizer that the library uses."""
 
     name_or_path = "benchmark"
     unk_token_id = None
@@ -48,23 +48,23 @@ class Dress:
         return self.encode(self.template.render(messages=messages, add_generation_prompt=add_generation_prompt))
 
 
-def seconds(work: Any) -> tuple[Any, float]:
+def measure(function: Any) -> tuple[Any, float]:
     started = time.perf_counter()
-    result = work()
+    result = function()
     return result, time.perf_counter() - started
 
 
 def main() -> None:
-    dress, messages = Dress(), conversation()
-    generic = renderers.create_renderer(dress, renderers.DefaultRendererConfig())
-    rendered, took = seconds(lambda: generic.render(messages, add_generation_prompt=True))
-    family = renderers.create_renderer(dress, renderers.Qwen3RendererConfig(thinking_retention="all"))
-    _, family_took = seconds(lambda: family.render(messages, add_generation_prompt=True))
+    adapter, messages = TokenizerAdapter(), conversation()
+    generic = renderers.create_renderer(adapter, renderers.DefaultRendererConfig())
+    rendered, took = measure(lambda: generic.render(messages, add_generation_prompt=True))
+    family = renderers.create_renderer(adapter, renderers.Qwen3RendererConfig(thinking_retention="all"))
+    _, family_took = measure(lambda: family.render(messages, add_generation_prompt=True))
     prompt = family.render(messages[:-2], add_generation_prompt=True).token_ids
-    reply = [*dress.encode(messages[-2]["content"]), dress.eos_token_id]
-    _, bridge_took = seconds(lambda: family.bridge_to_next_turn(prompt, reply, messages[-1:]))
-    found = {"generic_s": took, "family_s": family_took, "family_bridge_s": bridge_took}
-    print(json.dumps({**found, "tokens": len(rendered.token_ids)}))
+    reply = [*adapter.encode(messages[-2]["content"]), adapter.eos_token_id]
+    _, bridge_took = measure(lambda: family.bridge_to_next_turn(prompt, reply, messages[-1:]))
+    times = {"generic_s": took, "family_s": family_took, "family_bridge_s": bridge_took}
+    print(json.dumps({**times, "tokens": len(rendered.token_ids)}))
 
 
 if __name__ == "__main__":
