@@ -17,9 +17,10 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.request import EngineRequest, SamplingParams
-from ramify.infer.sampler import compute_logprobs, compute_top_logprobs, sample_tokens
+from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
 from ramify.model.load import LoadedModel
+from ramify.model.logprob_check import compute_logprobs
 from ramify.model.version import PolicyVersion
 from ramify.model.weights import StagedWeights, apply_weights
 

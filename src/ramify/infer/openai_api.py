@@ -100,7 +100,7 @@ async def create_completion(
     prompts = await encode_prompts(body.prompt, engine, renderer)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     only_prompt = body.echo and max_tokens == 0  # the engine samples at least one token; it is left out of the answer
-    formatter = CompletionFormatter(_get_decoder(renderer, body.stop_strings), body.echo, only_prompt)
+    formatter = CompletionFormatter(_get_decoder(renderer, body.stop_strings), echo=body.echo, only_prompt=only_prompt)
     stop_ids = _get_stop_token_ids(engine, renderer)
     call = _build_call(engine, body, formatter, prompts, stop_ids, 1 if only_prompt else max_tokens, body.logprobs)
     return await _respond(http, engine, call, timeout)
@@ -121,7 +121,7 @@ async def create_chat_completion(
     if max_tokens is None:
         max_tokens = max(1, engine.core.max_model_len - len(prompt.token_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    formatter, stop_ids = ChatFormatter(renderer, prompt, bool(tools)), _get_stop_token_ids(engine, renderer)
+    formatter, stop_ids = ChatFormatter(renderer, prompt, has_tools=bool(tools)), _get_stop_token_ids(engine, renderer)
     call = _build_call(engine, body, formatter, [prompt.token_ids], stop_ids, max_tokens, num_top_logprobs)
     return await _respond(http, engine, call, timeout)
 

@@ -3,9 +3,10 @@
 This is all that the two OpenAI endpoints differ in. Everything else is shared, in `openai_api`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from ramify.infer.chat_renderer import ChatPrompt, ChatRenderer
 from ramify.infer.detokenizer import IncrementalDetokenizer
@@ -47,11 +48,12 @@ class StreamedSample:
         return new_text
 
 
-class ResponseFormatter(Protocol):
+class ResponseFormatter(ABC):
     """The format of one endpoint.
 
     Ids of responses begin with `id_prefix`; the `object` field is `object_type`, or `chunk_object_type` in a stream.
-    `prompt_logprobs_in_choice` says whether prompt logprobs are part of a choice or of the response.
+    `prompt_logprobs_in_choice` says whether prompt logprobs are part of a choice or of the response. `decode` turns
+    token ids into text.
     """
 
     id_prefix: ClassVar[str]
@@ -59,48 +61,46 @@ class ResponseFormatter(Protocol):
     chunk_object_type: ClassVar[str]
     prompt_logprobs_in_choice: ClassVar[bool]
 
-    @property
-    def decode(self) -> DecodeFn:
-        """The function that turns token ids into text."""
-        ...
+    def __init__(self, decode: DecodeFn) -> None:
+        self.decode = decode
 
+    @abstractmethod
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
         """Return the fields of a finished sample, with its finish reason."""
-        ...
 
+    @abstractmethod
     def format_delta(self, sample: StreamedSample, new_text: str, *, is_first: bool) -> dict[str, Any]:
         """Return the fields for an event of a stream."""
-        ...
 
-    def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
-        """Return the tokens of a finished sample that have logprobs in the answer."""
-        ...
-
-    def count_shown_samples(self, sample: StreamedSample) -> int:
-        """Return how many sampled tokens the answer shows."""
-        ...
-
+    @abstractmethod
     def format_logprobs(
         self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs
     ) -> dict[str, Any]:
         """Return the `logprobs` field for some tokens."""
-        ...
+
+    def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
+        """Return the tokens of a finished sample that have logprobs in the answer."""
+        return ShownTokens(sample.token_ids, sample.logprobs, sample.top_logprobs)
+
+    def count_shown_samples(self, sample: StreamedSample) -> int:
+        """Return how many sampled tokens the answer shows."""
+        return len(sample.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionFormatter:
-    """The format of `/v1/completions`."""
+class CompletionFormatter(ResponseFormatter):
+    """The format of `/v1/completions`.
+
+    With `echo` the answer begins with the prompt; with `only_prompt` it is the prompt, without the sampled token.
+    """
 
     id_prefix: ClassVar[str] = "cmpl"
     object_type: ClassVar[str] = "text_completion"
     chunk_object_type: ClassVar[str] = "text_completion"
     prompt_logprobs_in_choice: ClassVar[bool] = True
 
-    decode: DecodeFn
-    echo: bool = False
-    """Whether the answer begins with the prompt."""
-    only_prompt: bool = False
-    """Whether the answer is only the prompt: the sampled token is left out."""
+    def __init__(self, decode: DecodeFn, *, echo: bool = False, only_prompt: bool = False) -> None:
+        super().__init__(decode)
+        self.echo, self.only_prompt = echo, only_prompt
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
         prompt = self.decode(sample.prompt_token_ids) if self.echo else ""
@@ -109,9 +109,7 @@ class CompletionFormatter:
         return {"text": prompt + sample.detokenizer.text, "finish_reason": sample.finish_reason}
 
     def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
-        sampled = ShownTokens(sample.token_ids, sample.logprobs, sample.top_logprobs)
-        if self.only_prompt:
-            sampled = ShownTokens([], [], [])
+        sampled = ShownTokens([], [], []) if self.only_prompt else super().select_shown_tokens(sample)
         if not self.echo:
             return sampled
         return ShownTokens(
@@ -121,7 +119,7 @@ class CompletionFormatter:
         )
 
     def count_shown_samples(self, sample: StreamedSample) -> int:
-        return 0 if self.only_prompt else len(sample.token_ids)
+        return 0 if self.only_prompt else super().count_shown_samples(sample)
 
     def format_delta(self, sample: StreamedSample, new_text: str, *, is_first: bool) -> dict[str, Any]:
         return {"text": new_text, "finish_reason": sample.finish_reason}
@@ -147,8 +145,7 @@ class CompletionFormatter:
         return by_text
 
 
-@dataclass(frozen=True, slots=True)
-class ChatFormatter:
+class ChatFormatter(ResponseFormatter):
     """The format of `/v1/chat/completions`."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
@@ -156,13 +153,9 @@ class ChatFormatter:
     chunk_object_type: ClassVar[str] = "chat.completion.chunk"
     prompt_logprobs_in_choice: ClassVar[bool] = False
 
-    renderer: ChatRenderer
-    prompt: ChatPrompt
-    has_tools: bool
-
-    @property
-    def decode(self) -> DecodeFn:
-        return self.renderer.decode
+    def __init__(self, renderer: ChatRenderer, prompt: ChatPrompt, *, has_tools: bool) -> None:
+        super().__init__(renderer.decode)
+        self.renderer, self.prompt, self.has_tools = renderer, prompt, has_tools
 
     def format_choice(self, sample: StreamedSample) -> dict[str, Any]:
         message: dict[str, Any] = {"content": sample.detokenizer.text}
@@ -183,12 +176,6 @@ class ChatFormatter:
         for index, call in enumerate(delta.get("tool_calls", [])):
             call.setdefault("index", index)
         return {"delta": delta, "finish_reason": choice["finish_reason"]}
-
-    def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
-        return ShownTokens(sample.token_ids, sample.logprobs, sample.top_logprobs)
-
-    def count_shown_samples(self, sample: StreamedSample) -> int:
-        return len(sample.token_ids)
 
     def format_logprobs(
         self, token_ids: list[int], logprobs: Sequence[float | None], top_logprobs: TopLogprobs

@@ -84,12 +84,6 @@ def _seeds_and_positions(requests: Sequence[EngineRequest]) -> tuple[list[int], 
     return [request.seed for request in requests], [len(request.token_ids) for request in requests]
 
 
-def compute_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return `log softmax(logits)[target]` of each row, in float32."""
-    scores = logits.float()
-    return scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)
-
-
 def compute_top_logprobs(logits: Tensor, num_top: int) -> TopLogprobs:
     """Return the `num_top` likeliest tokens of each row, with logprobs that equal those of `compute_logprobs`."""
     if not num_top:

@@ -10,6 +10,7 @@ import gc
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from starlette.routing import Route
 
 from ramify import __version__
 from ramify.errors import ConfigInvalid, PortTaken, RamifyError, RequestInvalid
-from ramify.infer import openai_api, tokenize_api
 from ramify.infer.chat_renderer import ChatRenderer
 from ramify.infer.config import ServerConfig
 from ramify.infer.engine import Engine
 from ramify.infer.generate_api import generate
+from ramify.infer.openai_api import create_chat_completion, create_completion
 from ramify.infer.request_bodies import PauseBody, UpdateWeightsBody, parse_body
 from ramify.infer.streaming import ClientDisconnected, build_error_body, get_http_status
+from ramify.infer.tokenize_api import detokenize, tokenize, tokenizer_info
 from ramify.wire.browser_guard import BrowserGuard
 from ramify.wire.http_server import HttpServer
 
@@ -47,11 +49,15 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         return JSONResponse({"status": "paused" if engine.paused else "ok"})
 
     def model_card() -> dict[str, Any]:
-        policy, incarnation, step = engine.core.version
-        version = {"policy": policy, "incarnation": incarnation, "step": step}
-        length, operators = engine.core.max_model_len, engine.core.runner.ops_description
-        model = {"id": name, "object": "model", "created": started, "owned_by": "ramify", "max_model_len": length}
-        return {**model, "version": version, "operators": operators}
+        return {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "ramify",
+            "max_model_len": engine.core.max_model_len,
+            "version": engine.core.version._asdict(),
+            "operators": engine.core.runner.ops_description,
+        }
 
     async def models(_: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [model_card()]})
@@ -63,15 +69,6 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
 
     async def version(_: HttpRequest) -> Response:
         return JSONResponse({"version": __version__})
-
-    async def tokenize(http: HttpRequest) -> Response:
-        return await tokenize_api.tokenize(http, engine, renderer)
-
-    async def detokenize(http: HttpRequest) -> Response:
-        return await tokenize_api.detokenize(http, renderer)
-
-    async def tokenizer_info(_: HttpRequest) -> Response:
-        return await tokenize_api.tokenizer_info(engine, renderer)
 
     async def metrics(_: HttpRequest) -> Response:
         return PlainTextResponse(engine.format_metrics(), media_type="text/plain; version=0.0.4")
@@ -91,33 +88,24 @@ def build_app(engine: Engine, *, name: str, renderer: ChatRenderer | None = None
         body = parse_body(await http.body(), UpdateWeightsBody)
         if body.kv != "recompute" and body.kv != "keep":
             raise RequestInvalid(f"kv: expected recompute or keep, got {body.kv!r}")
-        policy, incarnation, step = await engine.update_weights(Path(body.path), body.kv)
-        version = {"policy": policy, "incarnation": incarnation, "step": step}
-        return JSONResponse({"version": version, "seconds": engine.swap_seconds})
+        version = await engine.update_weights(Path(body.path), body.kv)
+        return JSONResponse({"version": version._asdict(), "seconds": engine.swap_seconds})
 
-    async def handle_generate(http: HttpRequest) -> Response:
-        return await generate(http, engine, timeout=timeout)
-
-    async def completions(http: HttpRequest) -> Response:
-        return await openai_api.create_completion(http, engine, renderer, timeout=timeout)
-
-    async def chat(http: HttpRequest) -> Response:
-        return await openai_api.create_chat_completion(http, engine, renderer, timeout=timeout)
-
+    text_arguments: dict[str, Any] = {"engine": engine, "renderer": renderer}
     get_routes: dict[str, Handler] = {
         "/health": health,
         "/v1/models": models,
         "/v1/models/{name:path}": model,
         "/metrics": metrics,
         "/version": version,
-        "/tokenizer_info": tokenizer_info,
+        "/tokenizer_info": partial(tokenizer_info, **text_arguments),
     }
     post_routes: dict[str, Handler] = {
-        "/inference/v1/generate": handle_generate,
-        "/v1/completions": completions,
-        "/v1/chat/completions": chat,
-        "/tokenize": tokenize,
-        "/detokenize": detokenize,
+        "/inference/v1/generate": partial(generate, engine=engine, timeout=timeout),
+        "/v1/completions": partial(create_completion, **text_arguments, timeout=timeout),
+        "/v1/chat/completions": partial(create_chat_completion, **text_arguments, timeout=timeout),
+        "/tokenize": partial(tokenize, **text_arguments),
+        "/detokenize": partial(detokenize, renderer=renderer),
         "/pause": pause,
         "/resume": resume,
         "/update_weights": update_weights,

@@ -48,7 +48,7 @@ async def detokenize(http: HttpRequest, renderer: ChatRenderer | None) -> Respon
     return _json_response({"prompt": text})
 
 
-async def tokenizer_info(engine: Engine, renderer: ChatRenderer | None) -> Response:
+async def tokenizer_info(_: HttpRequest, engine: Engine, renderer: ChatRenderer | None) -> Response:
     """Return the token that ends a text; evaluation tools ask for it."""
     tokenizer = _require_renderer(renderer)
     eos_ids = sorted(engine.core.model.eos_ids) or sorted(tokenizer.stop_ids)

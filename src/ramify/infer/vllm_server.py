@@ -62,26 +62,25 @@ class VLLMServer:
 
     def build_command(self) -> list[str]:
         """Return the command line."""
-        config = self.config
-        args = [str(Path(config.python).expanduser()), "-m", "vllm.entrypoints.cli.main", "serve", str(self.path)]
-        args += ["--served-model-name", self.server.model_name or self.model_name]
-        args += ["--host", self.server.host, "--port", str(self.port)]
-        args += ["--enable-scale-out"]  # the generate endpoint
-        args += ["--logprobs-mode", "processed_logprobs"]  # after temperature; the default is before
-        args += ["--generation-config", "vllm"]  # the model's own defaults must not change what is sampled
-        args += ["--scheduling-policy", "priority"]  # without it a priority is an error
-        args += ["--enable-prompt-tokens-details"]  # how much of a prompt was cached
-        args += ["--dtype", config.dtype, "--gpu-memory-utilization", str(config.memory)]
-        args += ["--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching"]
-        if config.max_model_len is not None:
-            args += ["--max-model-len", str(config.max_model_len)]
-        if config.max_running is not None:
-            args += ["--max-num-seqs", str(config.max_running)]
-        if config.eager:
-            args += ["--enforce-eager"]
-        if not (self.path / "tokenizer.json").is_file():
-            args += ["--skip-tokenizer-init"]  # token ids need none
-        return [*args, *config.args]
+        config, server = self.config, self.server
+        has_tokenizer = (self.path / "tokenizer.json").is_file()
+        return [
+            *(str(Path(config.python).expanduser()), "-m", "vllm.entrypoints.cli.main", "serve", str(self.path)),
+            *("--served-model-name", server.model_name or self.model_name),
+            *("--host", server.host, "--port", str(self.port)),
+            "--enable-scale-out",  # the generate endpoint
+            *("--logprobs-mode", "processed_logprobs"),  # after temperature; the default is before
+            *("--generation-config", "vllm"),  # the model's own defaults must not change what is sampled
+            *("--scheduling-policy", "priority"),  # without it a priority is an error
+            "--enable-prompt-tokens-details",  # how much of a prompt was cached
+            *("--dtype", config.dtype, "--gpu-memory-utilization", str(config.memory)),
+            "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching",
+            *(() if config.max_model_len is None else ("--max-model-len", str(config.max_model_len))),
+            *(() if config.max_running is None else ("--max-num-seqs", str(config.max_running))),
+            *(("--enforce-eager",) if config.eager else ()),
+            *(() if has_tokenizer else ("--skip-tokenizer-init",)),  # token ids need none
+            *config.args,
+        ]
 
     def build_environment(self) -> dict[str, str]:
         """Return the environment variables of the process."""

@@ -33,7 +33,6 @@ class ModelShape:
     """The sizes of a model that an engine needs. `max_positions` is the longest sequence."""
 
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -127,7 +126,6 @@ def _read_shape(config: Any) -> ModelShape:
     heads, max_positions = text_config.num_attention_heads, text_config.max_position_embeddings
     return ModelShape(
         num_layers=text_config.num_hidden_layers,
-        num_heads=heads,
         num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
         head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
         vocab_size=text_config.vocab_size,

@@ -55,7 +55,8 @@ def compute_reference_logprobs(module: Any, ids: Tensor, attn_implementation: st
 
 def compute_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the logprob of each token by its row of logits, in float32."""
-    return logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    scores = logits.float()
+    return scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)
 
 
 def check_logprobs(component: str, module: Any, expected: Tensor, actual: Tensor) -> None:
